@@ -1,0 +1,171 @@
+"""Every way a call into pagedcore can fail, and whose fault it is.
+
+    PagedcoreError
+      * InvalidRequest (ValueError)       the caller's: this call is refused, nothing was taken
+          - InvalidPrompt  PromptEmpty  PromptTooLong  InvalidToken  InvalidText
+          - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed
+          - TooManySequences  TooManyLogprobs  UnknownParameter
+          - RequestTooLarge               can never fit the KV pool
+          - RequestStateError             the request is not in a state that allows the call
+      * InvalidConfig (ValueError)        the operator's: the engine was not built
+          - ModelNotSupported             the architecture cannot run here, with the reason
+          - MissingDependency             an optional package is absent; the message names the extra
+      * EngineOverloaded                  capacity: try again later
+      * RequestFailed                     one accepted request ended with finish_reason "error"
+          - StepFailed  InvalidLogits  QueueTimeout  SlowConsumer
+      * EngineClosed                      the engine was closed; make a new one
+      * InternalError                     a law of the engine is broken: a defect of pagedcore
+
+Messages are made of names, numbers and limits only: never a prompt, a path or an object's repr.
+"""
+
+from __future__ import annotations
+
+
+def describe(value: object) -> str:
+    """Say what a refused value was without repeating text or printing an unbounded number."""
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**20 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    return f"a value of type {type(value).__name__}"
+
+
+class PagedcoreError(Exception):
+    """Base of every error raised on purpose by pagedcore."""
+
+
+class InvalidRequest(PagedcoreError, ValueError):
+    """A call is refused before anything was allocated.
+
+    Attributes:
+        what: the name of the refused input, for example ``"temperature"``.
+        given: the refused value, described without its content.
+        limit: what would have been accepted.
+    """
+
+    def __init__(self, what: str, given: object, limit: str, advice: str = "") -> None:
+        self.what, self.given, self.limit = what, describe(given), limit
+        super().__init__(f"{what}: got {self.given}, allowed is {limit}." + (f" {advice}" if advice else ""))
+
+
+class InvalidPrompt(InvalidRequest):
+    """The prompt is neither text, nor token ids, nor chat messages."""
+
+
+class PromptEmpty(InvalidRequest):
+    """The prompt has no token."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no room for an answer in the model's context."""
+
+
+class InvalidToken(InvalidRequest):
+    """A token id is not an integer of the vocabulary."""
+
+
+class InvalidText(InvalidRequest):
+    """Text that cannot be encoded, or more of it than the context could ever hold."""
+
+
+class InvalidSampling(InvalidRequest):
+    """A sampling parameter is not a finite number within its range."""
+
+
+class InvalidMaxTokens(InvalidRequest):
+    """max_tokens is out of range for this prompt and model."""
+
+
+class InvalidMinTokens(InvalidRequest):
+    """min_tokens is out of range for the resolved max_tokens."""
+
+
+class InvalidStop(InvalidRequest):
+    """A stop string is empty, too long, or there are too many of them."""
+
+
+class InvalidBias(InvalidRequest):
+    """logit_bias names an unknown token or a value out of range."""
+
+
+class InvalidSeed(InvalidRequest):
+    """The seed is not an integer in range."""
+
+
+class TooManySequences(InvalidRequest):
+    """More sequences per request than the limit."""
+
+
+class TooManyLogprobs(InvalidRequest):
+    """More log-probabilities per token than the limit."""
+
+
+class UnknownParameter(InvalidRequest):
+    """A parameter name that pagedcore does not know; refused, never ignored."""
+
+
+class RequestTooLarge(InvalidRequest):
+    """The request could not fit even if it had the whole KV pool to itself."""
+
+
+class RequestStateError(InvalidRequest):
+    """The request is not in a state that allows this call."""
+
+
+class InvalidConfig(PagedcoreError, ValueError):
+    """An engine cannot be built from these settings."""
+
+
+class ModelNotSupported(InvalidConfig):
+    """This architecture would give wrong answers or cannot run; the message says why."""
+
+
+class MissingDependency(InvalidConfig, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+
+class EngineOverloaded(PagedcoreError):
+    """The waiting queue is full.
+
+    Attributes:
+        num_waiting: requests that wait now.
+        limit: the most that may wait.
+    """
+
+    def __init__(self, num_waiting: int, limit: int) -> None:
+        self.num_waiting, self.limit = num_waiting, limit
+        super().__init__(
+            f"waiting queue: {num_waiting} requests wait, the limit is {limit}. "
+            "Run some steps or retry later, or raise max_num_waiting."
+        )
+
+
+class RequestFailed(PagedcoreError):
+    """One accepted request ended with ``finish_reason="error"``; the others are unaffected."""
+
+
+class StepFailed(RequestFailed):
+    """The model failed while computing the batch that held this request."""
+
+
+class InvalidLogits(RequestFailed):
+    """The model returned NaN, an infinity or no finite value for this request's row."""
+
+
+class QueueTimeout(RequestFailed):
+    """The request waited longer than ``queue_timeout_s`` without being started."""
+
+
+class SlowConsumer(RequestFailed):
+    """Nobody read this request's stream while its bounded buffer was full."""
+
+
+class EngineClosed(PagedcoreError):
+    """The engine was closed, or its thread ended; requests in flight were aborted."""
+
+
+class InternalError(PagedcoreError):
+    """A stated law of the engine does not hold: please report it with the message."""

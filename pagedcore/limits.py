@@ -1,0 +1,36 @@
+"""Every hard bound on what a caller may ask, with its reason. Pure numbers: nothing is read from the environment."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Parallel answers of one request: each costs a whole sequence of KV memory.
+MAX_SEQUENCES_PER_REQUEST: Final = 16
+#: Above this a softmax over any real vocabulary is flat to float32.
+MAX_TEMPERATURE: Final = 10.0
+#: Range of presence and frequency penalties, the field's convention.
+MAX_PENALTY: Final = 2.0
+#: Repetition penalty divides logits; beyond this the sign alone decides.
+MAX_REPETITION_PENALTY: Final = 10.0
+#: Log-probabilities per token: bounds what one answer can copy out of a row.
+MAX_LOGPROBS: Final = 20
+#: Stop strings per request; matching is linear in their total length.
+MAX_STOP_STRINGS: Final = 8
+#: Characters of one stop string: bounds the text a stream may have to hold back.
+MAX_STOP_LENGTH: Final = 64
+#: Stop token ids per request.
+MAX_STOP_TOKEN_IDS: Final = 64
+#: Biased tokens per request: they are applied one by one.
+MAX_LOGIT_BIAS_ENTRIES: Final = 300
+#: Bias that makes a token certain or impossible in float32.
+MAX_LOGIT_BIAS: Final = 100.0
+#: Seeds are stored as signed 64-bit integers.
+MAX_SEED: Final = 2**63 - 1
+#: UTF-8 bytes of text accepted per token of context, checked before tokenising.
+MAX_TEXT_BYTES_PER_TOKEN: Final = 16
+#: Chat messages of one prompt; the template is rendered before tokens can be counted.
+MAX_CHAT_MESSAGES: Final = 1024
+#: Priorities are compared, never added: any small integer will do.
+MAX_PRIORITY: Final = 1_000_000
+#: Outputs buffered for a reader of an asynchronous stream before its request is paused.
+MAX_STREAM_BUFFER: Final = 64

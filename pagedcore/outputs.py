@@ -1,0 +1,74 @@
+"""What a caller gets back: final answers, and the deltas of a stream. Plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one generated token under the model's own (unmodified) distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely (token id, log-probability) pairs, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer of a request."""
+
+    index: int
+    """Which of the request's ``n`` answers this is."""
+    text: str
+    """The answer's text so far, special tokens and a matched stop string left out."""
+    token_ids: tuple[int, ...]
+    """The answer's tokens, including an end-of-sequence token that stopped it."""
+    finish_reason: FinishReason | None = None
+    """``None`` while running."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One entry per token when asked for."""
+    error: Exception | None = None
+    """Why, when ``finish_reason`` is "error"."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of the engine's clock, and how often it was preempted."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All answers of one request at one moment."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]
+    is_finished: bool
+    num_cached_tokens: int
+    """Prompt tokens whose keys and values were already in the cache when this turn began."""
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one answer; concatenated texts are the answer's text."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: Exception | None = None
+    num_prompt_tokens: int = 0

@@ -1,0 +1,222 @@
+"""A request and its sequences: what was asked, what is known, what is computed, and the table of legal moves.
+
+``Request`` is the handle a caller holds. ``Sequence`` is what the scheduler moves about: one growing list of token
+ids. Neither knows about blocks; ``cache/block_manager`` maps sequence ids to block tables.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Final, Protocol
+
+from pagedcore.errors import InternalError, RequestStateError
+from pagedcore.outputs import FinishReason, RequestOutput, TokenLogprobs
+from pagedcore.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    """The places a live sequence can be."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    REMOVED = "removed"
+
+
+#: WAITING -> RUNNING admitted; RUNNING -> WAITING preempted; FINISHED -> WAITING extended.
+LEGAL_MOVES: Final = {
+    SequenceStatus.WAITING: {SequenceStatus.RUNNING, SequenceStatus.FINISHED},
+    SequenceStatus.RUNNING: {SequenceStatus.WAITING, SequenceStatus.FINISHED},
+    SequenceStatus.FINISHED: {SequenceStatus.WAITING, SequenceStatus.REMOVED},
+    SequenceStatus.REMOVED: set(),
+}
+
+
+class Sequence:
+    """One growing list of token ids: the prompt, then what was generated.
+
+    A step lets ``num_computed_tokens`` catch up with ``len(token_ids)``; there is no prefill or decode state.
+
+    Invariant: 0 <= num_computed_tokens < len(token_ids) while waiting or running.
+    Invariant: token ids are only ever appended.
+    Invariant: moves between statuses are those of ``LEGAL_MOVES``.
+    """
+
+    __slots__ = (
+        "arrival", "finish_reason", "logprobs", "max_tokens", "num_cached_tokens", "num_computed_tokens",
+        "num_preemptions", "num_prompt_tokens", "params", "priority", "seed", "sequence_id", "status",
+        "stop_token_ids", "token_ids",
+    )
+
+    def __init__(
+        self,
+        sequence_id: int,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+        arrival: int = 0,
+    ) -> None:
+        self.sequence_id = sequence_id
+        self.token_ids = list(token_ids)
+        self.params = params
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        self.priority = priority
+        self.arrival = arrival
+        self.num_prompt_tokens = len(token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.logprobs: list[TokenLogprobs] = []
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated in this turn."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated in this turn."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known positions whose K/V is not in the cache yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Positions of the sequence when this turn has grown to its limit."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Change place.
+
+        Raises:
+            InternalError: the move is not in ``LEGAL_MOVES``.
+        """
+        if status not in LEGAL_MOVES[self.status]:
+            raise InternalError(f"sequence {self.sequence_id}: {self.status.value} -> {status.value} is not legal")
+        self.status = status
+
+    def append_token(self, token_id: int) -> FinishReason | None:
+        """Append a generated token and say whether it ends the turn, and how."""
+        self.token_ids.append(token_id)
+        if token_id in self.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
+            return "stop"
+        return "length" if self.num_output_tokens >= self.max_tokens else None
+
+    def begin_turn(self, new_token_ids: list[int], params: SamplingParams, *, max_tokens: int,
+                   stop_token_ids: frozenset[int], arrival: int) -> None:
+        """Continue a finished sequence: append a further prompt part; computed positions stay computed."""
+        self.move_to(SequenceStatus.WAITING)
+        self.token_ids.extend(new_token_ids)
+        self.params, self.max_tokens, self.stop_token_ids = params, max_tokens, stop_token_ids
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_cached_tokens = self.num_computed_tokens
+        self.arrival = arrival
+        self.finish_reason = None
+        self.logprobs = []
+
+    def forget_computed(self) -> None:
+        """Note that the sequence's blocks are gone: every position has to be computed again."""
+        self.num_computed_tokens = 0
+
+
+class RequestOwner(Protocol):
+    """What a handle needs from the engine it belongs to."""
+
+    def extend_request(self, request: Request, prompt: Any, params: SamplingParams | None) -> None:
+        """Continue a finished request."""
+        ...
+
+    def remove_request(self, request: Request) -> None:
+        """Forget a finished request and free its blocks."""
+        ...
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request now; unknown ids are no error."""
+        ...
+
+    def output_of(self, request: Request) -> RequestOutput:
+        """Describe all answers as they stand."""
+        ...
+
+
+class Request:
+    """The handle of one request at the step level.
+
+    Made by ``Engine.add_request``; usable only on the engine's thread. ``take_new_tokens`` reads tokens as they
+    come, ``is_done`` says when to stop, then either ``extend`` goes on with the same cache or ``remove`` frees it.
+
+    Invariant: ``sequences`` has one entry per answer asked for (``SamplingParams.n``).
+    """
+
+    __slots__ = ("_num_taken", "_owner", "error", "params", "priority", "request_id", "sequences")
+
+    def __init__(
+        self, request_id: str, sequences: list[Sequence], params: SamplingParams, owner: RequestOwner, priority: int = 0
+    ) -> None:
+        self.request_id = request_id
+        self.sequences = sequences
+        self.params = params
+        self.priority = priority
+        self.error: Exception | None = None
+        self._owner = owner
+        self._num_taken = [len(sequence.token_ids) for sequence in sequences]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every answer of this turn has finished."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Everything before this turn's answer."""
+        first = self.sequences[0]
+        return first.token_ids[: first.num_prompt_tokens]
+
+    def take_new_tokens(self, index: int = 0) -> list[int]:
+        """Return the tokens of answer ``index`` that were not taken yet; each token is returned once."""
+        sequence = self.sequences[index]
+        taken, self._num_taken[index] = self._num_taken[index], len(sequence.token_ids)
+        return sequence.token_ids[max(taken, sequence.num_prompt_tokens) :]
+
+    def output(self) -> RequestOutput:
+        """Return all answers as they stand, with text where the engine has a tokenizer."""
+        return self._owner.output_of(self)
+
+    def extend(self, prompt: Any, params: SamplingParams | None = None) -> None:
+        """Continue this finished request with more text or tokens, reusing what the cache still holds.
+
+        Args:
+            prompt: text, token ids, or chat messages that follow the conversation so far.
+            params: for the new turn; ``None``: those of the turn before.
+
+        Raises:
+            RequestStateError: the request is still running, was removed, or has more than one answer.
+            InvalidRequest: as from ``Engine.add_request``; the request stays as it was.
+            EngineOverloaded: the waiting queue is full; the request stays as it was.
+        """
+        self._owner.extend_request(self, prompt, params)
+
+    def abort(self) -> bool:
+        """End the request now and free its blocks; return whether it was still running."""
+        return self._owner.abort_request(self.request_id)
+
+    def remove(self) -> None:
+        """Forget this finished request and free its blocks.
+
+        Raises:
+            RequestStateError: it is still running; ``abort`` it first.
+        """
+        if not self.is_done:
+            raise RequestStateError("remove", "a running request", "a finished request", "Call abort() first.")
+        self._owner.remove_request(self)
