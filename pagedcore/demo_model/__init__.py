@@ -1,0 +1,10 @@
+"""The demo model that ships inside the package, and the questions it can be checked with.
+
+Owns the weight files next to this module and the questions with known answers; it never imports torch
+or transformers. Read `questions.py` next; `examples/train_demo_model.py` trains the weights again.
+"""
+
+from pathlib import Path
+
+DEMO_MODEL_DIR: Path = Path(__file__).resolve().parent
+"""Directory that `from_pretrained` of transformers, or the engine, loads the demo model from."""
