@@ -112,7 +112,17 @@ class RequestTooLarge(InvalidRequest):
 
 
 class RequestStateError(InvalidRequest):
-    """The request is not in a state that allows this call."""
+    """The request is not in a state that allows this call.
+
+    Attributes:
+        what: the call that was refused.
+        given: the state the request is in.
+        limit: the state it has to be in.
+    """
+
+    def __init__(self, what: str, state: str, needed: str, advice: str = "") -> None:
+        self.what, self.given, self.limit = what, state, needed
+        ValueError.__init__(self, f"{what}: the request is {state}, it has to be {needed}. {advice}".rstrip())
 
 
 class InvalidConfig(PagedcoreError, ValueError):

@@ -218,5 +218,5 @@ class Request:
             RequestStateError: it is still running; ``abort`` it first.
         """
         if not self.is_done:
-            raise RequestStateError("remove", "a running request", "a finished request", "Call abort() first.")
+            raise RequestStateError("remove", "running", "finished", "Call abort() first.")
         self._owner.remove_request(self)
