@@ -1,0 +1,27 @@
+"""The implementations that come with pagedcore, registered like anybody else's plugin.
+
+Owns names and targets only; nothing here is imported before it is used. Read ``registry.py`` for what an
+entry is.
+"""
+
+from __future__ import annotations
+
+from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.plugins.registry import Registry
+
+
+@hookimpl
+def pagedcore_register(registry: Registry) -> None:
+    """Add the built-in attention backends, loaders and scheduling policies."""
+    registry.attention.add("numba-cpu", "pagedcore_kernels.cpu.backend:NumbaCpuAttention",
+                           summary="compiled for this machine's CPU; the default")
+    registry.attention.add("reference", "pagedcore_kernels.reference:ReferenceAttention",
+                           summary="plain and slow; what the others are tested against")
+    registry.loaders.add("transformers", "pagedcore.execution.models.transformers_backend:load",
+                         summary="any causal language model of transformers")
+    registry.schedulers.add("fcfs", "pagedcore.scheduling.policies:fcfs",
+                            summary="first come, first served; the default")
+    registry.schedulers.add("priority", "pagedcore.scheduling.policies:priority",
+                            summary="higher priority first, then first come")
+    registry.schedulers.add("static", "pagedcore.scheduling.policies:static",
+                            summary="a batch runs until its last request is done; for comparisons")

@@ -1,0 +1,70 @@
+"""The engine's side of the observing hooks: cheap when nobody listens, unharmed when a listener fails.
+
+Owns the calls and their isolation; never an observer. The engine holds one ``EngineHooks`` and tells it what
+happened; read ``hookspecs.py`` for what observers receive.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagedcore.outputs import RequestOutput
+    from pagedcore.plugins.hookspecs import EngineInfo, StepStats
+    from pagedcore.plugins.manager import PluginManager
+
+_log = logging.getLogger(__name__)
+
+
+class EngineHooks:
+    """Tells the observers of one manager what happens in one engine.
+
+    The observers are those registered when this is made. One that raises is logged the first time, its later
+    failures are silent, the other observers are called all the same, and the engine never sees the exception.
+
+    Invariant: no method raises because of an observer.
+    """
+
+    def __init__(self, manager: PluginManager) -> None:
+        self._start = manager.callers("pagedcore_engine_start")
+        self._stop = manager.callers("pagedcore_engine_stop")
+        self._step = manager.callers("pagedcore_step")
+        self._finished = manager.callers("pagedcore_request_finished")
+        self._reported: set[str] = set()
+
+    @property
+    def observes_steps(self) -> bool:
+        """Whether ``step_done`` has anybody to tell; if not, the statistics need not be put together."""
+        return bool(self._step)
+
+    @property
+    def observes_requests(self) -> bool:
+        """Whether ``request_finished`` has anybody to tell; if not, the output need not be put together."""
+        return bool(self._finished)
+
+    def engine_started(self, info: EngineInfo) -> None:
+        """Tell that the engine is about to take requests."""
+        self._tell(self._start, engine=info)
+
+    def engine_stopped(self, info: EngineInfo) -> None:
+        """Tell that the engine was closed."""
+        self._tell(self._stop, engine=info)
+
+    def step_done(self, stats: StepStats) -> None:
+        """Tell the counters after a step."""
+        self._tell(self._step, stats=stats)
+
+    def request_finished(self, output: RequestOutput) -> None:
+        """Tell that every answer of a request has finished."""
+        self._tell(self._finished, request=output)
+
+    def _tell(self, callers: list[tuple[str, Callable[..., Any]]], **what: object) -> None:
+        for name, call in callers:
+            try:
+                call(**what)
+            except Exception:  # an observer must not be able to hurt the engine
+                if name not in self._reported:
+                    self._reported.add(name)
+                    _log.exception("plugin %s raised in a hook; later failures are not logged", name)

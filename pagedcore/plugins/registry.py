@@ -1,0 +1,167 @@
+"""Typed tables of named implementations, imported on first use.
+
+An entry is a name and a dotted target, so that listing what there is imports nothing. Owns names, duplicates
+and the errors of a missing package; never decides which entry is used. Read ``builtin.py`` for the entries
+themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from pagedcore.errors import InvalidConfig, MissingDependency
+from pagedcore.ports import AttentionBackend, ModelBackend
+
+T = TypeVar("T")
+
+AdapterFactory = Callable[..., Any]
+"""``(model, **settings) -> object``: what ``expose`` calls."""
+AttentionFactory = Callable[..., AttentionBackend]
+"""``(layout, pool) -> AttentionBackend``: the KV layout and the pool's storage."""
+ModelLoader = Callable[..., ModelBackend]
+"""Loads a model by name or directory."""
+SchedulingPolicy = Callable[..., Any]
+"""What ``EngineConfig.scheduling_policy`` names; see ``scheduling/policies.py``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named implementation that has not necessarily been imported."""
+
+    name: str
+    target: str
+    """``"package.module:attribute"``."""
+    summary: str = ""
+    extra: str = ""
+    """The pip extra that brings what the target imports."""
+    plugin: str = ""
+    """The plugin that added it."""
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the module that has the implementation."""
+        return self.target.partition(":")[0]
+
+    @property
+    def advice(self) -> str:
+        """What to install when the target cannot be imported."""
+        return f"Install pagedcore[{self.extra}]." if self.extra else f"It comes from plugin {self.plugin!r}."
+
+
+class Table(Generic[T]):
+    """The implementations of one seam, by name, in the order they were added.
+
+    Invariant: a name belongs to one plugin; a second claim is an error that names both.
+    """
+
+    def __init__(self, seam: str) -> None:
+        self.seam = seam
+        self._entries: dict[str, Entry] = {}
+        self._plugin = ""
+
+    def add(self, name: str, target: str, *, summary: str = "", extra: str = "") -> None:
+        """Register ``target`` ("package.module:attribute") under ``name`` without importing it.
+
+        Raises:
+            InvalidConfig: the name is taken, or the target does not have the form above.
+        """
+        module, _, attribute = target.partition(":")
+        if not name or not module or not attribute:
+            needed = 'a name and a target of the form "package.module:attribute"'
+            raise InvalidConfig(f"{self.seam}: got the entry {name!r} for {target!r}, needed is {needed}.")
+        if taken := self._entries.get(name):
+            raise InvalidConfig(
+                f"{self.seam}: {name!r} is registered by the plugin {taken.plugin!r} and again by "
+                f"{self._plugin!r}; block one of them."
+            )
+        self._entries[name] = Entry(name, target, summary, extra, self._plugin)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    @property
+    def names(self) -> list[str]:
+        """The registered names, in order."""
+        return list(self._entries)
+
+    def find(self, name: str) -> Entry:
+        """Return the entry called ``name``.
+
+        Raises:
+            InvalidConfig: there is none; the message lists those there are.
+        """
+        if name not in self._entries:
+            known = ", ".join(self.names) or "none"
+            raise InvalidConfig(f"{self.seam}: {name!r} is not registered; known are {known}.")
+        return self._entries[name]
+
+    def load(self, name: str) -> T:
+        """Import and return the implementation called ``name``.
+
+        Raises:
+            InvalidConfig: the name or the attribute does not exist.
+            MissingDependency: a package is not installed; the message names the extra that brings it.
+        """
+        entry = self.find(name)
+        try:
+            module = importlib.import_module(entry.module)
+        except ImportError as error:
+            missing = error.name or entry.module
+            raise MissingDependency(f"{self.seam}: {name!r} needs {missing}. {entry.advice}") from error
+        attribute = entry.target.partition(":")[2]
+        if not hasattr(module, attribute):
+            raise InvalidConfig(f"{self.seam}: {name!r} points to {entry.target}, which does not exist.")
+        return cast(T, getattr(module, attribute))
+
+    def can_import(self, name: str) -> bool:
+        """Whether the entry's module imports here; this imports it.
+
+        Raises:
+            InvalidConfig: there is no entry of that name.
+        """
+        try:
+            self.load(name)
+        except MissingDependency:
+            return False
+        return True
+
+    def _forget(self, plugin: str) -> None:
+        self._entries = {name: entry for name, entry in self._entries.items() if entry.plugin != plugin}
+
+
+class Registry:
+    """One table per seam; a plugin's ``pagedcore_register`` hook adds to them."""
+
+    def __init__(self) -> None:
+        self.adapters: Table[AdapterFactory] = Table("adapters")
+        self.attention: Table[AttentionFactory] = Table("attention")
+        self.loaders: Table[ModelLoader] = Table("loaders")
+        self.schedulers: Table[SchedulingPolicy] = Table("schedulers")
+
+    @property
+    def tables(self) -> dict[str, Table[Any]]:
+        """Every table by its seam's name."""
+        return {table.seam: table for table in (self.adapters, self.attention, self.loaders, self.schedulers)}
+
+    @contextmanager
+    def registering(self, plugin: str) -> Iterator[Registry]:
+        """Attribute what is added inside to ``plugin``; an exception takes all of it back."""
+        for table in self.tables.values():
+            table._plugin = plugin
+        try:
+            yield self
+        except BaseException:
+            for table in self.tables.values():
+                table._forget(plugin)
+            raise
+        finally:
+            for table in self.tables.values():
+                table._plugin = ""
