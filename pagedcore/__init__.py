@@ -1,0 +1,63 @@
+"""A continuous-batching inference core for language models that lives inside your own Python process.
+
+    from pagedcore import Engine, SamplingParams
+
+    with Engine.from_pretrained("demo") as engine:
+        print(engine.generate(["What is 2 + 3?"], SamplingParams(max_tokens=16))[0].outputs[0].text)
+
+The names below are the public ones; each is imported when it is first used. Read ``engine.py`` next.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pagedcore.async_engine import AsyncEngine
+    from pagedcore.config import EngineConfig
+    from pagedcore.engine import Engine
+    from pagedcore.outputs import CompletionOutput, Delta, RequestOutput
+    from pagedcore.plugins.expose import expose
+    from pagedcore.request import Request
+    from pagedcore.sampling_params import SamplingParams
+
+__version__: Final = "0.1.0"
+
+__all__ = [
+    "AsyncEngine",
+    "CompletionOutput",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "expose",
+]
+
+_HOMES: Final = {
+    "AsyncEngine": "pagedcore.async_engine",
+    "CompletionOutput": "pagedcore.outputs",
+    "Delta": "pagedcore.outputs",
+    "Engine": "pagedcore.engine",
+    "EngineConfig": "pagedcore.config",
+    "Request": "pagedcore.request",
+    "RequestOutput": "pagedcore.outputs",
+    "SamplingParams": "pagedcore.sampling_params",
+    "expose": "pagedcore.plugins.expose",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pagedcore' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted({*globals(), *__all__})

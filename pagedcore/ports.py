@@ -195,6 +195,15 @@ class Tokenizer(Protocol):
         """Render the chat template, ending where the assistant's answer begins, and tokenise it."""
         ...
 
+    def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
+        """Tokenise what the chat template puts between a conversation so far and the answer to ``messages``.
+
+        Args:
+            messages: the new messages only.
+            known_token_ids: everything before them; tells whether the last turn was closed by its end token.
+        """
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode at once, special tokens left out."""
         ...

@@ -6,6 +6,7 @@ ids. Neither knows about blocks; ``cache/block_manager`` maps sequence ids to bl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol
 
@@ -130,6 +131,16 @@ class Sequence:
         self.num_computed_tokens = 0
 
 
+@dataclass(slots=True)
+class Timeline:
+    """When things first happened to a request's current turn, in seconds of the engine's clock."""
+
+    arrival_s: float = 0.0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
 class RequestOwner(Protocol):
     """What a handle needs from the engine it belongs to."""
 
@@ -159,7 +170,7 @@ class Request:
     Invariant: ``sequences`` has one entry per answer asked for (``SamplingParams.n``).
     """
 
-    __slots__ = ("_num_taken", "_owner", "error", "params", "priority", "request_id", "sequences")
+    __slots__ = ("_num_taken", "_owner", "error", "params", "priority", "request_id", "sequences", "timeline")
 
     def __init__(
         self, request_id: str, sequences: list[Sequence], params: SamplingParams, owner: RequestOwner, priority: int = 0
@@ -169,6 +180,7 @@ class Request:
         self.params = params
         self.priority = priority
         self.error: Exception | None = None
+        self.timeline = Timeline()
         self._owner = owner
         self._num_taken = [len(sequence.token_ids) for sequence in sequences]
 
@@ -182,6 +194,11 @@ class Request:
         """Everything before this turn's answer."""
         first = self.sequences[0]
         return first.token_ids[: first.num_prompt_tokens]
+
+    def begin_turn(self, params: SamplingParams, arrival_s: float) -> None:
+        """Note that the engine continues this request; callers use ``extend``."""
+        self.params = params
+        self.timeline = Timeline(arrival_s)
 
     def take_new_tokens(self, index: int = 0) -> list[int]:
         """Return the tokens of answer ``index`` that were not taken yet; each token is returned once."""

@@ -1,0 +1,148 @@
+"""Puts an engine together: model, tokenizer, KV pool, scheduler, plugins. The one place that sees all of them.
+
+Every "auto" of the configuration is decided here, from the machine and the model; nothing is decided later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+
+from pagedcore.cache.block_manager import BlockManager
+from pagedcore.config import EngineConfig, parse_memory
+from pagedcore.errors import InvalidConfig
+from pagedcore.execution.loading import load_tokenizer, model_name, resolve_backend
+from pagedcore.execution.model_runner import ModelRunner
+from pagedcore.execution.sampler import Sampler
+from pagedcore.intake import Intake
+from pagedcore.plugins.hookspecs import EngineInfo
+from pagedcore.plugins.manager import PluginManager, create_plugin_manager
+from pagedcore.plugins.observers import EngineHooks
+from pagedcore.scheduling.scheduler import Scheduler
+from pagedcore.stats import Counters, EngineStats
+
+if TYPE_CHECKING:
+    from pagedcore.ports import ModelBackend, Tokenizer
+
+_DEFAULT_MEMORY_SHARE: Final = 0.3
+"""Share of free memory that the KV pool takes at most when nothing is said; pages count only once touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Everything an engine is made of."""
+
+    config: EngineConfig
+    intake: Intake
+    block_manager: BlockManager
+    scheduler: Scheduler
+    runner: ModelRunner
+    hooks: EngineHooks
+    info: EngineInfo
+    kv_bytes: int
+
+    def stats(self, counters: Counters) -> EngineStats:
+        """Put the engine's counters and the present occupancy together."""
+        state = self.scheduler.stats()
+        return EngineStats(
+            num_running=state.num_running,
+            num_waiting=state.num_waiting,
+            num_kept=state.num_kept,
+            num_blocks=state.num_blocks,
+            num_blocks_used=state.num_blocks_used,
+            block_size=self.info.block_size,
+            kv_bytes=self.kv_bytes,
+            num_steps=counters.num_steps,
+            num_rows=counters.num_rows,
+            num_computed_tokens=counters.num_computed_tokens,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+            num_finished=counters.num_finished,
+            num_preemptions=state.num_preemptions,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.info.max_model_len,
+            attention_backend=self.info.attention_backend,
+            dtype=self.info.dtype,
+            is_schedule_invariant=self.info.is_schedule_invariant,
+        )
+
+
+def assemble(
+    model: Any, *, tokenizer: Tokenizer | str | None = None, plugins: Iterable[object] = (), **settings: Any
+) -> EngineParts:
+    """Build the parts of an engine; arguments as ``Engine.from_pretrained``.
+
+    Raises:
+        InvalidConfig: a setting is unknown or out of range, or the model cannot run here.
+    """
+    config = EngineConfig.from_keywords(tokenizer=tokenizer if isinstance(tokenizer, str) else None, **settings)
+    manager = create_plugin_manager(plugins)
+    policy = manager.registry.schedulers.load(config.scheduling_policy)()
+    backend = resolve_backend(model, config, manager.registry.attention.load)
+    text = load_tokenizer(model, config) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
+    block_manager = _make_block_manager(backend, config)
+    info = _describe(model, backend, config, block_manager)
+    intake = Intake(
+        text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
+        backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
+    )
+    scheduler = Scheduler(
+        block_manager, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
+        max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
+    )
+    return EngineParts(
+        config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size)),
+        EngineHooks(manager), info, info.num_blocks * info.block_size * backend.kv_bytes_per_token,
+    )
+
+
+def _make_block_manager(backend: ModelBackend, config: EngineConfig) -> BlockManager:
+    block_size = config.block_size if config.block_size is not None else backend.block_size
+    num_blocks = _choose_num_blocks(backend, config, block_size)
+    backend.allocate_kv(num_blocks, block_size)
+    return BlockManager(num_blocks, block_size)
+
+
+def _choose_num_blocks(backend: ModelBackend, config: EngineConfig, block_size: int) -> int:
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    free_bytes = psutil.virtual_memory().available
+    block_bytes = max(1, block_size * backend.kv_bytes_per_token)
+    given = parse_memory(config.kv_cache_memory, free_bytes=free_bytes)
+    if given is not None:
+        return _require_a_block(given // block_bytes, given, block_bytes)
+    # Why: more blocks than every slot at full length could never be used.
+    useful = config.max_num_seqs * -(-_context_length(backend, config) // block_size)
+    return max(1, min(useful, int(_DEFAULT_MEMORY_SHARE * free_bytes) // block_bytes))
+
+
+def _require_a_block(num_blocks: int, given: int, block_bytes: int) -> int:
+    if num_blocks < 1:
+        raise InvalidConfig(f"kv_cache_memory: got {given} bytes, allowed is at least one block ({block_bytes} bytes).")
+    return num_blocks
+
+
+def _context_length(backend: ModelBackend, config: EngineConfig) -> int:
+    wanted = config.max_model_len
+    if wanted is not None and wanted > backend.max_model_len:
+        raise InvalidConfig(
+            f"max_model_len: got {wanted}, allowed is up to {backend.max_model_len}, what the model was made for."
+        )
+    return wanted if wanted is not None else backend.max_model_len
+
+
+def _describe(model: Any, backend: ModelBackend, config: EngineConfig, blocks: BlockManager) -> EngineInfo:
+    return EngineInfo(
+        model=model_name(model),
+        dtype=str(getattr(backend, "dtype", "unknown")).removeprefix("torch."),
+        attention_backend=str(getattr(backend, "attention_name", "unknown")),
+        scheduling_policy=config.scheduling_policy,
+        block_size=blocks.block_size,
+        num_blocks=blocks.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=_context_length(backend, config),
+        is_schedule_invariant=backend.is_schedule_invariant,
+    )

@@ -1,0 +1,305 @@
+"""The engine at the step level: one step = plan, reserve, execute, commit, publish.
+
+This is the one place where exceptions become outcomes: a failed step ends the requests of its batch and nobody
+else. ``Engine`` runs in the caller's thread and is deterministic; ``async_engine`` puts it on a thread of its own.
+How an engine is put together is in ``assembly``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as SequenceOf
+from typing import TYPE_CHECKING, Any
+
+from pagedcore.answers import AnswerBook
+from pagedcore.clock import Clock, MonotonicClock
+from pagedcore.errors import EngineClosed, InvalidLogits, QueueTimeout, StepFailed
+from pagedcore.intake import Intake, PreparedPrompt, Prompt
+from pagedcore.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
+from pagedcore.request import Request, Sequence
+from pagedcore.request_book import RequestBook
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.stats import Counters, EngineStats
+
+if TYPE_CHECKING:
+    from pagedcore.assembly import EngineParts
+    from pagedcore.scheduling.plan import SchedulePlan
+    from pagedcore.scheduling.scheduler import CommittedToken
+
+class Engine:
+    """Continuous batching over a paged KV pool, one ``step()`` at a time.
+
+    Not thread-safe: use it from one thread, or use ``AsyncEngine``.
+
+    Invariant: every accepted request gets exactly one finish reason per turn.
+    Invariant: between steps every block is free or in the table of a live or kept sequence.
+    """
+
+    def __init__(self, parts: EngineParts, clock: Clock | None = None) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._intake: Intake = parts.intake
+        self._scheduler = parts.scheduler
+        self._runner = parts.runner
+        self._hooks = parts.hooks
+        self._clock = clock if clock is not None else MonotonicClock()
+        self._answers = AnswerBook(parts.intake.tokenizer)
+        self._requests = RequestBook(self, parts.config.seed)
+        self._counters = Counters()
+        self._is_closed = False
+        self._hooks.engine_started(parts.info)
+
+    @classmethod
+    def from_pretrained(cls, model: Any, **settings: Any) -> Engine:
+        """Build an engine.
+
+        Args:
+            model: ``"demo"``, a directory, a hub id, a loaded ``PreTrainedModel`` (taken over: its linears are
+                repacked), or your own ``ModelBackend``.
+            **settings: the fields of ``EngineConfig``; ``tokenizer`` may also be a tokenizer object.
+
+        Raises:
+            InvalidConfig: a setting is unknown or out of range, or the model cannot run here.
+        """
+        from pagedcore.assembly import assemble
+
+        return cls(assemble(model, **settings))
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Request:
+        """Accept a request; it waits until a step has room for it.
+
+        Args:
+            prompt: text, token ids, or chat messages.
+            params: sampling parameters; ``None`` means greedy up to the model's length.
+            priority: higher runs first under the "priority" policy.
+
+        Raises:
+            InvalidRequest: the request is refused; the subclass names the input, the value and the limit.
+            EngineOverloaded: the waiting queue is full.
+            EngineClosed: after ``close()``.
+        """
+        return self.accept(self.prepare(prompt, params, priority=priority))
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> PreparedPrompt:
+        """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
+        return self._intake.prepare(prompt, params, priority)
+
+    def accept(self, prepared: PreparedPrompt) -> Request:
+        """Take a prepared request. Raises ``EngineOverloaded`` or ``EngineClosed``; then nothing was taken."""
+        self._require_open()
+        self._scheduler.require_room(prepared.params.n)
+        request = self._requests.add(prepared, self._clock.now())
+        for sequence in request.sequences:
+            self._enqueue(sequence, prepared)
+        return request
+
+    def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
+        """Continue a finished request; see ``Request.extend``."""
+        self._require_open()
+        sequence = self._requests.require_extensible(request)
+        prepared = self._intake.prepare_continuation(
+            prompt, sequence.token_ids, params if params is not None else request.params, request.priority
+        )
+        self._scheduler.require_room(1)
+        self._requests.begin_turn(request, sequence, prepared, self._clock.now())
+        self._enqueue(sequence, prepared)
+
+    def _enqueue(self, sequence: Sequence, prepared: PreparedPrompt) -> None:
+        self._answers.open(sequence)
+        self._scheduler.add(sequence)
+        self._counters.num_prompt_tokens += len(prepared.token_ids)
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request now and free its blocks; return whether it was live. Unknown ids are no error."""
+        request = self._requests.find(request_id)
+        if request is None or request.is_done:
+            return False
+        for sequence in request.sequences:
+            self._end(sequence, "abort")
+        return True
+
+    def remove_request(self, request: Request) -> None:
+        """Forget a finished request and free its blocks; a second call does nothing."""
+        if self._requests.remove(request):
+            for sequence in request.sequences:
+                self._scheduler.forget(sequence)
+                self._answers.close(sequence)
+
+    def has_pending_requests(self) -> bool:
+        """Whether any request waits or runs."""
+        return self._scheduler.has_unfinished
+
+    def step(self) -> list[Delta]:
+        """Run one step: every scheduled sequence advances; return what was added to each answer.
+
+        Raises:
+            EngineClosed: after ``close()``.
+        """
+        self._require_open()
+        expired = self._expire_waiting()
+        plan = self._scheduler.schedule()
+        if plan.is_empty:
+            return expired
+        self._note_first_scheduled(plan)
+        self._scheduler.reserve(plan)
+        try:
+            sampled = self._runner.execute(plan.rows, self._parts.block_manager)
+        except Exception as error:
+            self._scheduler.rollback(plan)
+            return expired + self._fail_batch(plan, error)
+        except BaseException:
+            self._scheduler.rollback(plan)
+            raise
+        deltas = self._publish(self._scheduler.commit(plan, sampled))
+        self._count(plan, len(deltas))
+        return expired + deltas
+
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        show_progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer many prompts and return their outputs in the same order.
+
+        Args:
+            prompts: any number; they are fed to the waiting queue as it has room.
+            params: one for all, or one per prompt.
+            show_progress: a progress bar on stderr; ``None`` shows it on terminals only.
+
+        Raises:
+            InvalidRequest: a prompt or its parameters are refused; then none was started.
+        """
+        from pagedcore.offline import run_offline
+
+        return run_offline(self, prompts, params, show_progress=show_progress)
+
+    def output_of(self, request: Request) -> RequestOutput:
+        """Describe all answers of a request as they stand."""
+        timeline = request.timeline
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            outputs=self._answers.completions(request),
+            is_finished=request.is_done,
+            num_cached_tokens=request.sequences[0].num_cached_tokens,
+            metrics=RequestMetrics(
+                timeline.arrival_s, timeline.first_scheduled_s, timeline.first_token_s, timeline.finished_s,
+                num_preemptions=sum(sequence.num_preemptions for sequence in request.sequences),
+            ),
+        )
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of counters and occupancy."""
+        return self._parts.stats(self._counters)
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        """All requests that were not removed, oldest first."""
+        return self._requests
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler, for invariant checks and observation; do not call its verbs."""
+        return self._scheduler
+
+    def can_accept(self, num_sequences: int = 1) -> bool:
+        """Whether the waiting queue has room for a request with this many answers."""
+        return self._scheduler.num_queue_places >= num_sequences
+
+    def close(self) -> None:
+        """Abort everything and refuse further calls; a second call does nothing."""
+        if self._is_closed:
+            return
+        for request in self._requests:
+            self.abort_request(request.request_id)
+            self.remove_request(request)
+        self._is_closed = True
+        self._hooks.engine_stopped(self._parts.info)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosed("this engine is closed; make a new one.")
+
+    def _note_first_scheduled(self, plan: SchedulePlan) -> None:
+        for sequence in plan.admitted:
+            timeline = self._requests.request_of(sequence).timeline
+            if timeline.first_scheduled_s is None:
+                timeline.first_scheduled_s = self._clock.now()
+
+    def _count(self, plan: SchedulePlan, num_generated: int) -> None:
+        self._counters.num_steps += 1
+        self._counters.num_rows += len(plan.rows)
+        self._counters.num_computed_tokens += plan.num_tokens
+        self._counters.num_generated_tokens += num_generated
+        if self._hooks.observes_steps:
+            self._hooks.step_done(self.stats())
+
+    def _publish(self, committed: list[CommittedToken]) -> list[Delta]:
+        now = self._clock.now()
+        return [self._publish_token(result, now) for result in committed]
+
+    def _publish_token(self, result: CommittedToken, now: float) -> Delta:
+        sequence = result.sequence
+        request = self._requests.request_of(sequence)
+        if result.token_id is None:
+            return self._end(sequence, "error", InvalidLogits("the model returned no usable logits for this request"))
+        if request.timeline.first_token_s is None:
+            request.timeline.first_token_s = now
+        text, is_stopped = self._answers.add_token(sequence, result.token_id)
+        if is_stopped:
+            self._scheduler.finish(sequence, "stop")
+        if sequence.finish_reason is not None:
+            text += self._answers.finish(sequence)
+            self._note_finished(request)
+        return self._delta(request, sequence, text, (result.token_id,))
+
+    def _delta(self, request: Request, sequence: Sequence, text: str, token_ids: tuple[int, ...]) -> Delta:
+        reason = sequence.finish_reason
+        wants_logprobs = sequence.params.logprobs is not None and token_ids
+        return Delta(
+            request_id=request.request_id, index=request.sequences.index(sequence), text=text, token_ids=token_ids,
+            finish_reason=reason, logprobs=(sequence.logprobs[-1],) if wants_logprobs else None,
+            error=request.error if reason == "error" else None, num_prompt_tokens=sequence.num_prompt_tokens,
+        )
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> Delta:
+        """Finish a sequence for a reason of the engine's or the caller's, not of its tokens."""
+        request = self._requests.request_of(sequence)
+        request.error = error if error is not None else request.error
+        was_finished = sequence.finish_reason is not None
+        self._scheduler.finish(sequence, reason)
+        text = self._answers.finish(sequence)
+        if not was_finished:
+            self._note_finished(request)
+        return self._delta(request, sequence, text, ())
+
+    def _note_finished(self, request: Request) -> None:
+        if request.is_done:
+            request.timeline.finished_s = self._clock.now()
+            self._counters.num_finished += 1
+            if self._hooks.observes_requests:
+                self._hooks.request_finished(self.output_of(request))
+
+    def _fail_batch(self, plan: SchedulePlan, error: Exception) -> list[Delta]:
+        failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
+        failure.__cause__ = error
+        return [self._end(row.sequence, "error", failure) for row in plan.rows]
+
+    def _expire_waiting(self) -> list[Delta]:
+        limit_s = self._config.queue_timeout_s
+        if limit_s is None:
+            return []
+        latest = self._clock.now() - limit_s
+        error = QueueTimeout(f"not started within {limit_s} seconds; retry later or raise queue_timeout_s")
+        return [
+            self._end(sequence, "error", error)
+            for sequence in self._scheduler.never_started()
+            if self._requests.request_of(sequence).timeline.arrival_s < latest
+        ]

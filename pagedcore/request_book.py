@@ -1,0 +1,103 @@
+"""The engine's register of requests: makes them, numbers and seeds their sequences, finds them again.
+
+Knows neither blocks nor text. Every id handed out here is made here, so that no caller can name another's request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+from pagedcore.errors import RequestStateError
+from pagedcore.intake import PreparedPrompt
+from pagedcore.request import Request, RequestOwner, Sequence
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # Why: odd, so that consecutive multiples do not meet modulo a power of two
+_SEED_RANGE = 2**63
+
+
+class RequestBook:
+    """All requests that were accepted and not removed.
+
+    Invariant: every sequence of every request in the book maps back to that request, and no other sequence does.
+    """
+
+    def __init__(self, owner: RequestOwner, seed: int) -> None:
+        self._owner = owner
+        self._seed = seed
+        self._by_id: dict[str, Request] = {}
+        self._by_sequence: dict[int, Request] = {}
+        self._num_sequences = 0
+        self._num_arrivals = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(tuple(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, request_id: str) -> Request | None:
+        """Return the request with exactly this id."""
+        return self._by_id.get(request_id)
+
+    def request_of(self, sequence: Sequence) -> Request:
+        """Return the request a sequence belongs to."""
+        return self._by_sequence[sequence.sequence_id]
+
+    def add(self, prepared: PreparedPrompt, now_s: float) -> Request:
+        """Make a request with one sequence per answer and enter it."""
+        arrival = self.next_arrival()
+        first_seed = prepared.params.seed
+        if first_seed is None:
+            first_seed = self._seed + arrival * _SEED_STRIDE
+        sequences = [
+            self._make_sequence(prepared, arrival, (first_seed + index * _SEED_STRIDE) % _SEED_RANGE)
+            for index in range(prepared.params.n)
+        ]
+        request = Request(secrets.token_hex(16), sequences, prepared.params, self._owner, prepared.priority)
+        request.timeline.arrival_s = now_s
+        self._by_id[request.request_id] = request
+        self._by_sequence |= {sequence.sequence_id: request for sequence in sequences}
+        return request
+
+    def remove(self, request: Request) -> bool:
+        """Forget a request; return whether it was known."""
+        if self._by_id.pop(request.request_id, None) is None:
+            return False
+        for sequence in request.sequences:
+            del self._by_sequence[sequence.sequence_id]
+        return True
+
+    def require_extensible(self, request: Request) -> Sequence:
+        """Return the one finished sequence of a request that may go on.
+
+        Raises:
+            RequestStateError: the request was removed, is running, or has several answers.
+        """
+        if request.request_id not in self._by_id:
+            raise RequestStateError("extend", "removed", "finished and kept", "Add a new request instead.")
+        if not request.is_done:
+            raise RequestStateError("extend", "running", "finished", "Step until is_done, or abort it.")
+        if len(request.sequences) > 1:
+            raise RequestStateError("extend", "one with several answers", "one with n=1")
+        return request.sequences[0]
+
+    def begin_turn(self, request: Request, sequence: Sequence, prepared: PreparedPrompt, now_s: float) -> None:
+        """Start the next turn of a finished request, with the new part of the prompt."""
+        request.begin_turn(prepared.params, now_s)
+        sequence.begin_turn(
+            prepared.token_ids, prepared.params, max_tokens=prepared.max_tokens,
+            stop_token_ids=prepared.stop_token_ids, arrival=self.next_arrival(),
+        )
+
+    def next_arrival(self) -> int:
+        """Number the next arrival."""
+        self._num_arrivals += 1
+        return self._num_arrivals
+
+    def _make_sequence(self, prepared: PreparedPrompt, arrival: int, seed: int) -> Sequence:
+        self._num_sequences += 1
+        return Sequence(
+            self._num_sequences, prepared.token_ids, prepared.params, max_tokens=prepared.max_tokens, seed=seed,
+            stop_token_ids=prepared.stop_token_ids, priority=prepared.priority, arrival=arrival,
+        )
