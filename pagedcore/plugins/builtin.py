@@ -1,7 +1,7 @@
 """The implementations that come with pagedcore, registered like anybody else's plugin.
 
-Owns names and targets only; nothing here is imported before it is used. Read ``registry.py`` for what an
-entry is.
+Why not entry points: an uninstalled checkout has none. Owns names and targets only; nothing here is imported
+before it is used. Read ``registry.py`` for what an entry is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pagedcore.plugins.registry import Registry
 
 @hookimpl
 def pagedcore_register(registry: Registry) -> None:
-    """Add the built-in attention backends, loaders and scheduling policies."""
+    """Add the built-in adapters, attention backends, loaders and scheduling policies."""
+    registry.adapters.add("async-generator", "pagedcore_asyncgen:create",
+                          summary="a callable that returns an async generator of deltas")
     registry.attention.add("numba-cpu", "pagedcore_kernels.cpu.backend:NumbaCpuAttention",
                            summary="compiled for this machine's CPU; the default")
     registry.attention.add("reference", "pagedcore_kernels.reference:ReferenceAttention",

@@ -21,11 +21,11 @@ from typing import Any, Final, Literal
 
 import pluggy
 
+from pagedcore import __version__
 from pagedcore.errors import InvalidConfig
 from pagedcore.plugins import builtin, hookspecs
 from pagedcore.plugins.hookspecs import PROJECT_NAME
 from pagedcore.plugins.registry import Registry
-from pagedcore.version import __version__
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +34,7 @@ ENV_DISABLE: Final = "PAGEDCORE_DISABLE_PLUGINS"
 ENV_NO_AUTOLOAD: Final = "PAGEDCORE_DISABLE_PLUGIN_AUTOLOAD"
 """Any value but the empty one switches entry points off."""
 BUILTIN_NAME: Final = "builtin"
-"""Name of the plugin that registers what the core brings; it cannot be blocked."""
-_BUNDLED: Final = (EntryPoint("asyncgen", "pagedcore_asyncgen.plugin", PROJECT_NAME),)
-"""Adapters that come with pagedcore. Why a list: an uninstalled checkout has no entry points."""
+"""Name of the plugin that registers what comes with pagedcore; it cannot be blocked."""
 
 PluginState = Literal["active", "blocked", "failed"]
 
@@ -95,7 +93,7 @@ class PluginManager:
     def try_add(self, entry_point: EntryPoint) -> None:
         """Load and register a plugin found by name; whatever goes wrong is noted and logged, never raised."""
         name, dist = entry_point.name, entry_point.dist
-        distribution, version = (dist.name, dist.version) if dist else (PROJECT_NAME, __version__)
+        distribution, version = (dist.name, dist.version) if dist else ("", "")
         try:
             plugin = None if name in self._blocked else entry_point.load()
             self.add(plugin, name, distribution=distribution, version=version)
@@ -152,8 +150,6 @@ def create_plugin_manager(
     disabled = map(str.strip, os.environ.get(ENV_DISABLE, "").split(","))
     manager = PluginManager({*block, *disabled} - {BUILTIN_NAME})
     manager.add(builtin, BUILTIN_NAME, distribution=PROJECT_NAME, version=__version__)
-    for adapter in _BUNDLED:
-        manager.try_add(adapter)
     if entry_points and not os.environ.get(ENV_NO_AUTOLOAD):
         for found in sorted(entry_points_of(group=PROJECT_NAME), key=lambda found: found.name):
             manager.try_add(found)

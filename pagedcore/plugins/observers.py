@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedcore.outputs import RequestOutput
-    from pagedcore.plugins.hookspecs import EngineInfo, StepStats
     from pagedcore.plugins.manager import PluginManager
+    from pagedcore.stats import EngineStats
 
 _log = logging.getLogger(__name__)
 
@@ -44,15 +44,15 @@ class EngineHooks:
         """Whether ``request_finished`` has anybody to tell; if not, the output need not be put together."""
         return bool(self._finished)
 
-    def engine_started(self, info: EngineInfo) -> None:
+    def engine_started(self, stats: EngineStats) -> None:
         """Tell that the engine is about to take requests."""
-        self._tell(self._start, engine=info)
+        self._tell(self._start, stats=stats)
 
-    def engine_stopped(self, info: EngineInfo) -> None:
+    def engine_stopped(self, stats: EngineStats) -> None:
         """Tell that the engine was closed."""
-        self._tell(self._stop, engine=info)
+        self._tell(self._stop, stats=stats)
 
-    def step_done(self, stats: StepStats) -> None:
+    def step_done(self, stats: EngineStats) -> None:
         """Tell the counters after a step."""
         self._tell(self._step, stats=stats)
 

@@ -137,7 +137,7 @@ def test_order_is_builtin_then_entry_points_then_explicit(monkeypatch: pytest.Mo
     """Plugins are met in a fixed order, whatever order the distributions are listed in."""
     installed(monkeypatch, zebra=Policy("z"), ape=Policy("a"))
     manager = create_plugin_manager([Policy("mine")])
-    assert list(states(manager)) == ["builtin", "asyncgen", "ape", "zebra", "policy-mine"]
+    assert list(states(manager)) == ["builtin", "ape", "zebra", "policy-mine"]
     assert set(states(manager).values()) == {"active"}
     assert manager.registry.schedulers.find("z").plugin == "zebra"
 
@@ -187,9 +187,8 @@ def test_a_misspelt_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_name_taken_twice_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second plugin of the same name is recorded as failed beside the first."""
-    installed(monkeypatch, asyncgen=Policy())
-    found = states(create_plugin_manager())
-    assert (found["asyncgen"], found["asyncgen of pagedcore"]) == ("active", "failed")
+    installed(monkeypatch, builtin=Policy())
+    assert sorted(states(create_plugin_manager()).values()) == ["active", "failed"]
     with pytest.raises(InvalidConfig, match="policy-mine"):
         create_plugin_manager([Policy(), Policy()], entry_points=False)
 
@@ -197,11 +196,9 @@ def test_a_name_taken_twice_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> No
 def test_blocked_plugins_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A blocked entry point is listed as blocked and its code never runs."""
     installed(monkeypatch, evil=None, other=None, whole=Policy())
-    monkeypatch.setenv("PAGEDCORE_DISABLE_PLUGINS", "evil, asyncgen")
+    monkeypatch.setenv("PAGEDCORE_DISABLE_PLUGINS", "evil, builtin")
     manager = create_plugin_manager(block=["other", "builtin"])
-    assert states(manager) == {"builtin": "active", "asyncgen": "blocked", "evil": "blocked",
-                               "other": "blocked", "whole": "active"}
-    assert manager.registry.adapters.names == []
+    assert states(manager) == {"builtin": "active", "evil": "blocked", "other": "blocked", "whole": "active"}
 
 
 def test_autoload_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
