@@ -13,6 +13,7 @@ calls them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import pluggy
@@ -29,19 +30,35 @@ hookspec = pluggy.HookspecMarker(PROJECT_NAME)
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What was chosen when an engine was built; it stays the same for the engine's life."""
+
+    model: str
+    """The model's name; of a directory, the last part only."""
+    dtype: str
+    attention_backend: str
+    scheduling_policy: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    is_schedule_invariant: bool
+
+
 @hookspec
 def pagedcore_register(registry: Registry) -> None:
     """Add named, lazily imported implementations to the registry's tables."""
 
 
 @hookspec
-def pagedcore_engine_start(stats: EngineStats) -> None:
-    """Note that an engine was built, with what it chose, and is about to take requests."""
+def pagedcore_engine_start(engine: EngineInfo) -> None:
+    """Note that an engine was built, with what was chosen, and is about to take requests."""
 
 
 @hookspec
-def pagedcore_engine_stop(stats: EngineStats) -> None:
-    """Note that an engine was closed, with its final counters."""
+def pagedcore_engine_stop(engine: EngineInfo) -> None:
+    """Note that an engine was closed."""
 
 
 @hookspec

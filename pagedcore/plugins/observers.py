@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedcore.outputs import RequestOutput
+    from pagedcore.plugins.hookspecs import EngineInfo
     from pagedcore.plugins.manager import PluginManager
     from pagedcore.stats import EngineStats
 
@@ -44,13 +45,13 @@ class EngineHooks:
         """Whether ``request_finished`` has anybody to tell; if not, the output need not be put together."""
         return bool(self._finished)
 
-    def engine_started(self, stats: EngineStats) -> None:
+    def engine_started(self, info: EngineInfo) -> None:
         """Tell that the engine is about to take requests."""
-        self._tell(self._start, stats=stats)
+        self._tell(self._start, engine=info)
 
-    def engine_stopped(self, stats: EngineStats) -> None:
+    def engine_stopped(self, info: EngineInfo) -> None:
         """Tell that the engine was closed."""
-        self._tell(self._stop, stats=stats)
+        self._tell(self._stop, engine=info)
 
     def step_done(self, stats: EngineStats) -> None:
         """Tell the counters after a step."""
