@@ -1,0 +1,1 @@
+"""Attention, sampling and elementwise kernels, and the layout of the KV pool they share."""

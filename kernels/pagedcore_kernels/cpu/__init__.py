@@ -1,0 +1,1 @@
+"""Kernels for the CPU, compiled by Numba on first use; nothing is imported here, as Numba takes its time."""

@@ -1,0 +1,137 @@
+"""Where every K and V element of a KV pool lies; the only place that knows.
+
+Owns the arithmetic of one block-major pool: offsets, shapes, padding and the views that tests and swaps use.
+It computes no attention and imports no compiler. Read ``reference.py`` next for how the views are used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from pagedcore.errors import InvalidConfig
+
+#: Block rows and the K and V of each layer start at multiples of this: one cache line.
+ALIGNMENT = 64
+#: Value rows hold a multiple of this many elements, so that kernels read whole vectors.
+VALUE_LANES = 16
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """K and V of one token in one layer: so many heads of so many elements; K and V may differ in size."""
+
+    num_kv_heads: int
+    key_head_size: int
+    value_head_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "key_head_size", "value_head_size"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name}: got {getattr(self, name)}, allowed is a positive integer.")
+
+    @property
+    def padded_value_size(self) -> int:
+        """Elements from one value row to the next; the surplus is never written and never used."""
+        return _round_up(self.value_head_size, VALUE_LANES)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """One KV block: ``[layer][K then V]``, K as ``[kv_head, dim, token]``, V as ``[kv_head, token, dim]``.
+
+    K is stored with tokens innermost so that the CPU kernels multiply one query element with 16 tokens at a
+    time. A backend that wants another order inside a block brings a layout class with the same members;
+    whoever moves whole blocks (swap, copy-on-write, export) uses ``block_bytes`` alone and does not notice.
+
+    Invariant: the byte ranges of all layers' K and V are disjoint, in order, and lie inside ``block_bytes``.
+    Invariant: ``block_bytes`` and all offsets are multiples of ``ALIGNMENT``.
+    """
+
+    block_size: int
+    dtype: torch.dtype
+    layers: tuple[LayerShape, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise InvalidConfig(f"block_size: got {self.block_size}, allowed is a positive integer.")
+        if self.dtype not in _DTYPES:
+            raise InvalidConfig(f"KV dtype: got {self.dtype}, allowed are float32, bfloat16 and float16.")
+        if not self.layers:
+            raise InvalidConfig("layers: got none, allowed is at least one LayerShape.")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, padding included."""
+        return self._offsets[-1]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one token of context takes over all layers, its share of the padding included, rounded up."""
+        return -(-self.block_bytes // self.block_size)
+
+    def key_offset(self, layer: int) -> int:
+        """Bytes from the start of a block to the layer's K."""
+        return self._offsets[2 * layer]
+
+    def value_offset(self, layer: int) -> int:
+        """Bytes from the start of a block to the layer's V."""
+        return self._offsets[2 * layer + 1]
+
+    def key_bytes(self, layer: int) -> int:
+        """Bytes of the layer's K in one block."""
+        return math.prod(self._key_shape(layer)) * self.dtype.itemsize
+
+    def value_bytes(self, layer: int) -> int:
+        """Bytes of the layer's V in one block, row padding included."""
+        return math.prod(self._stored_value_shape(layer)) * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int) -> torch.Tensor:
+        """Return a uint8 pool [num_blocks, block_bytes] whose rows start on cache lines, content undefined.
+
+        The memory is not touched: pages of blocks that are never used cost nothing.
+        """
+        if num_blocks < 1:
+            raise InvalidConfig(f"num_blocks: got {num_blocks}, allowed is a positive integer.")
+        size = num_blocks * self.block_bytes
+        raw = torch.empty(size + ALIGNMENT - 1, dtype=torch.uint8)
+        start = -raw.data_ptr() % ALIGNMENT
+        return raw[start : start + size].view(num_blocks, self.block_bytes)
+
+    def key_view(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
+        """View the layer's K as [num_blocks, KVH, D, block_size]."""
+        return self._view(pool, self.key_offset(layer), self._key_shape(layer))
+
+    def value_view(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
+        """View the layer's V as [num_blocks, KVH, block_size, Dv], without the padding of the rows."""
+        stored = self._view(pool, self.value_offset(layer), self._stored_value_shape(layer))
+        return stored[..., : self.layers[layer].value_head_size]
+
+    def _view(self, pool: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        size = math.prod(shape) * self.dtype.itemsize
+        return pool[:, offset : offset + size].view(self.dtype).view(pool.shape[0], *shape)
+
+    def _key_shape(self, layer: int) -> tuple[int, ...]:
+        shape = self.layers[layer]
+        return shape.num_kv_heads, shape.key_head_size, self.block_size
+
+    def _stored_value_shape(self, layer: int) -> tuple[int, ...]:
+        shape = self.layers[layer]
+        return shape.num_kv_heads, self.block_size, shape.padded_value_size
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        offsets = [0]
+        for layer in range(len(self.layers)):
+            offsets.append(_round_up(offsets[-1] + self.key_bytes(layer), ALIGNMENT))
+            offsets.append(_round_up(offsets[-1] + self.value_bytes(layer), ALIGNMENT))
+        return tuple(offsets)
