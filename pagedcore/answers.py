@@ -52,14 +52,15 @@ class AnswerBook:
         answer.parts.append(delta.text)
         return delta.text, delta.is_stopped
 
-    def finish(self, sequence: Sequence) -> str:
-        """Return the text held back until the end; after a stop string there is none."""
+    def finish(self, sequence: Sequence) -> tuple[str, bool]:
+        """Return the text held back until the end, and whether that end met a stop string."""
         answer = self._answers[sequence.sequence_id]
-        if answer.stream is None:
-            return ""
-        rest, answer.stream = answer.stream.finish(), None
+        stream, answer.stream = answer.stream, None
+        if stream is None:
+            return "", False
+        rest = stream.finish()
         answer.parts.append(rest)
-        return rest
+        return rest, stream.is_stopped
 
     def text(self, sequence: Sequence) -> str:
         """Return the answer's text so far."""

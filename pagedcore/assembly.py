@@ -19,7 +19,7 @@ from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.intake import Intake
 from pagedcore.plugins.hookspecs import EngineInfo
-from pagedcore.plugins.manager import PluginManager, create_plugin_manager
+from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.plugins.observers import EngineHooks
 from pagedcore.scheduling.scheduler import Scheduler
 from pagedcore.stats import Counters, EngineStats
@@ -52,7 +52,7 @@ class EngineParts:
             num_waiting=state.num_waiting,
             num_kept=state.num_kept,
             num_blocks=state.num_blocks,
-            num_blocks_used=state.num_blocks_used,
+            num_blocks_used=state.num_used_blocks,
             block_size=self.info.block_size,
             kv_bytes=self.kv_bytes,
             num_steps=counters.num_steps,

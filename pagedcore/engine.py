@@ -1,20 +1,22 @@
 """The engine at the step level: one step = plan, reserve, execute, commit, publish.
 
-This is the one place where exceptions become outcomes: a failed step ends the requests of its batch and nobody
-else. ``Engine`` runs in the caller's thread and is deterministic; ``async_engine`` puts it on a thread of its own.
-How an engine is put together is in ``assembly``.
+A failed step ends the requests of its batch and nobody else; how results and failures become outputs is in
+``outcomes``, how an engine is put together in ``assembly``. ``Engine`` runs in the caller's thread and is
+deterministic; ``async_engine`` puts it on a thread of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
 from pagedcore.answers import AnswerBook
 from pagedcore.clock import Clock, MonotonicClock
-from pagedcore.errors import EngineClosed, InvalidLogits, QueueTimeout, StepFailed
+from pagedcore.errors import EngineClosed
 from pagedcore.intake import Intake, PreparedPrompt, Prompt
-from pagedcore.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
+from pagedcore.outcomes import Outcomes
+from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.request import Request, Sequence
 from pagedcore.request_book import RequestBook
 from pagedcore.sampling_params import SamplingParams
@@ -23,7 +25,6 @@ from pagedcore.stats import Counters, EngineStats
 if TYPE_CHECKING:
     from pagedcore.assembly import EngineParts
     from pagedcore.scheduling.plan import SchedulePlan
-    from pagedcore.scheduling.scheduler import CommittedToken
 
 class Engine:
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
@@ -45,6 +46,7 @@ class Engine:
         self._answers = AnswerBook(parts.intake.tokenizer)
         self._requests = RequestBook(self, parts.config.seed)
         self._counters = Counters()
+        self._outcomes = Outcomes(parts, self._requests, self._answers, self._counters, self._clock)
         self._is_closed = False
         self._hooks.engine_started(parts.info)
 
@@ -86,7 +88,7 @@ class Engine:
     def accept(self, prepared: PreparedPrompt) -> Request:
         """Take a prepared request. Raises ``EngineOverloaded`` or ``EngineClosed``; then nothing was taken."""
         self._require_open()
-        self._scheduler.require_room(prepared.params.n)
+        self._scheduler.require_room(len(prepared.token_ids) + prepared.max_tokens, prepared.params.n)
         request = self._requests.add(prepared, self._clock.now())
         for sequence in request.sequences:
             self._enqueue(sequence, prepared)
@@ -99,7 +101,7 @@ class Engine:
         prepared = self._intake.prepare_continuation(
             prompt, sequence.token_ids, params if params is not None else request.params, request.priority
         )
-        self._scheduler.require_room(1)
+        self._scheduler.require_room(len(sequence.token_ids) + len(prepared.token_ids) + prepared.max_tokens)
         self._requests.begin_turn(request, sequence, prepared, self._clock.now())
         self._enqueue(sequence, prepared)
 
@@ -114,7 +116,7 @@ class Engine:
         if request is None or request.is_done:
             return False
         for sequence in request.sequences:
-            self._end(sequence, "abort")
+            self._outcomes.end(sequence, "abort")
         return True
 
     def remove_request(self, request: Request) -> None:
@@ -126,7 +128,7 @@ class Engine:
 
     def has_pending_requests(self) -> bool:
         """Whether any request waits or runs."""
-        return self._scheduler.has_unfinished
+        return self._scheduler.has_work
 
     def step(self) -> list[Delta]:
         """Run one step: every scheduled sequence advances; return what was added to each answer.
@@ -135,22 +137,22 @@ class Engine:
             EngineClosed: after ``close()``.
         """
         self._require_open()
-        expired = self._expire_waiting()
+        expired = self._outcomes.expire_waiting(self._config.queue_timeout_s)
         plan = self._scheduler.schedule()
         if plan.is_empty:
             return expired
-        self._note_first_scheduled(plan)
+        self._outcomes.note_started(plan)
         self._scheduler.reserve(plan)
         try:
             sampled = self._runner.execute(plan.rows, self._parts.block_manager)
         except Exception as error:
             self._scheduler.rollback(plan)
-            return expired + self._fail_batch(plan, error)
+            return expired + self._outcomes.fail(plan, error)
         except BaseException:
             self._scheduler.rollback(plan)
             raise
-        deltas = self._publish(self._scheduler.commit(plan, sampled))
-        self._count(plan, len(deltas))
+        deltas = self._outcomes.commit(plan, sampled)
+        self._count(plan)
         return expired + deltas
 
     def generate(
@@ -176,18 +178,7 @@ class Engine:
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all answers of a request as they stand."""
-        timeline = request.timeline
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            outputs=self._answers.completions(request),
-            is_finished=request.is_done,
-            num_cached_tokens=request.sequences[0].num_cached_tokens,
-            metrics=RequestMetrics(
-                timeline.arrival_s, timeline.first_scheduled_s, timeline.first_token_s, timeline.finished_s,
-                num_preemptions=sum(sequence.num_preemptions for sequence in request.sequences),
-            ),
-        )
+        return self._outcomes.output_of(request)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and occupancy."""
@@ -205,7 +196,7 @@ class Engine:
 
     def can_accept(self, num_sequences: int = 1) -> bool:
         """Whether the waiting queue has room for a request with this many answers."""
-        return self._scheduler.num_queue_places >= num_sequences
+        return self._scheduler.waiting.num_places >= num_sequences
 
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""
@@ -227,79 +218,9 @@ class Engine:
         if self._is_closed:
             raise EngineClosed("this engine is closed; make a new one.")
 
-    def _note_first_scheduled(self, plan: SchedulePlan) -> None:
-        for sequence in plan.admitted:
-            timeline = self._requests.request_of(sequence).timeline
-            if timeline.first_scheduled_s is None:
-                timeline.first_scheduled_s = self._clock.now()
-
-    def _count(self, plan: SchedulePlan, num_generated: int) -> None:
+    def _count(self, plan: SchedulePlan) -> None:
         self._counters.num_steps += 1
         self._counters.num_rows += len(plan.rows)
         self._counters.num_computed_tokens += plan.num_tokens
-        self._counters.num_generated_tokens += num_generated
         if self._hooks.observes_steps:
             self._hooks.step_done(self.stats())
-
-    def _publish(self, committed: list[CommittedToken]) -> list[Delta]:
-        now = self._clock.now()
-        return [self._publish_token(result, now) for result in committed]
-
-    def _publish_token(self, result: CommittedToken, now: float) -> Delta:
-        sequence = result.sequence
-        request = self._requests.request_of(sequence)
-        if result.token_id is None:
-            return self._end(sequence, "error", InvalidLogits("the model returned no usable logits for this request"))
-        if request.timeline.first_token_s is None:
-            request.timeline.first_token_s = now
-        text, is_stopped = self._answers.add_token(sequence, result.token_id)
-        if is_stopped:
-            self._scheduler.finish(sequence, "stop")
-        if sequence.finish_reason is not None:
-            text += self._answers.finish(sequence)
-            self._note_finished(request)
-        return self._delta(request, sequence, text, (result.token_id,))
-
-    def _delta(self, request: Request, sequence: Sequence, text: str, token_ids: tuple[int, ...]) -> Delta:
-        reason = sequence.finish_reason
-        wants_logprobs = sequence.params.logprobs is not None and token_ids
-        return Delta(
-            request_id=request.request_id, index=request.sequences.index(sequence), text=text, token_ids=token_ids,
-            finish_reason=reason, logprobs=(sequence.logprobs[-1],) if wants_logprobs else None,
-            error=request.error if reason == "error" else None, num_prompt_tokens=sequence.num_prompt_tokens,
-        )
-
-    def _end(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> Delta:
-        """Finish a sequence for a reason of the engine's or the caller's, not of its tokens."""
-        request = self._requests.request_of(sequence)
-        request.error = error if error is not None else request.error
-        was_finished = sequence.finish_reason is not None
-        self._scheduler.finish(sequence, reason)
-        text = self._answers.finish(sequence)
-        if not was_finished:
-            self._note_finished(request)
-        return self._delta(request, sequence, text, ())
-
-    def _note_finished(self, request: Request) -> None:
-        if request.is_done:
-            request.timeline.finished_s = self._clock.now()
-            self._counters.num_finished += 1
-            if self._hooks.observes_requests:
-                self._hooks.request_finished(self.output_of(request))
-
-    def _fail_batch(self, plan: SchedulePlan, error: Exception) -> list[Delta]:
-        failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
-        failure.__cause__ = error
-        return [self._end(row.sequence, "error", failure) for row in plan.rows]
-
-    def _expire_waiting(self) -> list[Delta]:
-        limit_s = self._config.queue_timeout_s
-        if limit_s is None:
-            return []
-        latest = self._clock.now() - limit_s
-        error = QueueTimeout(f"not started within {limit_s} seconds; retry later or raise queue_timeout_s")
-        return [
-            self._end(sequence, "error", error)
-            for sequence in self._scheduler.never_started()
-            if self._requests.request_of(sequence).timeline.arrival_s < latest
-        ]

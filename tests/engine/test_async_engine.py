@@ -1,0 +1,209 @@
+"""The engine on its own thread: many readers, many loops, every way of leaving early."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+
+import pytest
+from doubles import FlakyBackend, ToyBackend, toy_answer
+
+from engine_builders import make_engine
+from pagedcore.async_engine import AsyncEngine
+from pagedcore.errors import EngineClosed, EngineOverloaded, PromptEmpty
+from pagedcore.sampling_params import SamplingParams
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+@pytest.fixture
+def engine() -> Iterator[AsyncEngine]:
+    """An asynchronous engine over the toy backend."""
+    with AsyncEngine(make_engine(num_kv_blocks=64, max_num_waiting=256)) as engine:
+        yield engine
+
+
+async def answer(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> list[int]:
+    return [token async for delta in engine.generate(prompt, params(max_tokens)) for token in delta.token_ids]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for another thread; fail after ``timeout_s`` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.005)
+
+
+def is_idle(engine: AsyncEngine) -> bool:
+    stats = engine.stats()
+    return (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
+
+
+async def test_a_hundred_concurrent_streams_get_their_own_answers(engine: AsyncEngine) -> None:
+    """None lost, none mixed, and every block is back afterwards."""
+    prompts = [[index % 20, index // 20] for index in range(100)]
+    answers = await asyncio.gather(*(answer(engine, prompt, 1 + index % 9) for index, prompt in enumerate(prompts)))
+    assert answers == [toy_answer(prompt, 1 + index % 9) for index, prompt in enumerate(prompts)]
+    assert is_idle(engine)
+
+
+def test_generate_is_a_real_async_generator_function() -> None:
+    """Frameworks look for exactly this."""
+    assert inspect.isasyncgenfunction(AsyncEngine.generate)
+
+
+def test_several_loops_and_no_loop_at_once(engine: AsyncEngine) -> None:
+    """Readers on three event loops and one without any share the engine."""
+    results: dict[int, list[int]] = {}
+
+    def on_a_loop(value: int) -> None:
+        results[value] = asyncio.run(answer(engine, [value], 12))
+
+    def on_no_loop(value: int) -> None:
+        results[value] = [t for delta in engine.generate_sync([value], params(12)) for t in delta.token_ids]
+
+    threads = [threading.Thread(target=on_a_loop, args=(value,)) for value in (1, 2, 3)]
+    threads.append(threading.Thread(target=on_no_loop, args=(4,)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {value: toy_answer([value], 12) for value in (1, 2, 3, 4)}
+
+
+async def test_bad_input_and_overload_reach_the_caller() -> None:
+    """A refusal is raised at the first iteration, with its type; the engine goes on."""
+    with AsyncEngine(make_engine(SlowBackend(), max_num_waiting=1, max_num_seqs=1)) as engine:
+        with pytest.raises(PromptEmpty):
+            await answer(engine, [], 3)
+        first = asyncio.create_task(answer(engine, [1], 30))
+        await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 1)
+        second = asyncio.create_task(answer(engine, [2], 3))
+        await asyncio.to_thread(wait_until, lambda: engine.stats().num_waiting == 1)
+        with pytest.raises(EngineOverloaded):
+            await answer(engine, [3], 3)
+        assert await first == toy_answer([1], 30)
+        assert await second == toy_answer([2], 3)
+
+
+class SlowBackend(ToyBackend):
+    """A toy whose forward takes a while, so that readers have time to leave."""
+
+    def forward(self, batch):  # type: ignore[no-untyped-def]
+        time.sleep(0.005)
+        return super().forward(batch)
+
+
+async def leave_by_closing(engine: AsyncEngine, after: int) -> None:
+    async with aclosing(engine.generate([1], params(500))) as deltas:
+        if after == 0:
+            return
+        async for _ in deltas:
+            after -= 1
+            if after == 0:
+                return
+
+
+async def leave_by_cancellation(engine: AsyncEngine, after: int) -> None:
+    task = asyncio.create_task(answer(engine, [1], 500))
+    await asyncio.sleep(0.002 if after == 0 else 0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def leave_by_break(engine: AsyncEngine, after: int) -> None:
+    async for _ in engine.generate([1], params(500)):
+        break
+    gc.collect()
+    await asyncio.sleep(0)
+
+
+async def leave_by_exception(engine: AsyncEngine, after: int) -> None:
+    async def read() -> None:
+        async for _ in engine.generate([1], params(500)):
+            raise ValueError("the reader failed")
+
+    with pytest.raises(ValueError, match="reader"):
+        await read()
+    gc.collect()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("leave", [leave_by_closing, leave_by_cancellation, leave_by_break, leave_by_exception])
+async def test_leaving_in_any_way_aborts_and_frees(leave: Callable[..., object], after: int) -> None:
+    """Whether closed, cancelled, broken out of or failed, before or after the first token: the blocks come back."""
+    with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200)) as engine:
+        neighbour = asyncio.create_task(answer(engine, [7], 30))
+        await leave(engine, after)  # type: ignore[misc]
+        assert await neighbour == toy_answer([7], 30)
+        await asyncio.to_thread(wait_until, lambda: is_idle(engine))
+
+
+def test_losing_a_blocking_generator_aborts_its_request() -> None:
+    """A plain generator that is dropped half-way frees its request too."""
+    with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200)) as engine:
+        deltas = engine.generate_sync([1], params(500))
+        next(deltas)
+        del deltas
+        gc.collect()
+        wait_until(lambda: is_idle(engine))
+
+
+async def test_a_failed_step_is_told_to_its_readers_and_the_engine_goes_on() -> None:
+    """The last delta carries the error; the next request is answered."""
+    with AsyncEngine(make_engine(FlakyBackend(raise_on_step=2))) as engine:
+        deltas = [delta async for delta in engine.generate([1], params(5))]
+        assert deltas[-1].finish_reason == "error"
+        assert deltas[-1].error is not None
+        assert await answer(engine, [2], 5) == toy_answer([2], 5)
+
+
+async def test_closing_ends_every_stream_and_refuses_new_ones() -> None:
+    """Readers in flight hear EngineClosed, the thread ends, and later calls are refused."""
+    engine = AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200))
+    running = [asyncio.create_task(answer(engine, [value], 500)) for value in range(6)]
+    await asyncio.sleep(0.03)
+    await engine.aclose()
+    await engine.aclose()
+    results = await asyncio.gather(*running, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineClosed] * 6
+    assert not engine.is_alive
+    with pytest.raises(EngineClosed):
+        await answer(engine, [1], 1)
+    with pytest.raises(EngineClosed):
+        engine.stats()
+
+
+async def test_a_dying_engine_thread_tells_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect in the engine itself does not leave anybody waiting."""
+    inner = make_engine(SlowBackend(), num_kv_blocks=200)
+    monkeypatch.setattr(inner.scheduler, "schedule", broken_schedule)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine = AsyncEngine(inner)
+    with pytest.raises(EngineClosed) as told:
+        await answer(engine, [1], 5)
+    assert isinstance(told.value.__cause__, ZeroDivisionError)
+    await asyncio.to_thread(wait_until, lambda: not engine.is_alive)
+
+
+def broken_schedule() -> None:
+    raise ZeroDivisionError
+
+
+def test_losing_the_engine_stops_its_thread() -> None:
+    """An engine nobody refers to any more does not keep a thread alive."""
+    engine = AsyncEngine(make_engine())
+    thread = engine._thread
+    del engine
+    gc.collect()
+    wait_until(lambda: not thread.is_alive())
