@@ -166,9 +166,8 @@ def exp2(b: Builder, x: Value) -> Value:
     """
     kind = x.type
     whole = ir.VectorType(INT32, kind.count) if isinstance(kind, ir.VectorType) else INT32
-    clamped = maximum(b, constant(-126.0, kind), x)
-    shifted = b.fadd(clamped, constant(_ROUNDING, kind))
-    fraction = b.fsub(clamped, b.fsub(shifted, constant(_ROUNDING, kind)))
+    shifted = b.fadd(x, constant(_ROUNDING, kind))
+    fraction = b.fsub(x, b.fsub(shifted, constant(_ROUNDING, kind)))
     power = constant(_EXP2[0], kind)
     for coefficient in _EXP2[1:]:
         power = fma(b, power, fraction, constant(coefficient, kind))
@@ -176,6 +175,7 @@ def exp2(b: Builder, x: Value) -> Value:
     biased = b.add(b.bitcast(shifted, whole), integer_constant(127, whole))
     exponent = b.shl(biased, integer_constant(23, whole))
     value = b.fmul(power, b.bitcast(exponent, kind))
+    # Far below the bound everything above is garbage, and dropped.
     return b.select(b.fcmp_ordered("<", x, constant(-125.0, kind)), constant(0.0, kind), value)
 
 
@@ -249,18 +249,26 @@ def address_of(typing: Typing, parameters: Any) -> Any:
     return types.int64(types.voidptr), codegen
 
 
-@intrinsic(prefer_literal=True)
-def stack_floats(typing: Typing, count: Any) -> Any:
-    """``stack_floats(literal) -> int64``: address of undefined float32 on the stack, 64-byte aligned."""
-    number = count.literal_value
-
+def _stack_space(kind: Any, number: int) -> Callable[..., Value]:
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         with b.goto_entry_block():
-            space = b.alloca(ir.ArrayType(FLOAT, number))
+            space = b.alloca(ir.ArrayType(kind, number))
             space.align = 64
         return b.ptrtoint(space, INT64)
 
-    return types.int64(count), codegen
+    return codegen
+
+
+@intrinsic(prefer_literal=True)
+def stack_floats(typing: Typing, count: Any) -> Any:
+    """``stack_floats(literal) -> int64``: address of undefined float32 on the stack, 64-byte aligned."""
+    return types.int64(count), _stack_space(FLOAT, count.literal_value)
+
+
+@intrinsic(prefer_literal=True)
+def stack_int64(typing: Typing, count: Any) -> Any:
+    """``stack_int64(literal) -> int64``: address of undefined int64 on the stack, 64-byte aligned."""
+    return types.int64(count), _stack_space(INT64, count.literal_value)
 
 
 @intrinsic
