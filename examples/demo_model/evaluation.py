@@ -1,0 +1,95 @@
+"""Accuracy of a model on questions it was not trained on, by greedy decoding.
+
+Owns the ways a question is asked (plain, chat, after other turns) and the report; verdicts come from
+`pagedcore.demo_model.questions`.
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from pagedcore.demo_model.questions import DemoQuestion, is_correct
+from pagedcore.demo_model.tasks import TASKS, Draft, Task, draw
+
+from .tokenizer import END_OF_MESSAGE
+
+FORMS = ("plain", "chat", "plain_later", "chat_later", "plain_follow_up", "chat_follow_up")
+"""Ways to ask: alone, after three other turns, or as a short question after one of its kind."""
+
+LONGEST_ANSWER = 60
+_BATCH = 128
+
+
+def accuracy(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    forms: Sequence[str],
+    questions: int,
+    seed: int,
+) -> dict[str, dict[str, float]]:
+    """Return the share of right answers by task, then by form, with `questions` of each, all held out."""
+    asked = [
+        (form, *_ask(task, form, Random(f"{seed} {task.name} {form} {number}"), tokenizer))
+        for task in TASKS.values()
+        for form in forms
+        if task.follow_up is not None or not form.endswith("follow_up")
+        for number in range(questions)
+    ]
+    texts = answers(model, tokenizer, [prompt for _, prompt, _ in asked])
+    right: dict[str, dict[str, float]] = {name: {} for name in TASKS}
+    for (form, _, question), text in zip(asked, texts, strict=True):
+        share = is_correct(question, text) / questions
+        right[question.task][form] = right[question.task].get(form, 0.0) + share
+    return {task: {form: round(share, 4) for form, share in by.items()} for task, by in right.items()}
+
+
+@torch.inference_mode()
+def answers(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> list[str]:
+    """Continue each prompt greedily and return the new text without special tokens."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    texts = [""] * len(prompts)
+    for start in range(0, len(order), _BATCH):
+        indices = order[start : start + _BATCH]
+        batch = tokenizer([prompts[index] for index in indices], return_tensors="pt", padding=True)
+        batch = batch.to(model.device)
+        output = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=LONGEST_ANSWER,
+            do_sample=False,
+        )
+        new = output[:, batch["input_ids"].shape[1] :]
+        for index, text in zip(indices, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True):
+            texts[index] = text
+    return texts
+
+
+def _ask(task: Task, form: str, rng: Random, tokenizer: PreTrainedTokenizerFast) -> tuple[str, DemoQuestion]:
+    """Write one held-out question of `task` in `form`, with the turns that come before it."""
+    earlier: list[Draft] = []
+    maker = task.make
+    if form.endswith("_later"):
+        earlier = [draw(rng.choice(list(TASKS.values())).make, rng, "train") for _ in range(3)]
+    elif form.endswith("_follow_up"):
+        earlier = [draw(task.make, rng, "train")]
+        maker = task.follow_up or task.make
+    draft = draw(maker, rng, "held_out")
+    prompt = _plain(earlier, draft) if form.startswith("plain") else _chat(earlier, draft, tokenizer)
+    return prompt, DemoQuestion(draft.prompt, draft.answer, task.name)
+
+
+def _plain(earlier: list[Draft], last: Draft) -> str:
+    turns = [f"{draft.prompt}\n{draft.answer}{END_OF_MESSAGE}\n" for draft in earlier]
+    return "".join(turns) + last.prompt
+
+
+def _chat(earlier: list[Draft], last: Draft, tokenizer: PreTrainedTokenizerFast) -> str:
+    messages = []
+    for draft in earlier:
+        messages.append({"role": "user", "content": draft.prompt})
+        messages.append({"role": "assistant", "content": draft.answer})
+    messages.append({"role": "user", "content": last.prompt})
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text

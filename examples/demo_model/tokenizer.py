@@ -1,0 +1,75 @@
+"""Byte-level BPE tokenizer of the demo model, trained on the text the tasks write.
+
+Owns the vocabulary and the chat template; it never sees the model. Read `conversations.py` next.
+"""
+
+from collections.abc import Iterator
+from random import Random
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from pagedcore.demo_model.explanations import EXPLANATIONS, SMALL_TALK
+from pagedcore.demo_model.facts import CAPITALS
+from pagedcore.demo_model.tasks import TASKS, draw
+from pagedcore.demo_model.words import WORDS
+
+END_OF_TEXT, START_OF_MESSAGE, END_OF_MESSAGE = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# Why: a digit is always one token, so that a number looks the same wherever it stands; a line break is one
+# token, so that an answer has the same tokens after a plain prompt as after a chat header.
+_PIECES = Regex(r"\n|\p{N}|, (?=\p{N})| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s")
+
+
+def train_tokenizer(vocabulary: int, seed: int, context: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of `vocabulary` entries for a model of at most `context` tokens.
+
+    All 256 bytes are entries, so every text can be encoded and comes back unchanged.
+    """
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = _pre_tokenizer()
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT, START_OF_MESSAGE, END_OF_MESSAGE],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(Random(seed)), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_MESSAGE,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=context,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _pre_tokenizer() -> PreTokenizer:
+    pieces = Split(_PIECES, behavior="isolated")
+    return Sequence([pieces, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _corpus(rng: Random) -> Iterator[str]:
+    """Yield text in which every fact and word is frequent enough to earn a token."""
+    for task in TASKS.values():
+        for _ in range(500):
+            draft = draw(task.make, rng, "train")
+            yield f"{draft.prompt}\n{draft.answer}"
+    for _ in range(15):
+        yield from (f" {word} user assistant system" for word in WORDS)
+        yield from 3 * [f" {country} {capital}" for country, capital in CAPITALS.items()]
+        yield from (*EXPLANATIONS.values(), *SMALL_TALK.values())
