@@ -1,0 +1,1 @@
+"""From scheduled rows to sampled tokens: ragged batches, models, sampling."""

@@ -1,0 +1,135 @@
+"""Linear layers with weights rearranged once for the matrix multiplication that runs on this CPU.
+
+Owns ``PackedLinear`` and the walk over a module tree that puts it in the place of ``nn.Linear`` and of GPT-2's
+``Conv1D``, one layer at a time so that memory never holds two copies of the model. It never touches a module of
+another type. Read ``invariance.py`` next.
+
+The arithmetic is oneDNN's. No batch-size hint is given when packing: a hint of 1 makes every other size slow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is stored in oneDNN's own arrangement.
+
+    Invariant: the product runs over two rows or more; a lone row is doubled and the copy dropped, so that a row's
+    result does not depend on whether it was alone.
+    """
+
+    weight: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Pack a weight of shape [out, in]; neither tensor is kept.
+
+        Args:
+            weight: float32 or bfloat16, any strides.
+            bias: shape [out], or ``None``.
+        """
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        # Why: a plain attribute, not a buffer: the packed form cannot be moved, cast or saved.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        self.bias = None if bias is None else bias.detach().clone()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [..., in] and return [..., out]."""
+        flat = rows.reshape(-1, self.in_features)
+        if flat.shape[0] == 1:
+            return self._product(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
+        return self._product(flat).view(*rows.shape[:-1], self.out_features)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        return product
+
+    def extra_repr(self) -> str:
+        """Describe the layer as ``nn.Linear`` does."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+@dataclass(frozen=True, slots=True)
+class PackingReport:
+    """What ``pack_linears`` found."""
+
+    packed: tuple[PackedLinear, ...]
+    unpacked: tuple[str, ...]
+    """Types of modules that still hold matrices of their own: experts, routers, unpackable linears."""
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether this build of torch on this machine packs weights of ``dtype``."""
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def pack_linears(
+    model: nn.Module,
+    *,
+    may_pack: Callable[[torch.dtype], bool] = can_pack,
+    on_unused: Callable[[torch.Tensor], None] = lambda weight: None,
+) -> PackingReport:
+    """Replace every linear layer inside ``model`` and free each original before the next one is packed.
+
+    An embedding that shares its weight with the output layer keeps it; the output layer is packed separately.
+
+    Args:
+        model: changed in place.
+        may_pack: tells for which number formats the machine can do it; others are left alone.
+        on_unused: told of each weight that no module of the model has any more.
+    """
+    packed = []
+    shared = _shared_parameters(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not _is_plain_linear(child) or not may_pack(_weight_of(child).dtype):
+                continue
+            packed.append(_pack(child))
+            setattr(parent, name, packed[-1])
+            if id(child.weight) not in shared:
+                on_unused(_weight_of(child))
+            # Why: whoever else holds the old layer must not hold its memory.
+            child.register_parameter("weight", None)
+    return PackingReport(tuple(packed), tuple(sorted({type(m).__name__ for m in _holders_of_matrices(model)})))
+
+
+def _weight_of(linear: nn.Module) -> torch.Tensor:
+    return linear.get_parameter("weight")
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is exactly a linear layer: a subclass may compute something else."""
+    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and type(module).__bases__ == (nn.Module,))
+
+
+def _pack(linear: Any) -> PackedLinear:
+    weight = linear.weight if type(linear) is nn.Linear else linear.weight.t()
+    packed = PackedLinear(weight, linear.bias)
+    packed.train(linear.training)
+    return packed
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters that more than one module has."""
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    return {identity for identity, count in uses.items() if count > 1}
+
+
+def _holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules with parameters of two dimensions or more that no packed layer or embedding accounts for."""
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding | PackedLinear) and any(
+            parameter.ndim >= 2 for parameter in module.parameters(recurse=False)
+        ):
+            yield module

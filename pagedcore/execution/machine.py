@@ -1,0 +1,90 @@
+"""What this machine computes with: cores, instruction sets, and the number formats that are fast on them.
+
+Owns the reading of the processor's flags; it never changes a setting. ``pagedcore doctor`` prints it, model loading
+takes ``dtype="auto"`` from it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Flags worth knowing, as Linux names them; x86 first, then ARM.
+_INTERESTING = (
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
+    "asimd", "sve", "sve2", "bf16", "i8mm",
+)
+#: Any of these multiplies bfloat16 matrices in hardware.
+_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The processor this process may use."""
+
+    cpu_name: str
+    num_cores: int
+    """Logical cores this process may run on: affinity and container quota are respected."""
+    instruction_sets: tuple[str, ...]
+    """Those that matter for inference, in the words of /proc/cpuinfo."""
+    memory_bytes: int
+    """Memory of the machine, or of the container if that is less."""
+
+    @property
+    def has_fast_bfloat16(self) -> bool:
+        """Whether the processor multiplies bfloat16 in hardware."""
+        return not _BFLOAT16.isdisjoint(self.instruction_sets)
+
+    @property
+    def default_dtype(self) -> str:
+        """What ``dtype="auto"`` means here."""
+        return "bfloat16" if self.has_fast_bfloat16 else "float32"
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Number formats that models run in here, the default first."""
+        others = ("float32", "bfloat16", "float16")
+        return (self.default_dtype, *(name for name in others if name != self.default_dtype))
+
+
+def this_machine() -> Machine:
+    """Read the machine; nothing is cached, because a container's limits may change."""
+    info = _read("/proc/cpuinfo")
+    flags = set(_field(info, "flags").split()) | set(_field(info, "Features").split())
+    return Machine(
+        cpu_name=_field(info, "model name") or platform.processor() or platform.machine(),
+        num_cores=_num_usable_cores(),
+        instruction_sets=tuple(name for name in _INTERESTING if name in flags),
+        memory_bytes=_memory_bytes(),
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _field(info: str, name: str) -> str:
+    """Return the first value of ``name`` in text made of ``name : value`` lines."""
+    lines = (line.partition(":") for line in info.splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == name), "")
+
+
+def _num_usable_cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period) > 0:
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _memory_bytes() -> int:
+    import psutil
+
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    total = int(psutil.virtual_memory().total)
+    return min(total, int(limit)) if limit.isdigit() else total

@@ -1,0 +1,50 @@
+"""Carries out one step's rows: build the batch, run the model, sample the next tokens.
+
+Owns the check that a model returned what its protocol promises, because anybody may bring a model. It never changes a
+sequence or a block; the engine commits what this returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from pagedcore.errors import StepFailed
+from pagedcore.execution.ragged_batch import BlockTables, build_batch
+from pagedcore.execution.sampler import SampledTokens, Sampler
+from pagedcore.ports import ModelBackend
+from pagedcore.scheduling.plan import ScheduledRow
+
+
+class ModelRunner:
+    """One model and its sampler."""
+
+    __slots__ = ("_backend", "_sampler")
+
+    def __init__(self, backend: ModelBackend, sampler: Sampler) -> None:
+        self._backend = backend
+        self._sampler = sampler
+
+    def execute(self, rows: Seq[ScheduledRow], block_manager: BlockTables) -> SampledTokens:
+        """Compute ``rows`` and sample one token for each row that reaches its last known token, in their order.
+
+        Raises:
+            StepFailed: the model returned logits of another shape or type than its protocol says.
+            InternalError: a sequence has too few blocks.
+        """
+        batch = build_batch(rows, block_manager)
+        logits = self._backend.forward(batch)
+        sequences = [row.sequence for row in rows if row.is_sampled]
+        _require_logits(logits, (len(sequences), self._backend.vocab_size))
+        return self._sampler.sample(logits, sequences)
+
+
+def _require_logits(logits: object, shape: tuple[int, int]) -> None:
+    if not isinstance(logits, np.ndarray | torch.Tensor):
+        raise StepFailed(f"model: forward returned a {type(logits).__name__}, expected float32 logits of shape {shape}")
+    if tuple(logits.shape) != shape or logits.dtype not in (np.float32, torch.float32):
+        raise StepFailed(
+            f"model: forward returned {logits.dtype} of shape {tuple(logits.shape)}, expected float32 of shape {shape}"
+        )

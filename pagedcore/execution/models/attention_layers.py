@@ -1,0 +1,187 @@
+"""What each attention layer of a model does, found out by calling the model once on two tokens.
+
+Owns the record of one call per layer and its translation to the words of ``AttentionBackend``: shapes, scale, window,
+chunk, softcap, and whose K and V a layer reads. Shapes come from the call, never from the configuration, because
+architectures disagree on what their configuration means. Calls that paged attention would answer wrongly are refused.
+Read ``attention_interface.py`` for who calls this during a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from pagedcore.errors import ModelNotSupported
+
+QueryTuning = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+#: Arguments that are understood, or that say nothing about the result of an attention call without dropout and mask.
+_KNOWN_ARGUMENTS: Final = frozenset({
+    "scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "is_causal", "use_cache",
+    "cache_position", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep",
+})
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of the attention function, as seen from inside it."""
+
+    module: Any
+    layer_idx: int
+    key: torch.Tensor
+    num_heads: int
+    num_kv_heads: int
+    key_head_size: int
+    value_head_size: int
+    has_mask: bool
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """How to send one layer of the model to an attention backend."""
+
+    index: int
+    """The layout's layer whose K and V are read."""
+    owns_kv: bool
+    """Whether this layer writes them; else an earlier layer has."""
+    num_heads: int
+    num_kv_heads: int
+    key_head_size: int
+    value_head_size: int
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    query_tuning: QueryTuning | None = None
+    """Maps queries [T, H, D] and positions [T] to queries, where a layer scales them by position."""
+
+
+class RecordingStep:
+    """Notes every attention call and answers it with zeros."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Record the call; shapes as in ``AttentionStep``."""
+        layer_idx = getattr(module, "layer_idx", None)
+        if not isinstance(layer_idx, int):
+            raise ModelNotSupported(f"{type(module).__name__}: an attention layer does not know its own number.")
+        # Why: the key tensor is kept, so that no later one can have its address and look shared.
+        self.calls.append(AttentionCall(
+            module, layer_idx, key, num_heads=query.shape[1], num_kv_heads=key.shape[1], key_head_size=key.shape[3],
+            value_head_size=value.shape[3], has_mask=mask is not None, arguments=arguments,
+        ))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def layers_of(calls: list[AttentionCall], config: Any) -> dict[int, AttentionLayer]:
+    """Translate recorded calls; keys are the modules' own numbers.
+
+    Raises:
+        ModelNotSupported: a call asks for something that an attention backend cannot do.
+    """
+    layers: dict[int, AttentionLayer] = {}
+    index_of_key: dict[int, int] = {}
+    for call in calls:
+        _refuse_what_is_not_causal_attention(call)
+        if call.layer_idx in layers:
+            raise _refusal(call, f"layer {call.layer_idx} attends twice in one forward")
+        owns_kv = call.key.data_ptr() not in index_of_key
+        index = index_of_key.setdefault(call.key.data_ptr(), len(index_of_key))
+        layers[call.layer_idx] = _layer_of(call, config, index, owns_kv)
+    return layers
+
+
+def _layer_of(call: AttentionCall, config: Any, index: int, owns_kv: bool) -> AttentionLayer:
+    scale = call.arguments.get("scaling")
+    return AttentionLayer(
+        index=index,
+        owns_kv=owns_kv,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        key_head_size=call.key_head_size,
+        value_head_size=call.value_head_size,
+        scale=float(scale) if scale is not None else call.key_head_size**-0.5,
+        window=_window_of(call, config),
+        chunk=_chunk_of(call, config),
+        softcap=float(call.arguments.get("softcap") or 0.0),
+        query_tuning=_take_over_query_tuning(call.module),
+    )
+
+
+def _refuse_what_is_not_causal_attention(call: AttentionCall) -> None:
+    if call.has_mask:
+        raise _refusal(call, "it makes an attention mask of its own, which a paged KV cache cannot honour")
+    if call.arguments.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
+        raise _refusal(call, "it looks at later tokens; only causal language models can run")
+    for argument, value in call.arguments.items():
+        if argument not in _KNOWN_ARGUMENTS and value is not None and value is not False:
+            raise _refusal(call, f"it depends on {argument!r}, which paged attention does not know")
+
+
+def _refusal(call: AttentionCall, reason: str) -> ModelNotSupported:
+    return ModelNotSupported(f"model: the attention of {type(call.module).__name__} cannot be paged: {reason}.")
+
+
+def _window_of(call: AttentionCall, config: Any) -> int:
+    """Return the layer's sliding window, 0 for none; what it passes and what its configuration says must agree."""
+    passed = int(call.arguments.get("sliding_window") or 0)
+    configured = _configured_window(call, config)
+    if passed and passed != configured:
+        raise _refusal(
+            call, f"layer {call.layer_idx} passes a window of {passed} tokens, its configuration means {configured}"
+        )
+    return configured
+
+
+def _configured_window(call: AttentionCall, config: Any) -> int:
+    """Return the window that transformers would build into this layer's mask."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[call.layer_idx] != "sliding_attention":
+        return 0
+    if layer_types is None and not _masks_with_windows(call.module):
+        return 0
+    return int(getattr(config, "sliding_window", None) or 0)
+
+
+def _masks_with_windows(module: Any) -> bool:
+    """Whether the code of this architecture, which has no types of layers, makes windowed masks at all."""
+    return hasattr(sys.modules.get(type(module).__module__), "create_sliding_window_causal_mask")
+
+
+def _chunk_of(call: AttentionCall, config: Any) -> int:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None or layer_types[call.layer_idx] != "chunked_attention":
+        return 0
+    return int(config.attention_chunk_size)
+
+
+def _take_over_query_tuning(module: Any) -> QueryTuning | None:
+    """Switch off a scaling by position that Llama 4 derives from the token's place in the batch, and return the same.
+
+    Without a cache of its own the module counts from the start of the batch, which is not a sequence's start here.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return None
+    module.attn_temperature_tuning = False
+    floor_scale, factor = float(module.floor_scale), float(module.attn_scale)
+
+    def tune(query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        scales = torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * factor + 1.0
+        return (query * scales[:, None, None]).to(query.dtype)
+
+    return tune

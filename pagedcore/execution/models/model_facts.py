@@ -1,0 +1,55 @@
+"""What a model's configuration says about its limits: the longest context and the tokens that end an answer.
+
+Owns the reading of fields that architectures name differently. Read ``transformers_model.py`` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pagedcore.errors import ModelNotSupported
+
+_LENGTH_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+
+
+def max_model_len(config: Any) -> int:
+    """Return the longest context at which the model computes the same as it would with one sequence alone.
+
+    Rotary embeddings of type "dynamic" and "longrope" change the frequencies of a whole batch when its longest
+    sequence passes the original length, so they are held below it. "yarn" and "linear" stretch the context by a factor.
+
+    Raises:
+        ModelNotSupported: the configuration names no length.
+    """
+    length = next((int(value) for name in _LENGTH_FIELDS if (value := getattr(config, name, None))), None)
+    if length is None:
+        raise ModelNotSupported(f"model: the configuration of {config.model_type!r} names no longest context.")
+    for rope in _rope_parameters(config):
+        length = _with_rope(length, rope)
+    return length
+
+
+def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the parameters of each rotary embedding: one, or one per type of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    yield from nested if nested else [rope]
+
+
+def _with_rope(length: int, rope: Mapping[str, Any]) -> int:
+    kind = rope.get("rope_type") or rope.get("type")
+    original = int(rope.get("original_max_position_embeddings") or length)
+    if kind in ("dynamic", "longrope"):
+        return min(length, original)
+    if kind == "yarn":
+        return max(length, int(original * float(rope.get("factor") or 1.0)))
+    return length
+
+
+def eos_token_ids(model: Any) -> frozenset[int]:
+    """Return the tokens that end an answer, from the generation settings and the configuration."""
+    sources = (getattr(model, "generation_config", None), model.config)
+    values = [getattr(source, "eos_token_id", None) for source in sources]
+    flat = [token for value in values for token in (value if isinstance(value, list | tuple) else [value])]
+    return frozenset(int(token) for token in flat if token is not None)

@@ -1,0 +1,100 @@
+"""Loads a causal language model's weights from a directory or the hub, with what could go wrong refused first.
+
+Owns the order: read the configuration as plain data, refuse, then load weights from safetensors only, mapped and not
+copied. Code shipped with a model runs only where the caller said so. It never changes a model; read
+``transformers_model.py`` for that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
+from pagedcore.execution.machine import this_machine
+from pagedcore.execution.models.guards import check_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_pretrained(
+    source: str | os.PathLike[str], *, dtype: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a model on the CPU.
+
+    Args:
+        source: a directory, or a name on the hub if there is no such directory.
+        dtype: number format of the weights; "auto" is what the machine computes fastest.
+        trust_remote_code: whether code shipped with the model may run.
+
+    Raises:
+        ModelNotSupported: the architecture cannot run here, or needs code of its own that may not run.
+        InvalidConfig: there is no such model, or it has no safetensors weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    name, is_local = os.fspath(source), Path(source).is_dir()
+    check_source(read_config(name, is_local), trust_remote_code)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name, dtype=resolve_dtype(dtype), use_safetensors=True, local_files_only=is_local,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model: its weights could not be loaded ({_first_line(error, name)}).") from error
+    return model
+
+
+def read_config(name: str, is_local: bool) -> Mapping[str, Any]:
+    """Return the raw ``config.json``; no code of the model runs.
+
+    Raises:
+        InvalidConfig: there is none.
+    """
+    from transformers import PretrainedConfig
+
+    if is_local and not (Path(name) / "config.json").is_file():
+        raise InvalidConfig("model: the directory has no config.json.")
+    try:
+        config: dict[str, Any] = PretrainedConfig.get_config_dict(name, local_files_only=is_local)[0]
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model: its configuration could not be read ({_first_line(error, name)}).") from error
+    return config
+
+
+def check_source(config: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Refuse what the configuration already rules out.
+
+    Raises:
+        ModelNotSupported: see ``guards.check_config``; or the model brings code that may not run.
+    """
+    # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
+    if config.get("auto_map") and not trust_remote_code:
+        raise ModelNotSupported(
+            "model: its configuration names code that is shipped with it (auto_map), and trust_remote_code is False. "
+            "Read that code and set trust_remote_code=True, or remove auto_map to use transformers' own architecture."
+        )
+    check_config(config)
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """Return the number format called ``name``; "auto" is the machine's choice.
+
+    Raises:
+        InvalidConfig: torch has no floating format of that name.
+    """
+    dtype = getattr(torch, this_machine().default_dtype if name == "auto" else name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidConfig(f"dtype: got {describe(name)}, allowed is auto, float32, bfloat16 or float16.")
+    return dtype
+
+
+def _first_line(error: Exception, name: str) -> str:
+    """Return the start of a library's message without the path or name that was asked for."""
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__).replace(name, "the model")[:300]

@@ -1,0 +1,209 @@
+"""Any decoder-only language model of transformers as a ``ModelBackend``: ragged batches over a paged KV cache.
+
+Owns one loaded model, the layout and the memory of its KV pool, and the order of taking a model over: compute the
+expected logits, redirect attention, look at the layers, pack the weights, compare. Read ``pretrained.py`` for where
+models come from, ``decoder.py`` for the part a faster implementation replaces.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from pagedcore.errors import InternalError, ModelNotSupported
+from pagedcore.execution.file_pages import FileMappings
+from pagedcore.execution.invariance import probe_invariance
+from pagedcore.execution.kv_storage import KVStorage
+from pagedcore.execution.models import guards, model_facts, self_test
+from pagedcore.execution.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
+from pagedcore.execution.models.attention_layers import AttentionLayer, RecordingStep, layers_of
+from pagedcore.execution.models.decoder import Decoder, DecoderFactory, ModuleDecoder, call_model
+from pagedcore.ports import AttentionBackend, RaggedRows
+from pagedcore_kernels.layout import KVLayout, LayerShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Makes an attention backend for a layout over a pool that the layout has allocated.
+AttentionFactory = Callable[[KVLayout, torch.Tensor], AttentionBackend]
+
+DEFAULT_BLOCK_SIZE: Final = 16
+
+
+class TransformersModel:
+    """A causal language model of transformers, taken over.
+
+    Invariant: the model's attention goes nowhere but to the KV pool; calling the model outside of a step fails.
+    Invariant: the KV pool has the number format of the weights.
+    Invariant: no matrix product runs over one row: batches have two tokens or more, and a lone wanted row of logits is
+    computed twice and returned once.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention_factory: AttentionFactory,
+        *,
+        block_size: int | None = None,
+        is_private: bool = False,
+        runs_self_test: bool = True,
+        decoder_factory: DecoderFactory = ModuleDecoder,
+        attention_name: str = "unnamed",
+    ) -> None:
+        """Take a model over: it cannot be used by itself any more.
+
+        Args:
+            model: on the CPU, all weights in memory or mapped.
+            attention_factory: makes the attention backend.
+            block_size: tokens per KV block; ``None``: 16.
+            is_private: nobody else has the model or its weights, so that mapped pages may be dropped early.
+            runs_self_test: compare twelve tokens with a plain forward first.
+            decoder_factory: makes what computes a batch.
+            attention_name: what ``attention_factory`` is called, for people.
+
+        Raises:
+            ModelNotSupported: the architecture cannot run here, or the self-test failed.
+            InvalidConfig: its number format cannot be stored in a KV pool.
+        """
+        self.name = str(model.config.model_type)
+        self.attention_name = attention_name
+        self._attention_factory = attention_factory
+        self._block_size = block_size or DEFAULT_BLOCK_SIZE
+        self._dtype: torch.dtype = model.dtype
+        self._storage: KVStorage | None = None
+        self._attention: AttentionBackend | None = None
+        guards.check_config(model.config.to_dict())
+        guards.check_modules(model, self.name)
+        self._max_model_len = model_facts.max_model_len(model.config)
+        self._eos_token_ids = model_facts.eos_token_ids(model)
+        with torch.inference_mode():
+            self._take_over(model.eval(), decoder_factory, is_private, runs_self_test)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context at which results are those of the model alone."""
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._eos_token_ids
+
+    @property
+    def block_size(self) -> int:
+        """Preferred tokens per KV block."""
+        return self._block_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers that keep their own."""
+        return self.layout(self._block_size).bytes_per_token
+
+    @property
+    def is_schedule_invariant(self) -> bool:
+        """Whether products, attention and model were seen to give the same bits under every schedule tried."""
+        return self._is_schedule_invariant
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of weights and KV pool."""
+        return self._dtype
+
+    @property
+    def layers(self) -> dict[int, AttentionLayer]:
+        """The attention layers by the model's own numbers."""
+        return self._layers
+
+    def layout(self, block_size: int) -> KVLayout:
+        """Return the layout of blocks of so many tokens."""
+        owners = [layer for layer in self._layers.values() if layer.owns_kv]
+        shapes = tuple(LayerShape(o.num_kv_heads, o.key_head_size, o.value_head_size) for o in owners)
+        return KVLayout(block_size, self._dtype, shapes)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make the KV pool.
+
+        Raises:
+            InternalError: there is one already.
+            InvalidConfig: there is not enough memory.
+        """
+        if self._storage is not None:
+            raise InternalError("allocate_kv: the model has its KV pool already")
+        self._storage = KVStorage(self.layout(block_size), num_blocks)
+        self._attention = self._attention_factory(self._storage.layout, self._storage.pool)
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedRows) -> torch.Tensor:
+        """Compute a batch; return float32 logits [S, vocab_size] of its ``logits_rows``.
+
+        Raises:
+            InternalError: there is no KV pool yet.
+        """
+        if self._attention is None:
+            raise InternalError("forward: allocate_kv has not been called")
+        return self._compute(self._attention, batch)
+
+    def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
+        step = PagedStep(attention, self._layers, batch, self._dtype)
+        wanted = batch.logits_rows
+        rows = np.repeat(wanted, 2) if len(wanted) == 1 else wanted
+        logits = self._decoder(step, torch.from_numpy(batch.token_ids), step.positions, torch.from_numpy(rows))
+        return logits[: len(wanted)].float().contiguous()
+
+    def _take_over(
+        self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool
+    ) -> None:
+        tokens = self_test.probe_tokens(model.get_input_embeddings().num_embeddings)
+        expected = _plain_logits(model, tokens) if runs_self_test else None
+        self._layers, self._vocab_size = _redirect_attention(model)
+        mappings = FileMappings()
+        self._decoder: Decoder = decoder_factory(model, self._layers, mappings.release if is_private else _keep)
+        mappings.detach(model)
+        is_reproducible = expected is None or self._passes_self_test(expected, tokens)
+        self._is_schedule_invariant = (
+            is_reproducible and not self._decoder.other_matrices and bool(self._decoder.products)
+            and not probe_invariance(self._decoder.products)
+        )
+
+    def _passes_self_test(self, expected: torch.Tensor, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+        """Run the test on a small pool of its own; raise if it fails, return whether schedules made no difference."""
+        storage = KVStorage(self.layout(self._block_size), self_test.num_blocks(self._block_size))
+        attention = self._attention_factory(storage.layout, storage.pool)
+        return self_test.check_against(
+            expected, lambda batch: self._compute(attention, batch), tokens, self._block_size
+        )
+
+
+def _keep(weight: torch.Tensor) -> None:
+    """Leave a weight that somebody else may have alone."""
+
+
+def _plain_logits(model: Any, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+    """Return logits [n, vocabulary] of one sequence, by the model as it came."""
+    logits: torch.Tensor = model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+    return logits
+
+
+def _redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
+    """Send the model's attention to the current step; return what its layers do and the width of its logits."""
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ModelNotSupported(f"model: {model.config.model_type!r} has no logits_to_keep; it computes all logits.")
+    register()
+    model.set_attn_implementation(ATTENTION_KEY)
+    guards.check_attention_was_taken(model.config)
+    step = RecordingStep()
+    with attention_step(step):
+        two = torch.arange(2)
+        logits = call_model(model, two, two, two)
+    layers = layers_of(step.calls, model.config)
+    guards.check_num_attention_layers(model.config, len(layers))
+    return layers, logits.shape[-1]

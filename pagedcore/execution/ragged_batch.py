@@ -1,0 +1,142 @@
+"""Flattens one step's rows into the arrays a model reads.
+
+Owns the arithmetic from sequences and block tables to tokens, positions and slots; it decides nothing about who runs
+and never touches a device. Read ``model_runner.py`` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+
+from pagedcore.errors import InternalError
+from pagedcore.ports import Int32Array, Int64Array
+from pagedcore.scheduling.plan import ScheduledRow
+
+
+class BlockTable(Protocol):
+    """The ordered blocks of one sequence."""
+
+    @property
+    def block_ids(self) -> Int32Array:
+        """Shape [blocks]."""
+        ...
+
+
+class BlockTables(Protocol):
+    """What batch building needs from a block manager."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        ...
+
+    def table(self, sequence_id: int) -> BlockTable:
+        """Return the blocks of a sequence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """One step as arrays; see ``ports.RaggedRows`` for what each one means.
+
+    Invariant: there are at least two tokens; a lone one is followed by a copy of it as padding.
+    """
+
+    token_ids: Int64Array
+    positions: Int64Array
+    seq_ids: Int64Array
+    slot_mapping: Int64Array
+    query_start: Int64Array
+    kv_lens: Int64Array
+    block_tables: Int32Array
+    logits_rows: Int64Array
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding left out."""
+        return int(self.query_start[-1])
+
+
+def build_batch(rows: Seq[ScheduledRow], block_manager: BlockTables) -> RaggedBatch:
+    """Flatten scheduled rows; logits are wanted of the last token of every sampled row.
+
+    Args:
+        rows: at least one; tokens of each follow its first uncomputed position.
+        block_manager: knows the blocks of every sequence and how many tokens one holds.
+
+    Raises:
+        InternalError: a sequence has fewer blocks than the positions it is to have.
+    """
+    sequences = [row.sequence for row in rows]
+    starts = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int64)
+    counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
+    if counts.max() == 1:
+        tokens = [sequence.token_ids[sequence.num_computed_tokens] for sequence in sequences]
+    else:
+        tokens = list(chain.from_iterable(row.sequence.token_ids[row.start : row.end] for row in rows))
+    known = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
+    return assemble(
+        np.array(tokens, dtype=np.int64), starts, counts,
+        seq_ids=np.array([sequence.sequence_id for sequence in sequences], dtype=np.int64),
+        tables=[block_manager.table(sequence.sequence_id).block_ids for sequence in sequences],
+        block_size=block_manager.block_size,
+        is_sampled=starts + counts == known,
+    )
+
+
+def assemble(
+    token_ids: Int64Array,
+    starts: Int64Array,
+    counts: Int64Array,
+    *,
+    seq_ids: Int64Array,
+    tables: Seq[Int32Array],
+    block_size: int,
+    is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> RaggedBatch:
+    """Compute positions, slots and tables of rows that are given as plain arrays.
+
+    Args:
+        token_ids: [T] tokens of all rows, one row after the other.
+        starts: [R] first position of each row.
+        counts: [R] tokens of each row.
+        seq_ids: [R] number of each row's sequence.
+        tables: R arrays of block ids; a table may be longer than the row needs.
+        block_size: tokens per block.
+        is_sampled: [R] whether the logits of the row's last token are wanted.
+
+    Raises:
+        InternalError: a table is too short for its row, or the tokens do not add up.
+    """
+    query_start = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=query_start[1:])
+    kv_lens = starts + counts
+    if query_start[-1] != len(token_ids):
+        raise InternalError(f"batch: {len(token_ids)} tokens were given for rows of {query_start[-1]}")
+    block_tables = _stack_tables(tables, -(-kv_lens // block_size))
+    row_of_token = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(len(token_ids)) + (starts - query_start[:-1])[row_of_token]
+    blocks = block_tables[row_of_token, positions // block_size].astype(np.int64)
+    slots = blocks * block_size + positions % block_size
+    if len(token_ids) == 1:
+        # Why: matrix products of one row take another path than those of many, and round differently.
+        token_ids, positions = np.repeat(token_ids, 2), np.repeat(positions, 2)
+        slots = np.append(slots, -1)
+    return RaggedBatch(
+        token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, query_start[1:][is_sampled] - 1
+    )
+
+
+def _stack_tables(tables: Seq[Int32Array], needed: Int64Array) -> Int32Array:
+    """Return [R, W] block ids, -1 past each row's end; W is the longest row's need."""
+    stacked = np.full((len(tables), int(needed.max())), -1, dtype=np.int32)
+    for row, (table, count) in enumerate(zip(tables, needed.tolist(), strict=True)):
+        if len(table) < count:
+            raise InternalError(f"batch: a row needs {count} blocks and its table has {len(table)}")
+        stacked[row, :count] = table[:count]
+    return stacked
