@@ -6,19 +6,63 @@ in ``Engine.stats()`` and in ``pagedcore doctor``.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from pagedcore.errors import InvalidConfig, describe
+from pagedcore.limits import MAX_COUNT, MAX_SEED
 
-_CHOICES: Final = {
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "device": ("auto", "cpu"),
-    "admission": ("optimistic", "guaranteed"),
+_Rule = tuple[Callable[[object], bool], str]
+"""Whether a value is allowed, and what is."""
+
+
+def _one_of(*choices: str) -> _Rule:
+    return lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}"
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MAX_COUNT
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_seed(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_SEED
+
+
+def _is_duration(value: object) -> bool:
+    return (type(value) is int or type(value) is float) and 0 < value < math.inf
+
+
+def _or_none(rule: _Rule) -> _Rule:
+    return lambda value: value is None or rule[0](value), f"{rule[1]}, or None"
+
+
+_COUNT: Final[_Rule] = _is_count, f"an integer from 1 to {MAX_COUNT}"
+_NAME: Final[_Rule] = _is_name, "a name"
+
+_RULES: Final[dict[str, _Rule]] = {
+    "dtype": _one_of("auto", "float32", "bfloat16", "float16"),
+    "device": _one_of("auto", "cpu"),
+    "block_size": _or_none(_COUNT),
+    "num_kv_blocks": _or_none(_COUNT),
+    "max_model_len": _or_none(_COUNT),
+    "max_num_seqs": _COUNT,
+    "max_num_batched_tokens": _COUNT,
+    "max_num_waiting": _or_none(_COUNT),
+    "queue_timeout_s": _or_none((_is_duration, "a finite number above 0")),
+    "attention_backend": _NAME,
+    "scheduling_policy": _NAME,
+    "admission": _one_of("optimistic", "guaranteed"),
+    "tokenizer": _or_none(_NAME),
+    # Safety: any other true value, the text "false" among them, would let foreign code run.
+    "trust_remote_code": (lambda value: type(value) is bool, "True or False"),
+    "seed": (_is_seed, "an integer from 0 to 2**63 - 1"),
 }
-_POSITIVE: Final = (
-    "block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +98,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     """Name of an entry in the plugin table ``schedulers``: "fcfs", "priority" or "static"."""
     admission: str = "optimistic"
-    """"optimistic" admits what fits now and may preempt later; "guaranteed" reserves for the longest answer."""
+    """"optimistic" admits what fits now and may preempt; "guaranteed" reserves for the longest answer."""
     tokenizer: str | None = None
     """Directory or name of the tokenizer; ``None``: the model's own."""
     trust_remote_code: bool = False
@@ -63,20 +107,13 @@ class EngineConfig:
     """From which the seeds of requests without one are derived."""
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise InvalidConfig(f"{name}: got {getattr(self, name)!r}, allowed is one of {', '.join(choices)}.")
-        for name in _POSITIVE:
-            _require_positive(name, getattr(self, name))
+        for name, rule in _RULES.items():
+            _require(name, getattr(self, name), rule)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, allowed is at least "
-                f"max_num_seqs ({self.max_num_seqs}), so that every running sequence can advance in every step."
+                f"{self.max_num_seqs} (max_num_seqs), so that every running sequence can advance in each step."
             )
-        if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
-            raise InvalidConfig(f"queue_timeout_s: got {describe(self.queue_timeout_s)}, allowed is above 0 or None.")
-        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            raise InvalidConfig(f"seed: got {describe(self.seed)}, allowed is an integer from 0 to 2**63 - 1.")
         parse_memory(self.kv_cache_memory, free_bytes=0)
 
     @property
@@ -93,15 +130,16 @@ class EngineConfig:
         """
         known = {field.name for field in fields(cls)}
         if unknown := sorted(settings.keys() - known):
-            raise InvalidConfig(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}.")
+            raise InvalidConfig(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}.")
         return cls(**settings)
 
 
-def _require_positive(name: str, value: int | None) -> None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise InvalidConfig(f"{name}: got {describe(value)}, allowed is an integer of at least 1.")
+def _require(name: str, value: object, rule: _Rule) -> None:
+    if not rule[0](value):
+        raise InvalidConfig(f"{name}: got {describe(value)}, allowed is {rule[1]}.")
 
 
+_MEMORY_LIMIT: Final = 'bytes, text such as "512MiB" or "2GiB", or a share of free memory between 0 and 1'
 _UNITS: Final = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
                  "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
 
@@ -121,23 +159,18 @@ def parse_memory(given: int | float | str | None, *, free_bytes: int) -> int | N
     """
     if given is None:
         return None
-    if isinstance(given, str):
-        return _parse_size(given)
-    if isinstance(given, float) and 0 < given < 1:
-        return int(given * free_bytes)
-    if type(given) is int and given > 0:
-        return given
-    raise InvalidConfig(
-        f'kv_cache_memory: got {describe(given)}, allowed is bytes, text such as "2GiB", or a share between 0 and 1.'
-    )
+    num_bytes = _parse_size(given) if isinstance(given, str) else given
+    if type(num_bytes) is float and 0 < num_bytes < 1:
+        return int(num_bytes * free_bytes)
+    if type(num_bytes) is int and 0 < num_bytes < 2**63:
+        return num_bytes
+    raise InvalidConfig(f"kv_cache_memory: got {describe(given)}, allowed is {_MEMORY_LIMIT}.")
 
 
-def _parse_size(text: str) -> int:
+def _parse_size(text: str) -> int | None:
     cleaned = text.strip().upper().replace(" ", "")
-    unit = next((u for u in _UNITS if cleaned.endswith(u)), "")
+    unit = next((unit for unit in _UNITS if cleaned.endswith(unit)), "")
     try:
         return int(float(cleaned.removesuffix(unit)) * _UNITS[unit]) if unit else int(cleaned)
     except (ValueError, OverflowError):
-        raise InvalidConfig(
-            f'kv_cache_memory: got {describe(text)}, allowed is a number with a unit, such as "512MiB" or "2GiB".'
-        ) from None
+        return None

@@ -88,7 +88,7 @@ class InvalidStop(InvalidRequest):
 
 
 class InvalidBias(InvalidRequest):
-    """logit_bias names an unknown token or a value out of range."""
+    """logit_bias has too many entries, or a value out of range."""
 
 
 class InvalidSeed(InvalidRequest):

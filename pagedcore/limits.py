@@ -1,9 +1,11 @@
-"""Every hard bound on what a caller may ask, with its reason. Pure numbers: nothing is read from the environment."""
+"""Every hard bound on what a caller may ask, with its reason. Pure numbers, none from the environment."""
 
 from __future__ import annotations
 
 from typing import Final
 
+#: Token ids, token counts and block counts fit 32 bits in every array of the engine.
+MAX_COUNT: Final = 2**31 - 1
 #: Parallel answers of one request: each costs a whole sequence of KV memory.
 MAX_SEQUENCES_PER_REQUEST: Final = 16
 #: Above this a softmax over any real vocabulary is flat to float32.
@@ -30,6 +32,8 @@ MAX_SEED: Final = 2**63 - 1
 MAX_TEXT_BYTES_PER_TOKEN: Final = 16
 #: Chat messages of one prompt; the template is rendered before tokens can be counted.
 MAX_CHAT_MESSAGES: Final = 1024
+#: UTF-8 bytes of all roles and contents of one chat, for the same reason: a million tokens of prose.
+MAX_CHAT_BYTES: Final = 2**22
 #: Priorities are compared, never added: any small integer will do.
 MAX_PRIORITY: Final = 1_000_000
 #: Outputs buffered for a reader of an asynchronous stream before its request is paused.
