@@ -129,6 +129,9 @@ class Sequence:
     def forget_computed(self) -> None:
         """Note that the sequence's blocks are gone: every position has to be computed again."""
         self.num_computed_tokens = 0
+        if self.status is SequenceStatus.WAITING:
+            # Why: this turn has not begun, so what the turn before left will not have been of use to it.
+            self.num_cached_tokens = 0
 
 
 @dataclass(slots=True)

@@ -1,0 +1,172 @@
+"""The state laws of scheduler and cache, as a pure check of an immutable snapshot.
+
+Raises nothing and repairs nothing: it says which law does not hold, and where. Tests check after every step; nothing
+else needs to, because the code is written so that the laws cannot break.
+
+    S1   free blocks + referenced blocks = all blocks
+    S2   a block's reference count is the number of tables it is in
+    S3   the free list has no duplicates and only blocks without references
+    S4   a block is in two tables only where both sequences are equal up to its end
+    S5   a table has exactly the blocks of the computed positions, in flight those of the reserved ones
+    S6   a sequence is in exactly one place, its status says which, and only those in a place have a table
+    S9   computed < known while waiting or running; known <= allowed; known tokens never change
+    S10  newcomers in the queue and running sequences are within their bounds
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagedcore.cache.block_manager import BlockSnapshot
+from pagedcore.request import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from pagedcore.scheduling.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """What the laws say something about, of one sequence."""
+
+    sequence_id: int
+    status: SequenceStatus
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    max_total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Scheduler and cache at one moment, as plain values."""
+
+    blocks: BlockSnapshot
+    waiting: tuple[SequenceState, ...]
+    running: tuple[SequenceState, ...]
+    kept: tuple[SequenceState, ...]
+    reserved: Mapping[int, int]
+    """Positions that the step in flight reserved up to, by sequence id."""
+    num_newcomers: int
+    max_num_waiting: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One law that does not hold."""
+
+    law: str
+    what: str
+
+
+def snapshot(scheduler: Scheduler) -> Snapshot:
+    """Copy everything the laws speak of."""
+    return Snapshot(
+        blocks=scheduler.block_manager.snapshot(),
+        waiting=_states(scheduler.waiting),
+        running=_states(scheduler.running),
+        kept=_states(scheduler.kept),
+        reserved={row.sequence.sequence_id: row.end for row in scheduler.rows_in_flight},
+        num_newcomers=scheduler.waiting.num_newcomers,
+        max_num_waiting=scheduler.waiting.limit,
+        max_num_seqs=scheduler.rules.max_num_seqs,
+    )
+
+
+def check(now: Snapshot, before: Snapshot | None = None) -> list[Violation]:
+    """List every broken law, S1 first; ``before`` is an earlier snapshot, for what must not have changed."""
+    laws = (_s1(now), _s2(now), _s3(now), _s4(now), _s5(now), _s6(now), _s9(now, before), _s10(now))
+    return [violation for law in laws for violation in law]
+
+
+def _states(sequences: Iterable[Sequence]) -> tuple[SequenceState, ...]:
+    return tuple(
+        SequenceState(s.sequence_id, s.status, tuple(s.token_ids), s.num_computed_tokens, s.max_total_tokens)
+        for s in sequences
+    )
+
+
+def _s1(now: Snapshot) -> Iterator[Violation]:
+    free, counts = now.blocks.free_blocks, now.blocks.reference_counts
+    num_referenced = sum(count > 0 for count in counts)
+    if len(set(free)) + num_referenced != len(counts):
+        yield Violation("S1", f"{len(set(free))} free + {num_referenced} referenced of {len(counts)} blocks")
+
+
+def _s2(now: Snapshot) -> Iterator[Violation]:
+    holders = Counter(block for table in now.blocks.tables.values() for block in table)
+    for block, count in enumerate(now.blocks.reference_counts):
+        if count != holders[block]:
+            yield Violation("S2", f"block {block} has {count} references and is {holders[block]} times in a table")
+
+
+def _s3(now: Snapshot) -> Iterator[Violation]:
+    for block, times in Counter(now.blocks.free_blocks).items():
+        if times > 1:
+            yield Violation("S3", f"block {block} is {times} times in the free list")
+        if now.blocks.reference_counts[block] > 0:
+            yield Violation("S3", f"block {block} is free and has {now.blocks.reference_counts[block]} references")
+
+
+def _s4(now: Snapshot) -> Iterator[Violation]:
+    tokens = {state.sequence_id: state.token_ids for state in _all_states(now)}
+    contents: dict[int, tuple[int, ...]] = {}
+    for sequence_id, table in now.blocks.tables.items():
+        for place, block in enumerate(table):
+            content = tokens.get(sequence_id, ())[: (place + 1) * now.blocks.block_size]
+            if contents.setdefault(block, content) != content:
+                yield Violation("S4", f"block {block} of sequence {sequence_id} holds another past elsewhere")
+
+
+def _s5(now: Snapshot) -> Iterator[Violation]:
+    for state in _all_states(now):
+        positions = max(state.num_computed_tokens, now.reserved.get(state.sequence_id, 0))
+        needed = -(-positions // now.blocks.block_size)
+        held = len(now.blocks.tables.get(state.sequence_id, ()))
+        if held != needed:
+            yield Violation("S5", f"sequence {state.sequence_id} has {held} blocks for {positions} positions")
+
+
+def _s6(now: Snapshot) -> Iterator[Violation]:
+    places = Counter(state.sequence_id for state in _all_states(now))
+    for sequence_id, times in places.items():
+        if times > 1:
+            yield Violation("S6", f"sequence {sequence_id} is in {times} places")
+    for sequence_id in now.blocks.tables.keys() - places.keys():
+        yield Violation("S6", f"sequence {sequence_id} has blocks and is nowhere")
+    for name, states, status in _places(now):
+        for state in states:
+            if state.status is not status:
+                yield Violation("S6", f"sequence {state.sequence_id} is {state.status.value} among the {name}")
+
+
+def _s9(now: Snapshot, before: Snapshot | None) -> Iterator[Violation]:
+    known_before = {state.sequence_id: state.token_ids for state in _all_states(before)} if before else {}
+    for state in _all_states(now):
+        num_known, computed = len(state.token_ids), state.num_computed_tokens
+        if not 0 <= computed < num_known:
+            yield Violation("S9", f"sequence {state.sequence_id}: {computed} computed of {num_known} known tokens")
+        if num_known > state.max_total_tokens:
+            yield Violation("S9", f"sequence {state.sequence_id}: {num_known} tokens of {state.max_total_tokens}")
+        earlier = known_before.get(state.sequence_id, ())
+        if state.token_ids[: len(earlier)] != earlier:
+            yield Violation("S9", f"sequence {state.sequence_id}: known tokens have changed")
+
+
+def _s10(now: Snapshot) -> Iterator[Violation]:
+    if now.num_newcomers > now.max_num_waiting:
+        yield Violation("S10", f"{now.num_newcomers} newcomers wait, the bound is {now.max_num_waiting}")
+    if len(now.running) > now.max_num_seqs:
+        yield Violation("S10", f"{len(now.running)} sequences run, the bound is {now.max_num_seqs}")
+
+
+def _all_states(now: Snapshot) -> tuple[SequenceState, ...]:
+    return now.waiting + now.running + now.kept
+
+
+def _places(now: Snapshot) -> Iterator[tuple[str, tuple[SequenceState, ...], SequenceStatus]]:
+    yield "waiting", now.waiting, SequenceStatus.WAITING
+    yield "running", now.running, SequenceStatus.RUNNING
+    yield "kept", now.kept, SequenceStatus.FINISHED
