@@ -151,6 +151,16 @@ class Registry:
         """Every table by its seam's name."""
         return {table.seam: table for table in (self.adapters, self.attention, self.loaders, self.schedulers)}
 
+    def find_table(self, seam: str) -> Table[Any]:
+        """Return the table of a seam.
+
+        Raises:
+            InvalidConfig: there is none of that name; the message lists those there are.
+        """
+        if seam not in self.tables:
+            raise InvalidConfig(f"table: {seam!r} does not exist; known are {', '.join(self.tables)}.")
+        return self.tables[seam]
+
     @contextmanager
     def registering(self, plugin: str) -> Iterator[Registry]:
         """Attribute what is added inside to ``plugin``; an exception takes all of it back."""

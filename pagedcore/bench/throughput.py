@@ -1,0 +1,137 @@
+"""Runs a workload under a scheduling policy and measures it: the same engine, the same kernels, another policy.
+
+All requests arrive at once; the clock starts when the first is handed over and stops with the last token. A short
+warm-up comes before, so that no kernel is compiled while the clock runs. Read ``report.py`` for how it is shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagedcore.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedcore.bench.workloads import Workload
+    from pagedcore.engine import Engine
+    from pagedcore.outputs import RequestMetrics
+    from pagedcore.request import Request
+
+_WARM_UP_PROMPTS = (tuple(range(32, 52)), tuple(range(32, 64)))
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One workload under one policy. Times in seconds."""
+
+    policy: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    wall_s: float
+    num_steps: int
+    max_num_seqs: int
+    num_rows: int
+    """Slots that computed something, summed over the steps."""
+    num_recomputed_tokens: int
+    """Positions computed more than once, because a preemption took their blocks."""
+    num_preemptions: int
+    ttft_mean_s: float
+    """Time to first token, from a request's arrival."""
+    ttft_p50_s: float
+    ttft_p95_s: float
+    token_interval_p50_s: float
+    """Time from one token of a request to its next: each request's mean, and of these the median."""
+    rows_per_step: tuple[int, ...]
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Generated tokens per second."""
+        return self.num_output_tokens / self.wall_s
+
+    @property
+    def total_tokens_per_s(self) -> float:
+        """Prompt and generated tokens per second."""
+        return (self.num_prompt_tokens + self.num_output_tokens) / self.wall_s
+
+    @property
+    def slot_utilisation(self) -> float:
+        """Share of slots that computed something for a request; the rest stood idle or was held by a finished one."""
+        return self.num_rows / (self.num_steps * self.max_num_seqs)
+
+
+def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callable[[int], None]) -> Measurement:
+    """Run ``workload`` once and measure it.
+
+    Args:
+        engine: with room for all requests in its waiting queue, and nobody else's.
+        workload: what to run.
+        policy: the name of the engine's scheduling policy.
+        on_progress: told the number of tokens generated in each step.
+
+    Raises:
+        InvalidRequest: a prompt does not fit the engine's model.
+    """
+    _warm_up(engine)
+    before, rows_per_step = engine.stats(), []
+    num_rows = before.num_rows
+    start = time.perf_counter()
+    requests = [engine.add_request(list(prompt), _exactly(count))
+                for prompt, count in zip(workload.prompts, workload.num_outputs, strict=True)]
+    while engine.has_pending_requests():
+        on_progress(len(engine.step()))
+        rows_per_step.append(engine.stats().num_rows - num_rows)
+        num_rows += rows_per_step[-1]
+    wall_s = time.perf_counter() - start
+    after, metrics = engine.stats(), [_metrics_of(request) for request in requests]
+    num_outputs = after.num_generated_tokens - before.num_generated_tokens
+    # Why: the last token of a request is never computed, only sampled.
+    needed = workload.num_prompt_tokens + num_outputs - len(requests)
+    return Measurement(
+        policy=policy, num_requests=len(requests), num_prompt_tokens=workload.num_prompt_tokens,
+        num_output_tokens=num_outputs, wall_s=wall_s, num_steps=after.num_steps - before.num_steps,
+        max_num_seqs=after.max_num_seqs, num_rows=after.num_rows - before.num_rows,
+        num_recomputed_tokens=after.num_computed_tokens - before.num_computed_tokens - needed,
+        num_preemptions=after.num_preemptions - before.num_preemptions, rows_per_step=tuple(rows_per_step),
+        token_interval_p50_s=statistics.median(map(_token_interval, metrics, workload.num_outputs)),
+        **_first_token_times(metrics),
+    )
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return the smallest value that at least ``share`` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
+
+
+def _warm_up(engine: Engine) -> None:
+    engine.generate([list(prompt) for prompt in _WARM_UP_PROMPTS], _exactly(_WARM_UP_TOKENS), show_progress=False)
+
+
+def _exactly(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def _metrics_of(request: Request) -> RequestMetrics:
+    metrics = request.output().metrics
+    request.remove()
+    return metrics
+
+
+def _first_token_times(metrics: list[RequestMetrics]) -> dict[str, float]:
+    times = [(one.first_token_s or one.arrival_s) - one.arrival_s for one in metrics]
+    return {
+        "ttft_mean_s": statistics.mean(times),
+        "ttft_p50_s": percentile(times, 0.5),
+        "ttft_p95_s": percentile(times, 0.95),
+    }
+
+
+def _token_interval(metrics: RequestMetrics, num_outputs: int) -> float:
+    if metrics.first_token_s is None or metrics.finished_s is None:
+        return 0.0
+    return (metrics.finished_s - metrics.first_token_s) / max(1, num_outputs - 1)

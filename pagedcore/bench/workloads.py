@@ -1,0 +1,130 @@
+"""Workloads: prompts as token ids and how many tokens to generate for each. The same ids on every machine.
+
+``w1``, ``w2``, ``w3`` draw from ``random.Random`` with fixed seeds, so that other engines can be given the very
+same tokens; their digests are recorded in the tests. Never runs anything; ``throughput.py`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pagedcore.errors import InvalidConfig
+
+NAMES: Final = ("ragged", "w1", "w2", "w3")
+_PEER_IDS: Final = (300, 4000)
+"""Half-open range of the token ids of w1 to w3."""
+_RAGGED_IDS: Final = (32, 256)
+"""Half-open range of the token ids of "ragged": inside any model's vocabulary."""
+_LONGEST: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that arrive together: greedy, each of a fixed length, end-of-sequence tokens ignored."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    num_outputs: tuple[int, ...]
+    """Tokens to generate, per prompt."""
+    max_num_seqs: int = 32
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens to generate in all."""
+        return sum(self.num_outputs)
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of positions that belong to nobody when requests are padded to rectangles, in order of arrival."""
+        step, padded = self.max_num_seqs, 0
+        for start in range(0, len(self.prompts), step):
+            longest_prompt = max(map(len, self.prompts[start : start + step]))
+            padded += len(self.prompts[start : start + step]) * (
+                longest_prompt + max(self.num_outputs[start : start + step])
+            )
+        return 1 - (self.num_prompt_tokens + self.num_output_tokens) / padded
+
+
+def make_workload(name: str, max_model_len: int) -> Workload:
+    """Make the workload called ``name``.
+
+    ``ragged``: 64 requests of mixed lengths, shortened to fit ``max_model_len``. ``w1``: 64 ragged requests of 16 to
+    256 tokens in and out. ``w2``: 32 requests that share 512 tokens. ``w3``: one request of 128 tokens, 64 out.
+
+    Raises:
+        InvalidConfig: there is no such workload, or the model's context is too short for it.
+    """
+    makers = {"ragged": _ragged, "w1": _w1, "w2": _w2, "w3": _w3}
+    if name not in makers:
+        raise InvalidConfig(f"workload: got {name!r}, allowed is one of {', '.join(NAMES)}.")
+    workload = makers[name](max_model_len)
+    _require_context(workload, max_model_len)
+    return workload
+
+
+def load_prompts(path: Path, num_outputs: int, max_model_len: int) -> Workload:
+    """Read a JSON file with a list of prompts, each a list of token ids, and ask ``num_outputs`` tokens for each.
+
+    Raises:
+        InvalidConfig: the file holds something else, or a prompt does not fit the model's context.
+    """
+    try:
+        prompts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"prompts: the file cannot be read as JSON: {type(error).__name__}.") from None
+    if not isinstance(prompts, list) or not prompts or not all(_are_token_ids(prompt) for prompt in prompts):
+        raise InvalidConfig("prompts: the file needs a list of prompts, each a list of token ids.")
+    workload = Workload("file", tuple(map(tuple, prompts)), (num_outputs,) * len(prompts))
+    _require_context(workload, max_model_len)
+    return workload
+
+
+def _are_token_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _require_context(workload: Workload, max_model_len: int) -> None:
+    needed = max(len(prompt) + more for prompt, more in zip(workload.prompts, workload.num_outputs, strict=True))
+    if needed > max_model_len:
+        raise InvalidConfig(
+            f"workload: {workload.name!r} needs a context of {needed} tokens, this model has {max_model_len}; "
+            "take another model or the workload ragged."
+        )
+
+
+def _ids(rng: random.Random, count: int, bounds: tuple[int, int] = _PEER_IDS) -> tuple[int, ...]:
+    return tuple(rng.randrange(*bounds) for _ in range(count))
+
+
+def _ragged(max_model_len: int) -> Workload:
+    rng = random.Random("ragged")
+    longest = max(2, min(_LONGEST, max_model_len // 2))
+    shortest = max(1, longest // 16)
+    prompts = tuple(_ids(rng, rng.randint(shortest, longest), _RAGGED_IDS) for _ in range(64))
+    return Workload("ragged", prompts, tuple(rng.randint(shortest, longest) for _ in prompts))
+
+
+def _w1(_: int) -> Workload:
+    prompt_lengths, output_lengths, rng = random.Random(0), random.Random(1), random.Random("tokens-w1-")
+    lengths = [prompt_lengths.randint(16, _LONGEST) for _ in range(64)]
+    outputs = tuple(output_lengths.randint(16, _LONGEST) for _ in range(64))
+    return Workload("w1", tuple(_ids(rng, length) for length in lengths), outputs)
+
+
+def _w2(_: int) -> Workload:
+    rng = random.Random("tokens-w2-")
+    prefix = _ids(rng, 512)
+    return Workload("w2", tuple(prefix + _ids(rng, 16) for _ in range(32)), (32,) * 32)
+
+
+def _w3(_: int) -> Workload:
+    return Workload("w3", (_ids(random.Random("tokens-w3-"), 128),), (64,), max_num_seqs=1)

@@ -1,0 +1,106 @@
+"""``pagedcore chat``: a conversation that keeps its cache from turn to turn, on a terminal or on piped input."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pagedcore.cli.common import (
+    BlocksOption,
+    DtypeOption,
+    LengthOption,
+    ModelOption,
+    error_console,
+    open_engine,
+    stream_answer,
+)
+from pagedcore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from pagedcore.engine import Engine
+    from pagedcore.request import Request
+    from pagedcore.sampling_params import SamplingParams
+
+_LEAVE = {"/exit", "/quit"}
+
+
+def chat(
+    model: ModelOption = "demo",
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample within this share of probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
+    dtype: DtypeOption = "auto",
+    blocks: BlocksOption = None,
+    max_model_len: LengthOption = None,
+) -> None:
+    """Talk to a model; an empty line is skipped, /new starts again, /exit or end of input leaves."""
+    from pagedcore import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with open_engine(model, dtype=dtype, num_kv_blocks=blocks, max_model_len=max_model_len) as engine:
+        conversation = Conversation(engine, params, system)
+        while (line := _read_line()) is not None and line not in _LEAVE:
+            if line == "/new":
+                conversation.restart()
+            elif line:
+                _answer(conversation, line)
+
+
+class Conversation:
+    """One request that is extended turn by turn, so that earlier turns are not computed again.
+
+    Invariant: ``request`` is ``None`` or finished and not removed, between two turns.
+    """
+
+    def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
+        self._engine = engine
+        self._params = params
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.request: Request | None = None
+
+    def say(self, text: str) -> None:
+        """Stream the answer to ``text`` to standard output.
+
+        Raises:
+            InvalidRequest: the turn is refused, for one because the context is full; the conversation is as it was.
+            RequestFailed: the answer ended with an error.
+        """
+        message = {"role": "user", "content": text}
+        if self.request is None:
+            self.request = self._engine.add_request([*self._opening, message], self._params)
+        else:
+            self.request.extend([message], self._params)
+        stream_answer(self._engine, self.request)
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens of the present turn that did not have to be computed again."""
+        return self.request.output().num_cached_tokens if self.request is not None else 0
+
+    def restart(self) -> None:
+        """Forget the conversation and free its blocks."""
+        if self.request is not None:
+            self.request.remove()
+        self.request = None
+
+
+def _read_line() -> str | None:
+    if sys.stdin.isatty():
+        error_console().print("[bold cyan]you>[/] ", end="")
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _answer(conversation: Conversation, line: str) -> None:
+    notes = error_console()
+    try:
+        conversation.say(line)
+    except InvalidRequest as error:
+        notes.print(f"refused: {error} /new starts a new conversation.", style="red", markup=False)
+        return
+    if sys.stdin.isatty():
+        notes.print(f"[dim]{conversation.num_reused_tokens} tokens reused[/]")

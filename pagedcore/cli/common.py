@@ -1,0 +1,67 @@
+"""What the commands share: the options that choose and size an engine, and the two consoles.
+
+Never decides a default that belongs to ``EngineConfig``: an option that is not given is not passed on.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from pagedcore.engine import Engine
+    from pagedcore.request import Request
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help='A model directory, a hub id, or "demo", which comes with pagedcore.')
+]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+SeqsOption = Annotated[int | None, typer.Option("--max-num-seqs", help="Most sequences computed in one step.")]
+BlocksOption = Annotated[
+    int | None, typer.Option("--blocks", help="KV blocks of the pool; few of them force preemptions.")
+]
+LengthOption = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer, in tokens.")]
+BackendOption = Annotated[
+    str, typer.Option("--attention-backend", help="See `pagedcore plugins --table attention`.")
+]
+
+
+def console() -> Console:
+    """Return a console on standard output."""
+    return Console(highlight=False)
+
+
+def error_console() -> Console:
+    """Return a console on standard error, for everything that is not the answer."""
+    return Console(stderr=True, highlight=False)
+
+
+def open_engine(model: Any, **settings: Any) -> Engine:
+    """Build an engine while saying so; settings that are ``None`` are left to the engine.
+
+    Raises:
+        InvalidConfig: as from ``Engine.from_pretrained``.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    with error_console().status(f"loading {model if isinstance(model, str) else 'the model'} ..."):
+        from pagedcore import Engine
+
+        return Engine.from_pretrained(model, **given)
+
+
+def stream_answer(engine: Engine, request: Request) -> None:
+    """Step until ``request`` is done, writing its text to standard output as it comes.
+
+    Raises:
+        RequestFailed: it ended with an error.
+    """
+    while not request.is_done:
+        for delta in engine.step():
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    if request.error is not None:
+        raise request.error

@@ -1,0 +1,89 @@
+"""``pagedcore doctor``: what this machine can do, what is installed, and what "auto" would choose."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Final
+
+from rich.table import Table
+
+from pagedcore import __version__
+from pagedcore.cli.common import console
+
+if TYPE_CHECKING:
+    from pagedcore.execution.machine import Machine
+
+_PACKAGES: Final = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "pluggy")
+_GIB: Final = 2**30
+
+
+def doctor() -> None:
+    """Report the machine, the versions, the plugins and the choices of "auto"."""
+    from pagedcore.cli.plugins import records_table
+    from pagedcore.execution.machine import this_machine
+    from pagedcore.plugins.manager import create_plugin_manager
+
+    machine, manager, out = this_machine(), create_plugin_manager(), console()
+    out.print(_facts("machine", machine_facts(machine)))
+    out.print(_facts("versions", versions()))
+    out.print(_facts('"auto" chooses', choices(machine)))
+    plugins = records_table(manager)
+    plugins.title = "plugins"
+    out.print(plugins)
+
+
+def machine_facts(machine: Machine) -> dict[str, str]:
+    """Describe processor, memory and graphics cards."""
+    return {
+        "processor": machine.cpu_name,
+        "usable cores": str(machine.num_cores),
+        "instruction sets": " ".join(machine.instruction_sets) or "none that matter",
+        "number formats": ", ".join(machine.dtypes),
+        "memory": f"{machine.memory_bytes / _GIB:.1f} GiB",
+        "graphics cards": _graphics_cards() or "none found",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of what matters here; nothing is imported for it."""
+    found = {"pagedcore": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def choices(machine: Machine) -> dict[str, str]:
+    """Say what a configuration that leaves everything open means on this machine."""
+    return {
+        "device": "cpu",
+        "dtype": machine.default_dtype,
+        "attention_backend": "numba-cpu",
+        "scheduling_policy": "fcfs",
+    }
+
+
+def _graphics_cards() -> str:
+    """Ask the driver's own tool, so that no library starts to use a card."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "nvidia-smi does not answer"
+    cards = "; ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
+    return f"{cards} (not used: this version computes on the CPU)" if done.returncode == 0 and cards else ""
+
+
+def _facts(title: str, facts: dict[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,85 @@
+"""``pagedcore generate``: answers on standard output, one prompt streamed, many with a progress bar."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagedcore.cli.common import (
+    BackendOption,
+    BlocksOption,
+    DtypeOption,
+    LengthOption,
+    ModelOption,
+    SeqsOption,
+    open_engine,
+    stream_answer,
+)
+from pagedcore.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from pagedcore.engine import Engine
+    from pagedcore.sampling_params import SamplingParams
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Any number of prompts.")] = None,
+    model: ModelOption = "demo",
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="A file with one prompt per line; - is standard input.", allow_dash=True)
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's chat message.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer and line.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens per answer.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k most likely; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample within this share of probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the best.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    dtype: DtypeOption = "auto",
+    max_num_seqs: SeqsOption = None,
+    blocks: BlocksOption = None,
+    max_model_len: LengthOption = None,
+    attention_backend: BackendOption = "auto",
+) -> None:
+    """Answer prompts given as arguments or in a file."""
+    from pagedcore import SamplingParams
+
+    wanted = [*(prompts or []), *_read_prompts(prompts_file)]
+    if not wanted:
+        raise InvalidConfig("prompts: got none, needed is at least one, as an argument or with --prompts-file.")
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed,
+    )
+    inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in wanted]
+    with open_engine(model, dtype=dtype, max_num_seqs=max_num_seqs, num_kv_blocks=blocks,
+                     max_model_len=max_model_len, attention_backend=attention_backend) as engine:
+        if len(inputs) == 1 and not as_json:
+            stream_answer(engine, engine.add_request(inputs[0], params))
+        else:
+            _batch(engine, wanted, inputs, params, as_json)
+
+
+def _read_prompts(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfig(f"--prompts-file: cannot be read ({type(error).__name__}).") from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _batch(engine: Engine, texts: list[str], inputs: list[Any], params: SamplingParams, as_json: bool) -> None:
+    for text, output in zip(texts, engine.generate(inputs, params), strict=True):
+        answer = output.outputs[0]
+        record = {"prompt": text, "text": answer.text, "num_tokens": len(answer.token_ids),
+                  "finish_reason": answer.finish_reason}
+        print(json.dumps(record, ensure_ascii=False) if as_json else f"{text}\n  {answer.text.strip()}")

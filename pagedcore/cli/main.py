@@ -1,0 +1,34 @@
+"""The command ``pagedcore``: collects the subcommands and turns pagedcore's own errors into one line and exit code 1.
+
+Imports no torch, so that help is instant; read ``demo.py`` for the command that shows most.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from pagedcore.cli import bench, chat, demo, doctor, generate, plugins
+from pagedcore.cli.common import error_console
+from pagedcore.errors import PagedcoreError
+
+app = typer.Typer(
+    name="pagedcore", help="Continuous batching inside your own Python process.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+)
+app.command("demo")(demo.demo)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("plugins")(plugins.plugins)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Run the command line; the console script and ``python -m pagedcore`` start here."""
+    try:
+        app()
+    except PagedcoreError as error:
+        error_console().print(f"error: {error}", style="red", markup=False)
+        sys.exit(1)

@@ -1,0 +1,49 @@
+"""``pagedcore plugins``: what was found, in which state, and what the tables offer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table as RichTable
+
+from pagedcore.cli.common import console
+
+if TYPE_CHECKING:
+    from pagedcore.plugins.manager import PluginManager
+    from pagedcore.plugins.registry import Registry
+
+
+def plugins(
+    table: Annotated[str | None, typer.Option(help="Show one table: adapters, attention, schedulers.")] =
+    None,
+) -> None:
+    """List plugins and their states, or with --table the implementations that can be named."""
+    from pagedcore.plugins.manager import create_plugin_manager
+
+    manager = create_plugin_manager()
+    console().print(records_table(manager) if table is None else entries_table(manager.registry, table))
+
+
+def records_table(manager: PluginManager) -> RichTable:
+    """Lay out one row per plugin that was met."""
+    table = RichTable("plugin", "distribution", "version", "state", "hooks", "reason")
+    for record in manager.records:
+        table.add_row(record.name, record.distribution, record.version, record.state, ", ".join(record.hooks),
+                      record.reason)
+    return table
+
+
+def entries_table(registry: Registry, seam: str) -> RichTable:
+    """Lay out one row per entry of a table; finding out whether an entry is available imports it.
+
+    Raises:
+        InvalidConfig: there is no such table.
+    """
+    entries = registry.find_table(seam)
+    table = RichTable("name", "what", "plugin", "state", title=seam)
+    for entry in entries:
+        missing = f"needs pagedcore[{entry.extra}]" if entry.extra else "cannot be imported"
+        table.add_row(entry.name, entry.summary, entry.plugin,
+                      "available" if entries.can_import(entry.name) else missing)
+    return table
