@@ -60,11 +60,17 @@ def versions() -> dict[str, str]:
 
 def choices(machine: Machine) -> dict[str, str]:
     """Say what a configuration that leaves everything open means on this machine."""
+    from pagedcore.config import EngineConfig
+    from pagedcore.execution.loading import DEFAULT_ATTENTION
+
+    config = EngineConfig()
     return {
         "device": "cpu",
         "dtype": machine.default_dtype,
-        "attention_backend": "numba-cpu",
-        "scheduling_policy": "fcfs",
+        "attention_backend": DEFAULT_ATTENTION,
+        "scheduling_policy": config.scheduling_policy,
+        "max_num_seqs": str(config.max_num_seqs),
+        "max_num_batched_tokens": str(config.max_num_batched_tokens),
     }
 
 

@@ -12,15 +12,13 @@ from pagedcore.plugins.registry import Registry
 
 @hookimpl
 def pagedcore_register(registry: Registry) -> None:
-    """Add the built-in adapters, attention backends, loaders and scheduling policies."""
+    """Add the built-in adapters, attention backends and scheduling policies."""
     registry.adapters.add("async-generator", "pagedcore_asyncgen:create",
                           summary="a callable that returns an async generator of deltas")
     registry.attention.add("numba-cpu", "pagedcore_kernels.cpu.backend:NumbaCpuAttention",
                            summary="compiled for this machine's CPU; the default")
     registry.attention.add("reference", "pagedcore_kernels.reference:ReferenceAttention",
                            summary="plain and slow; what the others are tested against")
-    registry.loaders.add("transformers", "pagedcore.execution.models.transformers_backend:load",
-                         summary="any causal language model of transformers")
     registry.schedulers.add("fcfs", "pagedcore.scheduling.policies:fcfs",
                             summary="first come, first served; the default")
     registry.schedulers.add("priority", "pagedcore.scheduling.policies:priority",

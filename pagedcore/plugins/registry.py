@@ -8,14 +8,16 @@ themselves.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pagedcore.errors import InvalidConfig, MissingDependency
-from pagedcore.ports import AttentionBackend, ModelBackend
+from pagedcore.ports import AttentionBackend
+
+if TYPE_CHECKING:
+    from pagedcore.scheduling.policies import Policy
 
 T = TypeVar("T")
 
@@ -23,10 +25,8 @@ AdapterFactory = Callable[..., Any]
 """``(model, **settings) -> object``: what ``expose`` calls."""
 AttentionFactory = Callable[..., AttentionBackend]
 """``(layout, pool) -> AttentionBackend``: the KV layout and the pool's storage."""
-ModelLoader = Callable[..., ModelBackend]
-"""Loads a model by name or directory."""
-SchedulingPolicy = Callable[..., Any]
-"""What ``EngineConfig.scheduling_policy`` names; see ``scheduling/policies.py``."""
+PolicyFactory = Callable[[], "Policy"]
+"""What ``EngineConfig.scheduling_policy`` names: a function without arguments that returns a ``Policy``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +143,12 @@ class Registry:
     def __init__(self) -> None:
         self.adapters: Table[AdapterFactory] = Table("adapters")
         self.attention: Table[AttentionFactory] = Table("attention")
-        self.loaders: Table[ModelLoader] = Table("loaders")
-        self.schedulers: Table[SchedulingPolicy] = Table("schedulers")
+        self.schedulers: Table[PolicyFactory] = Table("schedulers")
 
     @property
     def tables(self) -> dict[str, Table[Any]]:
         """Every table by its seam's name."""
-        return {table.seam: table for table in (self.adapters, self.attention, self.loaders, self.schedulers)}
+        return {table.seam: table for table in (self.adapters, self.attention, self.schedulers)}
 
     def find_table(self, seam: str) -> Table[Any]:
         """Return the table of a seam.

@@ -77,7 +77,6 @@ def test_builtin_tables_list_what_comes_with_pagedcore() -> None:
     assert registry.attention.names == ["numba-cpu", "reference"]
     assert registry.schedulers.names == ["fcfs", "priority", "static"]
     assert registry.adapters.names == ["async-generator"]
-    assert registry.loaders.names == ["transformers"]
 
 
 def test_every_builtin_target_can_be_imported() -> None:
