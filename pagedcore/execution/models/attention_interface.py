@@ -86,16 +86,17 @@ class PagedStep:
         dtype: number format of the KV pool; calls in another one are converted.
     """
 
-    __slots__ = ("_attention", "_dtype", "_layers", "positions")
+    __slots__ = ("_dtype", "_layers", "attention", "positions", "slots")
 
     def __init__(
         self, attention: AttentionBackend, layers: Mapping[int, AttentionLayer], batch: RaggedRows, dtype: torch.dtype
     ) -> None:
         attention.plan(batch)
-        self._attention = attention
+        self.attention = attention
         self._layers = layers
         self._dtype = dtype
         self.positions = torch.from_numpy(batch.positions)
+        self.slots = torch.from_numpy(batch.slot_mapping)
 
     def attend(
         self,
@@ -109,12 +110,12 @@ class PagedStep:
         """Store K and V unless another layer's are shared, and attend; shapes as in ``AttentionStep``."""
         layer = self._layers[module.layer_idx]
         if layer.owns_kv:
-            self._attention.write_kv(layer.index, self._rows(key), self._rows(value))
+            self.attention.write_kv(layer.index, self._rows(key), self._rows(value))
         rows = self._rows(query)
         if layer.query_tuning is not None:
             rows = layer.query_tuning(rows, self.positions)
         sinks = arguments.get("s_aux")
-        out = self._attention.attend(
+        out = self.attention.attend(
             layer.index, rows, scale=layer.scale, window=layer.window, chunk=layer.chunk, softcap=layer.softcap,
             sinks=None if sinks is None else sinks.float(),
         )
