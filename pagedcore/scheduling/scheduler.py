@@ -6,11 +6,10 @@ Decides with ``planner``, counts blocks with ``cache.block_manager``, and knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict
 
-from pagedcore.cache.block_manager import BlockManager, Reservation
+from pagedcore.cache.block_manager import BlockManager
 from pagedcore.errors import InternalError, RequestTooLarge
 from pagedcore.outputs import FinishReason
 from pagedcore.request import Sequence, SequenceStatus
@@ -18,22 +17,11 @@ from pagedcore.scheduling.plan import NewToken, ScheduledRow, SchedulePlan
 from pagedcore.scheduling.planner import PlanningRules, StepPlanner
 from pagedcore.scheduling.policies import Policy
 from pagedcore.scheduling.scheduler_stats import SchedulerCounters, SchedulerStats
+from pagedcore.scheduling.step_in_flight import StepInFlight
 from pagedcore.scheduling.waiting_queue import PolicyOrder, WaitingQueue
 
 _WAITING, _RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
 _FINISHED, _REMOVED = SequenceStatus.FINISHED, SequenceStatus.REMOVED
-
-
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    plan: SchedulePlan
-    reservation: Reservation
-    gone: set[int] = field(default_factory=set)
-    """Ids of sequences that were finished since; the step goes on without them."""
-
-    @property
-    def rows(self) -> list[ScheduledRow]:
-        return [row for row in self.plan.rows if row.sequence.sequence_id not in self.gone]
 
 
 class Scheduler:
@@ -56,7 +44,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_num_waiting: int,
-        admission: Literal["optimistic", "guaranteed"] | str = "optimistic",
+        admission: str = "optimistic",
     ) -> None:
         self.block_manager = block_manager
         self.rules = PlanningRules(
@@ -65,7 +53,7 @@ class Scheduler:
         self._waiting = WaitingQueue(policy.order, max_num_waiting)
         self._running = PolicyOrder(policy.order)
         self._kept: dict[int, Sequence] = {}
-        self._in_flight: _StepInFlight | None = None
+        self._in_flight: StepInFlight | None = None
         self._counters = SchedulerCounters()
 
     @property
@@ -199,7 +187,7 @@ class Scheduler:
         reservation = self.block_manager.reserve([(row.sequence.sequence_id, row.end) for row in plan.rows])
         if reservation is None:
             raise InternalError(f"reserve: {self.block_manager.num_free_blocks} free blocks are too few for the plan")
-        self._in_flight = _StepInFlight(plan, reservation)
+        self._in_flight = StepInFlight(plan, reservation)
 
     def rollback(self, plan: SchedulePlan) -> None:
         """Undo ``reserve``: the step did not happen, admitted sequences wait where they waited.
@@ -209,7 +197,9 @@ class Scheduler:
         Raises:
             InternalError: ``plan`` is not in flight.
         """
-        self._land(self._require_in_flight(plan)).cancel()
+        step = self._require_in_flight(plan)
+        self._in_flight = None
+        step.reservation.cancel()
 
     def commit(self, plan: SchedulePlan, sampled: Mapping[int, int]) -> list[NewToken]:
         """Make the step true: positions are computed, tokens appended, ended sequences finished.
@@ -226,22 +216,19 @@ class Scheduler:
             InternalError: ``plan`` is not in flight, or a sampled row has no token; nothing changed.
         """
         step = self._require_in_flight(plan)
-        rows = step.rows
-        tokens = [_token_for(row, sampled) for row in rows]
-        self._land(step).commit()
-        self._start_running(sequence for sequence in plan.admitted if sequence.sequence_id not in step.gone)
+        rows, tokens = step.rows, step.next_tokens(sampled)
+        self._in_flight = None
+        step.reservation.commit()
+        for sequence in step.admitted:
+            self._start(sequence)
         self._counters.num_steps += 1
         results = [self._advance(row, token_id) for row, token_id in zip(rows, tokens, strict=True)]
         return [result for result in results if result is not None]
 
-    def _require_in_flight(self, plan: SchedulePlan) -> _StepInFlight:
+    def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:
         if self._in_flight is None or self._in_flight.plan is not plan:
             raise InternalError("this plan is not in flight: reserve it first, and commit or roll it back once")
         return self._in_flight
-
-    def _land(self, step: _StepInFlight) -> Reservation:
-        self._in_flight = None
-        return step.reservation
 
     def _require_landed(self, verb: str) -> None:
         if self._in_flight is not None:
@@ -259,11 +246,10 @@ class Scheduler:
         if not is_present:
             raise InternalError("reserve: the plan is out of date; a sequence moved after it was made")
 
-    def _start_running(self, admitted: Iterable[Sequence]) -> None:
-        for sequence in admitted:
-            self._waiting.discard(sequence)
-            sequence.move_to(_RUNNING)
-            self._running.add(sequence)
+    def _start(self, sequence: Sequence) -> None:
+        self._waiting.discard(sequence)
+        sequence.move_to(_RUNNING)
+        self._running.add(sequence)
 
     def _advance(self, row: ScheduledRow, token_id: int | None) -> NewToken | None:
         sequence = row.sequence
@@ -299,12 +285,3 @@ class Scheduler:
         self._kept.pop(sequence.sequence_id, None)
         self.block_manager.free(sequence.sequence_id)
         sequence.forget_computed()
-
-
-def _token_for(row: ScheduledRow, sampled: Mapping[int, int]) -> int | None:
-    if not row.is_sampled:
-        return None
-    try:
-        return sampled[row.sequence.sequence_id]
-    except KeyError:
-        raise InternalError(f"commit: no token for sequence {row.sequence.sequence_id}") from None
