@@ -1,0 +1,228 @@
+"""The fused kernels against float64 arithmetic that rounds where transformers rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from pagedcore_kernels.cpu.elementwise import (
+    GatedActivation,
+    KVDestination,
+    RmsNorm,
+    RotaryEmbedding,
+    can_compute,
+    rows_at_once,
+)
+from pagedcore_kernels.layout import KVLayout, LayerShape
+
+from pagedcore.errors import InternalError
+
+DTYPES = [torch.float32, torch.bfloat16]
+#: Largest error relative to a row's largest element: one rounding of the last operation.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
+
+Double = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+def random_rows(seed: int, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Return normal numbers of a number format."""
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def double(tensor: torch.Tensor) -> Double:
+    """Return a float64 copy."""
+    return tensor.double().numpy().copy()
+
+
+def rounded(values: Double, dtype: torch.dtype) -> Double:
+    """Round float64 to a number format."""
+    return double(torch.from_numpy(values).to(dtype))
+
+
+def assert_close(actual: torch.Tensor, expected: Double) -> None:
+    """Compare within the tolerance of the number format."""
+    error = np.abs(double(actual) - expected).max() / np.abs(expected).max()
+    assert error <= TOLERANCE[actual.dtype]
+
+
+def rms_norm(x: Double, weight: Double, epsilon: float, dtype: torch.dtype) -> Double:
+    """Return weight * x / rms(x), the quotient rounded."""
+    return weight * rounded(x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 96), (70, 896)])
+def test_add_and_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """The residual becomes the rounded sum, the output is the norm of that sum."""
+    residual, addend, weight = (random_rows(seed, *shape, dtype=dtype) for seed in range(3))
+    total = rounded(double(residual) + double(addend), dtype)
+    out = torch.full_like(residual, torch.nan)
+    RmsNorm(weight[0], 1e-5)(residual, addend, out)
+    assert np.array_equal(double(residual), total)
+    assert_close(out, rms_norm(total, double(weight[0]), 1e-5, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_without_addend_leaves_the_residual(dtype: torch.dtype) -> None:
+    """Without an addend the residual keeps its bits; epsilon keeps a row of zeros finite."""
+    residual, weight = random_rows(0, 3, 32, dtype=dtype), random_rows(1, 32, dtype=dtype)
+    residual[1] = 0
+    before, out = residual.clone(), torch.full_like(residual, torch.nan)
+    RmsNorm(weight, 1e-6)(residual, None, out)
+    assert torch.equal(residual, before)
+    assert torch.equal(out[1], torch.zeros(32, dtype=dtype))
+    assert_close(out, rms_norm(double(before), double(weight), 1e-6, dtype))
+
+
+def silu(x: Double) -> Double:
+    """x / (1 + exp(-x))"""
+    return x / (1 + np.exp(-x))
+
+
+def gelu_tanh(x: Double) -> Double:
+    """The approximation of GELU by tanh."""
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "function"), [("silu", silu), ("gelu_tanh", gelu_tanh)])
+def test_gated_activation(dtype: torch.dtype, name: str, function: Callable[[Double], Double]) -> None:
+    """The first half of a row goes through the activation, is rounded, and multiplies the second half."""
+    gate_up = random_rows(0, 40, 2 * 48, dtype=dtype, scale=4.0)
+    out = torch.full((40, 48), torch.nan, dtype=dtype)
+    GatedActivation(name, dtype)(gate_up, out)
+    gate, up = np.split(double(gate_up), 2, axis=1)
+    assert_close(out, rounded(function(gate), dtype) * up)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+def test_activation_of_extremes_is_finite(name: str) -> None:
+    """Large gates pass, large negative ones vanish, and nothing overflows."""
+    gates = torch.tensor([1e4, 100.0, -100.0, -1e4] * 4)
+    out = torch.empty(1, 16)
+    GatedActivation(name, torch.float32)(torch.cat([gates, torch.ones(16)])[None], out)
+    assert out[0, :2].tolist() == [1e4, 100.0]
+    assert out[0, 2:4].abs().max() < 1e-30
+
+
+def make_angles(num_positions: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return cosines and sines of ordinary rotary embeddings in a model's precision."""
+    frequencies = 100.0 ** (-torch.arange(0, head_size, 2) / head_size)
+    turns = torch.arange(num_positions)[:, None] * frequencies
+    return torch.cat([turns.cos(), turns.sin()], dim=-1).to(dtype).float()
+
+
+def rotate(heads: Double, angles: Double, dtype: torch.dtype) -> Double:
+    """Rotate [T, heads, D] by angles [T, D], rounding every product."""
+    half = heads.shape[-1] // 2
+    cosines, sines = angles[:, None, :half], angles[:, None, half:]
+    x, y = heads[..., :half], heads[..., half:]
+    product = lambda left, right: rounded(left * right, dtype)  # noqa: E731
+    return np.concatenate([
+        product(x, cosines) - product(y, sines), product(y, cosines) + product(x, sines)
+    ], axis=-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [8, 16, 64, 96])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rotary_embedding_writes_the_pool(dtype: torch.dtype, head_size: int, has_norms: bool) -> None:
+    """Queries and keys are normed, rotated in place, and keys and values land in their slots and nowhere else."""
+    num_rows, heads, kv_heads = 21, 4, 2
+    layout = KVLayout(16, dtype, (LayerShape(kv_heads, head_size, head_size),) * 2)
+    pool = layout.allocate(4).zero_()
+    qkv = random_rows(0, num_rows, (heads + 2 * kv_heads) * head_size, dtype=dtype)
+    weights = random_rows(1, head_size, dtype=dtype), random_rows(2, head_size, dtype=dtype)
+    positions = torch.arange(num_rows) * 3 % 50
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(3))[:num_rows]
+    slots[5] = -1
+    angles = make_angles(50, head_size, dtype)
+    before = double(qkv).reshape(num_rows, -1, head_size)
+    rotary = RotaryEmbedding(heads, kv_heads, head_size, dtype, norms=weights if has_norms else None, epsilon=1e-6)
+    rotary(qkv, positions, angles, KVDestination(layout, pool, slots), layer=1)
+
+    turned = before[:, : heads + kv_heads]
+    if has_norms:
+        weight = np.stack([double(weights[0])] * heads + [double(weights[1])] * kv_heads)
+        turned = rounded(rms_norm(turned, weight, 1e-6, dtype), dtype)
+    after = qkv.view(num_rows, -1, head_size)
+    assert_close(after[:, : heads + kv_heads], rotate(turned, double(angles)[positions], dtype))
+    assert np.array_equal(double(after[:, heads + kv_heads :]), before[:, heads + kv_heads :])
+
+    keys, values = layout.key_view(pool, 1), layout.value_view(pool, 1)
+    expected_keys, expected_values = torch.zeros_like(keys), torch.zeros_like(values)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected_keys[slot // 16, :, :, slot % 16] = after[row, heads : heads + kv_heads]
+            expected_values[slot // 16, :, slot % 16] = after[row, heads + kv_heads :]
+    assert torch.equal(keys, expected_keys)
+    assert torch.equal(values, expected_values)
+    assert not layout.key_view(pool, 0).any()
+    assert not layout.value_view(pool, 0).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_without_a_pool(dtype: torch.dtype) -> None:
+    """Without a destination the rows are rotated all the same."""
+    layout = KVLayout(16, dtype, (LayerShape(1, 32, 32),))
+    qkv = random_rows(0, 6, 4 * 32, dtype=dtype)
+    other, positions, angles = qkv.clone(), torch.arange(6), make_angles(6, 32, dtype)
+    rotary = RotaryEmbedding(2, 1, 32, dtype)
+    rotary(qkv, positions, angles)
+    rotary(other, positions, angles, KVDestination(layout, layout.allocate(1), torch.arange(6)))
+    assert torch.equal(qkv, other)
+
+
+def test_rotary_embedding_refuses_rows_of_another_width() -> None:
+    """Rows that do not hold the heads the kernel was made for are refused before it runs."""
+    with pytest.raises(InternalError, match="96 elements, expected 128"):
+        RotaryEmbedding(2, 1, 32, torch.float32)(torch.zeros(1, 96), torch.zeros(1), torch.zeros(1, 32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_depend_on_company_or_threads(dtype: torch.dtype) -> None:
+    """A row has the same bits alone, among others, at another place, and on another number of threads."""
+    rows, gate_up = random_rows(0, 600, 64, dtype=dtype), random_rows(1, 600, 128, dtype=dtype)
+    qkv, positions = random_rows(2, 600, 4 * 16, dtype=dtype), torch.arange(600) % 90
+    norm, activation = RmsNorm(random_rows(3, 64, dtype=dtype), 1e-6), GatedActivation("silu", dtype)
+    rotary, angles = RotaryEmbedding(2, 1, 16, dtype), make_angles(90, 16, dtype)
+
+    def compute(picked: torch.Tensor) -> torch.Tensor:
+        residual, addend, heads = rows[picked], rows[picked].flip(1).contiguous(), qkv[picked]
+        normed, gated = torch.empty_like(residual), torch.empty_like(residual)
+        norm(residual, addend, normed)
+        activation(gate_up[picked], gated)
+        rotary(heads, positions[picked], angles)
+        return torch.cat([residual, normed, gated, heads], dim=1)
+
+    everything = compute(torch.arange(600))
+    threads = torch.get_num_threads()
+    try:
+        for num_threads, picked in ((1, [7]), (2, [599, 7]), (3, list(range(599, -1, -1)))):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(compute(torch.tensor(picked)), everything[picked])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_nan_stays_in_its_row() -> None:
+    """A row that is not a number spoils itself alone."""
+    rows, gates = random_rows(0, 40, 32, dtype=torch.bfloat16), random_rows(1, 40, 64, dtype=torch.bfloat16)
+    rows[3, 5] = gates[3, 5] = torch.nan
+    out, gated = torch.empty_like(rows), torch.empty_like(rows)
+    RmsNorm(torch.ones(32, dtype=torch.bfloat16), 1e-6)(rows, None, out)
+    GatedActivation("silu", torch.bfloat16)(gates, gated)
+    assert out.isnan().any(1).nonzero().flatten().tolist() == [3]
+    assert gated.isnan().nonzero().tolist() == [[3, 5]]
+
+
+def test_sizes_that_kernels_handle() -> None:
+    """Rows must be whole vectors, half a head a small one, and the dtype one that kernels store."""
+    fits = {"hidden_size": 64, "intermediate_size": 96, "head_size": 16, "dtype": torch.float32}
+    assert can_compute(**fits)
+    for change in ({"hidden_size": 65}, {"intermediate_size": 100}, {"head_size": 12}, {"head_size": 9},
+                   {"dtype": torch.float16}):
+        assert not can_compute(**{**fits, **change})
+    assert [rows_at_once(n) for n in (1, 2, 64, 10_000)] == [1, 1, 2, 16]
