@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+
+from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu.elementwise import (
     GatedActivation,
     KVDestination,
@@ -16,8 +18,6 @@ from pagedcore_kernels.cpu.elementwise import (
     rows_at_once,
 )
 from pagedcore_kernels.layout import KVLayout, LayerShape
-
-from pagedcore.errors import InternalError
 
 DTYPES = [torch.float32, torch.bfloat16]
 #: Largest error relative to a row's largest element: one rounding of the last operation.
