@@ -1,4 +1,4 @@
-"""Tokens to text where every token is a fixed string of bytes: the byte alphabet and an incremental UTF-8 decoder.
+"""Tokens to text where every token is a fixed string of bytes: the byte alphabet and the table.
 
 It never asks the tokenizer anything once its table is built. Tokenizers of other kinds are in ``piece_detokenizer``
 and ``window_detokenizer``; ``detokenizer_choice`` decides which one is exact for a given tokenizer.
@@ -6,14 +6,13 @@ and ``window_detokenizer``; ``detokenizer_choice`` decides which one is exact fo
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final
 
+from pagedcore.text.utf8 import Utf8Decoder
+
 #: The one-shot decoding of a tokenizer: token ids to text, special tokens left out.
 Decode = Callable[[Sequence[int]], str]
-
-_utf8_decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
 def _byte_of_character() -> dict[int, int]:
@@ -56,17 +55,17 @@ class ByteLevelDetokenizer:
     Invariant: the bytes not yet returned are the unfinished beginning of one character, at most three bytes.
     """
 
-    __slots__ = ("_bytes_of", "_decode")
+    __slots__ = ("_bytes_of", "_decoder")
 
     def __init__(self, table: Mapping[int, bytes]) -> None:
         self._bytes_of = table.get
-        self._decode = _utf8_decoder("replace").decode
+        self._decoder = Utf8Decoder("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the characters these tokens complete; ids outside the table give no text."""
         bytes_of = self._bytes_of
-        return self._decode(b"".join([bytes_of(token_id, b"") for token_id in token_ids]))
+        return self._decoder.push(b"".join([bytes_of(token_id, b"") for token_id in token_ids]))
 
     def finish(self) -> str:
         """Return U+FFFD if the answer ends within a character, else nothing."""
-        return self._decode(b"", True)
+        return self._decoder.finish()

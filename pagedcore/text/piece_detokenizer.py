@@ -7,17 +7,16 @@ It never judges whether a tokenizer is of this kind: ``detokenizer_choice`` does
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pagedcore.errors import InternalError
 from pagedcore.text.detokenizer import Decode
+from pagedcore.text.utf8 import Utf8Decoder
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT: Final = "\ufffd"
-_utf8_decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
 def byte_of_token(token: str) -> int | None:
@@ -115,7 +114,7 @@ class PieceDetokenizer:
     def _start_run(self) -> None:
         self._run_ids: list[int] = []
         self._run: list[str] = []
-        self._strict = _utf8_decoder("strict")
+        self._strict = Utf8Decoder("strict")
         self._is_broken = False
 
     def _push_byte(self, token_id: int, byte: int) -> str:
@@ -123,7 +122,7 @@ class PieceDetokenizer:
         if self._is_broken:
             return _REPLACEMENT
         try:
-            self._run.append(self._strict.decode(bytes((byte,))))
+            self._run.append(self._strict.push(bytes((byte,))))
         except UnicodeDecodeError:
             self._is_broken = True
             return self._settle(self._run_ids, _REPLACEMENT * len(self._run_ids))
@@ -132,7 +131,7 @@ class PieceDetokenizer:
     def _end_run(self) -> str:
         """Return what the run still owes and leave it."""
         run_ids, text, is_broken = self._run_ids, "".join(self._run), self._is_broken
-        is_unfinished = bool(self._strict.getstate()[0])
+        is_unfinished = self._strict.is_unfinished
         self._start_run()
         if is_broken:
             return ""
