@@ -187,7 +187,7 @@ async def test_closing_ends_every_stream_and_refuses_new_ones() -> None:
 async def test_a_dying_engine_thread_tells_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect in the engine itself does not leave anybody waiting."""
     inner = make_engine(SlowBackend(), num_kv_blocks=200)
-    monkeypatch.setattr(inner.scheduler, "schedule", broken_schedule)
+    monkeypatch.setattr(inner, "step", broken_step)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = AsyncEngine(inner)
     with pytest.raises(EngineClosed) as told:
@@ -196,7 +196,7 @@ async def test_a_dying_engine_thread_tells_every_reader(monkeypatch: pytest.Monk
     await asyncio.to_thread(wait_until, lambda: not engine.is_alive)
 
 
-def broken_schedule() -> None:
+def broken_step() -> None:
     raise ZeroDivisionError
 
 
