@@ -1,0 +1,88 @@
+"""How the code reads, as numbers: short functions, short files, docstrings, and tests that state a law."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+
+import pytest
+
+from architecture.sources import ROOT, SOURCES
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+NAMESPACES = ("kernels", "adapters", "tests", "examples")
+
+
+def lengths(kernels: bool) -> list[int]:
+    return [
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for source in SOURCES
+        if (source.package == "pagedcore_kernels") is kernels
+        for node in source.functions()
+    ]
+
+
+def test_functions_are_short() -> None:
+    """Outside the kernels the median function has at most 9 lines and nine in ten have at most 30."""
+    found = sorted(lengths(kernels=False))
+    assert statistics.median(found) <= 9
+    assert found[int(0.9 * len(found))] <= 30
+
+
+def test_no_function_is_long() -> None:
+    """No function outside the kernels exceeds 60 lines."""
+    assert max(lengths(kernels=False)) <= MAX_FUNCTION_LINES
+
+
+def test_no_file_is_long() -> None:
+    """No shipped file exceeds 300 lines."""
+    sizes = {source.module: len(source.text.splitlines()) for source in SOURCES}
+    assert {module: size for module, size in sizes.items() if size > MAX_FILE_LINES} == {}
+
+
+def test_public_names_have_docstrings() -> None:
+    """Every module, and every public class, function and method in it, says what it is."""
+    assert [source.module for source in SOURCES if source.text.strip() and not ast.get_docstring(source.tree)] == []
+    assert [f"{source.module}.{name}" for source in SOURCES for name in _undocumented(source.tree)] == []
+
+
+def _undocumented(scope: ast.Module | ast.ClassDef) -> list[str]:
+    missing = []
+    for node in scope.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if not ast.get_docstring(node) and not _is_repeated(node):
+                missing.append(node.name)
+            if isinstance(node, ast.ClassDef):
+                missing += _undocumented(node)
+    return missing
+
+
+def _is_repeated(node: ast.AST) -> bool:
+    """Whether this says again what another definition documents: a setter, an overload, an override."""
+    decorators = getattr(node, "decorator_list", [])
+    return any(ast.unparse(decorator).endswith((".setter", "overload", "override")) for decorator in decorators)
+
+
+def test_every_test_states_its_law() -> None:
+    """Every test has a docstring; read in order they are the specification."""
+    silent = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_") and not ast.get_docstring(node)
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("folder", NAMESPACES)
+def test_no_folder_claims_a_name_of_others(folder: str) -> None:
+    """``kernels`` and ``adapters`` are distributions of others: our folders of that name are no packages."""
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("word", ["TODO", "FIXME", "XXX", "NotImplementedError"])
+def test_no_note_to_self_is_left(word: str) -> None:
+    """Shipped code has no open ends marked for later."""
+    assert [source.module for source in SOURCES if word in source.text] == []
