@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import psutil
 
@@ -71,18 +71,19 @@ class EngineParts:
 
 
 def assemble(
-    model: Any, *, tokenizer: Tokenizer | str | None = None, plugins: Iterable[object] = (), **settings: Any
+    model: Any, *, tokenizer: Any = None, plugins: Iterable[object] = (), **settings: Any
 ) -> EngineParts:
     """Build the parts of an engine; arguments as ``Engine.from_pretrained``.
 
     Raises:
         InvalidConfig: a setting is unknown or out of range, or the model cannot run here.
     """
-    config = EngineConfig.from_keywords(tokenizer=tokenizer if isinstance(tokenizer, str) else None, **settings)
+    is_object = tokenizer is not None and not isinstance(tokenizer, str)
+    config = EngineConfig.from_keywords(tokenizer=None if is_object else tokenizer, **settings)
     manager = create_plugin_manager(plugins)
     policy = manager.registry.schedulers.load(config.scheduling_policy)()
     backend = resolve_backend(model, config, manager.registry.attention.load)
-    text = load_tokenizer(model, config) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
+    text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     block_manager = _make_block_manager(backend, config)
     info = _describe(model, backend, config, block_manager)
     intake = Intake(
@@ -97,6 +98,15 @@ def assemble(
         config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size)),
         EngineHooks(manager), info, info.num_blocks * info.block_size * backend.kv_bytes_per_token,
     )
+
+
+def _as_tokenizer(tokenizer: Any) -> Tokenizer:
+    """Return a tokenizer of ours or of the user's own as it is, one of transformers wrapped."""
+    if hasattr(tokenizer, "new_detokenizer"):
+        return cast("Tokenizer", tokenizer)
+    from pagedcore.text.tokenizer import HFTokenizer
+
+    return HFTokenizer.from_transformers(tokenizer)
 
 
 def _make_block_manager(backend: ModelBackend, config: EngineConfig) -> BlockManager:

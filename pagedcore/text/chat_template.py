@@ -13,6 +13,9 @@ from pagedcore.errors import InvalidPrompt
 from pagedcore.ports import ChatMessage
 
 _ACCEPTED: Final = "a conversation that the model's chat template accepts"
+#: Stands for the answer before a further turn; any text that no template writes by itself will do.
+_ANSWER: Final = "pagedcore-answer-marker"
+_BEFORE: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER})
 #: Shorter quotes of a template say nothing.
 _MIN_QUOTE: Final = 8
 _MAX_QUOTE: Final = 200
@@ -46,6 +49,23 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[ChatMessage], *, toke
         advice = _own_words(str(error), _template_text(tokenizer)) or f"It failed with {type(error).__name__}."
     # Safety: raised outside the handler, so that no chained exception carries the conversation.
     raise InvalidPrompt("messages", messages, _ACCEPTED, advice)
+
+
+def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
+    """Render what follows an assistant's answer when ``messages`` come next, up to where the next answer begins.
+
+    The template is given a stand-in conversation before the messages, and everything up to its answer is cut off; so
+    the text begins with whatever closes a turn.
+
+    Raises:
+        InvalidPrompt: as ``apply_chat_template``, or the template does not write answers out.
+    """
+    _check_messages(messages)
+    text: str = apply_chat_template(tokenizer, [*_BEFORE, *messages], tokenize=False)
+    _, answer, turn = text.rpartition(_ANSWER)
+    if not answer:
+        raise InvalidPrompt("messages", messages, "text or token ids, because this chat template hides earlier answers")
+    return turn
 
 
 def _check_messages(messages: Sequence[ChatMessage]) -> None:

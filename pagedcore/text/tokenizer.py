@@ -12,7 +12,7 @@ from typing import Any
 
 from pagedcore.errors import InvalidConfig, InvalidText, describe
 from pagedcore.ports import ChatMessage, Detokenizer
-from pagedcore.text.chat_template import apply_chat_template
+from pagedcore.text.chat_template import apply_chat_template, render_turn
 from pagedcore.text.detokenizer_choice import choose_detokenizer
 
 
@@ -106,6 +106,21 @@ class HFTokenizer:
         if self._backend is None:
             return list(apply_chat_template(self._tokenizer, messages, tokenize=True))
         return self.encode(apply_chat_template(self._tokenizer, messages, tokenize=False), add_special_tokens=False)
+
+    def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
+        """Tokenise what the chat template puts between a conversation so far and the answer to ``messages``.
+
+        Args:
+            messages: the new messages only.
+            known_token_ids: everything before them; an end token there is not written a second time.
+
+        Raises:
+            InvalidPrompt: there is no chat template, or it refuses the messages.
+            InvalidText: the messages hold a lone surrogate.
+        """
+        turn = self.encode(render_turn(self._tokenizer, messages), add_special_tokens=False)
+        is_closed = bool(turn) and bool(known_token_ids) and turn[0] == known_token_ids[-1]
+        return turn[1:] if is_closed and turn[0] in self._eos_token_ids else turn
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode at once, special tokens left out."""

@@ -134,6 +134,18 @@ def test_chat_is_rendered_up_to_the_answer() -> None:
     assert tokenizer.decode(ids) == "user\ntwo words é?\nassistant\n"
 
 
+def test_a_further_turn_continues_the_conversation_as_the_template_would() -> None:
+    """Known tokens plus the turn are the tokens of the whole conversation, whether or not the answer was closed."""
+    tokenizer = chat_tokenizer()
+    first, second = {"role": "user", "content": "a b"}, {"role": "user", "content": "c"}
+    answer = {"role": "assistant", "content": "d e"}
+    whole = tokenizer.encode_chat([first, answer, second])
+    open_ids = tokenizer.encode_chat([first]) + tokenizer.encode("d e", add_special_tokens=False)
+    (end,) = tokenizer.eos_token_ids
+    for known in (open_ids, [*open_ids, end]):
+        assert known + tokenizer.encode_chat_turn([second], known) == whole
+
+
 def test_prompt_text_never_appears_in_the_answer() -> None:
     """A detokenizer knows the answer's tokens only, whatever the prompt was."""
     tokenizer = chat_tokenizer()
