@@ -1,0 +1,72 @@
+"""Every numbered example runs, is short, and shows what it says it shows."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NUMBERED = sorted(EXAMPLES.glob("[0-9]*.py"))
+MAX_LINES = 60
+
+
+def output_of(number: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run an example as a script and return what it printed."""
+    runpy.run_path(str(NUMBERED[number - 1]), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_examples_are_numbered_and_short() -> None:
+    """The examples are numbered without gaps and each fits on a screen and a half."""
+    assert [path.name[:2] for path in NUMBERED] == [f"{number:02}" for number in range(1, len(NUMBERED) + 1)]
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < MAX_LINES for path in NUMBERED)
+
+
+def test_every_example_has_a_test() -> None:
+    """A new example needs a test below."""
+    assert len(NUMBERED) == 5
+
+
+def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo model answers every question of the offline example right, in order."""
+    assert output_of(1, capsys).endswith("24 of 24 answers right\n")
+
+
+def test_step_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    """The step loop prints tokens of three requests, extends one of them and ends with no block in use."""
+    out = output_of(2, capsys)
+    assert len(set(re.findall(r"request (\w+)  new token \d+", out))) == 3
+    assert out.count(" says ") == 4
+    assert out.count("goes on with") == 1
+    assert out.endswith("blocks still in use: 0\n")
+
+
+def test_three_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    """The batch shrinks from three to one as sequences finish, and no row is computed for a finished one."""
+    out = output_of(3, capsys)
+    assert re.findall(r"steps +(\d+) to +(\d+): batch of (\d)", out) == [
+        ("1", "10", "3"), ("11", "20", "2"), ("21", "30", "1")
+    ]
+    assert "60 tokens in 30 steps, 60 rows computed" in out
+
+
+def test_async_streaming(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three callers get whole answers, a fourth leaves early, and the adapter made by name answers too."""
+    out = output_of(4, capsys)
+    assert len(re.findall(r" -> .+ \(\d+ deltas\)", out)) == 3
+    assert "left after " in out
+    assert out.strip().splitlines()[-1]
+
+
+def test_bring_your_own_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    """A NumPy model under memory pressure gives exactly the sequences it should."""
+    out = output_of(5, capsys)
+    for line in re.findall(r"^(\[.*\]) -> (\[.*\])$", out, flags=re.MULTILINE):
+        start, answer = ([int(number) for number in re.findall(r"\d+", part)] for part in line)
+        known = start + answer
+        assert len(answer) == 12
+        assert all(known[i] == (known[i - 1] + known[i - 2]) % 100 for i in range(len(start), len(known)))
+    assert int(re.findall(r"(\d+) preemptions", out)[0]) > 0
