@@ -31,7 +31,7 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
         "openai-gpt", "reformer", "transfo-xl", "xglm", "xlm", "xlnet",
     ),
     _STATE: (
-        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text", "inkling_text",
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "inkling2_text", "inkling_text",
         "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
         "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text",
         "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
@@ -43,7 +43,8 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     _BYTES: ("blt",),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
-_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+#: "attention" is how configurations from before the other names say "full_attention".
+_LAYER_TYPES: Final = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 _OTHER_INPUTS: Final = ("vision_config", "audio_config", "text_config", "speech_config", "image_config")
 
 

@@ -36,17 +36,21 @@ def load_pretrained(
         ModelNotSupported: the architecture cannot run here, or needs code of its own that may not run.
         InvalidConfig: there is no such model, or it has no safetensors weights.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     name, is_local = os.fspath(source), Path(source).is_dir()
     check_source(read_config(name, is_local), trust_remote_code)
+    options = {"local_files_only": is_local, "trust_remote_code": trust_remote_code}
     try:
+        config = AutoConfig.from_pretrained(name, **options)
+        check_config(config.to_dict())
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, dtype=resolve_dtype(dtype), use_safetensors=True, local_files_only=is_local,
-            trust_remote_code=trust_remote_code,
+            name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, **options
         )
+    except ModelNotSupported:
+        raise
     except (OSError, ValueError) as error:
-        raise InvalidConfig(f"model: its weights could not be loaded ({_first_line(error, name)}).") from error
+        raise InvalidConfig(f"model: it could not be loaded ({_first_line(error, name)}).") from error
     return model
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Makes an attention backend for a layout over a pool that the layout has allocated.
 AttentionFactory = Callable[[KVLayout, torch.Tensor], AttentionBackend]
 
-DEFAULT_BLOCK_SIZE: Final = 16
+_DEFAULT_BLOCK_SIZE: Final = 16
 
 
 class TransformersModel:
@@ -59,7 +59,7 @@ class TransformersModel:
         Args:
             model: on the CPU, all weights in memory or mapped.
             attention_factory: makes the attention backend.
-            block_size: tokens per KV block; ``None``: 16.
+            block_size: tokens per KV block; ``None``: what the attention backend prefers.
             is_private: nobody else has the model or its weights, so that mapped pages may be dropped early.
             runs_self_test: compare twelve tokens with a plain forward first.
             decoder_factory: makes what computes a batch.
@@ -72,8 +72,8 @@ class TransformersModel:
         self.name = str(model.config.model_type)
         self.attention_name = attention_name
         self._attention_factory = attention_factory
-        self._block_size = block_size or DEFAULT_BLOCK_SIZE
         self._dtype: torch.dtype = model.dtype
+        self._block_size = block_size or _preferred_block_size(attention_factory, self._dtype)
         self._storage: KVStorage | None = None
         self._attention: AttentionBackend | None = None
         guards.check_config(model.config.to_dict())
@@ -181,6 +181,12 @@ class TransformersModel:
         return self_test.check_against(
             expected, lambda batch: self._compute(attention, batch), tokens, self._block_size
         )
+
+
+def _preferred_block_size(attention_factory: AttentionFactory, dtype: torch.dtype) -> int:
+    """Ask the backend's class, where it is one that says."""
+    preferred = getattr(attention_factory, "preferred_block_size", None)
+    return int(preferred(dtype)) if preferred is not None else _DEFAULT_BLOCK_SIZE
 
 
 def _keep(weight: torch.Tensor) -> None:

@@ -1,0 +1,65 @@
+"""Runs a model backend through a random schedule: chunks, decode rows, company and blocks in any order."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedcore.execution.ragged_batch import RaggedBatch, assemble
+
+Rows = list[tuple[int, int, int]]
+
+
+def random_schedule(rng: random.Random, lengths: Seq[int]) -> list[Rows]:
+    """Steps of (sequence, start, end) rows that compute every sequence once, in random company."""
+    done = [0] * len(lengths)
+    steps: list[Rows] = []
+    while any(d < length for d, length in zip(done, lengths, strict=True)):
+        rows: Rows = []
+        for i in rng.sample(range(len(lengths)), len(lengths)):
+            if done[i] < lengths[i] and rng.random() < 0.8:
+                end = min(lengths[i], done[i] + rng.choice([1, 1, 2, 5, 13]))
+                rows.append((i, done[i], end))
+                done[i] = end
+        if rows:
+            steps.append(rows)
+    return steps
+
+
+def random_tables(rng: random.Random, lengths: Seq[int], block_size: int, num_blocks: int) -> list[Any]:
+    """Distinct blocks for every sequence, scattered over the pool."""
+    free = rng.sample(range(num_blocks), num_blocks)
+    return [np.array([free.pop() for _ in range(-(-n // block_size))], dtype=np.int32) for n in lengths]
+
+
+def batch_of(sequences: Seq[torch.Tensor], rows: Rows, tables: Seq[Any], block_size: int) -> RaggedBatch:
+    """One step's batch, with the logits of every token wanted."""
+    ids, starts, ends = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    batch = assemble(
+        np.concatenate([sequences[i][start:end].numpy() for i, start, end in rows]), starts, ends - starts,
+        seq_ids=ids, tables=[tables[i] for i in ids], block_size=block_size, is_sampled=np.ones(len(rows), np.bool_),
+    )
+    return dataclasses.replace(batch, logits_rows=np.arange(batch.num_tokens))
+
+
+def run_schedule(
+    backend: Any, sequences: Seq[torch.Tensor], steps: list[Rows], tables: Seq[Any], block_size: int
+) -> list[torch.Tensor]:
+    """Logits [n, vocabulary] of every sequence; ``backend`` has its KV pool already."""
+    parts: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for rows in steps:
+        logits = backend.forward(batch_of(sequences, rows, tables, block_size))
+        for (i, start, end), part in zip(rows, logits.split([end - start for _, start, end in rows]), strict=True):
+            parts[i].append(part.clone())
+    return [torch.cat(part) for part in parts]
+
+
+def random_sequences(lengths: Seq[int], vocab_size: int, seed: int = 1) -> list[torch.Tensor]:
+    """Random tokens, special ones left out."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (n,), generator=generator) for n in lengths]
