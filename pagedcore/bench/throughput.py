@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pagedcore.outputs import RequestMetrics
     from pagedcore.request import Request
 
-_WARM_UP_PROMPTS = (tuple(range(32, 52)), tuple(range(32, 64)))
 _WARM_UP_TOKENS = 8
+"""Tokens generated, and most prompt tokens taken, by each request of the warm-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callab
     Raises:
         InvalidRequest: a prompt does not fit the engine's model.
     """
-    _warm_up(engine)
+    _warm_up(engine, workload)
     before, rows_per_step = engine.stats(), []
     num_rows = before.num_rows
     start = time.perf_counter()
@@ -108,8 +108,10 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
 
 
-def _warm_up(engine: Engine) -> None:
-    engine.generate([list(prompt) for prompt in _WARM_UP_PROMPTS], _exactly(_WARM_UP_TOKENS), show_progress=False)
+def _warm_up(engine: Engine, workload: Workload) -> None:
+    # Why: backwards, so that no cache can know anything of the workload afterwards.
+    prompts = [list(prompt[: -_WARM_UP_TOKENS - 1 : -1]) for prompt in workload.prompts[:2]]
+    engine.generate(prompts, _exactly(min(_WARM_UP_TOKENS, *workload.num_outputs)), show_progress=False)
 
 
 def _exactly(num_tokens: int) -> SamplingParams:

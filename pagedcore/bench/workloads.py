@@ -63,12 +63,16 @@ def make_workload(name: str, max_model_len: int) -> Workload:
     Raises:
         InvalidConfig: there is no such workload, or the model's context is too short for it.
     """
-    makers = {"ragged": _ragged, "w1": _w1, "w2": _w2, "w3": _w3}
-    if name not in makers:
-        raise InvalidConfig(f"workload: got {name!r}, allowed is one of {', '.join(NAMES)}.")
-    workload = makers[name](max_model_len)
+    require_name(name)
+    workload = {"ragged": _ragged, "w1": _w1, "w2": _w2, "w3": _w3}[name](max_model_len)
     _require_context(workload, max_model_len)
     return workload
+
+
+def require_name(name: str) -> None:
+    """Raise ``InvalidConfig`` unless there is a workload called ``name``."""
+    if name not in NAMES:
+        raise InvalidConfig(f"workload: got {name!r}, allowed is one of {', '.join(NAMES)}.")
 
 
 def load_prompts(path: Path, num_outputs: int, max_model_len: int) -> Workload:

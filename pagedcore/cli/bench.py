@@ -59,7 +59,9 @@ def throughput(
 ) -> None:
     """Run 64 ragged requests, or another workload, under each policy and compare."""
     from pagedcore.bench import report
+    from pagedcore.bench.workloads import require_name
 
+    require_name(workload)
     measurements: list[Measurement] = []
     for policy in policies.split(","):
         with open_engine(

@@ -1,0 +1,128 @@
+"""The commands that run a model, on the demo model, without a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cli.runner import invoke, try_invoke
+from pagedcore.cli.common import open_engine
+from pagedcore.cli.demo import start
+from pagedcore.cli.demo_view import frame, show
+from pagedcore.demo_model.questions import demo_questions, is_correct
+
+
+def test_demo_answers_every_question() -> None:
+    """Without a terminal the demo prints one line per answer and the verdict last, and every answer is right."""
+    lines = invoke("demo", "--requests", "12").splitlines()
+    assert len(lines) == 13
+    assert all(line.endswith("right") for line in lines[:-1])
+    assert lines[-1].startswith("12 of 12 answers right")
+
+
+def test_demo_answers_do_not_change_under_memory_pressure() -> None:
+    """With few blocks requests are preempted, and the answers are the same as without."""
+    def answers(*words: str) -> tuple[list[str], int]:
+        *lines, verdict = invoke("demo", "--requests", "12", *words).splitlines()
+        found = re.search(r"(\d+) preemptions", verdict)
+        assert found is not None
+        return sorted(lines), int(found[1])
+
+    roomy, none = answers()
+    tight, several = answers("--blocks", "20")
+    assert roomy == tight
+    assert (none, several > 0) == (0, True)
+
+
+def test_demo_marks_a_wrong_answer_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong answer is shown with the expected one, counted, and makes the command fail."""
+    monkeypatch.setattr("pagedcore.demo_model.questions.is_correct", lambda question, text: False)
+    result = try_invoke("demo", "--requests", "2")
+    assert result.exit_code == 1
+    assert "WRONG, expected" in result.stdout
+    assert "0 of 2 answers right" in result.stdout
+
+
+def test_demo_draws_frames_on_a_terminal() -> None:
+    """On a terminal the demo draws states, counters and blocks, and ends with the table of all answers."""
+    console = Console(force_terminal=True, width=120, height=30, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with open_engine("demo", max_num_seqs=2) as engine:
+        run = start(engine, 5, seed=0)
+        engine.step()
+        drawing = Console(width=120, record=True, file=console.file)
+        drawing.print(frame(run, num_rows=4))
+        first = drawing.export_text()
+        show(run, console)
+    assert "waiting" in first
+    assert "blocks in use" in first
+    final = console.export_text()
+    assert "5 of 5 answers right" in final
+    assert len(re.findall(r"│ right +│", final)) == 5
+
+
+def test_generate_streams_one_prompt() -> None:
+    """One prompt gives the bare answer on standard output."""
+    question = demo_questions(1)[0]
+    assert is_correct(question, invoke("generate", question.prompt, "--max-tokens", "96"))
+
+
+def test_generate_answers_many_prompts_as_json(tmp_path: Path) -> None:
+    """Prompts from arguments and from a file are answered in order, one JSON object per line."""
+    questions = demo_questions(5)
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(question.prompt for question in questions[2:]) + "\n\n", encoding="utf-8")
+    out = invoke("generate", *(question.prompt for question in questions[:2]), "--prompts-file", str(path), "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["prompt"] for record in records] == [question.prompt for question in questions]
+    assert all(is_correct(question, record["text"]) for question, record in zip(questions, records, strict=True))
+
+
+def test_generate_with_a_seed_repeats_itself() -> None:
+    """Sampling with a seed gives the same answer twice, and the options reach the sampler."""
+    words = ("generate", "What is 2 + 3?", "--temperature", "2.0", "--max-tokens", "24", "--seed")
+    assert invoke(*words, "7") == invoke(*words, "7")
+    assert len({invoke(*words, str(seed)) for seed in range(4)}) > 1
+
+
+def test_chat_keeps_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line of piped input is answered, and a later turn computes only what is new."""
+    from pagedcore.cli.chat import Conversation
+
+    reused = []
+    say = Conversation.say
+
+    def spy(self: Conversation, text: str) -> None:
+        say(self, text)
+        reused.append(self.num_reused_tokens)
+
+    monkeypatch.setattr(Conversation, "say", spy)
+    out = invoke("chat", given="What is 2 + 3?\n\nWhat is 4 + 4?\n/new\nWhat is 7 - 4?\n/exit\nWhat is 1 + 1?\n")
+    assert len(out.strip().splitlines()) == 3
+    assert reused[0] == reused[2] == 0
+    assert reused[1] > 0
+
+
+def test_chat_says_when_the_context_is_full() -> None:
+    """A turn that no longer fits is refused with advice, and the conversation can start again."""
+    given = "What is 2 + 3?\n" * 12 + "/new\nWhat is 2 + 3?\n"
+    result = try_invoke("chat", "--max-model-len", "64", "--max-tokens", "16", given=given)
+    assert result.exit_code == 0
+    assert "/new starts a new conversation" in result.stderr
+    assert result.stdout.strip().splitlines()[-1]
+
+
+def test_bench_compares_policies_and_writes_json(tmp_path: Path) -> None:
+    """The benchmark runs with random weights and prompts of one's own, and writes what it measured."""
+    prompts, target = tmp_path / "prompts.json", tmp_path / "result.json"
+    prompts.write_text(json.dumps([[40 + number] * (1 + number) for number in range(6)]))
+    out = invoke("bench", "throughput", "--random-weights", "tiny", "--prompts-json", str(prompts), "--output-tokens",
+                 "4", "--max-num-seqs", "4", "--dtype", "float32", "--json", str(target))
+    assert "static" in out
+    data = json.loads(target.read_text())
+    assert [m["policy"] for m in data["measurements"]] == ["static", "fcfs"]
+    assert {m["num_output_tokens"] for m in data["measurements"]} == {24}
+    assert data["dtype"] == "float32"
