@@ -13,9 +13,13 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from pagedcore.cache.block_manager import BlockManager
 from pagedcore.ports import FloatArray, RaggedRows
 from pagedcore.request import Sequence
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduling import policies
+from pagedcore.scheduling.plan import SchedulePlan
+from pagedcore.scheduling.scheduler import Scheduler
 
 VOCAB_SIZE = 32
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -187,3 +191,32 @@ def make_sequence(
         priority=priority,
         arrival=number if arrival is None else arrival,
     )
+
+
+def make_scheduler(
+    num_blocks: int = 8,
+    block_size: int = 2,
+    policy: str = "fcfs",
+    *,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_num_waiting: int = 16,
+    admission: str = "optimistic",
+) -> Scheduler:
+    """Build a small scheduler with a pool of its own."""
+    return Scheduler(
+        BlockManager(num_blocks, block_size),
+        getattr(policies, policy)(),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_waiting=max_num_waiting,
+        admission=admission,
+    )
+
+
+def run_step(scheduler: Scheduler, token_id: int = 1) -> SchedulePlan:
+    """Schedule, reserve and commit one step in which every sampled row gets the same token."""
+    plan = scheduler.schedule()
+    scheduler.reserve(plan)
+    scheduler.commit(plan, {row.sequence.sequence_id: token_id for row in plan.rows if row.is_sampled})
+    return plan
