@@ -8,7 +8,7 @@ engine's business, see ``Sequence.append_token``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from pagedcore.ports import Detokenizer
 from pagedcore.text.stop_matcher import StopMatcher
@@ -20,9 +20,6 @@ class TextDelta(NamedTuple):
     text: str
     is_stopped: bool
     """Whether a stop string was found; it and everything after it is left out of the text."""
-
-
-_AFTER_STOP: Final = TextDelta("", True)
 
 
 class TextStream:
@@ -63,8 +60,6 @@ class TextStream:
         matcher = self._matcher
         if matcher is None:
             return TextDelta(self._detokenizer.push(token_ids), False)
-        if matcher.matched is not None:
-            return _AFTER_STOP
         free = ""
         if self._num_unmatched:
             first, token_ids = token_ids[: self._num_unmatched], token_ids[self._num_unmatched :]
@@ -81,8 +76,6 @@ class TextStream:
         matcher = self._matcher
         if matcher is None:
             return self._detokenizer.finish()
-        if matcher.matched is not None:
-            return ""
         rest = self._detokenizer.finish()
         if self._num_unmatched:
             return rest

@@ -100,6 +100,18 @@ def test_a_special_token_does_not_break_a_byte_run_but_an_added_one_does() -> No
     assert push_all(PieceDetokenizer(decode.pieces()), [[lead], [think], [trail]], decode) == "\ufffd<think>\ufffd"
 
 
+def test_a_token_without_text_ends_a_byte_run_and_is_no_opening() -> None:
+    """An entry that decodes to nothing parts the bytes around it, and the leading space is stripped behind it."""
+    vocabulary = ["a", "▁a", "", "<0x41>", "<0xC3>", "<0xA9>"]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="a"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    table = PieceTable(tokenizer.decode, dict(enumerate(vocabulary)), 0)
+    for answer, text in (([2, 1], "a"), ([2, 2], ""), ([4, 5], "é"), ([4, 2, 5], "\ufffd\ufffd")):
+        assert push_all(PieceDetokenizer(table), [[i] for i in answer], tokenizer.decode) == text
+        assert tokenizer.decode(answer) == text
+
+
 def test_the_tokenizer_is_asked_once_per_token_id() -> None:
     """A long answer costs a bounded number of one-shot decodings per distinct token: O(1) per token."""
     decode = Counted("byte_fallback")
