@@ -29,6 +29,10 @@ class Decoder(Protocol):
         """Types of modules that multiply in their own way, so that nothing can be promised about their rows."""
         ...
 
+    def fallback(self) -> Decoder | None:
+        """Return a decoder of the same weights that relies on less, for when this one fails the self-test."""
+        ...
+
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
@@ -60,6 +64,9 @@ class ModuleDecoder:
         report = pack_linears(model, on_unused=on_unused)
         self.products = report.packed
         self.other_matrices = report.unpacked
+
+    def fallback(self) -> None:
+        """Nothing relies on less than the model's own modules."""
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor

@@ -11,6 +11,7 @@ batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,6 +134,7 @@ class FusedDecoder:
         """
         body, dtype = model.model, model.dtype
         activation = GatedActivation(structure.activation, dtype)
+        self._general = partial(ModuleDecoder, model, layers, on_unused)
         self._embedding = body.embed_tokens
         self._angles = RotaryAngles(body.rotary_emb, structure.head_size, dtype)
         self._layers = [
@@ -142,6 +144,12 @@ class FusedDecoder:
         is_tied = model.lm_head.weight is body.embed_tokens.weight
         self._head = _fuse(model, ("lm_head",), _keep if is_tied else on_unused)
         self.products = (*(product for layer in self._layers for product in layer.products), self._head)
+
+    def fallback(self) -> Decoder:
+        """Return the general decoder on the same products: the model's modules, with parts of them as linear layers."""
+        general = self._general()
+        general.products = self.products
+        return general
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -155,6 +163,8 @@ class FusedDecoder:
             if layer is self._layers[-1]:
                 # Why: after the last attention nobody reads the other rows any more.
                 attended, residual = attended[rows], residual[rows]
+                if not len(rows):
+                    return residual.new_empty(0, self._head.out_features)
             addend = layer.feed_forward(residual, attended)
         normed = torch.empty_like(residual)
         self._norm(residual, addend, normed)
