@@ -11,10 +11,11 @@ cores while torch's matrix multiplications run.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,7 +59,7 @@ class ParameterBlock:
         self._counter[8] = 0
 
     def set_float(self, argument: int, value: float) -> None:
-        """Set argument ``argument`` to a float32."""
+        """Set argument number ``argument`` to a float32."""
         self._floats[2 * (self.FIRST + argument)] = value
 
 
@@ -86,7 +87,7 @@ def compile_kernel(function: Callable[[Any], None]) -> Kernel:
     process. The GIL is not held while it runs.
     """
     # Why: Numba keys its cache on the function's own file; the intrinsics it inlines live in other files.
-    function.__qualname__ += f"_{_source_fingerprint():08x}"
+    function.__qualname__ += f"_{_source_fingerprint(function.__module__):08x}"
     signature: Any = types.void(types.voidptr)
     try:
         return Kernel(cfunc(signature, cache=True, error_model="numpy")(function))
@@ -94,12 +95,19 @@ def compile_kernel(function: Callable[[Any], None]) -> Kernel:
         return Kernel(cfunc(signature, error_model="numpy")(function))
 
 
-@lru_cache(maxsize=1)
-def _source_fingerprint() -> int:
-    value = 0
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        value = zlib.crc32(path.read_bytes(), value)
-    return value
+@cache
+def _source_fingerprint(module: str) -> int:
+    """Checksum of a module and of the modules of this package that it takes names from, directly or not."""
+    package = __name__.rpartition(".")[0]
+    found, unread = set(), [module]
+    while unread:
+        name = unread.pop()
+        if name not in found:
+            found.add(name)
+            origins = {getattr(value, "__module__", None) or "" for value in vars(sys.modules[name]).values()}
+            unread += [origin for origin in origins if origin.startswith(package)]
+    sources = [Path(sys.modules[name].__file__ or "").read_bytes() for name in sorted(found)]
+    return zlib.crc32(b"".join(sources))
 
 
 def run_on_threads(entry: int, parameters: int, num_threads: int) -> None:
@@ -117,7 +125,7 @@ def run_on_threads(entry: int, parameters: int, num_threads: int) -> None:
         _run_on_numba_threads(entry, parameters, num_threads)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _torch_team() -> _Team | None:
     """``GOMP_parallel`` of the libgomp that torch has loaded, or None where it uses something else."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):

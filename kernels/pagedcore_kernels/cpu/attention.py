@@ -1,0 +1,305 @@
+"""The paged attention kernel: one ragged batch of prefill and decode rows against K/V blocks, online softmax.
+
+A work item is (query tile, KV head, head tile): up to ``queries`` tokens of one sequence times up to ``heads`` of
+the query heads that share a KV head. All its rows use every block that is read. Keys are visited in tiles of
+``TILE`` positions and each tile updates a running maximum, sum and output (Milakov and Gimelshein 2018; Dao et
+al. 2022).
+
+Invariant: an output depends on the token's own query and on K and V up to its position, bit for bit; not on
+batch, chunking, order, placement, block size or threads. Three rules give that:
+  1. tiles start at multiples of ``TILE`` of the absolute position, whatever the window or the chunk start;
+  2. masked probabilities are exactly 0 and a tile that a row cannot see leaves its state as it was;
+  3. sums are taken in the order fixed in ``microkernels.py`` and ``rows.py``.
+
+Invariant: what is masked is dropped by selection, so unwritten slots may hold NaN; V past the last visible
+position of a work item is never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from pagedcore_kernels.cpu.microkernels import (
+    accumulator_budget,
+    add_weighted_values,
+    multiply_queries_and_keys,
+)
+from pagedcore_kernels.cpu.rows import (
+    cap_row,
+    exponentiate_row,
+    fill_row,
+    load_query,
+    mask_row,
+    row_maximum,
+    scale_row,
+    store_output,
+)
+from pagedcore_kernels.cpu.simd import (
+    LANES,
+    LOG2_E,
+    address_of,
+    claim,
+    exp2_float32,
+    load_float32,
+    load_int32,
+    load_int64,
+    prefetch,
+    stack_floats,
+    stack_int64,
+    store_float32,
+    store_int64,
+)
+from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
+
+#: Positions per online-softmax step: long enough to amortise it, short enough for scores to stay in L1.
+TILE = 256
+#: Blocks that a decode row asks memory for ahead of their use.
+PREFETCH_DISTANCE = 2
+
+#: Words of the parameter block, in the order ``ParameterBlock.fill`` takes them.
+COUNTER = ParameterBlock.COUNTER
+(
+    QUERY,
+    QUERY_TOKEN_BYTES,
+    QUERY_HEAD_BYTES,
+    OUTPUT,
+    POOL,
+    BLOCK_BYTES,
+    KEY_OFFSET,
+    VALUE_OFFSET,
+    BLOCK_TABLES,
+    TABLE_WIDTH,
+    QUERY_START,
+    KV_LENS,
+    TILE_ROWS,
+    TILE_STARTS,
+    NUM_TILES,
+    NUM_KV_HEADS,
+    GROUP,
+    WINDOW,
+    CHUNK,
+    SINKS,
+    SCALE,
+    CAP_INVERSE,
+    CAP,
+) = range(ParameterBlock.FIRST, ParameterBlock.FIRST + 23)
+NUM_ARGUMENTS = 23
+
+_LOG2_E = np.float32(LOG2_E)
+_MINUS_INFINITY = np.float32(-np.inf)
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What an attention kernel is compiled for.
+
+    ``heads`` x ``queries`` rows share each block; ``decode_blocks`` blocks are scored at once where a sequence
+    brings one query only, so that enough independent sums are in flight.
+    """
+
+    key_size: int
+    value_size: int
+    block_size: int
+    is_bf16: bool
+    heads: int
+    queries: int
+    decode_blocks: int
+    budget: int
+
+    @classmethod
+    def choose(
+        cls, group: int, key_size: int, value_size: int, block_size: int, is_bf16: bool, budget: int | None = None
+    ) -> Variant:
+        """Fit rows and blocks to the host's registers for ``group`` query heads per KV head."""
+        registers = budget or accumulator_budget()
+        head_tiles = -(-group // 16)
+        heads = -(-group // head_tiles)
+        vectors = heads * max(1, block_size // LANES)
+        decode_blocks = 1
+        while vectors * decode_blocks < 8 and block_size * decode_blocks < TILE // 2:
+            decode_blocks *= 2
+        return cls(key_size, value_size, block_size, is_bf16, heads, max(1, 16 // heads), decode_blocks, registers)
+
+
+@njit(inline="always")
+def _first_visible(position: int, window: int, chunk: int) -> int:
+    """First position that ``position`` may see."""
+    first = 0
+    if window > 0:
+        first = max(first, position + 1 - window)
+    if chunk > 0:
+        first = max(first, position // chunk * chunk)
+    return first
+
+
+@njit(inline="always")
+def _update_row(
+    scores: int, first: int, last: int, low: int, high: int, state: int, row: int, output: int, width: int
+) -> None:
+    """Turn one row's scores into weights and bring its running maximum, sum and output up to date.
+
+    Vectors ``first`` to ``last`` hold the tile's scores, columns ``low`` to ``high`` the visible ones. ``state``
+    holds a pair of maximum and sum per row; ``output`` is a row of ``width`` vectors.
+    """
+    if high <= low:
+        fill_row(scores, first, last, _ZERO)
+    else:
+        if low > first * LANES:
+            mask_row(scores, first, low // LANES + 1, low, high)
+        if high < last * LANES:
+            mask_row(scores, high // LANES, last, low, high)
+        before = load_float32(state, 2 * row)
+        largest = row_maximum(scores, first, last, before)
+        total = exponentiate_row(scores, first, last, largest)
+        if largest != before:
+            shrink = exp2_float32(before - largest)
+            store_float32(state, 2 * row, largest)
+            store_float32(state, 2 * row + 1, load_float32(state, 2 * row + 1) * shrink + total)
+            scale_row(output, 0, width, shrink)
+        else:
+            store_float32(state, 2 * row + 1, load_float32(state, 2 * row + 1) + total)
+
+
+@cache
+def attention_kernel(variant: Variant) -> Kernel:
+    """Compile the kernel, or take it from the cache; its parameters are the words listed above."""
+    # Why: Numba's cache tells kernels apart by the integers they close over, and takes nothing but integers.
+    key_size, value_size, block_size = variant.key_size, variant.value_size, variant.block_size
+    heads, queries, grouped, budget = variant.heads, variant.queries, variant.decode_blocks, variant.budget
+    is_bf16 = int(variant.is_bf16)
+    item_bytes = 2 if is_bf16 else 4
+    rows = heads * queries
+    width = -(-value_size // LANES)
+    padded = width * LANES
+    query_vectors = -(-rows * key_size // LANES)
+    query_floats, output_floats = query_vectors * LANES, rows * padded
+    # Why: a power of two would put all rows of scores into the same few cache sets.
+    stride = (TILE + LANES) * 4
+    score_floats, state_floats = rows * stride // 4, 2 * rows
+    tile_blocks = TILE // block_size
+    key_bytes, value_bytes = key_size * block_size * item_bytes, padded * block_size * item_bytes
+
+    def attention(parameters: Any) -> None:
+        p = address_of(parameters)
+        pool, block_bytes = load_int64(p, POOL), load_int64(p, BLOCK_BYTES)
+        num_kv_heads, group = load_int64(p, NUM_KV_HEADS), load_int64(p, GROUP)
+        window, chunk, sinks = load_int64(p, WINDOW), load_int64(p, CHUNK), load_int64(p, SINKS)
+        scale, cap = load_float32(p, 2 * SCALE), load_float32(p, 2 * CAP)
+        cap_inverse = load_float32(p, 2 * CAP_INVERSE)
+        head_tiles = (group + heads - 1) // heads
+        num_items = load_int64(p, NUM_TILES) * num_kv_heads * head_tiles
+        query_rows, scores = stack_floats(query_floats), stack_floats(score_floats)
+        outputs, state = stack_floats(output_floats), stack_floats(state_floats)
+        blocks = stack_int64(tile_blocks)
+        # Rows without a query take part in the products; what they hold need only be numbers, not slow ones.
+        fill_row(query_rows, 0, query_vectors, _ZERO)
+        fill_row(outputs, 0, rows * width, _ZERO)
+
+        while True:
+            item = claim(load_int64(p, COUNTER))
+            if item >= num_items:
+                break
+            tile = item // (num_kv_heads * head_tiles)
+            head_tile = item - tile * num_kv_heads * head_tiles
+            kv_head = head_tile // head_tiles
+            first_head = (head_tile - kv_head * head_tiles) * heads
+            num_heads = min(heads, group - first_head)
+            first_head += kv_head * group
+
+            sequence, start = load_int64(load_int64(p, TILE_ROWS), tile), load_int64(load_int64(p, TILE_STARTS), tile)
+            token = load_int64(load_int64(p, QUERY_START), sequence)
+            num_tokens = load_int64(load_int64(p, QUERY_START), sequence + 1) - token
+            position = load_int64(load_int64(p, KV_LENS), sequence) - num_tokens + start
+            num_queries = min(queries, num_tokens - start)
+            token += start
+            table = load_int64(p, BLOCK_TABLES) + sequence * load_int64(p, TABLE_WIDTH) * 4
+            keys = load_int64(p, KEY_OFFSET) + kv_head * key_bytes
+            values = load_int64(p, VALUE_OFFSET) + kv_head * value_bytes
+
+            for i in range(num_queries):
+                source = load_int64(p, QUERY) + (token + i) * load_int64(p, QUERY_TOKEN_BYTES)
+                for h in range(num_heads):
+                    row = i * heads + h
+                    head_source = source + (first_head + h) * load_int64(p, QUERY_HEAD_BYTES)
+                    load_query(is_bf16, key_size, head_source, query_rows + row * key_size * 4, scale)
+                    # A sink is a score that is there from the beginning and has no value.
+                    sink = load_float32(sinks, first_head + h) * _LOG2_E if sinks != 0 else _MINUS_INFINITY
+                    store_float32(state, 2 * row, sink)
+                    store_float32(state, 2 * row + 1, _ONE if sinks != 0 else _ZERO)
+            fill_row(outputs, 0, num_queries * heads * width, _ZERO)
+
+            end = position + num_queries
+            first = _first_visible(position, window, chunk)
+            tile_start = first // TILE * TILE
+            while tile_start < end:
+                low, high = max(first - tile_start, 0), min(TILE, end - tile_start)
+                first_block, last_block = low // block_size, (high + block_size - 1) // block_size
+                first_group, last_group = first_block // grouped, (last_block + grouped - 1) // grouped
+                for j in range(first_group * grouped, last_group * grouped):
+                    # A group may reach past what is visible: score a visible block again instead of another.
+                    visible = min(max(j, first_block), last_block - 1)
+                    block = load_int32(table, tile_start // block_size + visible)
+                    store_int64(blocks, j, pool + block * block_bytes)
+
+                if num_queries == 1:
+                    for g in range(first_group, last_group):
+                        for j in range(g * grouped, (g + 1) * grouped):
+                            if j + PREFETCH_DISTANCE < last_block:
+                                prefetch(key_bytes, 3, load_int64(blocks, j + PREFETCH_DISTANCE) + keys)
+                            prefetch(value_bytes, 2, load_int64(blocks, j) + values)
+                        multiply_queries_and_keys(
+                            heads, key_size, block_size, grouped, budget, is_bf16,
+                            query_rows, blocks + g * grouped * 8, keys, scores + g * grouped * block_size * 4, stride,
+                        )  # fmt: skip
+                else:
+                    for j in range(first_block, last_block):
+                        multiply_queries_and_keys(
+                            rows, key_size, block_size, 1, budget, is_bf16,
+                            query_rows, blocks + j * 8, keys, scores + j * block_size * 4, stride,
+                        )  # fmt: skip
+
+                first_vector, last_vector = low // LANES, (high + LANES - 1) // LANES
+                for i in range(num_queries):
+                    row_low = max(_first_visible(position + i, window, chunk) - tile_start, 0)
+                    row_high = min(position + i + 1 - tile_start, high)
+                    for h in range(num_heads):
+                        row = i * heads + h
+                        row_scores = scores + row * stride
+                        if cap > _ZERO:
+                            cap_row(row_scores, first_vector, last_vector, cap_inverse, cap)
+                        _update_row(
+                            row_scores, first_vector, last_vector, row_low, row_high,
+                            state, row, outputs + row * padded * 4, width,
+                        )  # fmt: skip
+
+                for j in range(first_block, last_block):
+                    skipped = max(low - j * block_size, 0)
+                    count = min(block_size, high - j * block_size) - skipped
+                    weights = scores + (j * block_size + skipped) * 4
+                    block_values = load_int64(blocks, j) + values + skipped * padded * item_bytes
+                    if num_queries == 1:
+                        add_weighted_values(
+                            heads, padded, budget, is_bf16, weights, stride, block_values, outputs, count
+                        )
+                    else:
+                        add_weighted_values(
+                            rows, padded, budget, is_bf16, weights, stride, block_values, outputs, count
+                        )
+                tile_start += TILE
+
+            for i in range(num_queries):
+                target = load_int64(p, OUTPUT) + (token + i) * num_kv_heads * group * value_size * item_bytes
+                for h in range(num_heads):
+                    row = i * heads + h
+                    inverse = _ONE / load_float32(state, 2 * row + 1)
+                    head_target = target + (first_head + h) * value_size * item_bytes
+                    store_output(is_bf16, value_size, outputs + row * padded * 4, head_target, inverse)
+
+    return compile_kernel(attention)

@@ -1,0 +1,161 @@
+"""Attention in plain torch and plain NumPy: the oracle that kernels are compared with, and the fallback.
+
+``ReferenceAttention`` is a whole backend, slow and portable; ``attention_float64`` is one sequence over contiguous
+K and V, written a second time so that the two can check each other. Neither knows how a kernel works.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagedcore.errors import InternalError
+from pagedcore.ports import RaggedRows
+from pagedcore_kernels.checks import check_key_value, check_pool, check_query
+from pagedcore_kernels.layout import KVLayout
+from pagedcore_kernels.plan import StepPlan
+
+Float64Array = npt.NDArray[np.float64]
+
+
+class ReferenceAttention:
+    """``AttentionBackend`` in plain torch: gathers each row's K and V and computes in float32.
+
+    Works on any device and dtype that the layout allows. Its memory grows with the square of a prompt.
+    """
+
+    name = "reference"
+
+    def __init__(self, layout: KVLayout, pool: torch.Tensor) -> None:
+        check_pool(layout, pool)
+        self._layout = layout
+        self._pool = pool
+        self._plan: StepPlan | None = None
+
+    @staticmethod
+    def preferred_block_size(dtype: torch.dtype) -> int:
+        """Tokens per block if nothing else decides; any positive number works."""
+        return 16
+
+    def plan(self, batch: RaggedRows) -> None:
+        """Check and keep the batch; see ``AttentionBackend``."""
+        self._plan = StepPlan(batch, self._pool.shape[0], self._layout.block_size)
+
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store key [T, KVH, D] and value [T, KVH, Dv]; see ``AttentionBackend``."""
+        plan = self._current_plan()
+        check_key_value(self._layout, layer, key, value, plan)
+        tokens = np.flatnonzero(plan.slots >= 0)
+        slots = plan.slots[tokens]
+        index, blocks, offsets = (
+            torch.from_numpy(a).to(self._pool.device)
+            for a in (tokens, slots // self._layout.block_size, slots % self._layout.block_size)
+        )
+        self._layout.key_view(self._pool, layer)[blocks, :, :, offsets] = key[index]
+        self._layout.value_view(self._pool, layer)[blocks, :, offsets] = value[index]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with query [T, H, D], returning [T, H, Dv]; see ``AttentionBackend``."""
+        plan = self._current_plan()
+        check_query(self._layout, layer, query, plan, sinks)
+        output = query.new_zeros(*query.shape[:2], self._layout.layers[layer].value_head_size)
+        for row in range(plan.num_rows):
+            tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
+            key, value = self._gather(layer, row, plan)
+            output[tokens] = _attention(
+                query[tokens].float(), key, value, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
+            ).to(query.dtype)
+        return output
+
+    def _gather(self, layer: int, row: int, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row's K [L, KVH, D] and V [L, KVH, Dv] in float32."""
+        length = int(plan.kv_lens[row])
+        used = -(-length // self._layout.block_size)
+        blocks = torch.from_numpy(plan.block_tables[row, :used].astype(np.int64)).to(self._pool.device)
+        key = self._layout.key_view(self._pool, layer)[blocks].permute(0, 3, 1, 2).flatten(0, 1)
+        value = self._layout.value_view(self._pool, layer)[blocks].permute(0, 2, 1, 3).flatten(0, 1)
+        return key[:length].float(), value[:length].float()
+
+    def _current_plan(self) -> StepPlan:
+        if self._plan is None:
+            raise InternalError("attention: plan was not called before write_kv or attend.")
+        return self._plan
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of the last n positions; query [n, H, D], key [L, KVH, D], value [L, KVH, Dv], all float32."""
+    n, heads, _ = query.shape
+    length, kv_heads, _ = key.shape
+    grouped = query.reshape(n, kv_heads, heads // kv_heads, -1)
+    scores = torch.einsum("nkgd,lkd->kgnl", grouped, key) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions = torch.arange(length, device=query.device)
+    own = positions[length - n :, None]
+    visible = positions <= own
+    if window > 0:
+        visible &= positions > own - window
+    if chunk > 0:
+        visible &= positions >= own // chunk * chunk
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, n, 1)
+        weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("kgnl,lkv->nkgv", weights, value).flatten(1, 2)
+
+
+def attention_float64(
+    query: npt.ArrayLike,
+    key: npt.ArrayLike,
+    value: npt.ArrayLike,
+    *,
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: npt.ArrayLike | None = None,
+    positions: npt.ArrayLike | None = None,
+) -> Float64Array:
+    """Causal attention of one sequence in float64: query [n, H, D], key [L, KVH, D], value [L, KVH, Dv].
+
+    ``positions`` [n] are the queries' positions, by default the last n of the L. Returns [n, H, Dv].
+    """
+    q, k, v = (np.asarray(array, np.float64) for array in (query, key, value))
+    own = np.arange(len(k) - len(q), len(k)) if positions is None else np.asarray(positions)
+    group = q.shape[1] // k.shape[1]
+    output = np.empty((*q.shape[:2], v.shape[2]))
+    for i, position in enumerate(own):
+        first = max(0, position + 1 - window if window else 0, position // chunk * chunk if chunk else 0)
+        for head in range(q.shape[1]):
+            scores = k[first : position + 1, head // group] @ q[i, head] * scale
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[head]
+            largest = max(scores.max(), sink)
+            weights = np.exp(scores - largest)
+            total = weights.sum() + np.exp(sink - largest)
+            output[i, head] = weights @ v[first : position + 1, head // group] / total
+    return output
