@@ -44,10 +44,11 @@ class PackedLinear(nn.Module):
         """Multiply ``rows`` [..., in] and return [..., out]."""
         flat = rows.reshape(-1, self.in_features)
         if flat.shape[0] == 1:
-            return self._product(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
-        return self._product(flat).view(*rows.shape[:-1], self.out_features)
+            return self.multiply(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
+        return self.multiply(flat).view(*rows.shape[:-1], self.out_features)
 
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous and M at least 2, and return [M, out]."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return product
 

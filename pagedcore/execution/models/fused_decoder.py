@@ -11,6 +11,7 @@ batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,27 @@ class FusedPart(nn.Module):
         return product[..., begin:end]
 
 
+@dataclass(slots=True)
+class Rows:
+    """What the layers of one step work on."""
+
+    residual: torch.Tensor
+    """[T, hidden]; every half of a layer adds to it."""
+    normed: torch.Tensor
+    """[T, hidden]: room for norms."""
+    gated: torch.Tensor
+    """[T, intermediate]: room for activations."""
+    angles: torch.Tensor
+    """By position; see ``RotaryAngles``."""
+    destination: KVDestination | None
+    """Where K and V go; ``None`` if the attention backend writes them itself."""
+
+    def keep(self, chosen: torch.Tensor) -> None:
+        """Go on with the chosen rows only."""
+        self.residual = self.residual[chosen]
+        self.normed, self.gated = self.normed[: len(chosen)], self.gated[: len(chosen)]
+
+
 class FusedLayer:
     """The weights of one decoder layer and its two halves."""
 
@@ -75,42 +97,27 @@ class FusedLayer:
         """The matrix products in the order of their use."""
         return self.qkv, self.output, self.gate_up, self.down
 
-    def attend(
-        self,
-        step: PagedStep,
-        residual: torch.Tensor,
-        addend: torch.Tensor | None,
-        angles: torch.Tensor,
-        destination: KVDestination | None,
-    ) -> torch.Tensor:
-        """Add ``addend`` to ``residual`` and return the attention over it, [T, H * D]."""
-        normed = torch.empty_like(residual)
-        self.input_norm(residual, addend, normed)
-        qkv = self.qkv.forward(normed)
-        self.rotary(qkv, step.positions, angles, destination, self.place.index)
-        queries, keys, values = self._heads(qkv)
-        if destination is None:
-            step.attention.write_kv(self.place.index, keys, values)
-        attended = step.attention.attend(
-            self.place.index, queries, scale=self.place.scale, window=self.place.window, chunk=self.place.chunk,
-            softcap=self.place.softcap,
-        )
-        return attended.view(len(residual), -1)
-
-    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """View rows as queries [T, H, D], keys and values [T, KVH, D]."""
+    def attend(self, step: PagedStep, rows: Rows, addend: torch.Tensor | None) -> torch.Tensor:
+        """Add ``addend`` to the residual and return the attention over it, [T, H * D]."""
         place = self.place
+        self.input_norm(rows.residual, addend, rows.normed)
+        qkv = self.qkv.multiply(rows.normed)
+        self.rotary(qkv, step.positions, rows.angles, rows.destination, place.index)
         heads = qkv.view(len(qkv), -1, place.key_head_size)
-        last_key = place.num_heads + place.num_kv_heads
-        return heads[:, : place.num_heads], heads[:, place.num_heads : last_key], heads[:, last_key:]
+        if rows.destination is None:
+            keys, values = heads[:, place.num_heads :].chunk(2, dim=1)
+            step.attention.write_kv(place.index, keys, values)
+        attended = step.attention.attend(
+            place.index, heads[:, : place.num_heads], scale=place.scale, window=place.window, chunk=place.chunk,
+            softcap=place.softcap,
+        )
+        return attended.view(len(qkv), -1)
 
-    def feed_forward(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Add the attention's output to ``residual`` and return what the rest of the layer adds to it."""
-        normed = torch.empty_like(residual)
-        self.inner_norm(residual, self.output.forward(attended), normed)
-        gated = residual.new_empty(len(residual), self.down.in_features)
-        self.activation(self.gate_up.forward(normed), gated)
-        return self.down.forward(gated)
+    def feed_forward(self, rows: Rows, attended: torch.Tensor) -> torch.Tensor:
+        """Add the attention's output to the residual and return what the rest of the layer adds to it."""
+        self.inner_norm(rows.residual, self.output.multiply(attended), rows.normed)
+        self.activation(self.gate_up.multiply(rows.normed), rows.gated)
+        return self.down.multiply(rows.gated)
 
 
 class FusedDecoder:
@@ -155,20 +162,25 @@ class FusedDecoder:
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """Compute a batch; see ``Decoder``."""
-        residual = torch.nn.functional.embedding(token_ids, self._embedding.weight)
-        angles = self._angles.upto(int(positions.max()) + 1)
-        destination, addend = _destination(step), None
+        work, addend = self._begin(step, token_ids, positions), None
         for layer in self._layers:
-            attended = layer.attend(step, residual, addend, angles, destination)
+            attended = layer.attend(step, work, addend)
             if layer is self._layers[-1]:
-                # Why: after the last attention nobody reads the other rows any more.
-                attended, residual = attended[rows], residual[rows]
                 if not len(rows):
-                    return residual.new_empty(0, self._head.out_features)
-            addend = layer.feed_forward(residual, attended)
-        normed = torch.empty_like(residual)
-        self._norm(residual, addend, normed)
-        return self._head.forward(normed)
+                    return work.residual.new_empty(0, self._head.out_features)
+                # Why: after the last attention nobody reads the other rows any more.
+                work.keep(rows)
+                attended = attended[rows]
+            addend = layer.feed_forward(work, attended)
+        self._norm(work.residual, addend, work.normed)
+        return self._head.multiply(work.normed)
+
+    def _begin(self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor) -> Rows:
+        residual = torch.nn.functional.embedding(token_ids, self._embedding.weight)
+        return Rows(
+            residual, torch.empty_like(residual), residual.new_empty(len(residual), self._layers[0].down.in_features),
+            self._angles.upto(int(positions.max()) + 1), _destination(step),
+        )
 
 
 def _fuse(parent: nn.Module, names: tuple[str, ...], on_unused: OnUnused) -> PackedLinear:
