@@ -53,6 +53,16 @@ class NumbaCpuAttention:
         self._attend_parameters = ParameterBlock(attention.NUM_ARGUMENTS)
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
 
+    @property
+    def layout(self) -> KVLayout:
+        """What the pool's bytes mean; with ``pool`` it lets other kernels write K and V themselves."""
+        return self._layout
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The pool, uint8 [blocks, block_bytes]."""
+        return self._pool
+
     @staticmethod
     def preferred_block_size(dtype: torch.dtype) -> int:
         """Tokens per block if nothing else decides."""
