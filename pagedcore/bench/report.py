@@ -37,9 +37,11 @@ def as_table(workload: Workload, measurements: Sequence[Measurement]) -> Table:
     """Lay measurements out in one column per policy."""
     from rich.table import Table
 
+    num_slots = measurements[0].num_slots
     title = (f"{workload.name}: {len(workload.prompts)} requests, {workload.num_prompt_tokens} prompt tokens, "
-             f"{workload.num_output_tokens} to generate, {workload.max_num_seqs} slots")
-    caption = f"Padded to rectangles, static batches would be {workload.padding_waste:.0%} padding; nothing is."
+             f"{workload.num_output_tokens} to generate, {num_slots} slots")
+    waste = workload.padding_waste(num_slots)
+    caption = f"Padded to rectangles, static batches would be {waste:.0%} padding; here nothing is padded."
     table = Table(title=title, caption=caption)
     table.add_column("")
     for measurement in measurements:
@@ -55,7 +57,7 @@ def as_data(workload: Workload, measurements: Sequence[Measurement], **context: 
     return {
         **context,
         "workload": workload.name,
-        "padding_waste": workload.padding_waste,
+        "padding_waste": workload.padding_waste(measurements[0].num_slots),
         "measurements": [asdict(m) | {name: getattr(m, name) for name in derived} for m in measurements],
     }
 
@@ -75,6 +77,6 @@ def save_plot(path: Path, workload: Workload, measurements: Sequence[Measurement
     for m in measurements:
         label = f"{m.policy}: {m.slot_utilisation:.0%} of slots useful, {m.output_tokens_per_s:.0f} tokens/s"
         axes.step(range(m.num_steps), m.rows_per_step, where="post", label=label)
-    axes.set(xlabel="step", ylabel=f"slots at work, of {workload.max_num_seqs}", title=f"workload {workload.name}")
+    axes.set(xlabel="step", ylabel=f"slots at work, of {measurements[0].num_slots}", title=f"workload {workload.name}")
     axes.legend()
     figure.savefig(path)

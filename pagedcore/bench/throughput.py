@@ -34,7 +34,8 @@ class Measurement:
     num_output_tokens: int
     wall_s: float
     num_steps: int
-    max_num_seqs: int
+    num_slots: int
+    """Requests that could be computed in one step: no more than there are."""
     num_rows: int
     """Slots that computed something, summed over the steps."""
     num_recomputed_tokens: int
@@ -61,7 +62,7 @@ class Measurement:
     @property
     def slot_utilisation(self) -> float:
         """Share of slots that computed something for a request; the rest stood idle or was held by a finished one."""
-        return self.num_rows / (self.num_steps * self.max_num_seqs)
+        return self.num_rows / (self.num_steps * self.num_slots)
 
 
 def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callable[[int], None]) -> Measurement:
@@ -94,7 +95,7 @@ def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callab
     return Measurement(
         policy=policy, num_requests=len(requests), num_prompt_tokens=workload.num_prompt_tokens,
         num_output_tokens=num_outputs, wall_s=wall_s, num_steps=after.num_steps - before.num_steps,
-        max_num_seqs=after.max_num_seqs, num_rows=after.num_rows - before.num_rows,
+        num_slots=min(after.max_num_seqs, len(requests)), num_rows=after.num_rows - before.num_rows,
         num_recomputed_tokens=after.num_computed_tokens - before.num_computed_tokens - needed,
         num_preemptions=after.num_preemptions - before.num_preemptions, rows_per_step=tuple(rows_per_step),
         token_interval_p50_s=statistics.median(map(_token_interval, metrics, workload.num_outputs)),

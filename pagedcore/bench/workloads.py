@@ -30,7 +30,6 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...]
     num_outputs: tuple[int, ...]
     """Tokens to generate, per prompt."""
-    max_num_seqs: int = 32
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -42,15 +41,13 @@ class Workload:
         """Tokens to generate in all."""
         return sum(self.num_outputs)
 
-    @property
-    def padding_waste(self) -> float:
-        """Share of positions that belong to nobody when requests are padded to rectangles, in order of arrival."""
-        step, padded = self.max_num_seqs, 0
-        for start in range(0, len(self.prompts), step):
-            longest_prompt = max(map(len, self.prompts[start : start + step]))
-            padded += len(self.prompts[start : start + step]) * (
-                longest_prompt + max(self.num_outputs[start : start + step])
-            )
+    def padding_waste(self, num_slots: int) -> float:
+        """Share of positions that belong to nobody if batches of ``num_slots`` requests are padded to rectangles."""
+        padded = 0
+        for start in range(0, len(self.prompts), num_slots):
+            batch = slice(start, start + num_slots)
+            longest = max(map(len, self.prompts[batch])) + max(self.num_outputs[batch])
+            padded += len(self.prompts[batch]) * longest
         return 1 - (self.num_prompt_tokens + self.num_output_tokens) / padded
 
 
@@ -131,4 +128,4 @@ def _w2(_: int) -> Workload:
 
 
 def _w3(_: int) -> Workload:
-    return Workload("w3", (_ids(random.Random("tokens-w3-"), 128),), (64,), max_num_seqs=1)
+    return Workload("w3", (_ids(random.Random("tokens-w3-"), 128),), (64,))

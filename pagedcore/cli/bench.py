@@ -66,7 +66,7 @@ def throughput(
     for policy in policies.split(","):
         with open_engine(
             _model(model, random_weights, dtype), dtype=dtype, num_kv_blocks=blocks,
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs or (1 if workload == "w3" else None),
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_waiting=_MAX_WAITING, attention_backend=attention_backend, scheduling_policy=policy,
         ) as engine:
             chosen = _workload(engine, workload, prompts_json, output_tokens)

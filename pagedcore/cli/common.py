@@ -47,8 +47,11 @@ def open_engine(model: Any, **settings: Any) -> Engine:
     """
     given = {name: value for name, value in settings.items() if value is not None}
     with error_console().status(f"loading {model if isinstance(model, str) else 'the model'} ..."):
+        from transformers.utils import logging
+
         from pagedcore import Engine
 
+        logging.disable_progress_bar()  # Why: the line above says what is going on; two bars would fight over it
         return Engine.from_pretrained(model, **given)
 
 

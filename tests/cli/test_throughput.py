@@ -12,7 +12,7 @@ from pagedcore.bench.throughput import Measurement, measure, percentile
 from pagedcore.bench.workloads import Workload
 from pagedcore.errors import InvalidConfig
 
-FOUR = Workload("four", ((1,), (2,), (3,), (4,)), (2, 8, 2, 2), max_num_seqs=2)
+FOUR = Workload("four", ((1,), (2,), (3,), (4,)), (2, 8, 2, 2))
 
 
 def measured(policy: str, **settings: object) -> Measurement:
@@ -45,7 +45,7 @@ def test_counts_leave_the_warm_up_out() -> None:
 
 def test_memory_pressure_shows_as_recomputed_positions() -> None:
     """With too few blocks for two long requests something is preempted and computed again."""
-    long = Workload("long", ((1, 2), (3, 4)), (20, 20), max_num_seqs=2)
+    long = Workload("long", ((1, 2), (3, 4)), (20, 20))
     engine = make_engine(max_num_seqs=2, num_kv_blocks=7)
     result = measure(engine, long, "fcfs", lambda count: None)
     assert result.num_preemptions > 0
