@@ -35,7 +35,8 @@ class KVStorage:
         self.num_blocks = num_blocks
         try:
             self.pool: torch.Tensor = layout.allocate(num_blocks)
-        except (RuntimeError, MemoryError):
+        # Why: beyond 2**63 bytes torch complains about the type of the number.
+        except (RuntimeError, MemoryError, TypeError):
             raise InvalidConfig(
                 f"num_kv_blocks: got {num_blocks}, which are {num_blocks * layout.block_bytes} bytes, more than "
                 "this machine gives. Lower num_kv_blocks or kv_cache_memory."

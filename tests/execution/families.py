@@ -58,7 +58,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": {**_HEAD},
     "gemma2": {
-        **_HEAD, **_SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0,
+        **_HEAD, **_SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0,
     },
     "gemma3_text": {**_HEAD, **_ALTERNATING, "query_pre_attn_scalar": 16},
     "gemma3n_text": {

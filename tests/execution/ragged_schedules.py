@@ -54,7 +54,8 @@ def run_schedule(
     parts: list[list[torch.Tensor]] = [[] for _ in sequences]
     for rows in steps:
         logits = backend.forward(batch_of(sequences, rows, tables, block_size))
-        for (i, start, end), part in zip(rows, logits.split([end - start for _, start, end in rows]), strict=True):
+        lengths = [end - start for _, start, end in rows]
+        for (i, _, _), part in zip(rows, logits.split(lengths), strict=True):
             parts[i].append(part.clone())
     return [torch.cat(part) for part in parts]
 

@@ -8,7 +8,11 @@ import torch
 
 from execution.families import FAMILIES, VOCAB, tiny_model
 from execution.ragged_schedules import random_schedule, random_sequences, random_tables, run_schedule
+from pagedcore.execution.models.decoder import ModuleDecoder
+from pagedcore.execution.models.fused_decoder import best_decoder
 from pagedcore.execution.models.transformers_model import TransformersModel
+from pagedcore_kernels.cpu.backend import NumbaCpuAttention
+from pagedcore_kernels.reference import ReferenceAttention
 
 LENGTHS = (33, 21, 5)
 NUM_BLOCKS = 80
@@ -38,25 +42,21 @@ def assert_equal_up_to_rounding(actual: list[torch.Tensor], expected: list[torch
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-def check_family(family: str, attention: Any, block_size: int) -> None:
+def check_family(family: str, attention: Any, block_size: int, decoder: Any) -> None:
     model = tiny_model(family)
     sequences = random_sequences(LENGTHS, VOCAB)
     expected = plain_logits(model, sequences)
-    backend = TransformersModel(model, attention, block_size=block_size)
+    backend = TransformersModel(model, attention, block_size=block_size, decoder_factory=decoder)
     assert_equal_up_to_rounding(paged_logits(backend, sequences, family), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_paged_logits_are_those_of_transformers(family: str) -> None:
     """Chunked, in company and in scattered blocks, logits are within 1e-4 of plain eager ones, argmax equal."""
-    from pagedcore_kernels.reference import ReferenceAttention
-
-    check_family(family, ReferenceAttention, random.Random(family).choice([1, 4, 16]))
+    check_family(family, ReferenceAttention, random.Random(family).choice([1, 4, 16]), ModuleDecoder)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - COMPILED_ELSEWHERE))
 def test_compiled_attention_gives_the_logits_of_transformers(family: str) -> None:
-    """The same law with the kernels that are compiled for this CPU."""
-    from pagedcore_kernels.cpu.backend import NumbaCpuAttention
-
-    check_family(family, NumbaCpuAttention, 16)
+    """The same law with the kernels compiled for this CPU and the decoder that is chosen by default."""
+    check_family(family, NumbaCpuAttention, 16, best_decoder)

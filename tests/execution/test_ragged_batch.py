@@ -4,10 +4,10 @@ import time
 
 import numpy as np
 import pytest
-from doubles import make_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from doubles import make_sequence
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.errors import InternalError
 from pagedcore.execution.ragged_batch import RaggedBatch, build_batch

@@ -8,9 +8,10 @@ copied. Code shipped with a model runs only where the caller said so. It never c
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,6 +21,8 @@ from pagedcore.execution.models.guards import check_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_PATH: Final = re.compile(r"(?<!\w)/[\w.\-/]+")
 
 
 def load_pretrained(
@@ -36,6 +39,7 @@ def load_pretrained(
         ModelNotSupported: the architecture cannot run here, or needs code of its own that may not run.
         InvalidConfig: there is no such model, or it has no safetensors weights.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name, is_local = os.fspath(source), Path(source).is_dir()
@@ -44,14 +48,24 @@ def load_pretrained(
     try:
         config = AutoConfig.from_pretrained(name, **options)
         check_config(config.to_dict())
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, **options
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True, **options
         )
     except ModelNotSupported:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidConfig(f"model: it could not be loaded ({_first_line(error, name)}).") from error
-    return model
+    _require_all_weights(report)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _require_all_weights(report: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with gaps, which transformers would fill with random numbers."""
+    if missing := sorted(report["missing_keys"]):
+        raise InvalidConfig(
+            f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
+        )
 
 
 def read_config(name: str, is_local: bool) -> Mapping[str, Any]:
@@ -99,6 +113,6 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def _first_line(error: Exception, name: str) -> str:
-    """Return the start of a library's message without the path or name that was asked for."""
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__).replace(name, "the model")[:300]
+    """Return the start of a library's message without the name that was asked for and without paths."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return _PATH.sub("its files", lines[0].replace(name, "the model"))[:300]

@@ -40,14 +40,17 @@ def num_blocks(block_size: int) -> int:
     return _NUM_SEQUENCES * -(-NUM_TOKENS // block_size)
 
 
-def check_against(expected: torch.Tensor, forward: Forward, tokens: Int64Array, block_size: int) -> bool:
+def check_against(
+    expected: torch.Tensor, forward: Forward, tokens: Int64Array, block_size: int, dtype: torch.dtype
+) -> bool:
     """Compare the paged path, in two chunks, with logits of one plain forward.
 
     Args:
-        expected: [12, vocabulary] logits of the model before it was changed, in its own number format.
+        expected: [12, vocabulary] logits of the model before it was changed, in any float type.
         forward: computes a batch with ``num_blocks(block_size)`` blocks of memory.
         tokens: those ``expected`` was computed for.
         block_size: tokens per block.
+        dtype: number format of the weights, which sets how far rounding may go.
 
     Returns:
         Whether the logits were the same bits chunked, whole and in company.
@@ -59,7 +62,7 @@ def check_against(expected: torch.Tensor, forward: Forward, tokens: Int64Array, 
     chunked = torch.cat([
         forward(schedule.batch((0, 0, _CHUNK))), forward(schedule.batch((0, _CHUNK, NUM_TOKENS)))
     ])
-    _compare(chunked, expected)
+    _compare(chunked, expected.float(), dtype)
     whole = forward(schedule.batch((1, 0, 5), (2, 0, NUM_TOKENS), (3, 0, NUM_TOKENS - 1)))
     decoded = forward(schedule.batch((1, 5, 6), (3, NUM_TOKENS - 1, NUM_TOKENS)))
     return torch.equal(chunked, whole[5 : 5 + NUM_TOKENS]) and torch.equal(chunked[-1], decoded[-1])
@@ -85,13 +88,14 @@ class _Schedule:
         return dataclasses.replace(batch, logits_rows=np.arange(batch.num_tokens))
 
 
-def _compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def _compare(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """Compare per token: the distance of the logits, relative to their spread around their mean."""
-    tolerance = _TOLERANCE[expected.dtype]
-    wanted = expected.float()
-    spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-30)
-    error = (actual - wanted).norm(dim=-1) / spread
-    allowed = 0 if expected.dtype == torch.float32 else int(_OUTLIERS * NUM_TOKENS)
+    if not expected.isfinite().all():
+        raise ModelNotSupported("model: self-test failed. Its own logits are not finite; its weights are damaged.")
+    tolerance = _TOLERANCE[dtype]
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-30)
+    error = (actual - expected).norm(dim=-1) / spread
+    allowed = 0 if dtype == torch.float32 else int(_OUTLIERS * NUM_TOKENS)
     wrong = (~(error <= tolerance)).nonzero().flatten().tolist()
     if len(wrong) > allowed:
         where = "the second chunk" if wrong[0] >= _CHUNK else "the first chunk"

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pagedcore.execution import machine
+from pagedcore.execution.machine import this_machine
+
+X86 = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n\nprocessor\t: 1\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd sve bf16 i8mm\n"
+OLD = "model name\t: Old CPU\nflags\t\t: fpu sse2 avx2\n"
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
+    """Let the machine's files read as given; the others are absent."""
+    paths = {"cpuinfo": "/proc/cpuinfo", "quota": "/sys/fs/cgroup/cpu.max", "limit": "/sys/fs/cgroup/memory.max"}
+    texts = {paths[name]: text for name, text in files.items()}
+    monkeypatch.setattr(machine, "_read", lambda path: texts.get(path, ""))
+
+
+@pytest.mark.parametrize(("cpuinfo", "sets", "dtype"), [
+    (X86, ("avx2", "avx512f", "avx512_bf16", "amx_tile"), "bfloat16"),
+    (ARM, ("asimd", "sve", "bf16", "i8mm"), "bfloat16"),
+    (OLD, ("avx2",), "float32"),
+    ("", (), "float32"),
+], ids=["x86", "arm", "old", "unreadable"])
+def test_formats_follow_the_instruction_sets(
+    monkeypatch: pytest.MonkeyPatch, cpuinfo: str, sets: tuple[str, ...], dtype: str
+) -> None:
+    """bfloat16 is the default exactly where the processor multiplies it."""
+    pretend(monkeypatch, cpuinfo=cpuinfo)
+    found = this_machine()
+    assert found.instruction_sets == sets
+    assert found.default_dtype == dtype == found.dtypes[0]
+    assert sorted(found.dtypes) == ["bfloat16", "float16", "float32"]
+
+
+@pytest.mark.parametrize(("quota", "expected"), [
+    ("100000 100000", 1), ("50000 100000", 1), ("max 100000", None), ("", None), ("garbage", None),
+])
+def test_a_container_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, quota: str, expected: int | None) -> None:
+    """More threads than the quota would wait for each other; less than one core is still one."""
+    pretend(monkeypatch, quota=quota)
+    assert this_machine().num_cores == (expected or len(os.sched_getaffinity(0)))
+
+
+def test_a_container_limit_is_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smaller of machine and container counts."""
+    pretend(monkeypatch, limit="1048576")
+    assert this_machine().memory_bytes == 1048576
+    pretend(monkeypatch, limit="max")
+    assert this_machine().memory_bytes > 1048576
+
+
+def test_this_machine_has_a_name_and_cores() -> None:
+    """The real files of the machine the tests run on can be read."""
+    found = this_machine()
+    assert found.cpu_name
+    assert found.num_cores >= 1
