@@ -1,0 +1,62 @@
+"""What every peer is asked to do: greedy, end-of-text ignored, fixed output lengths.
+
+It imports nothing but the standard library, because it runs in every peer's own environment.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+#: Prompts draw from this range, which is valid for the model and for the tokenizer.
+_FIRST_TOKEN, _LAST_TOKEN = 300, 4000
+
+
+@dataclass
+class Workload:
+    """Prompts and how many tokens each is to be answered with."""
+
+    name: str
+    prompts: list[list[int]] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    prime: Workload | None = None
+    """Run before the clock starts."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens to be generated."""
+        return sum(self.outputs)
+
+
+def workload(name: str) -> Workload:
+    """Return a workload by name.
+
+    ``w1``: 64 ragged requests. ``w2``: 32 requests with a shared prefix of 512 tokens that nobody has seen; ``w2p``:
+    the same after one request with that prefix. ``w3``: one stream. ``warm``: four small ones. ``w3@1`` is of the same
+    shape with other tokens.
+    """
+    base, _, variation = name.partition("@")
+    rng = random.Random(f"tokens-{base}-{variation}")
+    if base == "w1":
+        prompt_lengths, output_lengths = random.Random(0), random.Random(1)
+        lengths = [prompt_lengths.randint(16, 256) for _ in range(64)]
+        outputs = [output_lengths.randint(16, 256) for _ in range(64)]
+        return Workload(name, [_tokens(rng, n) for n in lengths], outputs)
+    if base in ("w2", "w2p"):
+        prefix = _tokens(rng, 512)
+        prime = Workload("prime", [prefix + _tokens(rng, 16)], [2]) if base == "w2p" else None
+        return Workload(name, [prefix + _tokens(rng, 16) for _ in range(32)], [32] * 32, prime)
+    if base == "w3":
+        return Workload(name, [_tokens(rng, 128)], [64])
+    if base == "warm":
+        return Workload(name, [_tokens(rng, n) for n in (20, 90, 40, 130)], [12, 8, 16, 10])
+    raise SystemExit(f"no workload {name!r}")
+
+
+def _tokens(rng: random.Random, number: int) -> list[int]:
+    return [rng.randrange(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(number)]
