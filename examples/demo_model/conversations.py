@@ -87,7 +87,7 @@ class ConversationSource:
                 return row
 
     def _next_question(self, last: Task | None) -> tuple[Task, Draft]:
-        if last is not None and last.follow_up is not None and self._rng.random() < 0.35:
+        if last is not None and last.follow_up is not None and self._rng.random() < 0.45:
             task = self._pick([task for task in TASKS.values() if task.family == last.family])
             if task.follow_up is not None:
                 return task, draw(task.follow_up, self._rng, "train")

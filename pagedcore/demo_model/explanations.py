@@ -40,9 +40,7 @@ EXPLANATIONS: dict[tuple[str, ...], str] = {
         "continuous batching",
     ): "Continuous batching lets requests join and leave the running batch at every step, so no one waits "
     "for the slowest.",
-    (
-        "static batching",
-    ): "Static batching runs a fixed group of requests until the longest of them has finished.",
+    ("static batching",): "Static batching runs a fixed group of requests until the longest of them has finished.",
     (
         "paged attention",
         "PagedAttention",
@@ -55,15 +53,12 @@ EXPLANATIONS: dict[tuple[str, ...], str] = {
         "prefix caching",
         "prefix sharing",
     ): "Prefix caching keeps the blocks of a prompt, so the next request that starts alike can reuse them.",
-    (
-        "preemption",
-    ): "Preemption takes memory away from one request so that others can go on; it is finished later.",
+    ("preemption",): "Preemption takes memory away from one request so that others can go on; it is finished later.",
     ("attention",): "Attention lets each token look at the earlier tokens and take from them what it needs.",
     (
         "grouped-query attention",
         "GQA",
-    ): "In grouped-query attention several query heads share one pair of key and value heads, which saves "
-    "memory.",
+    ): "In grouped-query attention several query heads share one pair of key and value heads, which saves memory.",
     (
         "a transformer",
         "transformer",
@@ -95,25 +90,19 @@ EXPLANATIONS: dict[tuple[str, ...], str] = {
         "fragmentation",
     ): "Fragmentation means that free memory is scattered in pieces too small to be of use.",
     ("swapping",): "Swapping moves data that is not needed now to slower memory and brings it back later.",
-    (
-        "quantization",
-    ): "Quantization stores numbers with fewer bits, which saves memory and costs a little accuracy.",
+    ("quantization",): "Quantization stores numbers with fewer bits, which saves memory and costs a little accuracy.",
     (
         "speculative decoding",
     ): "In speculative decoding a small model guesses some tokens and the large model checks them at once.",
     ("a prompt", "prompt"): "A prompt is the text that a model is asked to continue.",
     ("Python",): "Python is a programming language that is easy to read and much used for machine learning.",
-    (
-        "pagedcore",
-    ): "pagedcore is a small engine that answers many requests at once and keeps their memory in blocks.",
+    ("pagedcore",): "pagedcore is a small engine that answers many requests at once and keeps their memory in blocks.",
 }
 """Explanation of each subject, keyed by the names people may ask for; the first name is the usual one."""
 
 _HELLO = "Hello! Ask me a sum, a capital, or what the KV cache is."
 _SELF = "I am the small demo model of pagedcore. I know sums, capitals, words, days and a few ideas."
-_SKILLS = (
-    "I can add and subtract, name capitals, count, spell, sort and reverse words, and explain a few ideas."
-)
+_SKILLS = "I can add and subtract, name capitals, count, spell, sort and reverse words, and explain a few ideas."
 _WELCOME = "You are welcome."
 _GOODBYE = "Goodbye!"
 

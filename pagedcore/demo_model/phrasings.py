@@ -34,7 +34,7 @@ CAPITAL = (
     "Tell me the capital of {country}.",
     "The capital of {country}?",
     "What is the capital city of {country}?",
-    "{country} has which capital?",
+    "Which capital does {country} have?",
     "Capital of {country}?",
     "Do you know the capital of {country}?",
 )

@@ -214,16 +214,10 @@ TASKS: dict[str, Task] = {
         _sum_task("subtract", "-", 2),
         _sum_task("add_three_digits", "+", 3),
         _sum_task("subtract_three_digits", "-", 3),
-        Task(
-            "capital", "capital", _capital_maker(phrasings.CAPITAL), _capital_maker(phrasings.CAPITAL_AGAIN)
-        ),
-        Task(
-            "country", "country", _country_maker(phrasings.COUNTRY), _country_maker(phrasings.COUNTRY_AGAIN)
-        ),
+        Task("capital", "capital", _capital_maker(phrasings.CAPITAL), _capital_maker(phrasings.CAPITAL_AGAIN)),
+        Task("country", "country", _country_maker(phrasings.COUNTRY), _country_maker(phrasings.COUNTRY_AGAIN)),
         Task("count", "count", _count_maker(again=False), _count_maker(again=True)),
-        Task(
-            "reverse", "reverse", _word_list_maker(phrasings.REVERSE, "Reversed", lambda words: words[::-1])
-        ),
+        Task("reverse", "reverse", _word_list_maker(phrasings.REVERSE, "Reversed", lambda words: words[::-1])),
         Task("sort", "sort", _word_list_maker(phrasings.SORT, "Sorted", sorted)),
         Task("spell", "spell", _spell_maker(phrasings.SPELL, 1), _spell_maker(phrasings.SPELL_AGAIN, 1)),
         Task("spell_backwards", "spell_backwards", _spell_maker(phrasings.BACKWARDS, -1)),
@@ -245,9 +239,7 @@ TASKS: dict[str, Task] = {
             _length_maker(phrasings.LENGTH),
             _length_maker(phrasings.LENGTH_AGAIN),
         ),
-        Task(
-            "explain", "explain", _explain_maker(phrasings.EXPLAIN), _explain_maker(phrasings.EXPLAIN_AGAIN)
-        ),
+        Task("explain", "explain", _explain_maker(phrasings.EXPLAIN), _explain_maker(phrasings.EXPLAIN_AGAIN)),
         Task("talk", "talk", _talk),
     )
 }
