@@ -123,7 +123,7 @@ class Variant:
         heads = -(-group // head_tiles)
         vectors = heads * max(1, block_size // LANES)
         decode_blocks = 1
-        while vectors * decode_blocks < 8 and block_size * decode_blocks < TILE // 2:
+        while vectors * decode_blocks * 2 <= registers and block_size * decode_blocks * 2 <= TILE // 2:
             decode_blocks *= 2
         return cls(key_size, value_size, block_size, is_bf16, heads, max(1, 16 // heads), decode_blocks, registers)
 
@@ -280,6 +280,10 @@ def attention_kernel(variant: Variant) -> Kernel:
                         )  # fmt: skip
 
                 for j in range(first_block, last_block):
+                    ahead = tile_start + TILE + (j - first_block) * block_size
+                    if num_queries == 1 and j < first_block + 2 * PREFETCH_DISTANCE and ahead < end:
+                        block = load_int32(table, ahead // block_size)
+                        prefetch(key_bytes, 3, pool + block * block_bytes + keys)
                     skipped = max(low - j * block_size, 0)
                     count = min(block_size, high - j * block_size) - skipped
                     weights = scores + (j * block_size + skipped) * 4

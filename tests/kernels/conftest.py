@@ -1,0 +1,18 @@
+"""Settings that all kernel tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def quiet_torch() -> Iterator[None]:
+    """No autograd, as in the engine, and one thread unless a test asks for more: small tensors gain nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)

@@ -1,0 +1,115 @@
+"""The CPU attention kernel against float64, over shapes, options, dtypes and block sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.attention_cases import (
+    LAYER,
+    Rows,
+    Shape,
+    Tokens,
+    assert_close,
+    expected,
+    nan_pool,
+    random_tables,
+    run,
+)
+from pagedcore_kernels.cpu.backend import NumbaCpuAttention
+
+F32, BF16 = torch.float32, torch.bfloat16
+SHAPES = [
+    Shape(7, 2, 64, 64, 32, F32),
+    Shape(7, 2, 64, 64, 32, BF16),
+    Shape(1, 3, 64, 64, 16, F32),
+    Shape(4, 2, 128, 128, 16, BF16),
+    Shape(40, 1, 24, 12, 8, F32),
+    Shape(3, 1, 12, 8, 4, BF16),
+    Shape(2, 3, 80, 96, 1, F32),
+    Shape(5, 2, 8, 24, 2, BF16),
+    Shape(8, 1, 192, 128, 32, BF16),
+    Shape(2, 1, 512, 256, 16, F32),
+]
+MANY = [
+    {},
+    {"window": 1},
+    {"window": 100},
+    {"chunk": 64},
+    {"chunk": 300, "window": 70},
+    {"softcap": 5.0},
+    {"sinks": True},
+    {"window": 40, "chunk": 50, "softcap": 2.0, "sinks": True},
+]
+
+
+def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    """Replace ``True`` by one sink logit per head, from negligible to dominant."""
+    return {k: torch.linspace(-4, 12, heads) if k == "sinks" else v for k, v in options.items()}
+
+
+def random_lengths(seed: int) -> list[tuple[int, int]]:
+    """A mixed batch: decode rows, chunks and whole prompts, around block and tile borders."""
+    random = np.random.default_rng(seed)
+    lengths = [(1, 1), (1, 256), (1, 257), (3, 258), (17, 17)]
+    for _ in range(5):
+        length = int(random.integers(1, 600))
+        lengths.append((int(random.integers(1, min(length, 40) + 1)), length))
+    return [lengths[i] for i in random.permutation(len(lengths))]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_agrees_with_float64(shape: Shape) -> None:
+    """A ragged batch of mixed rows over scattered blocks gives what float64 gives, under every option."""
+    lengths = random_lengths(seed=shape.block_size + shape.group)
+    sequences = [Tokens.random(shape, length, seed=i) for i, (_, length) in enumerate(lengths)]
+    num_blocks = sum(-(-length // shape.block_size) for _, length in lengths) + 3
+    tables = random_tables(lengths, shape.block_size, num_blocks, seed=5)
+    backend = NumbaCpuAttention(shape.layout, nan_pool(shape.layout, num_blocks))
+    run(backend, Rows([(n, n) for _, n in lengths], tables, shape.block_size), sequences, shape)
+    rows = Rows(lengths, tables, shape.block_size, padding=3)
+    for options in (with_sinks(option, shape.heads) for option in MANY):
+        assert_close(run(backend, rows, sequences, shape, **options), expected(rows, sequences, shape, **options))
+
+
+def test_long_context_stays_exact() -> None:
+    """Many tiles, with the largest scores early or late, leave no more error than one tile."""
+    shape = Shape(7, 2, 64, 64, 32, F32)
+    tokens = Tokens.random(shape, 3000, seed=1)
+    tokens.key[:10] *= 3
+    tokens.key[2000:2010] *= 4
+    tables = random_tables([(3000, 3000)], 32, 94, seed=6)
+    backend = NumbaCpuAttention(shape.layout, nan_pool(shape.layout, 94))
+    run(backend, Rows([(3000, 3000)], tables, 32), [tokens], shape)
+    rows = Rows([(20, 3000)], tables, 32)
+    assert_close(run(backend, rows, [tokens], shape), expected(rows, [tokens], shape))
+
+
+def test_strides_of_the_query_are_free() -> None:
+    """A query that is a transposed view gives the bits of its contiguous copy."""
+    shape = Shape(3, 1, 12, 8, 4, BF16)
+    tokens = Tokens.random(shape, 50, seed=1)
+    rows = Rows([(50, 50)], random_tables([(50, 50)], 4, 13, seed=2), 4)
+    backend = NumbaCpuAttention(shape.layout, nan_pool(shape.layout, 13))
+    contiguous = run(backend, rows, [tokens], shape)
+    transposed = tokens.query.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.cat([tokens.query, tokens.query], dim=-1)[..., : shape.key_size]
+    for query in (transposed, wide):
+        assert not query.is_contiguous()
+        assert torch.equal(backend.attend(LAYER, query, scale=shape.scale), contiguous)
+
+
+def test_a_nan_is_not_hidden() -> None:
+    """A NaN in a visible key reaches every row that sees it, in whichever tile it lies, and no other row."""
+    shape = Shape(1, 3, 64, 64, 16, F32)
+    for bad in (10, 290):
+        tokens = Tokens.random(shape, 600, seed=1)
+        tokens.key[bad] = float("nan")
+        rows = Rows([(600, 600)], random_tables([(600, 600)], 16, 38, seed=2), 16)
+        backend = NumbaCpuAttention(shape.layout, nan_pool(shape.layout, 38))
+        is_nan = run(backend, rows, [tokens], shape).isnan()
+        assert not is_nan[:bad].any()
+        assert is_nan[bad:].all()

@@ -1,0 +1,103 @@
+"""Where K and V lie in a block: every element its own bytes, every block one contiguous run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedcore.errors import InvalidConfig
+from pagedcore_kernels.layout import ALIGNMENT, KVLayout, LayerShape
+
+SHAPES = st.builds(LayerShape, st.integers(1, 5), st.integers(1, 70), st.integers(1, 70))
+LAYOUTS = st.builds(
+    KVLayout,
+    st.sampled_from([1, 2, 3, 4, 8, 16, 32]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.lists(SHAPES, min_size=1, max_size=4).map(tuple),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(LAYOUTS)
+def test_ranges_are_disjoint_ordered_and_inside_the_block(layout: KVLayout) -> None:
+    """K and V of all layers follow each other on cache lines without overlap and end inside the block."""
+    end = 0
+    for layer in range(len(layout.layers)):
+        for offset, size in (
+            (layout.key_offset(layer), layout.key_bytes(layer)),
+            (layout.value_offset(layer), layout.value_bytes(layer)),
+        ):
+            assert offset >= end
+            assert offset - end < ALIGNMENT
+            assert offset % ALIGNMENT == 0
+            end = offset + size
+    assert 0 <= layout.block_bytes - end < ALIGNMENT
+
+
+@settings(deadline=None, max_examples=50)
+@given(LAYOUTS)
+def test_views_reach_every_element_once(layout: KVLayout) -> None:
+    """Counting up through the views of all layers and blocks marks as many different bytes as there are elements."""
+    pool = layout.allocate(3).zero_()
+    elements = 0
+    for layer, shape in enumerate(layout.layers):
+        for view, sizes in (
+            (layout.key_view(pool, layer), (shape.key_head_size, layout.block_size)),
+            (layout.value_view(pool, layer), (layout.block_size, shape.value_head_size)),
+        ):
+            assert view.shape == (3, shape.num_kv_heads, *sizes)
+            view.add_(1)
+            elements += view.numel()
+    ones = pool.flatten().view(layout.dtype)
+    assert int((ones == 1).sum()) == elements
+    assert int((ones == 0).sum()) == ones.numel() - elements
+
+
+def test_one_block_is_one_contiguous_run_of_all_layers() -> None:
+    """Copying the bytes of a block moves its K and V of every layer, and nothing of its neighbours."""
+    layout = KVLayout(4, torch.float32, (LayerShape(2, 6, 10), LayerShape(1, 16, 16)))
+    pool = layout.allocate(3).zero_()
+    for layer in range(2):
+        layout.key_view(pool, layer)[1] = 1 + layer
+        layout.value_view(pool, layer)[1] = 11 + layer
+    pool[2].copy_(pool[1])
+    for layer in range(2):
+        assert layout.key_view(pool, layer)[:, 0, 0, 0].tolist() == [0, 1 + layer, 1 + layer]
+        assert layout.value_view(pool, layer)[:, 0, 0, 0].tolist() == [0, 11 + layer, 11 + layer]
+
+
+def test_bytes_per_token_follow_the_formula() -> None:
+    """Without padding a token costs 2 * layers * KV heads * head size * item size."""
+    layout = KVLayout(32, torch.bfloat16, (LayerShape(2, 64, 64),) * 24)
+    assert layout.bytes_per_token == 2 * 24 * 2 * 64 * 2
+    assert layout.block_bytes == 32 * layout.bytes_per_token
+
+
+@pytest.mark.parametrize("num_blocks", [1, 7])
+def test_blocks_start_on_cache_lines(num_blocks: int) -> None:
+    """Each row of a pool is aligned, and the pool is contiguous."""
+    pool = KVLayout(1, torch.bfloat16, (LayerShape(1, 3, 5),)).allocate(num_blocks)
+    assert pool.data_ptr() % ALIGNMENT == 0
+    assert pool.stride(0) % ALIGNMENT == 0
+    assert pool.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: KVLayout(0, torch.float32, (LayerShape(1, 8, 8),)), "block_size"),
+        (lambda: KVLayout(16, torch.int8, (LayerShape(1, 8, 8),)), "dtype"),
+        (lambda: KVLayout(16, torch.float32, ()), "layers"),
+        (lambda: LayerShape(0, 8, 8), "num_kv_heads"),
+        (lambda: LayerShape(1, 8, -1), "value_head_size"),
+        (lambda: KVLayout(16, torch.float32, (LayerShape(1, 8, 8),)).allocate(0), "num_blocks"),
+    ],
+)
+def test_impossible_layouts_are_refused(make: Any, name: str) -> None:
+    """A size that is no positive number is refused by name."""
+    with pytest.raises(InvalidConfig, match=name):
+        make()
