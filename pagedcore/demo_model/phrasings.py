@@ -143,8 +143,6 @@ CAPITAL_AGAIN = (
 
 COUNTRY_AGAIN = ("And {capital}?", "What about {capital}?")
 
-COUNT_AGAIN = ("And from {a} to {b}?", "Now from {a} to {b}.")
-
 NEIGHBOUR_AGAIN = ("And {side} {name}?", "What about {side} {name}?", "And which {unit} is {side} {name}?")
 
 LENGTH_AGAIN = ("And in {name}?", "And {name}?", "What about {name}?")
