@@ -83,8 +83,6 @@ def _num_usable_cores() -> int:
 
 
 def _memory_bytes() -> int:
-    import psutil
-
     limit = _read("/sys/fs/cgroup/memory.max").strip()
-    total = int(psutil.virtual_memory().total)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total, int(limit)) if limit.isdigit() else total

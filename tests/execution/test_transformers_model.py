@@ -124,6 +124,12 @@ def test_a_number_format_without_a_pool_is_refused() -> None:
         TransformersModel(tiny_model("llama", dtype=torch.float64), ReferenceAttention, runs_self_test=False)
 
 
+def test_weights_that_are_not_in_memory_are_refused() -> None:
+    """A model on another device, or one that was never loaded, is refused with the device."""
+    with pytest.raises(InvalidConfig, match="'meta'"):
+        TransformersModel(tiny_model("llama").to("meta"), ReferenceAttention)
+
+
 def test_experts_make_no_promise_about_bits() -> None:
     """A model with products that were not packed never declares itself invariant."""
     assert not backend_of("mixtral").is_schedule_invariant

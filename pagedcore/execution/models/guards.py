@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from pagedcore.errors import ModelNotSupported
+from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.execution.models.attention_interface import ATTENTION_KEY
 
 _OWN_ATTENTION: Final = (
@@ -82,6 +82,17 @@ def check_modules(model: nn.Module, name: str) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             raise _refusal(name, f"{_STATE} ({type(module).__name__})")
+
+
+def check_device(model: nn.Module) -> None:
+    """Refuse weights that are not in this machine's memory: on an accelerator, or not loaded at all.
+
+    Raises:
+        InvalidConfig: with the device.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type != "cpu":
+            raise InvalidConfig(f"model: it has weights on {parameter.device.type!r}, allowed is 'cpu'. Move it there.")
 
 
 def check_attention_was_taken(config: Any) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,9 +49,11 @@ def load_pretrained(
     try:
         config = AutoConfig.from_pretrained(name, **options)
         check_config(config.to_dict())
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True, **options
-        )
+        with _no_progress_bar():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
+                **options,
+            )
     except ModelNotSupported:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -58,6 +61,20 @@ def load_pretrained(
     _require_all_weights(report)
     loaded: PreTrainedModel = model
     return loaded
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing while it maps files, which takes no time worth watching."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _require_all_weights(report: Mapping[str, Any]) -> None:

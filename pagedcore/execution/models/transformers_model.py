@@ -68,7 +68,7 @@ class TransformersModel:
 
         Raises:
             ModelNotSupported: the architecture cannot run here, or the self-test failed.
-            InvalidConfig: its number format cannot be stored in a KV pool.
+            InvalidConfig: its number format cannot be stored in a KV pool, or it has weights on another device.
         """
         self.name = str(model.config.model_type)
         self.attention_name = attention_name
@@ -79,6 +79,7 @@ class TransformersModel:
         self._attention: AttentionBackend | None = None
         guards.check_config(model.config.to_dict())
         guards.check_modules(model, self.name)
+        guards.check_device(model)
         self._max_model_len = model_facts.max_model_len(model.config)
         self._eos_token_ids = model_facts.eos_token_ids(model)
         with torch.inference_mode():
