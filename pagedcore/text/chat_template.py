@@ -58,14 +58,15 @@ def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
     the text begins with whatever closes a turn.
 
     Raises:
-        InvalidPrompt: as ``apply_chat_template``, or the template does not write answers out.
+        InvalidPrompt: as ``apply_chat_template``, or the place of the answer cannot be told.
     """
     _check_messages(messages)
     text: str = apply_chat_template(tokenizer, [*_BEFORE, *messages], tokenize=False)
-    _, answer, turn = text.rpartition(_ANSWER)
-    if not answer:
-        raise InvalidPrompt("messages", messages, "text or token ids, because this chat template hides earlier answers")
-    return turn
+    # Safety: a message that holds the stand-in as well must not choose where the conversation is cut.
+    if text.count(_ANSWER) != 1:
+        limit = "text or token ids, because this chat template does not write an earlier answer exactly once"
+        raise InvalidPrompt("messages", messages, limit)
+    return text.partition(_ANSWER)[2]
 
 
 def _check_messages(messages: Sequence[ChatMessage]) -> None:

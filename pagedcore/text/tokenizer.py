@@ -19,7 +19,8 @@ from pagedcore.text.detokenizer_choice import choose_detokenizer
 class HFTokenizer:
     """Text to token ids and back with a tokenizer of transformers; safe to use from several threads.
 
-    Encoding one text starts no worker thread. The given tokenizer is not changed.
+    Encoding one text starts no worker thread. The given tokenizer is not changed, except that its truncation and
+    padding are switched off, as they are by its own calls without them.
 
     Invariant: ``new_detokenizer`` and ``decode`` give the same text for the same tokens.
 

@@ -8,7 +8,7 @@ from pagedcore.errors import InvalidStop
 from pagedcore.text.detokenizer import ByteLevelDetokenizer
 from pagedcore.text.text_stream import TextDelta, TextStream
 from pagedcore.text.tokenizer import HFTokenizer
-from text.text_builders import byte_answers, chunked, cut_at_stop, make_fast
+from text.text_builders import byte_answers, chunked, cut_at_stop, law, make_fast
 
 
 def stream(table: dict[int, bytes], stop: tuple[str, ...] = (), min_tokens: int = 0) -> TextStream:
@@ -34,6 +34,7 @@ def stops_within(text: str) -> st.SearchStrategy[tuple[str, ...]]:
     return st.lists(words, min_size=1, max_size=3).map(tuple)
 
 
+@law
 @given(byte_answers(), st.data())
 def test_the_text_is_the_one_shot_decoding_up_to_the_first_stop_string(answer, data) -> None:
     """Stop strings across tokens and across the bytes of a character end the text where the naive search does."""
@@ -43,6 +44,7 @@ def test_the_text_is_the_one_shot_decoding_up_to_the_first_stop_string(answer, d
     assert run(stream(table, stop), data.draw(chunked(token_ids))) == cut_at_stop(text, stop)
 
 
+@law
 @given(byte_answers(), st.data())
 def test_min_tokens_exempts_the_text_of_the_first_tokens(answer, data) -> None:
     """What the first tokens make certain goes out unmatched; matching starts afresh behind it."""

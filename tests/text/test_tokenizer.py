@@ -13,6 +13,7 @@ import pagedcore
 from pagedcore.errors import InvalidConfig, InvalidPrompt, InvalidText
 from pagedcore.ports import Detokenizer
 from pagedcore.ports import Tokenizer as TokenizerPort
+from pagedcore.text.chat_template import _ANSWER
 from pagedcore.text.detokenizer import ByteLevelDetokenizer
 from pagedcore.text.tokenizer import HFTokenizer
 from text.text_builders import BUILDERS, byte_level, make_fast, push_all
@@ -144,6 +145,19 @@ def test_a_further_turn_continues_the_conversation_as_the_template_would() -> No
     (end,) = tokenizer.eos_token_ids
     for known in (open_ids, [*open_ids, end]):
         assert known + tokenizer.encode_chat_turn([second], known) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{{ messages[-1]['content'] }}", "c"),
+        (CHATML, f"c {_ANSWER} d"),
+    ],
+)
+def test_a_further_turn_is_refused_where_the_answer_before_it_cannot_be_told(template, content) -> None:
+    """Templates that hide earlier answers, and messages that hold the stand-in, are not cut at a guess."""
+    with pytest.raises(InvalidPrompt, match="exactly once"):
+        chat_tokenizer(template).encode_chat_turn([{"role": "user", "content": content}], [1, 2])
 
 
 def test_prompt_text_never_appears_in_the_answer() -> None:

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from pagedcore.errors import InternalError
 from pagedcore.text.window_detokenizer import WindowDetokenizer
-from text.text_builders import chunked, make_fast, push_all
+from text.text_builders import chunked, law, make_fast, push_all
 
 
 def decoder(kind: str):
     return lambda ids: make_fast(kind).decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-@settings(max_examples=40)
+@settings(law, max_examples=40)
 @given(st.data())
 def test_pushed_text_is_the_one_shot_decoding_for_word_suffixes(data) -> None:
     """A decoder whose last token depends on the next gives its one-shot decoding, window cuts included."""
