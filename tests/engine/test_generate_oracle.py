@@ -1,0 +1,54 @@
+"""Greedy answers of the engine against ``model.generate`` of transformers, for every architecture family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from execution.families import FAMILIES, VOCAB, tiny_model
+from pagedcore.engine import Engine
+from pagedcore.sampling_params import SamplingParams
+
+NUM_TOKENS = 12
+PROMPT_LENGTHS = (3, 19, 9)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+def generate_alone(model: Any, prompt: list[int]) -> list[int]:
+    """The tokens transformers generates for one prompt, end token included."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_generate(family: str) -> None:
+    """Chunked, in company and under preemption, greedy tokens are identical to ``model.generate`` alone."""
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    prompts = make_prompts()
+    expected = [generate_alone(model, prompt) for prompt in prompts]
+    settings: dict[str, Any] = {"max_num_batched_tokens": 7, "max_num_seqs": 3, "num_kv_blocks": 12, "block_size": 4}
+    with Engine.from_pretrained(model, attention_backend="reference", **settings) as engine:
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS))
+        assert engine.stats().num_preemptions > 0 or any(len(answer) < NUM_TOKENS for answer in expected)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected

@@ -1,0 +1,115 @@
+"""The central promise, end to end: tokens and logits are the same bytes whatever the scheduler does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_builders import assert_all_free, run
+
+from pagedcore.engine import Engine
+from pagedcore.ports import RaggedRows
+from pagedcore.request import Request
+from pagedcore.sampling_params import SamplingParams
+
+VOCAB = 211
+
+
+class Recorder:
+    """A backend in front of another that remembers every sampled row's logits by sequence and position."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.logits: dict[tuple[int, int], bytes] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def forward(self, batch: RaggedRows) -> Any:
+        """Compute and remember."""
+        logits = self._backend.forward(batch)
+        row_of = {int(end) - 1: row for row, end in enumerate(batch.query_start[1:])}
+        for i, token in enumerate(batch.logits_rows):
+            row = row_of[int(token)]
+            self.logits[int(batch.seq_ids[row]), int(batch.kv_lens[row]) - 1] = np.asarray(logits[i]).tobytes()
+        return logits
+
+
+def tiny_model(seed: int = 0) -> Any:
+    """A random Qwen2 with grouped-query attention."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.2)
+    return model
+
+
+def make_requests() -> list[tuple[list[int], SamplingParams]]:
+    """A ragged set: greedy and sampled, short and long."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.choice((1, 5, 16, 17, 40)))] for _ in range(10)]
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.3, "top_k": 40}, {"temperature": 0.8, "top_p": 0.9}]
+    return [
+        (prompt, SamplingParams(max_tokens=rng.randint(12, 40), ignore_eos=True, seed=i, **kinds[i % 3]))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def play(dtype: str, order: list[int], **settings: Any) -> tuple[dict[int, Any], int]:
+    """Run the requests in ``order``; return tokens and logits bytes by request number, and the preemptions."""
+    requests = make_requests()
+    with Engine.from_pretrained(tiny_model(), dtype=dtype, block_size=16, max_num_waiting=16, **settings) as engine:
+        recorder = Recorder(engine._runner._backend)
+        engine._runner._backend = recorder
+        handles: dict[int, Request] = {i: engine.add_request(*requests[i]) for i in order}
+        run(engine)
+        results = {}
+        for i, handle in handles.items():
+            sequence = handle.sequences[0]
+            rows = {pos: data for (sid, pos), data in recorder.logits.items() if sid == sequence.sequence_id}
+            results[i] = (list(handle.output().outputs[0].token_ids), rows)
+        num_preemptions = engine.stats().num_preemptions
+        assert_all_free(engine)
+    return results, num_preemptions
+
+
+ALL = list(range(10))
+COMPANIES: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "reversed": (ALL[::-1], {}),
+    "small chunks": (ALL, {"max_num_batched_tokens": 10, "max_num_seqs": 10}),
+    "two at a time": (ALL, {"max_num_seqs": 2, "max_num_batched_tokens": 64}),
+    "static batches": (ALL, {"max_num_seqs": 4, "scheduling_policy": "static"}),
+    "a pool that is too small": (ALL, {"num_kv_blocks": 6, "max_num_batched_tokens": 64}),
+}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def alone(request: pytest.FixtureRequest) -> tuple[str, dict[int, Any]]:
+    """Every request answered with nobody else in the engine."""
+    results: dict[int, Any] = {}
+    for i in ALL:
+        results |= play(request.param, [i])[0]
+    return request.param, results
+
+
+@pytest.mark.parametrize("company", COMPANIES)
+def test_tokens_and_logits_are_the_same_bytes_as_alone(alone: tuple[str, dict[int, Any]], company: str) -> None:
+    """Batch mates, order, chunking, batching policy and preemption by recompute change no bit."""
+    dtype, expected = alone
+    order, settings = COMPANIES[company]
+    results, num_preemptions = play(dtype, order, **settings)
+    assert (num_preemptions >= 3) == (company == "a pool that is too small"), num_preemptions
+    for i in ALL:
+        assert results[i][0] == expected[i][0], f"tokens of request {i}"
+        assert results[i][1] == expected[i][1], f"logits of request {i}"
