@@ -34,12 +34,6 @@ class EngineStats:
     dtype: str
     is_schedule_invariant: bool
 
-    @property
-    def slot_utilisation(self) -> float:
-        """Generated tokens per slot and step: 1.0 when every slot yields a token in every step."""
-        slots = self.num_steps * self.max_num_seqs
-        return self.num_generated_tokens / slots if slots else 0.0
-
 
 @dataclass(slots=True)
 class Counters:
