@@ -1,0 +1,224 @@
+"""From logits to tokens: what each request's parameters do to its row, in the field's order, and the draw itself.
+
+Once a step, after the model: biases, penalties and masks touch the few tokens they concern (``RowAdjuster``), the
+rest happens in ``pagedcore_kernels/cpu/sampling.py``, which says how temperature, top-k, top-p and min-p choose.
+Nothing here changes a sequence or keeps what could not be computed again from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedcore.outputs import TokenLogprobs
+from pagedcore.ports import FloatArray, Int64Array
+from pagedcore.request import Sequence
+from pagedcore_kernels.cpu.sampling import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
+
+if TYPE_CHECKING:
+    import torch
+
+_LARGEST_FINITE: Final = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The next token of each row, in the order of the rows."""
+
+    token_ids: Int64Array
+    """Shape [S]; -1 where the row is not valid."""
+    is_valid: npt.NDArray[np.bool_]
+    """Shape [S]; false where the model returned NaN, plus infinity or nothing finite, or a mask left nothing."""
+    logprobs: list[TokenLogprobs | None]
+    """One entry per row; ``None`` where none were asked for or the row is not valid."""
+
+
+class Sampler:
+    """Chooses the next token of every sequence of a step.
+
+    A row's token is a function of its logits, its sequence's parameters, tokens and seed, and the position alone.
+
+    Invariant: an adjuster is kept from a step to the next only for the very sequence, turn and parameters it is for.
+    """
+
+    __slots__ = ("_adjusters", "_pick_greedily", "_report", "_sample", "_vocab_size")
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._pick_greedily = GreedyPicker(vocab_size)
+        self._sample = TokenSampler(vocab_size)
+        self._report = LogprobReporter(vocab_size)
+        self._adjusters: dict[int, RowAdjuster] = {}
+
+    def sample(self, logits: FloatArray | torch.Tensor, sequences: Seq[Sequence]) -> SampledTokens:
+        """Choose one token per row.
+
+        Args:
+            logits: float32 [S, vocab_size] on the CPU; may be overwritten.
+            sequences: [S]; row ``i`` is the distribution of what follows ``sequences[i].token_ids``.
+        """
+        rows = _as_array(logits)
+        reports = self._report_logprobs(rows, sequences)
+        self._adjust(rows, sequences, reports)
+        token_ids = self._choose(rows, sequences)
+        logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
+        for i, report in reports.items():
+            if token_ids[i] >= 0:
+                logprobs[i] = report.describe(int(token_ids[i]), rows[i])
+        return SampledTokens(token_ids, token_ids >= 0, logprobs)
+
+    def _choose(self, rows: FloatArray, sequences: Seq[Sequence]) -> Int64Array:
+        params = [sequence.params for sequence in sequences]
+        temperatures = [one.temperature for one in params]
+        if not any(temperatures):
+            return self._pick_greedily(rows)
+        seeds, positions = [one.seed for one in sequences], [len(one.token_ids) for one in sequences]
+        top_k, top_p, min_p = zip(*[(one.top_k, one.top_p, one.min_p) for one in params], strict=True)
+        return self._sample(rows, sampling_rows(temperatures, top_k, top_p, min_p, seeds, positions))
+
+    def _adjust(self, rows: FloatArray, sequences: Seq[Sequence], reports: dict[int, _Report]) -> None:
+        adjusters: dict[int, RowAdjuster] = {}
+        for i, sequence in enumerate(sequences):
+            if not _is_adjusted(sequence):
+                continue
+            adjuster = self._adjusters.get(sequence.sequence_id)
+            if adjuster is None or not adjuster.is_for(sequence):
+                adjuster = RowAdjuster(sequence, self._vocab_size)
+            adjusters[sequence.sequence_id] = adjuster
+            if i in reports:
+                reports[i].keep_raw(rows[i])
+            adjuster.adjust(rows[i])
+        # Why: what is not in this step may never come back; whoever does is counted again.
+        self._adjusters = adjusters
+
+    def _report_logprobs(self, rows: FloatArray, sequences: Seq[Sequence]) -> dict[int, _Report]:
+        wanted = {i: one.params.logprobs for i, one in enumerate(sequences) if one.params.logprobs is not None}
+        if not wanted:
+            return {}
+        normalisers, ids, values = self._report(rows, np.fromiter(wanted, np.int64), max(wanted.values()))
+        return {
+            i: _Report(float(normalisers[place]), ids[place, :count], values[place, :count])
+            for place, (i, count) in enumerate(wanted.items())
+        }
+
+
+def _as_array(logits: FloatArray | torch.Tensor) -> FloatArray:
+    array: Any = logits if isinstance(logits, np.ndarray) else logits.detach().numpy()
+    return np.require(array, np.float32, ["C", "W"])
+
+
+def _is_adjusted(sequence: Sequence) -> bool:
+    params = sequence.params
+    return (
+        params.logit_bias is not None
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or sequence.num_output_tokens < params.min_tokens
+    )
+
+
+class _Report:
+    """Log-probabilities of one row under the model's own distribution, taken before anything changes the row."""
+
+    __slots__ = ("_ids", "_normaliser", "_raw", "_values")
+
+    def __init__(self, normaliser: float, ids: Int64Array, values: FloatArray) -> None:
+        self._normaliser, self._ids, self._values = normaliser, ids, values
+        self._raw: FloatArray | None = None
+
+    def keep_raw(self, row: FloatArray) -> None:
+        """Copy the row, because it is about to be adjusted."""
+        self._raw = row.copy()
+
+    def describe(self, token_id: int, row: FloatArray) -> TokenLogprobs:
+        """Say what the chosen token and the best ones were worth; ``row`` serves if it was not adjusted."""
+        logit = float((row if self._raw is None else self._raw)[token_id])
+        best = [(int(i), float(value) - self._normaliser) for i, value in zip(self._ids, self._values, strict=True)]
+        return TokenLogprobs(token_id, logit - self._normaliser, tuple(pair for pair in best if pair[0] >= 0))
+
+
+class RowAdjuster:
+    """What one turn of one sequence does to its logits before they are sampled: bias, penalties, minimum length.
+
+    Values that are NaN or plus infinity are left as they are, so that a broken row stays recognisable, and no finite
+    logit becomes infinite except by the mask.
+
+    Invariant: the tokens counted are the first ones of the sequence, and token ids are only ever appended.
+    """
+
+    __slots__ = ("_bias", "_num_prompt_tokens", "_params", "_seen", "_sequence", "_stop_token_ids")
+
+    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+        params = sequence.params
+        self._sequence, self._params, self._num_prompt_tokens = sequence, params, sequence.num_prompt_tokens
+        bias = params.logit_bias or {}
+        self._bias = np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32)
+        known = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
+        self._stop_token_ids = np.array(known, np.int64)
+        is_penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        self._seen = _SeenTokens(sequence) if is_penalised else None
+
+    def is_for(self, sequence: Sequence) -> bool:
+        """Whether this is still the turn it was made for."""
+        return (
+            self._sequence is sequence
+            and self._params is sequence.params
+            and self._num_prompt_tokens == sequence.num_prompt_tokens
+        )
+
+    def adjust(self, row: FloatArray) -> None:
+        """Change the row [vocab_size] in place."""
+        token_ids, bias = self._bias
+        if len(token_ids):
+            row[token_ids] += bias
+        if self._seen is not None:
+            self._penalise(row, self._seen)
+        if self._sequence.num_output_tokens < self._params.min_tokens:
+            logits = row[self._stop_token_ids]
+            row[self._stop_token_ids] = np.where(logits < np.inf, -np.inf, logits)
+
+    def _penalise(self, row: FloatArray, seen: _SeenTokens) -> None:
+        token_ids, counts = seen.count(self._sequence)
+        params, logits = self._params, row[token_ids]
+        # Why: float64 holds any quotient of a float32 and a normal penalty; what does not fit is clipped below.
+        penalised = logits.astype(np.float64)
+        if (penalty := params.repetition_penalty) != 1.0:
+            with np.errstate(over="ignore", invalid="ignore"):
+                penalised = np.where(penalised > 0, penalised / penalty, penalised * penalty)
+        penalised -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        row[token_ids] = np.where(np.isfinite(logits), np.clip(penalised, -_LARGEST_FINITE, _LARGEST_FINITE), logits)
+
+
+class _SeenTokens:
+    """The distinct tokens of a sequence and how often its answer holds each, kept up as the answer grows."""
+
+    __slots__ = ("_counts", "_num_counted", "_places", "_token_ids")
+
+    def __init__(self, sequence: Sequence) -> None:
+        distinct, places = np.unique(np.array(sequence.token_ids, np.int64), return_inverse=True)
+        answered = places[sequence.num_prompt_tokens :]
+        self._token_ids = distinct
+        self._counts = np.bincount(answered, minlength=len(distinct))
+        self._places = {token_id: place for place, token_id in enumerate(distinct.tolist())}
+        self._num_counted = len(sequence.token_ids)
+
+    def count(self, sequence: Sequence) -> tuple[Int64Array, Int64Array]:
+        """Count what was appended; return [D] distinct token ids and [D] how often the answer holds them."""
+        for token_id in sequence.token_ids[self._num_counted :]:
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self._token_ids):
+                self._grow()
+            self._token_ids[place] = token_id
+            self._counts[place] += 1
+        self._num_counted = len(sequence.token_ids)
+        return self._token_ids[: len(self._places)], self._counts[: len(self._places)]
+
+    def _grow(self) -> None:
+        room = np.zeros(len(self._token_ids), np.int64)
+        self._token_ids = np.concatenate((self._token_ids, room))
+        self._counts = np.concatenate((self._counts, room))
