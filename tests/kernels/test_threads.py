@@ -100,7 +100,8 @@ def test_the_gil_is_free_while_a_kernel_runs() -> None:
 
 SECOND_PROCESS = """
 import torch
-from pagedcore_kernels.cpu.attention import Variant, attention_kernel
+from pagedcore_kernels.cpu.attention import attention_kernel
+from pagedcore_kernels.cpu.variants import Variant
 from pagedcore_kernels.cpu.write_kv import write_kv_kernel
 print(attention_kernel(Variant.choose(3, 12, 8, 4, True)).was_cached, write_kv_kernel(12, 8, 4, 1).was_cached)
 """
@@ -108,7 +109,8 @@ print(attention_kernel(Variant.choose(3, 12, 8, 4, True)).was_cached, write_kv_k
 
 def test_a_second_process_finds_compiled_kernels() -> None:
     """Kernels compiled here are taken from the cache on disk by another process."""
-    from pagedcore_kernels.cpu.attention import Variant, attention_kernel
+    from pagedcore_kernels.cpu.attention import attention_kernel
+    from pagedcore_kernels.cpu.variants import Variant
     from pagedcore_kernels.cpu.write_kv import write_kv_kernel
 
     attention_kernel(Variant.choose(3, 12, 8, 4, True))

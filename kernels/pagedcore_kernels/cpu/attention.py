@@ -17,18 +17,13 @@ position of a work item is never read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from pagedcore_kernels.cpu.microkernels import (
-    accumulator_budget,
-    add_weighted_values,
-    multiply_queries_and_keys,
-)
+from pagedcore_kernels.cpu.microkernels import add_weighted_values, multiply_queries_and_keys, prefetch
 from pagedcore_kernels.cpu.rows import (
     cap_row,
     exponentiate_row,
@@ -48,16 +43,14 @@ from pagedcore_kernels.cpu.simd import (
     load_float32,
     load_int32,
     load_int64,
-    prefetch,
     stack_floats,
     stack_int64,
     store_float32,
     store_int64,
 )
 from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
+from pagedcore_kernels.cpu.variants import TILE, Variant
 
-#: Positions per online-softmax step: long enough to amortise it, short enough for scores to stay in L1.
-TILE = 256
 #: Blocks that a decode row asks memory for ahead of their use.
 PREFETCH_DISTANCE = 2
 
@@ -94,38 +87,6 @@ _LOG2_E = np.float32(LOG2_E)
 _MINUS_INFINITY = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What an attention kernel is compiled for.
-
-    ``heads`` x ``queries`` rows share each block; ``decode_blocks`` blocks are scored at once where a sequence
-    brings one query only, so that enough independent sums are in flight.
-    """
-
-    key_size: int
-    value_size: int
-    block_size: int
-    is_bf16: bool
-    heads: int
-    queries: int
-    decode_blocks: int
-    budget: int
-
-    @classmethod
-    def choose(
-        cls, group: int, key_size: int, value_size: int, block_size: int, is_bf16: bool, budget: int | None = None
-    ) -> Variant:
-        """Fit rows and blocks to the host's registers for ``group`` query heads per KV head."""
-        registers = budget or accumulator_budget()
-        head_tiles = -(-group // 16)
-        heads = -(-group // head_tiles)
-        vectors = heads * max(1, block_size // LANES)
-        decode_blocks = 1
-        while vectors * decode_blocks * 2 <= registers and block_size * decode_blocks * 2 <= TILE // 2:
-            decode_blocks *= 2
-        return cls(key_size, value_size, block_size, is_bf16, heads, max(1, 16 // heads), decode_blocks, registers)
 
 
 @njit(inline="always")

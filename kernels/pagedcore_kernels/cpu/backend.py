@@ -14,6 +14,7 @@ from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.cpu import attention, write_kv
 from pagedcore_kernels.cpu.simd import LOG2_E
 from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock
+from pagedcore_kernels.cpu.variants import TILE, Variant
 from pagedcore_kernels.layout import KVLayout
 from pagedcore_kernels.plan import StepPlan
 
@@ -41,10 +42,8 @@ class NumbaCpuAttention:
                 "Load the model with one of them, or choose attention_backend='reference'."
             )
         size = layout.block_size
-        if size & (size - 1) or size > attention.TILE:
-            raise InvalidConfig(
-                f"block_size: got {size}, allowed for {self.name} is a power of two up to {attention.TILE}."
-            )
+        if size & (size - 1) or size > TILE:
+            raise InvalidConfig(f"block_size: got {size}, allowed for {self.name} is a power of two up to {TILE}.")
         self._layout = layout
         self._pool = pool
         self._is_bf16 = layout.dtype == torch.bfloat16
@@ -155,7 +154,7 @@ class NumbaCpuAttention:
         """The kernel for ``group`` query heads per KV head, and how many tokens its work items take."""
         if (layer, group) not in self._kernels:
             shape = self._layout.layers[layer]
-            variant = attention.Variant.choose(
+            variant = Variant.choose(
                 group, shape.key_head_size, shape.value_head_size, self._layout.block_size, self._is_bf16
             )
             self._kernels[layer, group] = variant.queries, attention.attention_kernel(variant)

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import llvmlite.binding
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagedcore_kernels.cpu.simd import (
     FLOAT,
+    INT32,
     INT64,
     LANES,
     Builder,
@@ -32,15 +33,10 @@ from pagedcore_kernels.cpu.simd import (
     item_bytes,
     load,
     load_floats,
+    pointer,
     splat,
     store,
 )
-
-
-def accumulator_budget() -> int:
-    """How many 16-lane float accumulators the host's registers hold, with room left for operands."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return 28 if features.get("avx512f") else 6
 
 
 def _tiles(total: int, most: int) -> Iterator[range]:
@@ -167,3 +163,24 @@ def add_weighted_values(
 
     addresses = [types.int64] * 5
     return types.void(*fixed, *addresses), codegen
+
+
+@intrinsic(prefer_literal=True)
+def prefetch(typing: Typing, num_bytes: Any, locality: Any, address: Any) -> Any:
+    """``prefetch(literal bytes, literal locality, address)``: ask for memory ahead of its use; 3 keeps it close."""
+    size, level = num_bytes.literal_value, locality.literal_value
+    lines = -(-size // 64)
+    unroll = 8 if lines % 8 == 0 else 1
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        byte = ir.IntType(8)
+        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), INT32, INT32, INT32])
+        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+        read, near, data = (ir.Constant(INT32, number) for number in (0, level, 1))
+        with cgutils.for_range(b, int64(lines // unroll)) as loop:
+            for line in range(unroll):
+                offset = b.mul(b.add(b.mul(loop.index, int64(unroll)), int64(line)), int64(64))
+                b.call(function, [pointer(b, args[2], offset, byte), read, near, data])
+        return context.get_dummy_value()
+
+    return types.void(num_bytes, locality, types.int64), codegen

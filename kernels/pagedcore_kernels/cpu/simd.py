@@ -271,27 +271,6 @@ def stack_int64(typing: Typing, count: Any) -> Any:
     return types.int64(count), _stack_space(INT64, count.literal_value)
 
 
-@intrinsic(prefer_literal=True)
-def prefetch(typing: Typing, num_bytes: Any, locality: Any, address: Any) -> Any:
-    """``prefetch(literal bytes, literal locality, address)``: ask for memory ahead of its use; 3 keeps it close."""
-    size, level = num_bytes.literal_value, locality.literal_value
-    lines = -(-size // 64)
-    unroll = 8 if lines % 8 == 0 else 1
-
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        byte = ir.IntType(8)
-        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), INT32, INT32, INT32])
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-        read, near, data = (ir.Constant(INT32, number) for number in (0, level, 1))
-        with cgutils.for_range(b, int64(lines // unroll)) as loop:
-            for line in range(unroll):
-                offset = b.mul(b.add(b.mul(loop.index, int64(unroll)), int64(line)), int64(64))
-                b.call(function, [pointer(b, args[2], offset, byte), read, near, data])
-        return context.get_dummy_value()
-
-    return types.void(num_bytes, locality, types.int64), codegen
-
-
 @intrinsic
 def exp2_float32(typing: Typing, x: Any) -> Any:
     """``exp2_float32(x) -> float32``: ``exp2`` of one number, the same bits as a lane of a vector."""

@@ -1,0 +1,161 @@
+"""The law that makes results independent of scheduling: one token, one result, to the last bit.
+
+Every test computes the same tokens twice, arranged differently, and compares bits. Sequences are longer than one
+tile of the kernel, and each arrangement writes K and V step by step into a pool full of NaN, as an engine would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.attention_cases import LAYER, Rows, Shape, Tokens, nan_pool, random_tables, run
+from pagedcore_kernels.cpu import threads
+from pagedcore_kernels.cpu.attention import attention_kernel
+from pagedcore_kernels.cpu.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.variants import Variant
+
+SHAPES = [
+    Shape(7, 2, 64, 64, 32, torch.float32),
+    Shape(7, 2, 64, 64, 32, torch.bfloat16),
+    Shape(1, 3, 64, 64, 16, torch.float32),
+    Shape(40, 1, 24, 12, 8, torch.float32),
+    Shape(3, 1, 12, 8, 4, torch.bfloat16),
+]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 100},
+    {"chunk": 150},
+    {"window": 300, "softcap": 4.0, "sinks": True},
+]
+LENGTH = 560
+"""Two whole tiles and a part of a third."""
+
+
+def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    return {k: torch.linspace(-4, 12, heads) if k == "sinks" else v for k, v in options.items()}
+
+
+def sharp(shape: Shape, length: int, seed: int) -> Tokens:
+    """A sequence whose softmax runs from flat to nearly one-hot, so that maxima move and weights vanish."""
+    tokens = Tokens.random(shape, length, seed)
+    tokens.query.mul_(torch.linspace(0.1, 12, length)[torch.randperm(length)][:, None, None])
+    return tokens
+
+
+def new_backend(shape: Shape, num_blocks: int) -> NumbaCpuAttention:
+    return NumbaCpuAttention(shape.layout, nan_pool(shape.layout, num_blocks))
+
+
+def in_steps(shape: Shape, tokens: Tokens, chunks: Sequence[int], seed: int, **options: Any) -> torch.Tensor:
+    """Compute a whole sequence in chunks of the given sizes; returns [L, H, Dv]."""
+    length = len(tokens.query)
+    num_blocks = -(-length // shape.block_size) + 2
+    tables = random_tables([(length, length)], shape.block_size, num_blocks, seed)
+    backend = new_backend(shape, num_blocks)
+    outputs, end = [], 0
+    for size in chunks:
+        end += size
+        outputs.append(run(backend, Rows([(size, end)], tables, shape.block_size), [tokens], shape, **options))
+    assert end == length
+    return torch.cat(outputs)
+
+
+def random_chunks(length: int, seed: int) -> Iterator[int]:
+    """Sizes from 1 to 90 that add up to ``length``, many of them 1."""
+    random = np.random.default_rng(seed)
+    while length:
+        size = min(length, int(random.choice([1, 1, 2, 3, random.integers(1, 91)])))
+        yield size
+        length -= size
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunking_changes_no_bit(shape: Shape, options: dict[str, Any]) -> None:
+    """A prompt computed whole, token by token, or in random chunks gives the same bits at every position."""
+    tokens = sharp(shape, LENGTH, seed=1)
+    options = with_sinks(options, shape.heads)
+    whole = in_steps(shape, tokens, [LENGTH], seed=2, **options)
+    assert torch.isfinite(whole).all()
+    assert torch.equal(in_steps(shape, tokens, [1] * LENGTH, seed=3, **options), whole)
+    for seed in (4, 5):
+        assert torch.equal(in_steps(shape, tokens, [*random_chunks(LENGTH, seed)], seed, **options), whole)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_batch_mates_and_their_order_change_no_bit(shape: Shape) -> None:
+    """Each row alone gives the bits it gives in a mixed batch, in any order and next to any padding."""
+    lengths = [(1, 300), (40, 300), (1, 17), (17, 17), (5, 513), (1, 256)]
+    sequences = [sharp(shape, length, seed=i) for i, (_, length) in enumerate(lengths)]
+    alone = [
+        in_steps(shape, tokens, [c for c in (length - n, n) if c], seed=9)[length - n :]
+        for tokens, (n, length) in zip(sequences, lengths, strict=True)
+    ]
+    num_blocks = sum(-(-length // shape.block_size) for _, length in lengths)
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(len(lengths))
+        rows = [lengths[i] for i in order]
+        mates = [sequences[i] for i in order]
+        tables = random_tables(rows, shape.block_size, num_blocks, seed)
+        backend = new_backend(shape, num_blocks)
+        run(backend, Rows([(length, length) for _, length in rows], tables, shape.block_size), mates, shape)
+        together = run(backend, Rows(rows, tables, shape.block_size, padding=seed), mates, shape)
+        for i, part in zip(order, together.split([n for n, _ in rows] + [seed] * (seed > 0)), strict=False):
+            assert torch.equal(part, alone[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_block_size_changes_no_bit(dtype: torch.dtype) -> None:
+    """Pools of other block sizes give the same bits."""
+    shapes = [Shape(3, 2, 24, 20, size, dtype) for size in (1, 4, 16, 32)]
+    tokens = sharp(shapes[0], LENGTH, seed=1)
+    outputs = [in_steps(shape, tokens, [LENGTH - 3, 1, 2], seed=2, window=200) for shape in shapes]
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+
+
+@pytest.mark.parametrize("budget", [3, 6, 16])
+@pytest.mark.parametrize("shape", SHAPES[1:4:2], ids=str)
+def test_number_of_registers_changes_no_bit(shape: Shape, budget: int) -> None:
+    """A kernel cut for a machine with fewer vector registers gives the same bits."""
+    tokens = sharp(shape, LENGTH, seed=1)
+    rows = Rows([(LENGTH, LENGTH)], random_tables([(LENGTH, LENGTH)], shape.block_size, 80, seed=2), shape.block_size)
+    backend = new_backend(shape, 80)
+    usual = run(backend, rows, [tokens], shape)
+    own = Variant.choose(
+        shape.group, shape.key_size, shape.value_size, shape.block_size, shape.dtype == torch.bfloat16, budget
+    )
+    own = dataclasses.replace(own, queries=3)
+    backend._kernels[LAYER, shape.group] = own.queries, attention_kernel(own)
+    assert torch.equal(backend.attend(LAYER, tokens.query, scale=shape.scale), usual)
+
+
+@pytest.mark.parametrize("has_team", [True, False])
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_change_no_bit(num_threads: int, has_team: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread or several, torch's or Numba's: the same bits in the output and in the pool."""
+    shape = SHAPES[1]
+    lengths = [(1, 300), (40, 300), (1, 17), (90, 90)]
+    sequences = [sharp(shape, length, seed=i) for i, (_, length) in enumerate(lengths)]
+    tables = random_tables(lengths, shape.block_size, 40, seed=3)
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        pool = nan_pool(shape.layout, 40)
+        backend = NumbaCpuAttention(shape.layout, pool)
+        run(backend, Rows([(n, n) for _, n in lengths], tables, shape.block_size), sequences, shape)
+        return run(backend, Rows(lengths, tables, shape.block_size), sequences, shape), pool
+
+    output, pool = compute()
+    if not has_team:
+        monkeypatch.setattr(threads, "_torch_team", lambda: None)
+    torch.set_num_threads(num_threads)
+    for _ in range(3):
+        other_output, other_pool = compute()
+        assert torch.equal(other_output, output)
+        assert torch.equal(other_pool, pool)
