@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.request import Sequence, SequenceStatus
@@ -120,8 +121,7 @@ class StepPlanner:
         num_tokens = min(candidate.num_uncomputed_tokens, self._budget)
         end = candidate.num_computed_tokens + num_tokens
         needed = self._blocks.num_blocks_needed(candidate.sequence_id, end)
-        if candidate.sequence_id in self._released:
-            return False
+        # Invariant: it was not released for somebody before it; then the promises to both would not fit the pool.
         if needed > self._free and not self._make_room(needed, self._idle_holders(until=candidate)):
             return False
         self._admitted.append(candidate)
@@ -156,20 +156,14 @@ class StepPlanner:
     def _victims_for(self, asker: Sequence) -> Iterator[Sequence]:
         """Who gives up blocks for a running sequence: idle holders, then those behind it, last one first."""
         yield from self._idle_holders(until=None)
-        for sequence in reversed(self._running):
-            if sequence is asker:
-                return
+        for sequence in takewhile(lambda other: other is not asker, reversed(self._running)):
             if self._blocks_regained_from(sequence):
                 yield sequence
 
     def _idle_holders(self, until: Sequence | None) -> Iterator[Sequence]:
         """Kept sequences, longest finished first, then waiting ones behind ``until`` with blocks, last one first."""
-        for sequence in self._kept:
-            if sequence.sequence_id not in self._released:
-                yield sequence
-        for sequence in reversed(self._waiting):
-            if sequence is until:
-                return
+        yield from (sequence for sequence in self._kept if sequence.sequence_id not in self._released)
+        for sequence in takewhile(lambda other: other is not until, reversed(self._waiting)):
             if sequence.sequence_id not in self._released and self._blocks_regained_from(sequence):
                 yield sequence
 

@@ -73,9 +73,10 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget() -> None:
     start(scheduler, sequence)
     chunks = []
     while not sequence.output_token_ids:
-        plan = run_step(scheduler)
-        chunks.append((plan.num_tokens, len(sequence.output_token_ids)))
-    assert chunks == [(4, 0), (4, 0), (2, 1)]
+        (row,) = scheduler.schedule().rows
+        chunks.append((row.start, row.end, row.is_sampled))
+        run_step(scheduler)
+    assert chunks == [(0, 4, False), (4, 8, False), (8, 10, True)]
 
 
 def test_decode_rows_get_their_token_before_prompts_expand() -> None:
@@ -317,6 +318,17 @@ def test_a_static_batch_is_filled_whatever_the_token_budget() -> None:
     assert tokens_of(plan) == {sequences[0].sequence_id: 3, sequences[1].sequence_id: 1}
     assert len(scheduler.running) == 3
     assert check(snapshot(scheduler)) == []
+
+
+def test_whoever_holds_nothing_is_not_preempted() -> None:
+    """Preempting a sequence of the batch that has no blocks yet would help nobody."""
+    scheduler = make_scheduler(policy="static", num_blocks=4, block_size=2)
+    first = put_running(scheduler, make_sequence(5, 2), 4)
+    second = put_running(scheduler, make_sequence(5, 2), 4)
+    put_running(scheduler, make_sequence(2, 2), 0)
+    plan = scheduler.schedule()
+    assert plan.preempted == (second,)
+    assert first.sequence_id in tokens_of(plan)
 
 
 def test_a_stall_is_reported_with_the_numbers() -> None:
