@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedcore.errors import InvalidConfig
+from pagedcore.execution.huge_pages import use_huge_pages
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ class KVStorage:
         self.num_blocks = num_blocks
         try:
             self.pool: torch.Tensor = layout.allocate(num_blocks)
+            use_huge_pages(self.pool)
         # Why: beyond 2**63 bytes torch complains about the type of the number.
         except (RuntimeError, MemoryError, TypeError):
             raise InvalidConfig(

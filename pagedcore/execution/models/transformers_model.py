@@ -16,6 +16,7 @@ import torch
 
 from pagedcore.errors import InternalError, ModelNotSupported
 from pagedcore.execution.file_pages import FileMappings
+from pagedcore.execution.huge_pages import collapse_packed_weight
 from pagedcore.execution.invariance import probe_invariance
 from pagedcore.execution.kv_storage import KVStorage
 from pagedcore.execution.models import guards, model_facts, self_test
@@ -171,6 +172,8 @@ class TransformersModel:
         mappings = FileMappings()
         self._decoder: Decoder = decoder_factory(model, self._layers, mappings.release if is_private else _keep)
         mappings.detach(model)
+        for product in self._decoder.products:
+            collapse_packed_weight(product.weight)
         is_reproducible = expected is None or self._settle_decoder(expected, tokens)
         self._is_schedule_invariant = (
             is_reproducible and not self._decoder.other_matrices and bool(self._decoder.products)

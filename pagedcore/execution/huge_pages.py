@@ -1,0 +1,46 @@
+"""Asks the kernel to back memory that is read from end to end with huge pages.
+
+Reading a gigabyte of weights in every step costs a tenth of the time in address translation alone where pages are of
+4 KiB. Owns the two requests of Linux that change it; elsewhere, or where the kernel declines, nothing happens and
+nothing else changes: contents and addresses stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Final
+
+import torch
+
+_HUGE_PAGE: Final = 2**21
+_MADV_HUGEPAGE: Final = 14
+_MADV_COLLAPSE: Final = 25
+
+
+def use_huge_pages(tensor: torch.Tensor) -> None:
+    """Back an ordinary tensor on the CPU with huge pages as far as it is touched later; moves nothing now."""
+    _advise(tensor.data_ptr(), tensor.nbytes, _MADV_HUGEPAGE)
+
+
+def collapse_packed_weight(weight: torch.Tensor) -> None:
+    """Move a weight that oneDNN has packed into huge pages now.
+
+    Args:
+        weight: of a ``PackedLinear``.
+    """
+    if not hasattr(torch.ops.mkldnn, "data_ptr") or not hasattr(torch.ops.mkldnn, "_nbytes"):
+        return
+    address, num_bytes = torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight)
+    _advise(address, num_bytes, _MADV_HUGEPAGE)
+    _advise(address, num_bytes, _MADV_COLLAPSE)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    """Give the same advice for every huge page that overlaps a range; the kernel refuses those it cannot serve."""
+    if sys.platform != "linux" or num_bytes < _HUGE_PAGE:
+        return
+    libc = ctypes.CDLL(None)
+    for page in range(address // _HUGE_PAGE * _HUGE_PAGE, address + num_bytes, _HUGE_PAGE):
+        # Safety: neither advice changes what any address holds, so a page shared with other memory does no harm.
+        libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), ctypes.c_int(advice))

@@ -1,0 +1,55 @@
+"""Huge pages: nothing but speed may change."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from pagedcore.execution import huge_pages
+from pagedcore.execution.huge_pages import collapse_packed_weight, use_huge_pages
+from pagedcore.execution.linears import PackedLinear
+
+
+def test_products_keep_their_bits() -> None:
+    """A packed weight of several huge pages multiplies as before after it was moved."""
+    generator = torch.Generator().manual_seed(0)
+    layer = PackedLinear(torch.randn(2048, 1024, generator=generator), None)
+    rows = torch.randn(3, 1024, generator=generator)
+    before = layer(rows)
+    collapse_packed_weight(layer.weight)
+    assert torch.equal(layer(rows), before)
+
+
+@pytest.mark.parametrize("num_floats", [3, 2**21 + 5])
+def test_tensors_keep_their_contents(num_floats: int) -> None:
+    """Advice about a tensor, however small and wherever it starts, changes no element of it."""
+    tensor = torch.arange(num_floats, dtype=torch.float32)[1:]
+    use_huge_pages(tensor)
+    assert torch.equal(tensor, torch.arange(1, num_floats, dtype=torch.float32))
+
+
+def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no such advice, no library is called."""
+    monkeypatch.setattr(huge_pages.sys, "platform", "darwin")
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", None)
+    use_huge_pages(torch.zeros(2**21))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="advice to Linux")
+def test_advice_covers_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every huge page that overlaps the tensor is named once, and none else."""
+    pages: list[int] = []
+
+    class Library:
+        @staticmethod
+        def madvise(address: object, length: object, advice: object) -> int:
+            pages.append(address.value)  # type: ignore[attr-defined]
+            return 0
+
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", lambda name: Library)
+    tensor = torch.zeros(2**20)
+    use_huge_pages(tensor)
+    first = tensor.data_ptr() // 2**21 * 2**21
+    assert pages == list(range(first, tensor.data_ptr() + tensor.nbytes, 2**21))
