@@ -13,6 +13,7 @@ import pytest
 import torch
 from numba import cfunc
 
+from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu import threads
 from pagedcore_kernels.cpu.simd import (
     address_of,
@@ -138,3 +139,33 @@ def test_a_place_without_a_cache_compiles_anew(monkeypatch: pytest.MonkeyPatch) 
     block.fill(counter.ctypes.data)
     run_on_threads(kernel.address, block.address, 1)
     assert counter[0] == 2_000_000_001
+
+
+def test_a_kernel_may_close_over_integers_only() -> None:
+    """A closure over anything else would compile anew in every process: it is refused."""
+    table = np.zeros(3)
+
+    def lookup(parameters: Any) -> None:
+        store_float32(address_of(parameters), 0, table[0])
+
+    with pytest.raises(InternalError, match="integers only"):
+        compile_kernel(lookup)
+
+
+def test_variants_have_names_of_their_own() -> None:
+    """Two kernels from one function with different constants get different symbols and cache files."""
+
+    def make(number: int) -> Kernel:
+        def put(parameters: Any) -> None:
+            store_int64(load_int64(address_of(parameters), 1), 0, number)
+
+        return compile_kernel(put)
+
+    target = np.zeros(1, np.int64)
+    block = ParameterBlock(1)
+    kernels = [make(7), make(8)]
+    assert kernels[0]._compiled.native_name != kernels[1]._compiled.native_name
+    for number, kernel in zip((7, 8), kernels, strict=True):
+        block.fill(target.ctypes.data)
+        kernel.run(block, 1)
+        assert target[0] == number

@@ -51,9 +51,6 @@ from pagedcore_kernels.cpu.simd import (
 from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.variants import TILE, Variant
 
-#: Blocks that a decode row asks memory for ahead of their use.
-PREFETCH_DISTANCE = 2
-
 #: Words of the parameter block, in the order ``ParameterBlock.fill`` takes them.
 COUNTER = ParameterBlock.COUNTER
 (
@@ -145,6 +142,8 @@ def attention_kernel(variant: Variant) -> Kernel:
     stride = (TILE + LANES) * 4
     score_floats, state_floats = rows * stride // 4, 2 * rows
     tile_blocks = TILE // block_size
+    # Blocks that a decode row asks memory for ahead of their use.
+    prefetch_distance = max(2, grouped)
     key_bytes, value_bytes = key_size * block_size * item_bytes, padded * block_size * item_bytes
 
     def attention(parameters: Any) -> None:
@@ -212,8 +211,8 @@ def attention_kernel(variant: Variant) -> Kernel:
                 if num_queries == 1:
                     for g in range(first_group, last_group):
                         for j in range(g * grouped, (g + 1) * grouped):
-                            if j + PREFETCH_DISTANCE < last_block:
-                                prefetch(key_bytes, 3, load_int64(blocks, j + PREFETCH_DISTANCE) + keys)
+                            if j + prefetch_distance < last_block:
+                                prefetch(key_bytes, 3, load_int64(blocks, j + prefetch_distance) + keys)
                             prefetch(value_bytes, 2, load_int64(blocks, j) + values)
                         multiply_queries_and_keys(
                             heads, key_size, block_size, grouped, budget, is_bf16,
@@ -242,7 +241,7 @@ def attention_kernel(variant: Variant) -> Kernel:
 
                 for j in range(first_block, last_block):
                     ahead = tile_start + TILE + (j - first_block) * block_size
-                    if num_queries == 1 and j < first_block + 2 * PREFETCH_DISTANCE and ahead < end:
+                    if num_queries == 1 and j < first_block + 2 * prefetch_distance and ahead < end:
                         block = load_int32(table, ahead // block_size)
                         prefetch(key_bytes, 3, pool + block * block_bytes + keys)
                     skipped = max(low - j * block_size, 0)

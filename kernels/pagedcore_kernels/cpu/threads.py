@@ -26,6 +26,7 @@ from numba import cfunc, njit, prange, set_num_threads, types
 from numba.core.config import NUMBA_NUM_THREADS
 from numba.extending import intrinsic
 
+from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu.simd import INT64
 
 _Team = Callable[[int, int, int, int], None]
@@ -83,11 +84,18 @@ class Kernel:
 def compile_kernel(function: Callable[[Any], None]) -> Kernel:
     """Compile ``function(parameters: voidptr) -> None``, or take it from Numba's cache.
 
-    ``function`` may close over integers only: anything else would make the cache key differ from process to
-    process. The GIL is not held while it runs.
+    The GIL is not held while it runs.
+
+    Raises:
+        InternalError: ``function`` closes over something else than integers; Numba's cache would never hit.
     """
-    # Why: Numba keys its cache on the function's own file; the intrinsics it inlines live in other files.
-    function.__qualname__ += f"_{_source_fingerprint(function.__module__):08x}"
+    constants = [cell.cell_contents for cell in function.__closure__ or ()]
+    if not all(isinstance(constant, int) for constant in constants):
+        raise InternalError(f"{function.__name__}: closes over {constants}, a kernel may close over integers only.")
+    # Why: Numba keys its cache on the function's own file; the intrinsics it inlines live in other files. And a
+    # name of its own for each variant keeps two processes from overwriting each other's entry in one index.
+    variant = zlib.crc32(repr(constants).encode(), _source_fingerprint(function.__module__))
+    function.__qualname__ += f"_{variant:08x}"
     signature: Any = types.void(types.voidptr)
     try:
         return Kernel(cfunc(signature, cache=True, error_model="numpy")(function))
