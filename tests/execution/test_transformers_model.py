@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ import torch
 from execution.families import VOCAB, tiny_model
 from execution.ragged_schedules import batch_of, random_schedule, random_sequences, random_tables, run_schedule
 from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore.execution.models import transformers_model
 from pagedcore.execution.models.attention_interface import attention_step
 from pagedcore.execution.models.attention_layers import RecordingStep
+from pagedcore.execution.models.decoder import ModuleDecoder
 from pagedcore.execution.models.transformers_model import TransformersModel
 from pagedcore.ports import ModelBackend
+from pagedcore_kernels.cpu.backend import NumbaCpuAttention
 from pagedcore_kernels.reference import ReferenceAttention
 
 LENGTHS = (20, 7, 33)
@@ -130,6 +134,34 @@ def test_weights_that_are_not_in_memory_are_refused() -> None:
         TransformersModel(tiny_model("llama").to("meta"), ReferenceAttention)
 
 
-def test_experts_make_no_promise_about_bits() -> None:
-    """A model with products that were not packed never declares itself invariant."""
-    assert not backend_of("mixtral").is_schedule_invariant
+class _WithOthers(ModuleDecoder):
+    """Packs everything, and yet says that there is a matrix of another kind."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.other_matrices = ("Experts",)
+
+
+def test_products_that_were_not_packed_make_no_promise() -> None:
+    """A model declares itself invariant only if every one of its products was packed and probed."""
+    for decoder, expected in ((ModuleDecoder, True), (_WithOthers, False)):
+        model = tiny_model("llama")
+        backend = TransformersModel(model, NumbaCpuAttention, block_size=16, decoder_factory=decoder)
+        assert backend.is_schedule_invariant == expected
+
+
+def test_a_product_that_fails_the_probe_takes_the_promise_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One shape that depends on company is enough."""
+    monkeypatch.setattr(transformers_model, "probe_invariance", lambda products: ((1, 2, torch.float32),))
+    assert not TransformersModel(tiny_model("llama"), NumbaCpuAttention, block_size=16).is_schedule_invariant
+
+
+def test_attention_that_depends_on_company_takes_the_promise_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test compares bits under three schedules; a backend that rounds by batch size is found out."""
+    attend = NumbaCpuAttention.attend
+
+    def rounded_by_size(self: NumbaCpuAttention, layer: int, query: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        return attend(self, layer, query, **arguments) * (1 + 1e-6 * len(query))
+
+    monkeypatch.setattr(NumbaCpuAttention, "attend", rounded_by_size)
+    assert not TransformersModel(tiny_model("llama"), NumbaCpuAttention, block_size=16).is_schedule_invariant
