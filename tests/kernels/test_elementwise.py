@@ -16,6 +16,7 @@ from pagedcore_kernels.cpu.elementwise import (
     RotaryEmbedding,
     can_compute,
     rows_at_once,
+    threads_for,
 )
 from pagedcore_kernels.layout import KVLayout, LayerShape
 
@@ -225,4 +226,5 @@ def test_sizes_that_kernels_handle() -> None:
     for change in ({"hidden_size": 65}, {"intermediate_size": 100}, {"head_size": 12}, {"head_size": 9},
                    {"dtype": torch.float16}):
         assert not can_compute(**{**fits, **change})
-    assert [rows_at_once(n) for n in (1, 2, 64, 10_000)] == [1, 1, 2, 16]
+    assert [rows_at_once(n) for n in (1, 2, 64, 10_000)] == [1, 1, 8, 32]
+    assert [threads_for(n) for n in (1, 41)] == [1, None]

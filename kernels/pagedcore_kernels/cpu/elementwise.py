@@ -30,8 +30,11 @@ ACTIVATIONS = {"silu": hidden_rows.SILU, "gelu_tanh": hidden_rows.GELU_TANH}
 
 #: Fewest lanes for which vectors are worth their while; sizes must be multiples of it.
 SMALLEST_VECTOR = 4
-_MOST_ROWS_AT_ONCE = 16
-_ROUNDS_OF_WORK = 32
+#: Why 32: the K of so many consecutive tokens fills the cache lines it touches, and no other thread writes them.
+_MOST_ROWS_AT_ONCE = 32
+_ROUNDS_OF_WORK = 8
+#: Up to so many rows one thread is done before a second one could help.
+_ROWS_OF_ONE_THREAD = 40
 
 
 def can_compute(*, hidden_size: int, intermediate_size: int, head_size: int, dtype: torch.dtype) -> bool:
@@ -44,6 +47,11 @@ def can_compute(*, hidden_size: int, intermediate_size: int, head_size: int, dty
 def rows_at_once(num_rows: int) -> int:
     """Rows that a thread claims together: several where there are many, so that the counter is not fought over."""
     return min(_MOST_ROWS_AT_ONCE, max(1, num_rows // _ROUNDS_OF_WORK))
+
+
+def threads_for(num_rows: int) -> int | None:
+    """How many threads share the light work on so many rows; ``None``: all."""
+    return 1 if num_rows <= _ROWS_OF_ONE_THREAD else None
 
 
 class RmsNorm:
@@ -70,7 +78,7 @@ class RmsNorm:
             residual.data_ptr(), 0 if addend is None else addend.data_ptr(), self._weight.data_ptr(),
             out.data_ptr(), num_rows, hidden, rows_at_once(num_rows),
         )  # fmt: skip
-        self._kernels[addend is not None].run(self._parameters)
+        self._kernels[addend is not None].run(self._parameters, threads_for(num_rows))
 
 
 class GatedActivation:
@@ -157,7 +165,7 @@ class RotaryEmbedding:
             qkv.data_ptr(), positions.data_ptr(), angles.data_ptr(), *self._norm_addresses, num_rows, *self._heads,
             rows_at_once(num_rows), *_places(destination, layer),
         )  # fmt: skip
-        self._kernel.run(self._parameters)
+        self._kernel.run(self._parameters, threads_for(num_rows))
 
 
 def _places(destination: KVDestination | None, layer: int) -> tuple[int, ...]:
