@@ -150,6 +150,8 @@ def test_counts_start_anew_with_a_turn_a_sequence_or_parameters():
 
     def check(sequence):
         row = make_logits(1, seed=len(sequence.token_ids))[0] / 10
+        row[sequence.token_ids] = 4
+        row[sequence.output_token_ids] = 5
         chosen = int(sampler.sample(row[None].copy(), [sequence]).token_ids[0])
         assert chosen == int(np.argmax(adjusted_naively(sequence, row)))
 
@@ -163,6 +165,11 @@ def test_counts_start_anew_with_a_turn_a_sequence_or_parameters():
     first.params = SamplingParams(frequency_penalty=-2.0)
     check(first)
     check(make_sequence((3, 299), (299,), **params))
+    other = make_sequence((8, 9), (9, 9, 9), **params)
+    check(other)
+    twin = Sequence(0, [3, 4], other.params, max_tokens=9, seed=0)
+    twin.token_ids.extend((4, 5, 6))
+    check(twin)
 
 
 def test_a_sequence_that_was_away_is_counted_again():
@@ -177,6 +184,16 @@ def test_a_sequence_that_was_away_is_counted_again():
         assert chosen == expected
         for sequence, token in zip(sequences, chosen, strict=True):
             sequence.append_token(token)
+
+
+def test_only_the_sequences_of_the_last_step_are_remembered():
+    """What a sampler keeps is bounded by a step, however many sequences it has seen."""
+    sampler = Sampler(VOCAB_SIZE)
+    for i in range(20):
+        sampler.sample(make_logits(2), [make_sequence(sequence_id=2 * i + j, presence_penalty=1.0) for j in (0, 1)])
+    assert sampler._adjusters.keys() == {38, 39}
+    sampler.sample(make_logits(1), [make_sequence()])
+    assert not sampler._adjusters
 
 
 MODES = [

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagedcore.errors import InternalError
+from pagedcore_kernels.cpu.logit_search import pick
 from pagedcore_kernels.cpu.sampling import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
 from sampling_reference import Draw, choose, explains, kept_tokens, uniform, weights_of
 
@@ -251,6 +252,30 @@ def test_ten_thousand_equal_logits_are_reported_in_order_of_their_ids():
     logits[0, 9_999] = 1
     _, ids, _ = LogprobReporter(10_000)(logits, np.zeros(1, np.int64), 4)
     assert ids[0].tolist() == [9_999, 0, 1, 2]
+
+
+def test_no_row_is_reported_into_the_place_of_the_next():
+    """However many logits are equal, no more than asked for are written."""
+    logits = np.zeros((2, 300), np.float32)
+    logits[1, 7] = np.nan
+    _, ids, values = LogprobReporter(300)(logits, np.arange(2), 3)
+    assert ids.tolist() == [[0, 1, 2], [-1, -1, -1]]
+    assert values[1].tolist() == [-np.inf] * 3
+
+
+def test_the_largest_and_smallest_floats_are_ranked():
+    """Differences beyond float32 do not disturb the ranking."""
+    logits = np.array([[-3e38, 3.4e38, 0.0, -3.4e38, 3e38]], np.float32)
+    for count in range(1, 6):
+        _, ids, _ = LogprobReporter(5)(logits, np.zeros(1, np.int64), count)
+        assert ids[0].tolist() == [1, 4, 2, 0, 3][:count]
+
+
+def test_rounding_never_leads_past_the_last_weight():
+    """If sums taken in another order leave a rest, the last token that has a weight is drawn."""
+    weights = np.array([0.5, 0.25, 0.0, 0.0])
+    assert pick(weights.ctypes.data, 4, 0.6) == (1, pytest.approx(0.1))
+    assert pick(weights.ctypes.data, 4, 0.75) == (1, np.inf)
 
 
 def test_reports_of_invalid_and_short_rows_say_so():
