@@ -132,10 +132,16 @@ def test_a_number_out_of_range_is_refused_before_anything_runs(make: Any, field:
         backend.plan(broken(field, index, value))
 
 
-def test_block_ids_past_the_end_of_a_row_are_not_looked_at() -> None:
-    """What follows a row's last block in its table may be anything."""
-    backend = NumbaCpuAttention(SHAPE.layout, nan_pool(SHAPE.layout, 40))
-    backend.plan(broken("block_tables", (1, 2), 12345))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_block_ids_past_the_end_of_a_row_are_not_looked_at(shape: Shape) -> None:
+    """What follows a row's last block in its table may be anything: no kernel makes an address of it."""
+    for length in (1, 37, 70):
+        backend, _, rows, tokens = filled(shape, length, num_blocks=70)
+        prompt = run(backend, rows, [tokens], shape)
+        rest = np.full((1, 40), 2**30, np.int32)
+        tables = np.concatenate([rows.block_tables, rest], axis=1)
+        last = run(backend, Rows([(1, length)], tables, shape.block_size), [tokens], shape)
+        assert torch.equal(last, prompt[-1:])
 
 
 @pytest.mark.parametrize("make", BACKENDS)
