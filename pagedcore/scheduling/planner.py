@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.request import Sequence, SequenceStatus
@@ -37,7 +37,7 @@ class StepPlanner:
     """
 
     __slots__ = (
-        "_admitted", "_blocks", "_budget", "_free", "_is_starved", "_kept", "_planned_blocks", "_preempted",
+        "_admitted", "_blocks", "_budget", "_free", "_kept", "_planned_blocks", "_preempted",
         "_released", "_rows", "_rules", "_running", "_waiting",
     )
 
@@ -56,7 +56,6 @@ class StepPlanner:
         self._kept = kept
         self._free = blocks.num_free_blocks
         self._budget = rules.max_num_batched_tokens
-        self._is_starved = False
         self._rows: dict[int, ScheduledRow] = {}
         self._planned_blocks: dict[int, int] = {}
         self._preempted: dict[int, Sequence] = {}
@@ -66,8 +65,8 @@ class StepPlanner:
     def plan(self) -> SchedulePlan:
         """Decide the step."""
         self._advance_running()
-        # Why: what a preempted or starved sequence lacks must not go to a newcomer in the same step.
-        if not self._preempted and not self._is_starved:
+        # Why: what a preempted sequence has just given up is not for newcomers, and it comes before them.
+        if not self._preempted:
             self._admit_waiting()
         return SchedulePlan(
             rows=tuple(self._rows.values()),
@@ -88,16 +87,17 @@ class StepPlanner:
 
     def _advance_in_order(self, sequences: ListOf[Sequence]) -> None:
         for sequence in sequences:
-            if sequence.sequence_id in self._preempted or self._budget == 0:
-                return
             num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, self._budget)
+            if num_tokens == 0:
+                return
+            if sequence.sequence_id in self._preempted:
+                continue
             end = sequence.num_computed_tokens + num_tokens
             needed = self._blocks.num_blocks_needed(sequence.sequence_id, end)
-            if needed > self._free and not self._make_room(needed, self._victims_for(sequence)):
-                # Why: it keeps its blocks and waits in place; those before it may finish before they need them.
-                self._is_starved = True
-                return
-            self._add_row(sequence, num_tokens, needed)
+            # Why: without room it keeps its blocks and waits in place. Those before it may finish before they need
+            # them, and those behind it may go on in what is free, since it can take that back from them.
+            if needed <= self._free or self._make_room(needed, self._victims_for(sequence)):
+                self._add_row(sequence, num_tokens, needed)
 
     def _admit_waiting(self) -> None:
         if not self._waiting or not self._may_admit():
@@ -121,8 +121,9 @@ class StepPlanner:
         num_tokens = min(candidate.num_uncomputed_tokens, self._budget)
         end = candidate.num_computed_tokens + num_tokens
         needed = self._blocks.num_blocks_needed(candidate.sequence_id, end)
-        # Invariant: it was not released for somebody before it; then the promises to both would not fit the pool.
-        if needed > self._free and not self._make_room(needed, self._idle_holders(until=candidate)):
+        # Invariant: all promises fit, so kept sequences and those behind it hold what is missing. Neither itself nor
+        # anybody before it is asked, and it was not released for one of them.
+        if needed > self._free and not self._make_room(needed, self._idle_holders()):
             return False
         self._admitted.append(candidate)
         if num_tokens > 0:
@@ -155,15 +156,14 @@ class StepPlanner:
 
     def _victims_for(self, asker: Sequence) -> Iterator[Sequence]:
         """Who gives up blocks for a running sequence: idle holders, then those behind it, last one first."""
-        yield from self._idle_holders(until=None)
+        yield from self._idle_holders()
         for sequence in takewhile(lambda other: other is not asker, reversed(self._running)):
             if self._blocks_regained_from(sequence):
                 yield sequence
 
-    def _idle_holders(self, until: Sequence | None) -> Iterator[Sequence]:
-        """Kept sequences, longest finished first, then waiting ones behind ``until`` with blocks, last one first."""
-        yield from (sequence for sequence in self._kept if sequence.sequence_id not in self._released)
-        for sequence in takewhile(lambda other: other is not until, reversed(self._waiting)):
+    def _idle_holders(self) -> Iterator[Sequence]:
+        """Kept sequences, longest finished first, then waiting ones with blocks, last one first."""
+        for sequence in chain(self._kept, reversed(self._waiting)):
             if sequence.sequence_id not in self._released and self._blocks_regained_from(sequence):
                 yield sequence
 
@@ -177,7 +177,6 @@ class StepPlanner:
             return
         self._running.remove(victim)
         self._preempted[victim.sequence_id] = victim
-        self._planned_blocks.pop(victim.sequence_id, None)
         row = self._rows.pop(victim.sequence_id, None)
         if row is not None:
             self._budget += row.num_tokens

@@ -111,7 +111,7 @@ def promises_forgotten(patch: Patch) -> None:
 
 def kept_never_released(patch: Patch) -> None:
     """Nobody who is idle makes room."""
-    patch.setattr(StepPlanner, "_idle_holders", lambda self, until: iter(()))
+    patch.setattr(StepPlanner, "_idle_holders", lambda self: iter(()))
 
 
 def gone_still_counts(patch: Patch) -> None:

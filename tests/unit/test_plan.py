@@ -259,6 +259,27 @@ def test_a_victim_that_was_already_planned_gives_back_its_tokens() -> None:
     assert check(snapshot(scheduler)) == []
 
 
+def test_a_victim_gives_back_what_was_planned_for_it_too() -> None:
+    """A block planned for the victim counts as room, so that nobody else has to go for it."""
+    scheduler = make_scheduler(num_blocks=5, block_size=2)
+    first = put_running(scheduler, make_sequence(8, 1), 4)
+    second = put_running(scheduler, make_sequence(2, 2), 1)
+    last = put_running(scheduler, make_sequence(3, 2), 2)
+    plan = run_step(scheduler)
+    assert plan.preempted == (last,)
+    assert tokens_of(plan) == {second.sequence_id: 1, first.sequence_id: 4}
+
+
+def test_every_victim_makes_room_once() -> None:
+    """Two sequences that each lack a block preempt two others, the last one first."""
+    scheduler = make_scheduler(num_blocks=6, block_size=2)
+    first, second = (put_running(scheduler, make_sequence(5, 2), 4) for _ in range(2))
+    third, fourth = (put_running(scheduler, make_sequence(2, 2), 1) for _ in range(2))
+    plan = run_step(scheduler)
+    assert plan.preempted == (fourth, third)
+    assert tokens_of(plan) == {first.sequence_id: 1, second.sequence_id: 1}
+
+
 def test_the_last_running_sequence_waits_in_place() -> None:
     """With nobody behind it to make room, it keeps its blocks and goes on when somebody has finished."""
     scheduler = make_scheduler(num_blocks=4, block_size=2)
@@ -283,6 +304,29 @@ def test_no_newcomer_is_admitted_while_a_running_sequence_lacks_room() -> None:
     plan = scheduler.schedule()
     assert tokens_of(plan) == {first.sequence_id: 1}
     assert plan.admitted == ()
+
+
+def test_those_behind_a_starved_prompt_go_on_in_what_is_free() -> None:
+    """A prompt without room for its next chunk does not stop one behind it that has room; it can take it back."""
+    scheduler = make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=7)
+    first = put_running(scheduler, make_sequence(7, 3), 6)
+    starved = put_running(scheduler, make_sequence(14, 1), 4)
+    behind = put_running(scheduler, make_sequence(4, 1), 1)
+    assert tokens_of(scheduler.schedule()) == {first.sequence_id: 1, behind.sequence_id: 3}
+    scheduler.finish(first, "abort")
+    assert starved.sequence_id in tokens_of(scheduler.schedule())
+
+
+def test_blocks_are_given_up_once_in_a_step() -> None:
+    """Two sequences that need a block are not both helped by the same idle holder."""
+    scheduler = make_scheduler(num_blocks=7, block_size=2, max_num_seqs=3)
+    continued = finish_one(scheduler, 2)
+    first, second, third = (put_running(scheduler, make_sequence(5, 2), 4) for _ in range(3))
+    extend(scheduler, continued, 1, 1)
+    plan = run_step(scheduler)
+    assert plan.released == (continued,)
+    assert plan.preempted == (third,)
+    assert tokens_of(plan) == {first.sequence_id: 1, second.sequence_id: 1}
 
 
 def test_nobody_gives_up_blocks_for_a_sequence_that_they_cannot_help() -> None:

@@ -244,6 +244,14 @@ def test_stopping_from_outside_keeps_the_blocks_for_a_further_turn() -> None:
     assert check(snapshot(scheduler)) == []
 
 
+def test_a_sequence_that_never_ran_has_nothing_to_keep() -> None:
+    """Kept are those that hold blocks; the others leave no trace in the scheduler."""
+    scheduler = make_scheduler()
+    sequence = add(scheduler)
+    scheduler.finish(sequence, "stop")
+    assert (sequence.status, scheduler.kept, scheduler.has_work) == (FINISHED, (), False)
+
+
 @pytest.mark.parametrize("reason", ["abort", "error", "stop"])
 @pytest.mark.parametrize("close", ["commit", "rollback"])
 def test_finishing_in_flight_frees_at_once_and_the_others_go_on(close: str, reason: FinishReason) -> None:
@@ -345,6 +353,21 @@ def test_a_full_queue_refuses_newcomers_and_takes_back_the_preempted() -> None:
     assert check(snapshot(scheduler)) == []
 
 
+def test_a_refused_continuation_does_not_orphan_its_blocks() -> None:
+    """A full queue that refuses a new turn leaves the kept blocks where they were, for an abort to free."""
+    scheduler = make_scheduler(max_num_waiting=1)
+    kept = add(scheduler, max_tokens=1)
+    run_step(scheduler)
+    waiting = add(scheduler)
+    kept.begin_turn([1], kept.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
+    with pytest.raises(EngineOverloaded):
+        scheduler.add(kept)
+    assert scheduler.kept == (kept,)
+    scheduler.finish(kept, "abort")
+    assert scheduler.stats().num_used_blocks == 0
+    assert list(scheduler.waiting) == [waiting]
+
+
 def test_never_started_leaves_out_what_was_preempted() -> None:
     """Queue time-outs concern newcomers; who has run once is owed its answer."""
     scheduler = make_scheduler(num_blocks=4)
@@ -378,6 +401,14 @@ def test_stats_tell_prompts_from_answers() -> None:
     scheduler.forget(kept)
     scheduler.rollback(_reserved(scheduler))
     assert scheduler.stats().num_steps == 3
+
+
+def test_a_prompt_of_one_token_counts_as_prompt() -> None:
+    """Decode tokens are generated ones, whatever the length of the row."""
+    scheduler = make_scheduler()
+    add(scheduler, prompt=1, max_tokens=1)
+    run_step(scheduler)
+    assert (scheduler.stats().num_prefill_tokens, scheduler.stats().num_decode_tokens) == (1, 0)
 
 
 def _reserved(scheduler: Scheduler) -> SchedulePlan:
