@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -32,8 +33,8 @@ def test_demo_answers_do_not_change_under_memory_pressure() -> None:
         assert found is not None
         return sorted(lines), int(found[1])
 
-    roomy, none = answers()
-    tight, several = answers("--blocks", "20")
+    roomy, none = answers("--blocks", "64")
+    tight, several = answers("--blocks", "8")
     assert roomy == tight
     assert (none, several > 0) == (0, True)
 
@@ -49,19 +50,19 @@ def test_demo_marks_a_wrong_answer_and_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_demo_draws_frames_on_a_terminal() -> None:
     """On a terminal the demo draws states, counters and blocks, and ends with the table of all answers."""
-    console = Console(force_terminal=True, width=120, height=30, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(force_terminal=True, width=120, height=30, record=True, file=io.StringIO())
     with open_engine("demo", max_num_seqs=2) as engine:
         run = start(engine, 5, seed=0)
         engine.step()
-        drawing = Console(width=120, record=True, file=console.file)
+        drawing = Console(width=120, record=True, file=io.StringIO())
         drawing.print(frame(run, num_rows=4))
         first = drawing.export_text()
         show(run, console)
     assert "waiting" in first
     assert "blocks in use" in first
-    final = console.export_text()
-    assert "5 of 5 answers right" in final
-    assert len(re.findall(r"│ right +│", final)) == 5
+    last_table = console.export_text().rpartition("answer so far")[2]
+    assert "5 of 5 answers right" in last_table
+    assert len(re.findall(r"│ right +│", last_table)) == 5
 
 
 def test_generate_streams_one_prompt() -> None:
@@ -83,9 +84,10 @@ def test_generate_answers_many_prompts_as_json(tmp_path: Path) -> None:
 
 def test_generate_with_a_seed_repeats_itself() -> None:
     """Sampling with a seed gives the same answer twice, and the options reach the sampler."""
-    words = ("generate", "What is 2 + 3?", "--temperature", "2.0", "--max-tokens", "24", "--seed")
-    assert invoke(*words, "7") == invoke(*words, "7")
-    assert len({invoke(*words, str(seed)) for seed in range(4)}) > 1
+    words = ("generate", "What is 2 + 3?", "--temperature", "8.0", "--max-tokens", "24", "--seed")
+    first = invoke(*words, "7")
+    assert first == invoke(*words, "7")
+    assert first != invoke(*words, "8")
 
 
 def test_chat_keeps_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
