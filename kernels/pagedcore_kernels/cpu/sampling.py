@@ -28,6 +28,8 @@ from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock
 
 #: A temperature so low that its inverse is beyond this leaves the largest logits only.
 _LARGEST_SCALE: Final = 1e30
+#: Fewer logits than this are read by one thread before another has woken up.
+_LOGITS_PER_THREAD: Final = 2**16
 
 Logits = npt.NDArray[np.float32]
 
@@ -153,7 +155,8 @@ class _Launcher:
         # Safety: the kernel reads raw memory.
         if logits.shape[1:] != (self._vocab_size,) or logits.dtype != np.float32 or not logits.flags.c_contiguous:
             raise InternalError(f"logits: {logits.dtype} of shape {logits.shape}, expected float32 rows in one piece")
-        num_threads = max(1, min(torch.get_num_threads(), num_pieces))
+        enough = -(-num_pieces * self._vocab_size // _LOGITS_PER_THREAD)
+        num_threads = max(1, min(torch.get_num_threads(), num_pieces, enough))
         if self._memory.size < num_threads * self._part_bytes:
             self._memory = np.empty(num_threads * self._part_bytes, np.uint8)
         self._counter[0] = 0
