@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from doubles import ToyBackend
-from pagedcore.scheduling.invariants import check, snapshot
-
 from pagedcore.engine import Engine
+from pagedcore.scheduling.invariants import check, snapshot
 
 
 def make_engine(backend: Any = None, **settings: Any) -> Engine:

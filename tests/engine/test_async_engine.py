@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 
 import pytest
-from doubles import FlakyBackend, ToyBackend, toy_answer
 
+from doubles import FlakyBackend, ToyBackend, toy_answer
 from engine_builders import make_engine
 from pagedcore.async_engine import AsyncEngine
 from pagedcore.errors import EngineClosed, EngineOverloaded, PromptEmpty

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_builders import run
 
+from engine_builders import run
 from pagedcore.async_engine import AsyncEngine
 from pagedcore.demo_model.questions import DemoQuestion, demo_questions, is_correct
 from pagedcore.engine import Engine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
 
+from doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
 from engine_builders import assert_all_free, make_engine, run
 from pagedcore.assembly import assemble
 from pagedcore.engine import Engine

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_builders import assert_all_free, run
 
+from engine_builders import assert_all_free, run
 from pagedcore.engine import Engine
 from pagedcore.ports import RaggedRows
 from pagedcore.request import Request
