@@ -37,7 +37,7 @@ class StepPlanner:
     """
 
     __slots__ = (
-        "_admitted", "_blocks", "_budget", "_free", "_kept", "_planned_blocks", "_preempted",
+        "_admitted", "_blocks", "_budget", "_free", "_idle", "_kept", "_planned_blocks", "_preempted",
         "_released", "_rows", "_rules", "_running", "_waiting",
     )
 
@@ -61,6 +61,7 @@ class StepPlanner:
         self._preempted: dict[int, Sequence] = {}
         self._released: dict[int, Sequence] = {}
         self._admitted: list[Sequence] = []
+        self._idle: list[Sequence] | None = None
 
     def plan(self) -> SchedulePlan:
         """Decide the step."""
@@ -163,9 +164,11 @@ class StepPlanner:
 
     def _idle_holders(self) -> Iterator[Sequence]:
         """Kept sequences, longest finished first, then waiting ones with blocks, last one first."""
-        for sequence in chain(self._kept, reversed(self._waiting)):
-            if sequence.sequence_id not in self._released and self._blocks_regained_from(sequence):
-                yield sequence
+        if self._idle is None:
+            # Why: a long queue is searched once in a step, not once for every row that lacks a block.
+            idle = chain(self._kept, reversed(self._waiting))
+            self._idle = [sequence for sequence in idle if self._blocks.num_blocks_of(sequence.sequence_id)]
+        return (sequence for sequence in self._idle if sequence.sequence_id not in self._released)
 
     def _blocks_regained_from(self, victim: Sequence) -> int:
         return self._blocks.num_blocks_of(victim.sequence_id) + self._planned_blocks.get(victim.sequence_id, 0)
