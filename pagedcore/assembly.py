@@ -88,7 +88,7 @@ def assemble(
     info = _describe(model, backend, config, block_manager)
     intake = Intake(
         text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
-        backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
+        config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
     )
     scheduler = Scheduler(
         block_manager, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedcore import validation
-from pagedcore.errors import InvalidPrompt
+from pagedcore.errors import InvalidPrompt, TooManySequences
 from pagedcore.ports import ChatMessage, Tokenizer
 from pagedcore.sampling_params import SamplingParams
 
@@ -40,6 +40,8 @@ class Intake:
     """Positions of the model, as configured."""
     num_pool_tokens: int
     """Positions that the whole KV pool can hold."""
+    max_num_waiting: int
+    """Sequences that may wait; a request has to fit the queue when it is empty."""
     eos_token_ids: frozenset[int]
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0) -> PreparedPrompt:
@@ -60,6 +62,8 @@ class Intake:
 
     def _resolve(self, token_ids: list[int], num_known: int, params: SamplingParams, priority: int) -> PreparedPrompt:
         validation.check_params_for_model(params, self.vocab_size)
+        if params.n > self.max_num_waiting:
+            raise TooManySequences("n", params.n, f"up to max_num_waiting ({self.max_num_waiting})")
         validation.validate_prompt_ids(token_ids, self.vocab_size, self.max_model_len - num_known)
         num_prompt = num_known + len(token_ids)
         longest = self.max_model_len
@@ -75,7 +79,7 @@ class Intake:
             validation.validate_text(prompt, self.max_model_len)
             return self._require_tokenizer("text").encode(prompt)
         if _is_chat(prompt):
-            messages = validation.validate_chat(prompt)
+            messages = validation.validate_chat(prompt, self.max_model_len)
             return self._require_tokenizer("chat messages").encode_chat(messages)
         return prompt  # type: ignore[return-value]  # Why: whatever is left is refused by validate_prompt_ids
 
@@ -84,7 +88,7 @@ class Intake:
             validation.validate_text(prompt, self.max_model_len)
             return self._require_tokenizer("text").encode(prompt, add_special_tokens=False)
         if _is_chat(prompt):
-            messages = validation.validate_chat(prompt)
+            messages = validation.validate_chat(prompt, self.max_model_len)
             return self._require_tokenizer("chat messages").encode_chat_turn(messages, known_token_ids)
         return self._token_ids(prompt)
 

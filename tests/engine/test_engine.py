@@ -22,6 +22,7 @@ from pagedcore.errors import (
     RequestStateError,
     RequestTooLarge,
     StepFailed,
+    TooManySequences,
 )
 from pagedcore.sampling_params import SamplingParams
 
@@ -248,6 +249,14 @@ def test_generate_keeps_order_beyond_the_queue_bound(engine: Engine) -> None:
     outputs = engine.generate(prompts, params(3))
     assert [list(out.outputs[0].token_ids) for out in outputs] == [toy_answer(prompt, 3) for prompt in prompts]
     assert_all_free(engine)
+
+
+def test_more_answers_than_may_wait_are_refused_at_the_door() -> None:
+    """A request that could never enter the queue is refused instead of being retried for ever."""
+    engine = make_engine(max_num_waiting=2)
+    with pytest.raises(TooManySequences, match="max_num_waiting"):
+        engine.generate([[1]], params(2, n=3))
+    assert len(engine.generate([[1]], params(2, n=2))[0].outputs) == 2
 
 
 def test_generate_refuses_all_when_one_prompt_is_bad(engine: Engine) -> None:
