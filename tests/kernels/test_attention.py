@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernels.attention_cases import (
     LAYER,
@@ -73,6 +76,55 @@ def test_kernel_agrees_with_float64(shape: Shape) -> None:
     rows = Rows(lengths, tables, shape.block_size, padding=3)
     for options in (with_sinks(option, shape.heads) for option in MANY):
         assert_close(run(backend, rows, sequences, shape, **options), expected(rows, sequences, shape, **options))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[tuple[int, int]], dict[str, Any], int]:
+    """Lengths of up to five rows, options, and a seed."""
+    lengths = []
+    for _ in range(draw(st.integers(1, 5))):
+        length = draw(st.integers(1, 560))
+        lengths.append((draw(st.integers(0, min(length, 50))), length))
+    options = {
+        "window": draw(st.sampled_from([0, 0, 1, 7, 255, 256, 257, 1000])),
+        "chunk": draw(st.sampled_from([0, 0, 1, 13, 256, 300])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 1.5, 30.0])),
+        "sinks": draw(st.sampled_from([None, True])),
+    }
+    return lengths, options, draw(st.integers(0, 1000))
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches())
+def test_any_batch_agrees_with_float64(case: tuple[list[tuple[int, int]], dict[str, Any], int]) -> None:
+    """Any mix of rows, empty ones included, under any combination of options is right."""
+    lengths, options, seed = case
+    shape = SHAPES[5]
+    sequences = [Tokens.random(shape, length, seed + i) for i, (_, length) in enumerate(lengths)]
+    num_blocks = sum(-(-length // shape.block_size) for _, length in lengths)
+    tables = random_tables(lengths, shape.block_size, num_blocks, seed)
+    backend = NumbaCpuAttention(shape.layout, nan_pool(shape.layout, num_blocks))
+    run(backend, Rows([(n, n) for _, n in lengths], tables, shape.block_size), sequences, shape)
+    rows = Rows(lengths, tables, shape.block_size, padding=seed % 3)
+    if options["sinks"]:
+        options |= with_sinks(options, shape.heads)
+    assert_close(run(backend, rows, sequences, shape, **options), expected(rows, sequences, shape, **options))
+
+
+def test_two_backends_run_at_the_same_time() -> None:
+    """Backends in two Python threads do not disturb each other."""
+    shape = SHAPES[5]
+    rows = Rows([(500, 500)], random_tables([(500, 500)], 4, 125, seed=1), 4)
+
+    def compute(seed: int) -> torch.Tensor:
+        with torch.inference_mode():
+            backend = NumbaCpuAttention(shape.layout, nan_pool(shape.layout, 125))
+            return run(backend, rows, [Tokens.random(shape, 500, seed)], shape)
+
+    alone = [compute(seed) for seed in range(8)]
+    with ThreadPoolExecutor(2) as pool:
+        for output, same in zip(pool.map(compute, range(8)), alone, strict=True):
+            assert torch.equal(output, same)
 
 
 def test_long_context_stays_exact() -> None:
