@@ -123,10 +123,11 @@ class StepPlan:
         return WriteRuns(first[written], slots[first][written], lengths[written])
 
     def _check_rows(self) -> None:
-        if len(self.query_start) != self.num_rows + 1 or self.block_tables.shape[:1] != (self.num_rows,):
+        tables = self.block_tables.shape
+        if len(self.query_start) != self.num_rows + 1 or len(tables) != 2 or tables[0] != self.num_rows:
             raise InternalError(
-                f"ragged batch: {self.num_rows} kv_lens, {len(self.query_start)} query_start and "
-                f"{self.block_tables.shape[0]} block_tables, expected R, R + 1 and R."
+                f"ragged batch: {self.num_rows} kv_lens, {len(self.query_start)} query_start and block_tables of "
+                f"shape {tables}, expected R, R + 1 and [R, W]."
             )
         starts = self.query_start
         if starts[0] != 0 or starts[-1] > self.num_tokens or (self.query_lens < 0).any():

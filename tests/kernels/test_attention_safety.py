@@ -132,6 +132,19 @@ def test_a_number_out_of_range_is_refused_before_anything_runs(make: Any, field:
         backend.plan(broken(field, index, value))
 
 
+@pytest.mark.parametrize("field", ["query_start", "kv_lens", "block_tables"])
+def test_arrays_of_different_lengths_are_refused(field: str) -> None:
+    """R rows need R lengths, R tables and R + 1 starts."""
+    rows = broken("kv_lens", 0, 21)
+    setattr(rows, field, getattr(rows, field)[:-1])
+    backend = NumbaCpuAttention(SHAPE.layout, nan_pool(SHAPE.layout, 40))
+    with pytest.raises(InternalError, match="ragged batch"):
+        backend.plan(rows)
+    rows.block_tables = rows.block_tables.reshape(-1)
+    with pytest.raises(InternalError, match="ragged batch"):
+        backend.plan(rows)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_block_ids_past_the_end_of_a_row_are_not_looked_at(shape: Shape) -> None:
     """What follows a row's last block in its table may be anything: no kernel makes an address of it."""

@@ -166,6 +166,7 @@ def attention_kernel(variant: Variant) -> Kernel:
             item = claim(load_int64(p, COUNTER))
             if item >= num_items:
                 break
+            # Which heads, tokens and blocks the item is about.
             tile = item // (num_kv_heads * head_tiles)
             head_tile = item - tile * num_kv_heads * head_tiles
             kv_head = head_tile // head_tiles
@@ -183,6 +184,7 @@ def attention_kernel(variant: Variant) -> Kernel:
             keys = load_int64(p, KEY_OFFSET) + kv_head * key_bytes
             values = load_int64(p, VALUE_OFFSET) + kv_head * value_bytes
 
+            # Row i * heads + h: token i and head h, scaled once; an empty softmax and output.
             for i in range(num_queries):
                 source = load_int64(p, QUERY) + (token + i) * load_int64(p, QUERY_TOKEN_BYTES)
                 for h in range(num_heads):
@@ -195,6 +197,7 @@ def attention_kernel(variant: Variant) -> Kernel:
                     store_float32(state, 2 * row + 1, _ONE if sinks != 0 else _ZERO)
             fill_row(outputs, 0, num_queries * heads * width, _ZERO)
 
+            # All tiles that any row sees; their columns ``low`` to ``high`` are the positions any row sees.
             end = position + num_queries
             first = _first_visible(position, window, chunk)
             tile_start = first // TILE * TILE
@@ -208,6 +211,7 @@ def attention_kernel(variant: Variant) -> Kernel:
                     block = load_int32(table, tile_start // block_size + visible)
                     store_int64(blocks, j, pool + block * block_bytes)
 
+                # Scores. A single query is short of rows to fill the registers: it takes a group of blocks.
                 if num_queries == 1:
                     for g in range(first_group, last_group):
                         for j in range(g * grouped, (g + 1) * grouped):
@@ -225,6 +229,7 @@ def attention_kernel(variant: Variant) -> Kernel:
                             query_rows, blocks + j * 8, keys, scores + j * block_size * 4, stride,
                         )  # fmt: skip
 
+                # Weights, in place of the scores.
                 first_vector, last_vector = low // LANES, (high + LANES - 1) // LANES
                 for i in range(num_queries):
                     row_low = max(_first_visible(position + i, window, chunk) - tile_start, 0)
@@ -239,6 +244,7 @@ def attention_kernel(variant: Variant) -> Kernel:
                             state, row, outputs + row * padded * 4, width,
                         )  # fmt: skip
 
+                # Weighted values, and while they are added the next tile's first keys on their way.
                 for j in range(first_block, last_block):
                     ahead = tile_start + TILE + (j - first_block) * block_size
                     if num_queries == 1 and j < first_block + 2 * prefetch_distance and ahead < end:
@@ -258,6 +264,7 @@ def attention_kernel(variant: Variant) -> Kernel:
                         )
                 tile_start += TILE
 
+            # Outputs, divided by the sum of their weights.
             for i in range(num_queries):
                 target = load_int64(p, OUTPUT) + (token + i) * num_kv_heads * group * value_size * item_bytes
                 for h in range(num_heads):
