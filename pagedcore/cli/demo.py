@@ -56,6 +56,8 @@ class Run:
 
     engine: Engine
     lines: list[Line]
+    pause_s: float = 0.0
+    """Seconds to wait after every step, so that eyes can follow."""
     started_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -86,6 +88,7 @@ class Run:
         while self.engine.has_pending_requests():
             advanced = [_advance(by_id[delta.request_id], delta) for delta in self.engine.step()]
             yield [line for line in advanced if line.is_right is not None]
+            time.sleep(self.pause_s)
 
 
 def demo(
@@ -93,6 +96,7 @@ def demo(
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences computed in one step.", min=1)] = 12,
     blocks: BlocksOption = 16,
     seed: Annotated[int, typer.Option(help="Draws other questions.")] = 0,
+    slow: Annotated[float, typer.Option(help="Seconds to wait after every step, to watch it.", min=0)] = 0.0,
     dtype: DtypeOption = "auto",
 ) -> None:
     """Watch continuous batching answer questions whose answers are known, in a memory too small for all of them."""
@@ -101,6 +105,7 @@ def demo(
     with open_engine("demo", num_kv_blocks=blocks, block_size=_BLOCK_SIZE, max_num_seqs=max_num_seqs,
                      max_num_waiting=requests, dtype=dtype) as engine:
         run = start(engine, requests, seed)
+        run.pause_s = slow
         show(run, console())
     if run.num_right < len(run.lines):
         raise typer.Exit(code=1)
