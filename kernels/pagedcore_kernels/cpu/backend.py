@@ -116,7 +116,8 @@ class NumbaCpuAttention:
         check_query(self._layout, layer, query, plan, sinks)
         shape, item = self._layout.layers[layer], query.itemsize
         output = query.new_empty(plan.num_tokens, query.shape[1], shape.value_head_size)
-        output[plan.num_computed :] = 0
+        if plan.num_computed < plan.num_tokens:
+            output[plan.num_computed :] = 0
         group = query.shape[1] // shape.num_kv_heads
         queries, kernel = self._attention_kernel(layer, group)
         tiles = plan.tiles(queries)
