@@ -12,7 +12,7 @@
           - MissingDependency             an optional package is absent; the message names the extra
       * EngineOverloaded                  capacity: try again later
       * RequestFailed                     one accepted request ended with finish_reason "error"
-          - StepFailed  InvalidLogits  QueueTimeout  SlowConsumer
+          - StepFailed  InvalidLogits  QueueTimeout
       * EngineClosed                      the engine was closed; make a new one
       * InternalError                     a law of the engine is broken: a defect of pagedcore
 
@@ -167,10 +167,6 @@ class InvalidLogits(RequestFailed):
 
 class QueueTimeout(RequestFailed):
     """The request waited longer than ``queue_timeout_s`` without being started."""
-
-
-class SlowConsumer(RequestFailed):
-    """Nobody read this request's stream while its bounded buffer was full."""
 
 
 class EngineClosed(PagedcoreError):

@@ -36,5 +36,3 @@ MAX_CHAT_MESSAGES: Final = 1024
 MAX_CHAT_BYTES: Final = 2**22
 #: Priorities are compared, never added: any small integer will do.
 MAX_PRIORITY: Final = 1_000_000
-#: Outputs buffered for a reader of an asynchronous stream before its request is paused.
-MAX_STREAM_BUFFER: Final = 64
