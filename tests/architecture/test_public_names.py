@@ -15,7 +15,7 @@ from architecture.sources import PACKAGE_PARENTS, ROOT
 PUBLIC = ["AsyncEngine", "CompletionOutput", "Delta", "Engine", "EngineConfig", "Request", "RequestOutput",
           "SamplingParams", "expose"]
 HEAVY = ("torch", "transformers", "bentoml", "langchain", "langchain_core", "numba", "numba.cuda", "tokenizers")
-MAX_IMPORT_S = 0.3
+MAX_SHARE_OF_TORCH = 0.5
 
 
 def run(code: str) -> str:
@@ -46,15 +46,16 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_everything_public_is_light_and_quick() -> None:
-    """All public names together import no tensor library, no framework and no compiler, in under 0.3 s of CPU time."""
+    """All public names together import no tensor library, no framework, no compiler, and cost less than half of torch."""
     code = (
         "import json, sys, time; start = time.process_time(); import pagedcore\n"
         "for name in pagedcore.__all__: getattr(pagedcore, name)\n"
-        "print(json.dumps([time.process_time() - start, sorted(sys.modules)]))"
+        "ours, modules, start = time.process_time() - start, sorted(sys.modules), time.process_time(); import torch\n"
+        "print(json.dumps([ours / (time.process_time() - start), modules]))"
     )
     runs = [json.loads(run(code)) for _ in range(3)]
     assert not set(HEAVY) & set(runs[0][1])
-    assert min(seconds for seconds, _ in runs) < MAX_IMPORT_S
+    assert min(share for share, _ in runs) < MAX_SHARE_OF_TORCH
 
 
 def test_importing_opens_no_socket_and_writes_no_file() -> None:
