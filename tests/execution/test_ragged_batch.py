@@ -103,6 +103,7 @@ def test_a_table_that_is_too_short_is_an_error() -> None:
         build_batch([ScheduledRow(rows[0].sequence, 9)], manager)
 
 
+@pytest.mark.slow
 def test_decode_batches_are_built_quickly() -> None:
     """Thirty-two decode rows take well under a millisecond, even on a machine that is busy."""
     rows, manager = make_rows([(300 + i, 299 + i, 1) for i in range(32)], 16)
