@@ -20,7 +20,7 @@ slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-test
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 
 bench: $(VENV)/.stamp-plot

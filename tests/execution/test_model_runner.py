@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagedcore.execution.sampler import Sampler
 
 from doubles import FlakyBackend, ToyBackend, make_sequence, toy_logits
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.errors import StepFailed
 from pagedcore.execution.model_runner import ModelRunner
+from pagedcore.execution.sampler import Sampler
 from pagedcore.scheduling.plan import ScheduledRow
 
 
