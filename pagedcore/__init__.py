@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagedcore.async_engine import AsyncEngine
     from pagedcore.config import EngineConfig
     from pagedcore.engine import Engine
+    from pagedcore.memory import MemoryBudget
     from pagedcore.outputs import CompletionOutput, Delta, RequestOutput
     from pagedcore.plugins.expose import expose
     from pagedcore.request import Request
@@ -30,6 +31,7 @@ __all__ = [
     "Delta",
     "Engine",
     "EngineConfig",
+    "MemoryBudget",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -42,6 +44,7 @@ _HOMES: Final = {
     "Delta": "pagedcore.outputs",
     "Engine": "pagedcore.engine",
     "EngineConfig": "pagedcore.config",
+    "MemoryBudget": "pagedcore.memory",
     "Request": "pagedcore.request",
     "RequestOutput": "pagedcore.outputs",
     "SamplingParams": "pagedcore.sampling_params",

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
-
-import psutil
+from typing import TYPE_CHECKING, Any, cast
 
 from pagedcore.cache.block_manager import BlockManager
-from pagedcore.config import EngineConfig, parse_memory
-from pagedcore.errors import InvalidConfig
+from pagedcore.config import EngineConfig
 from pagedcore.execution.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.intake import Intake
+from pagedcore.kv_memory import KVMemory, context_length
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.plugins.observers import EngineHooks
@@ -26,9 +24,6 @@ from pagedcore.stats import Counters, EngineStats
 
 if TYPE_CHECKING:
     from pagedcore.ports import ModelBackend, Tokenizer
-
-_DEFAULT_MEMORY_SHARE: Final = 0.3
-"""Share of free memory that the KV pool takes at most when nothing is said; pages count only once touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,8 @@ def assemble(
     """Build the parts of an engine; arguments as ``Engine.from_pretrained``.
 
     Raises:
-        InvalidConfig: a setting is unknown or out of range, or the model cannot run here.
+        InvalidConfig: a setting is unknown or out of range, the model cannot run here, or a memory budget has not
+            enough left.
     """
     is_object = tokenizer is not None and not isinstance(tokenizer, str)
     config = EngineConfig.from_keywords(tokenizer=None if is_object else tokenizer, **settings)
@@ -84,7 +80,8 @@ def assemble(
     policy = manager.registry.schedulers.load(config.scheduling_policy)()
     backend = resolve_backend(model, config, manager.registry.attention.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
-    block_manager = _make_block_manager(backend, config)
+    memory = KVMemory(backend, config)
+    block_manager = BlockManager(memory.num_blocks, memory.block_size)
     info = _describe(model, backend, config, block_manager)
     intake = Intake(
         text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
@@ -96,7 +93,7 @@ def assemble(
     )
     return EngineParts(
         config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size)),
-        EngineHooks(manager), info, info.num_blocks * info.block_size * backend.kv_bytes_per_token,
+        EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes,
     )
 
 
@@ -109,41 +106,6 @@ def _as_tokenizer(tokenizer: Any) -> Tokenizer:
     return HFTokenizer.from_transformers(tokenizer)
 
 
-def _make_block_manager(backend: ModelBackend, config: EngineConfig) -> BlockManager:
-    block_size = config.block_size if config.block_size is not None else backend.block_size
-    num_blocks = _choose_num_blocks(backend, config, block_size)
-    backend.allocate_kv(num_blocks, block_size)
-    return BlockManager(num_blocks, block_size)
-
-
-def _choose_num_blocks(backend: ModelBackend, config: EngineConfig, block_size: int) -> int:
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    free_bytes = psutil.virtual_memory().available
-    block_bytes = max(1, block_size * backend.kv_bytes_per_token)
-    given = parse_memory(config.kv_cache_memory, free_bytes=free_bytes)
-    if given is not None:
-        return _require_a_block(given // block_bytes, given, block_bytes)
-    # Why: more blocks than every slot at full length could never be used.
-    useful = config.max_num_seqs * -(-_context_length(backend, config) // block_size)
-    return max(1, min(useful, int(_DEFAULT_MEMORY_SHARE * free_bytes) // block_bytes))
-
-
-def _require_a_block(num_blocks: int, given: int, block_bytes: int) -> int:
-    if num_blocks < 1:
-        raise InvalidConfig(f"kv_cache_memory: got {given} bytes, allowed is at least one block ({block_bytes} bytes).")
-    return num_blocks
-
-
-def _context_length(backend: ModelBackend, config: EngineConfig) -> int:
-    wanted = config.max_model_len
-    if wanted is not None and wanted > backend.max_model_len:
-        raise InvalidConfig(
-            f"max_model_len: got {wanted}, allowed is up to {backend.max_model_len}, what the model was made for."
-        )
-    return wanted if wanted is not None else backend.max_model_len
-
-
 def _describe(model: Any, backend: ModelBackend, config: EngineConfig, blocks: BlockManager) -> EngineInfo:
     return EngineInfo(
         model=model_name(model),
@@ -153,6 +115,6 @@ def _describe(model: Any, backend: ModelBackend, config: EngineConfig, blocks: B
         block_size=blocks.block_size,
         num_blocks=blocks.num_blocks,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=_context_length(backend, config),
+        max_model_len=context_length(backend, config),
         is_schedule_invariant=backend.is_schedule_invariant,
     )

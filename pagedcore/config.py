@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from pagedcore.errors import InvalidConfig, describe
 from pagedcore.limits import MAX_COUNT, MAX_SEED
+from pagedcore.memory import BudgetShare, MemoryBudget, parse_memory
 
 _Rule = tuple[Callable[[object], bool], str]
 """Whether a value is allowed, and what is."""
@@ -81,8 +82,9 @@ class EngineConfig:
     """Tokens per KV block; ``None``: the attention backend's choice."""
     num_kv_blocks: int | None = None
     """Blocks of the KV pool; wins over ``kv_cache_memory``."""
-    kv_cache_memory: int | float | str | None = None
-    """The KV pool in bytes (``2**31`` or ``"2GiB"``) or, as a float below 1, as a share of free memory."""
+    kv_cache_memory: int | float | str | MemoryBudget | BudgetShare | None = None
+    """The KV pool in bytes (``2**31`` or ``"2GiB"``) or, as a float below 1, as a share of free memory; or a
+    ``MemoryBudget``, or a share of one, that several engines draw on."""
     max_model_len: int | None = None
     """Longest context in tokens, prompt and answer; ``None``: what the model was made for."""
     max_num_seqs: int = 32
@@ -114,7 +116,8 @@ class EngineConfig:
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, allowed is at least "
                 f"{self.max_num_seqs} (max_num_seqs), so that every running sequence can advance in each step."
             )
-        parse_memory(self.kv_cache_memory, free_bytes=0)
+        if not isinstance(self.kv_cache_memory, MemoryBudget | BudgetShare):
+            parse_memory(self.kv_cache_memory, free_bytes=0)
 
     @property
     def waiting_limit(self) -> int:
@@ -137,40 +140,3 @@ class EngineConfig:
 def _require(name: str, value: object, rule: _Rule) -> None:
     if not rule[0](value):
         raise InvalidConfig(f"{name}: got {describe(value)}, allowed is {rule[1]}.")
-
-
-_MEMORY_LIMIT: Final = 'bytes, text such as "512MiB" or "2GiB", or a share of free memory between 0 and 1'
-_UNITS: Final = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-                 "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
-
-
-def parse_memory(given: int | float | str | None, *, free_bytes: int) -> int | None:
-    """Turn a memory setting into bytes.
-
-    Args:
-        given: bytes, text such as ``"2GiB"``, or a share (float between 0 and 1) of ``free_bytes``.
-        free_bytes: memory that a share refers to.
-
-    Returns:
-        Bytes, or ``None`` when nothing was given.
-
-    Raises:
-        InvalidConfig: ``given`` is none of these.
-    """
-    if given is None:
-        return None
-    num_bytes = _parse_size(given) if isinstance(given, str) else given
-    if type(num_bytes) is float and 0 < num_bytes < 1:
-        return int(num_bytes * free_bytes)
-    if type(num_bytes) is int and 0 < num_bytes < 2**63:
-        return num_bytes
-    raise InvalidConfig(f"kv_cache_memory: got {describe(given)}, allowed is {_MEMORY_LIMIT}.")
-
-
-def _parse_size(text: str) -> int | None:
-    cleaned = text.strip().upper().replace(" ", "")
-    unit = next((unit for unit in _UNITS if cleaned.endswith(unit)), "")
-    try:
-        return int(float(cleaned.removesuffix(unit)) * _UNITS[unit]) if unit else int(cleaned)
-    except (ValueError, OverflowError):
-        return None

@@ -10,6 +10,7 @@
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported             the architecture cannot run here, with the reason
           - MissingDependency             an optional package is absent; the message names the extra
+          - MemoryBudgetExceeded          the budget shared with other engines has not that much left
       * EngineOverloaded                  capacity: try again later
       * RequestFailed                     one accepted request ended with finish_reason "error"
           - StepFailed  InvalidLogits  QueueTimeout
@@ -135,6 +136,23 @@ class ModelNotSupported(InvalidConfig):
 
 class MissingDependency(InvalidConfig, ImportError):
     """An optional package is not installed; the message names the extra that brings it."""
+
+
+class MemoryBudgetExceeded(InvalidConfig):
+    """A memory budget shared by several engines has less left than an engine asks for.
+
+    Attributes:
+        asked: bytes the engine needs at least.
+        left: bytes that are left.
+        total: bytes of the whole budget.
+    """
+
+    def __init__(self, asked: int, left: int, total: int) -> None:
+        self.asked, self.left, self.total = asked, left, total
+        super().__init__(
+            f"memory budget: asked for {asked} bytes, {left} of {total} bytes are left. "
+            "Close an engine that draws on it, ask for less, or open a larger budget."
+        )
 
 
 class EngineOverloaded(PagedcoreError):

@@ -11,6 +11,8 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 #: Flags worth knowing, as Linux names them; x86 first, then ARM.
 _INTERESTING = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
@@ -86,3 +88,16 @@ def _memory_bytes() -> int:
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def free_memory_bytes() -> int:
+    """Return the memory that can be had now without swapping: the machine's, or the container's if that is less."""
+    free = int(psutil.virtual_memory().available)
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    used = _read("/sys/fs/cgroup/memory.current").strip()
+    if not (limit.isdigit() and used.isdigit()):
+        return free
+    # Why: the kernel counts file pages as used, but takes the ones nobody looked at lately back before it refuses.
+    reclaimable = next((line.split()[1] for line in _read("/sys/fs/cgroup/memory.stat").splitlines()
+                        if line.startswith("inactive_file ")), "0")
+    return max(0, min(free, int(limit) - int(used) + int(reclaimable)))

@@ -28,7 +28,9 @@ class EngineHooks:
     Invariant: no method raises because of an observer.
     """
 
-    def __init__(self, manager: PluginManager) -> None:
+    def __init__(self, manager: PluginManager, *, at_the_end: Callable[[], None] = lambda: None) -> None:
+        """Look up the observers of ``manager``; ``at_the_end`` is called after they were told of the engine's end."""
+        self._at_the_end = at_the_end
         self._start = manager.callers("pagedcore_engine_start")
         self._stop = manager.callers("pagedcore_engine_stop")
         self._step = manager.callers("pagedcore_step")
@@ -50,8 +52,9 @@ class EngineHooks:
         self._tell(self._start, engine=info)
 
     def engine_stopped(self, info: EngineInfo) -> None:
-        """Tell that the engine was closed."""
+        """Tell that the engine was closed, then carry out what its builder left for the end."""
         self._tell(self._stop, engine=info)
+        self._at_the_end()
 
     def step_done(self, stats: EngineStats) -> None:
         """Tell the counters after a step."""

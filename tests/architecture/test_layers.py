@@ -11,6 +11,7 @@ from architecture.sources import SOURCES, Source
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "limits", "clock"),
+    ("memory",),
     ("config", "ports"),
     ("pagedcore_kernels",),
     ("sampling_params", "outputs", "stats", "demo_model"),
@@ -18,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("text", "cache"),
     ("answers", "intake", "scheduling"),
     ("plugins", "execution"),
-    ("assembly", "outcomes", "request_book", "offline", "engine"),
+    ("assembly", "kv_memory", "outcomes", "request_book", "offline", "engine"),
     ("stream",),
     ("async_engine",),
     ("bench",),
@@ -27,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Lowest first. A part may import the parts of lower layers; a part of several modules may import itself."""
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-ENGINE = LAYERS[8]
+ENGINE = LAYERS[9]
 """The engine is one thing in several files, which know each other."""
 KERNELS_MAY_IMPORT = {"errors", "ports"}
 OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai"}

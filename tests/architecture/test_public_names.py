@@ -12,8 +12,8 @@ import pytest
 import pagedcore
 from architecture.sources import PACKAGE_PARENTS, ROOT
 
-PUBLIC = ["AsyncEngine", "CompletionOutput", "Delta", "Engine", "EngineConfig", "Request", "RequestOutput",
-          "SamplingParams", "expose"]
+PUBLIC = ["AsyncEngine", "CompletionOutput", "Delta", "Engine", "EngineConfig", "MemoryBudget", "Request",
+          "RequestOutput", "SamplingParams", "expose"]
 HEAVY = ("torch", "transformers", "bentoml", "langchain", "langchain_core", "numba", "numba.cuda", "tokenizers")
 MAX_SHARE_OF_TORCH = 0.5
 

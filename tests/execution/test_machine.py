@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from pagedcore.execution import machine
-from pagedcore.execution.machine import this_machine
+from pagedcore.execution.machine import free_memory_bytes, this_machine
 
 X86 = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n\nprocessor\t: 1\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd sve bf16 i8mm\n"
@@ -14,7 +15,8 @@ OLD = "model name\t: Old CPU\nflags\t\t: fpu sse2 avx2\n"
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
     """Let the machine's files read as given; the others are absent."""
-    paths = {"cpuinfo": "/proc/cpuinfo", "quota": "/sys/fs/cgroup/cpu.max", "limit": "/sys/fs/cgroup/memory.max"}
+    paths = {"cpuinfo": "/proc/cpuinfo", "quota": "/sys/fs/cgroup/cpu.max", "limit": "/sys/fs/cgroup/memory.max",
+             "used": "/sys/fs/cgroup/memory.current", "stat": "/sys/fs/cgroup/memory.stat"}
     texts = {paths[name]: text for name, text in files.items()}
     monkeypatch.setattr(machine, "_read", lambda path: texts.get(path, ""))
 
@@ -58,3 +60,19 @@ def test_this_machine_has_a_name_and_cores() -> None:
     found = this_machine()
     assert found.cpu_name
     assert found.num_cores >= 1
+
+
+@pytest.mark.parametrize(("files", "free"), [
+    ({"limit": "1000", "used": "400", "stat": "active_file 7\ninactive_file 150\n"}, 750),
+    ({"limit": "1000", "used": "400"}, 600),
+    ({"limit": "1000", "used": "1200"}, 0),
+    ({"limit": "max", "used": "400"}, 5000),
+    ({}, 5000),
+])
+def test_free_memory_is_what_a_container_still_gives(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], free: int
+) -> None:
+    """A container's limit less what it uses and cannot give back, where that is less than the machine has."""
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
+    pretend(monkeypatch, **files)
+    assert free_memory_bytes() == free

@@ -5,10 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pagedcore.config import EngineConfig, parse_memory
+from pagedcore.config import EngineConfig
 from pagedcore.errors import InvalidConfig
 from pagedcore.limits import MAX_COUNT
+from pagedcore.memory import MemoryBudget
 
+BUDGET = MemoryBudget(1)
 NAN, INF = float("nan"), float("inf")
 NOT_A_COUNT = [0, -1, MAX_COUNT + 1, 10**400, True, 1.0, "1", NAN, np.int64(8), [1]]
 
@@ -17,7 +19,7 @@ ACCEPTED = {
     "device": ["auto", "cpu"],
     "block_size": [None, 1, MAX_COUNT],
     "num_kv_blocks": [None, 1, MAX_COUNT],
-    "kv_cache_memory": [None, 1, 2**31, "2GiB", 0.5],
+    "kv_cache_memory": [None, 1, 2**31, "2GiB", 0.5, BUDGET, BUDGET.share(1)],
     "max_model_len": [None, 1, MAX_COUNT],
     "max_num_seqs": [1, 512],
     "max_num_batched_tokens": [32, MAX_COUNT],
@@ -101,22 +103,3 @@ def test_unknown_settings_are_refused_with_the_known_ones():
     assert EngineConfig.from_keywords(seed=3).seed == 3
     with pytest.raises(InvalidConfig, match=r"unknown setting blocksize; known: .*block_size.*seed"):
         EngineConfig.from_keywords(blocksize=3)
-
-
-@pytest.mark.parametrize(
-    ("given", "num_bytes"),
-    [
-        (None, None), (1, 1), (2**40, 2**40), ("123", 123), ("2GiB", 2**31), ("2 gib", 2**31), (" 1.5 KiB ", 1536),
-        ("3MB", 3_000_000), ("1TB", 10**12), ("7B", 7), (0.25, 250), (0.9999, 999),
-    ],
-)  # fmt: skip
-def test_memory_is_bytes_text_or_a_share(given, num_bytes):
-    """Binary and decimal units, with or without spaces; a float below 1 is a share of free memory."""
-    assert parse_memory(given, free_bytes=1000) == num_bytes
-
-
-@pytest.mark.parametrize("given", ["9" * 5000, "9" * 400 + "GiB", "1e400GiB", "infB", "GiB", "1,5GiB", "0.1B", "1e3"])
-def test_absurd_memory_is_refused(given):
-    """Text that is no positive 63-bit number of bytes is refused, whatever its length."""
-    with pytest.raises(InvalidConfig, match="kv_cache_memory: got a string of"):
-        parse_memory(given, free_bytes=1000)

@@ -132,6 +132,10 @@ class TransformersModel:
         shapes = tuple(LayerShape(o.num_kv_heads, o.key_head_size, o.value_head_size) for o in owners)
         return KVLayout(block_size, self._dtype, shapes)
 
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one block of so many tokens over all layers, padding included."""
+        return self.layout(block_size).block_bytes
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool.
 
@@ -143,6 +147,10 @@ class TransformersModel:
             raise InternalError("allocate_kv: the model has its KV pool already")
         self._storage = KVStorage(self.layout(block_size), num_blocks)
         self._attention = self._attention_factory(self._storage.layout, self._storage.pool)
+
+    def release_kv(self) -> None:
+        """Free the KV pool, if there is one; another can be made then."""
+        self._attention = self._storage = None
 
     @torch.inference_mode()
     def forward(self, batch: RaggedRows) -> torch.Tensor:
