@@ -39,12 +39,14 @@ class Sequence:
     A step lets ``num_computed_tokens`` catch up with ``len(token_ids)``; there is no prefill or decode state.
 
     Invariant: 0 <= num_computed_tokens < len(token_ids) while waiting or running.
-    Invariant: token ids are only ever appended.
+    Invariant: token ids are only ever appended, so ``block_keys``, the content keys of full blocks that were asked
+        for, stay true.
+    Invariant: sequences with the same ``cache_root`` may share blocks, others never do.
     Invariant: moves between statuses are those of ``LEGAL_MOVES``.
     """
 
     __slots__ = (
-        "arrival", "finish_reason", "logprobs", "max_tokens", "num_cached_tokens", "num_computed_tokens",
+        "arrival", "block_keys", "cache_root", "finish_reason", "logprobs", "max_tokens", "num_cached_tokens", "num_computed_tokens",
         "num_preemptions", "num_prompt_tokens", "params", "priority", "seed", "sequence_id", "status",
         "stop_token_ids", "token_ids",
     )
@@ -60,8 +62,11 @@ class Sequence:
         stop_token_ids: frozenset[int] = frozenset(),
         priority: int = 0,
         arrival: int = 0,
+        cache_root: bytes = b"",
     ) -> None:
         self.sequence_id = sequence_id
+        self.cache_root = cache_root
+        self.block_keys: list[bytes] = []
         self.token_ids = list(token_ids)
         self.params = params
         self.max_tokens = max_tokens
@@ -71,7 +76,7 @@ class Sequence:
         self.arrival = arrival
         self.num_prompt_tokens = len(token_ids)
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -121,17 +126,14 @@ class Sequence:
         self.token_ids.extend(new_token_ids)
         self.params, self.max_tokens, self.stop_token_ids = params, max_tokens, stop_token_ids
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_cached_tokens = self.num_computed_tokens
+        self.num_cached_tokens = None
         self.arrival = arrival
         self.finish_reason = None
         self.logprobs = []
 
     def forget_computed(self) -> None:
-        """Note that the sequence's blocks are gone: every position has to be computed again."""
+        """Note that the sequence holds no blocks any more; what is not found again has to be computed again."""
         self.num_computed_tokens = 0
-        if self.status is SequenceStatus.WAITING:
-            # Why: this turn has not begun, so what the turn before left will not have been of use to it.
-            self.num_cached_tokens = 0
 
 
 @dataclass(slots=True)

@@ -1,18 +1,28 @@
-"""Who holds which KV blocks: sequence id to block table, and blocks taken provisionally for one step.
+"""Who holds which device blocks: sequence id to block table, what the blocks hold, and blocks taken for one step.
 
-Moves no bytes and knows no tokens. A step's blocks are reserved for all its rows or for none; they are in the tables
-from then on, so that the batch can be built, and ``cancel`` takes exactly them out again.
+Moves no bytes. A step's blocks are reserved for all its rows or for none; they are in the tables from then on, so that
+the batch can be built, and ``cancel`` takes exactly them out again. A block with two holders is never written to: who
+shares a full block only reads it, who goes on inside a block gets a copy of it. Read ``host_tier`` next.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
-from enum import Enum, auto
 
+from pagedcore.cache.block_hash import BlockHasher
 from pagedcore.cache.block_pool import BlockPool
 from pagedcore.cache.block_table import BlockTable
+from pagedcore.cache.eviction import EvictionPolicy, least_recently_used
+from pagedcore.cache.host_tier import HostTier
+from pagedcore.cache.memory_snapshot import MemorySnapshot, take_snapshot
+from pagedcore.cache.prefix_cache import PrefixCache
+from pagedcore.cache.prefix_match import PrefixMatch, contents, find_prefix
+from pagedcore.cache.reservation import Demand, Growth, Reservation
 from pagedcore.errors import InternalError
+from pagedcore.request import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,76 +30,39 @@ class BlockSnapshot:
     """All block bookkeeping at one moment, as plain values."""
 
     block_size: int
-    free_blocks: tuple[int, ...]
-    reference_counts: tuple[int, ...]
+    device: MemorySnapshot
+    host: MemorySnapshot | None
     tables: Mapping[int, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Growth:
-    sequence_id: int
-    table: BlockTable
-    num_blocks_before: int
-
-
-class _ReservationState(Enum):
-    OPEN = auto()
-    COMMITTED = auto()
-    CANCELLED = auto()
-
-
-class Reservation:
-    """Blocks taken for one step: kept by ``commit``, given back by ``cancel``.
-
-    Invariant: it closes once; closing it again the same way does nothing, the other way is an ``InternalError``.
-    Invariant: blocks of a sequence that was freed meanwhile are not its business any more.
-    """
-
-    __slots__ = ("_growths", "_manager", "_state")
-
-    def __init__(self, manager: BlockManager, growths: list[_Growth]) -> None:
-        self._manager = manager
-        self._growths = growths
-        self._state = _ReservationState.OPEN
-
-    def commit(self) -> None:
-        """Keep the blocks.
-
-        Raises:
-            InternalError: the reservation was cancelled.
-        """
-        self._close(_ReservationState.COMMITTED)
-
-    def cancel(self) -> None:
-        """Take the blocks out of the tables again and free them, last first.
-
-        Raises:
-            InternalError: the reservation was committed.
-        """
-        if self._close(_ReservationState.CANCELLED):
-            for growth in reversed(self._growths):
-                self._manager.undo_growth(growth.sequence_id, growth.table, growth.num_blocks_before)
-
-    def _close(self, state: _ReservationState) -> bool:
-        if self._state not in (_ReservationState.OPEN, state):
-            raise InternalError(f"reservation: {self._state.name.lower()} before it was {state.name.lower()}")
-        was_open, self._state = self._state is _ReservationState.OPEN, state
-        return was_open
+    pins: Mapping[int, tuple[int, ...]]
+    """Host blocks kept for sequences."""
 
 
 class BlockManager:
-    """Block tables of all sequences over one pool.
+    """Block tables of all sequences over one pool, and the prefix cache over its blocks.
 
     Invariant: a sequence without blocks has no table.
-    Invariant: a block's reference count is the number of tables it is in.
+    Invariant: a block's references are the tables it is in, the transfers it is part of and the open reservation's
+        copies that read it.
     """
 
-    __slots__ = ("_pool", "_tables", "block_size")
+    __slots__ = ("_pool", "_sources", "_tables", "block_size", "cache", "hasher", "host")
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        policy: EvictionPolicy = least_recently_used,
+        secret: bytes = b"",
+    ) -> None:
         self.block_size = block_size
+        self.hasher = BlockHasher(block_size, secret)
         self._pool = BlockPool(num_blocks)
+        self.cache = PrefixCache(self._pool, policy)
         self._tables: dict[int, BlockTable] = {}
+        self._sources: Counter[int] = Counter()
+        self.host = HostTier(self, num_host_blocks, policy) if num_host_blocks else None
 
     @property
     def num_blocks(self) -> int:
@@ -97,14 +70,19 @@ class BlockManager:
         return self._pool.num_blocks
 
     @property
-    def num_free_blocks(self) -> int:
-        """Blocks nobody holds."""
-        return self._pool.num_free
+    def num_available_blocks(self) -> int:
+        """Blocks that can be had now: free ones, and those that only keep what nobody uses at the moment."""
+        return self.cache.num_available
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks that somebody holds."""
-        return self._pool.num_blocks - self._pool.num_free
+        return self._pool.num_blocks - self.cache.num_available
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody holds and whose contents can be found."""
+        return self._pool.num_idle
 
     @property
     def usage(self) -> float:
@@ -128,6 +106,16 @@ class BlockManager:
             needed -= table.num_blocks
         return needed if needed > 0 else 0
 
+    def own_blocks_of(self, sequence_id: int) -> list[int]:
+        """Blocks that would be available if the sequence gave up what it holds; others hold the rest too."""
+        table = self._tables.get(sequence_id)
+        held: list[int] = table.block_ids.tolist() if table is not None else []
+        return [block_id for block_id in held if self._pool.num_references(block_id) == 1]
+
+    def is_held(self, block_id: int) -> bool:
+        """Whether anybody holds the block."""
+        return self._pool.num_references(block_id) > 0
+
     def table(self, sequence_id: int) -> BlockTable:
         """Return the table of a sequence that holds blocks.
 
@@ -139,49 +127,134 @@ class BlockManager:
         except KeyError:
             raise InternalError(f"sequence {sequence_id} holds no blocks") from None
 
-    def reserve(self, demands: Iterable[tuple[int, int]]) -> Reservation | None:
+    def match(self, sequence: Sequence) -> PrefixMatch:
+        """Find the longest beginning of a sequence that the device or the host holds."""
+        return find_prefix(self.hasher, sequence, self.cache, self.host.cache if self.host is not None else None)
+
+    def reserve(self, demands: Iterable[Demand]) -> Reservation | None:
         """Let every table hold as many positions as asked for, or change nothing when the pool is too small.
 
         Args:
-            demands: (sequence id, positions in all), each sequence at most once.
+            demands: each sequence at most once.
         """
-        needs = [(sid, n) for sid, num_tokens in demands if (n := self.num_blocks_needed(sid, num_tokens))]
-        block_ids = self._pool.allocate(sum(num_blocks for _, num_blocks in needs))
+        demands = list(demands)
+        held = [block_id for demand in demands for block_id in demand.match.held_blocks]
+        # Why: what is shared must be held before anything is allocated, or it could be evicted for that.
+        for block_id in held:
+            self.cache.hold(block_id)
+        block_ids = self.cache.allocate(sum(map(self._num_new_blocks, demands)))
         if block_ids is None:
+            for block_id in reversed(held):
+                self.cache.release(block_id)
             return None
-        growths, used = [], 0
-        for sequence_id, num_blocks in needs:
-            growths.append(self._extend_table(sequence_id, block_ids[used : used + num_blocks]))
-            used += num_blocks
-        return Reservation(self, growths)
+        return self._grow_tables(demands, block_ids)
 
-    def free(self, sequence_id: int) -> int:
-        """Give up all blocks of a sequence, last block first, and return how many; none is no error."""
+    def register(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note what the sequence's full blocks hold, once its first ``num_tokens`` positions are computed."""
+        table = self._tables.get(sequence.sequence_id)
+        if table is None or num_tokens // self.block_size <= table.num_registered:
+            return
+        self._register(table, sequence, num_tokens - num_tokens % self.block_size)
+
+    def release(self, sequence: Sequence) -> int:
+        """Give up all blocks of a sequence, last first, and return how many; what they hold can be found again."""
+        table = self._tables.get(sequence.sequence_id)
+        if table is None:
+            return 0
+        self.register_all(sequence)
+        return self._cut(sequence.sequence_id, table, 0)
+
+    def register_all(self, sequence: Sequence) -> None:
+        """Note what all computed positions hold, those of the partly filled last block included."""
+        if sequence.sequence_id in self._tables:
+            self._register(self._tables[sequence.sequence_id], sequence, sequence.num_computed_tokens)
+
+    def forget(self, sequence_id: int) -> int:
+        """Give up all blocks of a sequence, let nobody find what they hold, and return how many; none is no error."""
         table = self._tables.get(sequence_id)
-        return self._cut(sequence_id, table, 0) if table is not None else 0
+        if table is None:
+            return 0
+        for block_id in table.block_ids.tolist():
+            self.cache.discard(block_id)
+        return self._cut(sequence_id, table, 0)
 
-    def undo_growth(self, sequence_id: int, table: BlockTable, num_blocks: int) -> None:
-        """Cut ``table`` back to ``num_blocks`` blocks, unless the sequence gave it up meanwhile."""
-        if self._tables.get(sequence_id) is table:
-            self._cut(sequence_id, table, num_blocks)
+    def take_table(self, sequence_id: int) -> tuple[int, ...]:
+        """Take a sequence's blocks out of its table; the references pass to the caller."""
+        table = self._tables.pop(sequence_id)
+        return tuple(table.block_ids.tolist())
+
+    def give_table(self, sequence_id: int, block_ids: ListOf[int], num_registered: int) -> None:
+        """Make a table of blocks; the caller's references pass to it.
+
+        Raises:
+            InternalError: the sequence has one.
+        """
+        if sequence_id in self._tables:
+            raise InternalError(f"sequence {sequence_id} holds blocks already")
+        table = self._tables[sequence_id] = BlockTable()
+        table.append(block_ids)
+        table.num_registered = num_registered
+
+    def undo_growth(self, growth: Growth) -> None:
+        """Cut a table back to what it was, unless the sequence gave it up meanwhile."""
+        if self._tables.get(growth.sequence_id) is growth.table:
+            self._cut(growth.sequence_id, growth.table, growth.num_blocks_before)
+
+    def release_sources(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Give up the references to blocks that were copied."""
+        for source, _ in copies:
+            self._sources[source] -= 1
+            self.cache.release(source)
 
     def snapshot(self) -> BlockSnapshot:
         """Copy the bookkeeping for the checker of invariants."""
         tables = {sid: tuple(table.block_ids.tolist()) for sid, table in self._tables.items()}
-        return BlockSnapshot(self.block_size, self._pool.free_blocks, self._pool.reference_counts, tables)
+        holds = Counter(block_id for table in tables.values() for block_id in table) + self._sources
+        if self.host is None:
+            return BlockSnapshot(self.block_size, take_snapshot(self._pool, self.cache, holds), None, tables, {})
+        holds.update(block_id for one in self.host.in_flight for block_id in one.device_blocks)
+        device = take_snapshot(self._pool, self.cache, holds)
+        return BlockSnapshot(self.block_size, device, self.host.snapshot(), tables, self.host.pins)
 
-    def _extend_table(self, sequence_id: int, block_ids: list[int]) -> _Growth:
-        table = self._tables.get(sequence_id)
+    def _num_new_blocks(self, demand: Demand) -> int:
+        needed = self.num_blocks_needed(demand.sequence_id, demand.num_tokens)
+        return max(0, needed - len(demand.match.device_blocks))
+
+    def _grow_tables(self, demands: list[Demand], block_ids: list[int]) -> Reservation:
+        growths, copies, used = [], list[tuple[int, int]](), 0
+        for demand in demands:
+            new = block_ids[used : used + self._num_new_blocks(demand)]
+            used += len(new)
+            if demand.match.tail is not None:
+                copies.append((demand.match.tail[0], new[0]))
+            if new or demand.match.device_blocks:
+                growths.append(self._extend_table(demand, new))
+        self._sources.update(source for source, _ in copies)
+        return Reservation(self, growths, tuple(copies))
+
+    def _extend_table(self, demand: Demand, block_ids: list[int]) -> Growth:
+        table = self._tables.get(demand.sequence_id)
         if table is None:
-            table = self._tables[sequence_id] = BlockTable()
-        growth = _Growth(sequence_id, table, table.num_blocks)
+            table = self._tables[demand.sequence_id] = BlockTable()
+        growth = Growth(demand.sequence_id, table, table.num_blocks)
+        if shared := demand.match.device_blocks:
+            table.append(shared)
+            table.num_registered = len(shared)
         table.append(block_ids)
         return growth
+
+    def _register(self, table: BlockTable, sequence: Sequence, num_tokens: int) -> None:
+        for content in contents(self.hasher, sequence, num_tokens, table.num_registered):
+            if not self.cache.register(int(table.block_ids[table.num_registered]), content):
+                return
+            # Invariant: only full blocks count, because a partly filled one will hold more.
+            if len(content.token_ids) == self.block_size:
+                table.num_registered += 1
 
     def _cut(self, sequence_id: int, table: BlockTable, num_blocks: int) -> int:
         removed = table.cut(num_blocks)
         for block_id in removed:
-            self._pool.free(block_id)
+            self.cache.release(block_id)
         if num_blocks == 0:
             del self._tables[sequence_id]
         return len(removed)

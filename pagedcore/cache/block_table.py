@@ -22,10 +22,12 @@ class BlockTable:
     Invariant: committed entries never change and are never removed; only blocks of a cancelled reservation are cut.
     """
 
-    __slots__ = ("_ids", "_num_blocks", "_view")
+    __slots__ = ("_ids", "_num_blocks", "_view", "num_registered")
 
     def __init__(self) -> None:
         self._num_blocks = 0
+        self.num_registered = 0
+        """Leading blocks whose contents the prefix cache knows."""
         self._grow(_FIRST_ROOM)
 
     @property
@@ -54,6 +56,7 @@ class BlockTable:
         """Keep the first ``num_blocks`` blocks and return the others, last first."""
         removed: list[int] = self._ids[num_blocks : self._num_blocks][::-1].tolist()
         self._num_blocks = num_blocks
+        self.num_registered = min(self.num_registered, num_blocks)
         return removed
 
     def slots(self, start: int, end: int, block_size: int) -> Int64Array:

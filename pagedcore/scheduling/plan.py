@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
+from pagedcore.cache.prefix_match import NO_MATCH, PrefixMatch
+from pagedcore.cache.reservation import Demand
 from pagedcore.outputs import FinishReason
 from pagedcore.request import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """``num_tokens`` tokens of one sequence, from its first uncomputed position on.
-
-    Invariant: the sequence stands still from planning to commit, so that all of this means the same throughout.
-    """
+    """``num_tokens`` tokens of one sequence, from position ``start`` on."""
 
     sequence: Sequence
+    start: int
+    """First position computed."""
     num_tokens: int
-
-    @property
-    def start(self) -> int:
-        """First position computed."""
-        return self.sequence.num_computed_tokens
+    match: PrefixMatch = NO_MATCH
+    """What a sequence without blocks shares or copies instead of computing it."""
 
     @property
     def end(self) -> int:
         """One past the last position computed."""
-        return self.sequence.num_computed_tokens + self.num_tokens
+        return self.start + self.num_tokens
 
     @property
     def is_sampled(self) -> bool:
@@ -36,25 +35,58 @@ class ScheduledRow:
     @property
     def is_decode(self) -> bool:
         """Whether this row computes one generated token, not a part of a prompt."""
-        return self.num_tokens == 1 and self.sequence.num_computed_tokens >= self.sequence.num_prompt_tokens
+        return self.num_tokens == 1 and self.start >= self.sequence.num_prompt_tokens
+
+    @property
+    def demand(self) -> Demand:
+        """The blocks this row needs."""
+        return Demand(self.sequence.sequence_id, self.end, self.match)
+
+
+class PreemptionKind(Enum):
+    """What becomes of the blocks of a preempted sequence."""
+
+    SWAP = "swap"
+    """They are copied to the host and come back from there."""
+    SHRINK = "shrink"
+    """As many as are needed are taken from its end; what others leave is found again."""
+    RECOMPUTE = "recompute"
+    """All are given up, and everything is computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A running sequence that goes back to waiting."""
+
+    sequence: Sequence
+    kind: PreemptionKind
+    estimated_s: float = 0.0
+    """Seconds of work that the preemption is expected to cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """A waiting sequence whose beginning is loaded from the host before it starts."""
+
+    sequence: Sequence
+    match: PrefixMatch
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """One step: who runs with how many tokens, who loses its blocks for it.
+    """One step: who runs with how many tokens; or who makes room first, after which another plan is made.
 
     Invariant: the tokens of all rows together are within the token budget.
-    Invariant: no sequence is both computed and preempted or released.
     """
 
     rows: tuple[ScheduledRow, ...] = ()
-    preempted: tuple[Sequence, ...] = ()
-    """Running sequences that go back to waiting; their positions will be recomputed."""
-    released: tuple[Sequence, ...] = ()
-    """Sequences that hold blocks without running (finished ones, or continued ones that wait) and lose them."""
     admitted: tuple[Sequence, ...] = ()
     """Waiting sequences that start running. They are also among the rows, except those a static batch has no
     tokens left for in its first step."""
+    preempted: tuple[Preemption, ...] = ()
+    released: tuple[Sequence, ...] = ()
+    """Waiting sequences that hold blocks and lose them."""
+    swap_ins: tuple[SwapIn, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +97,11 @@ class SchedulePlan:
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not self.rows
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks have to change hands before anything is computed."""
+        return bool(self.preempted or self.released or self.swap_ins)
 
 
 @dataclass(frozen=True, slots=True)

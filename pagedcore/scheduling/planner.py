@@ -1,10 +1,12 @@
-"""One step's decisions: who runs with how many tokens, who is admitted, who loses its blocks.
+"""One step's decisions: who runs with how many tokens, who is admitted, who loses its blocks and how.
 
 Reads queues, tables and sequences and changes none of them; ``scheduler`` carries the plan out. There is no prefill
 and no decode phase: a step lets each sequence's computed count catch up with its known count under one token budget.
 
 Why it always makes progress: the first running sequence can take the blocks of everybody who is idle or behind it,
-and when nothing runs the first waiting one can; no sequence is accepted that would not fit the pool alone.
+and when nothing runs the first waiting one can; no sequence is accepted that would not fit the pool alone. A
+sequence may stand still for lack of blocks only in a step in which another one runs or blocks are on their way.
+A plan that asks for room is not computed: once the room is made, the next plan is.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 
 from pagedcore.cache.block_manager import BlockManager
-from pagedcore.request import Sequence, SequenceStatus
-from pagedcore.scheduling.plan import ScheduledRow, SchedulePlan
+from pagedcore.cache.prefix_match import NO_MATCH, PrefixMatch
+from pagedcore.request import Sequence
+from pagedcore.scheduling.admission import Admission
+from pagedcore.scheduling.plan import Preemption, PreemptionKind, ScheduledRow, SchedulePlan, SwapIn
+from pagedcore.scheduling.policies import Policy
+from pagedcore.scheduling.preemption import PreemptionRules, Shortage, Victim
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +33,15 @@ class PlanningRules:
     max_num_batched_tokens: int
     is_guaranteed: bool
     """Whether admission counts the longest answer of everybody, so that nobody is ever preempted."""
-    admits_while_running: bool
+    policy: Policy
+    preemption: PreemptionRules
 
 
 class StepPlanner:
     """The working state of one plan, used once.
 
-    Invariant: ``_free`` is what the pool would have free if all that is planned so far had happened.
+    Invariant: ``free`` is what the pool could still give if all rows planned so far had their blocks.
     """
-
-    __slots__ = (
-        "_admitted", "_blocks", "_budget", "_free", "_idle", "_kept", "_planned_blocks", "_preempted",
-        "_released", "_rows", "_rules", "_running", "_waiting",
-    )
 
     def __init__(
         self,
@@ -47,40 +49,75 @@ class StepPlanner:
         blocks: BlockManager,
         running: Iterable[Sequence],
         waiting: Iterable[Sequence],
-        kept: Iterable[Sequence],
+        *,
+        may_wait: bool = True,
     ) -> None:
-        self._rules = rules
-        self._blocks = blocks
-        self._running = list(running)
-        self._waiting = list(waiting)
-        self._kept = kept
-        self._free = blocks.num_free_blocks
-        self._budget = rules.max_num_batched_tokens
+        self.rules = rules
+        self.blocks = blocks
+        self.running = list(running)
+        self.waiting = list(waiting)
+        self.free = blocks.num_available_blocks
+        self.budget = rules.max_num_batched_tokens
+        self.admitted: list[Sequence] = []
+        self.swap_ins: list[SwapIn] = []
         self._rows: dict[int, ScheduledRow] = {}
-        self._planned_blocks: dict[int, int] = {}
-        self._preempted: dict[int, Sequence] = {}
+        self._adopted: set[int] = set()
+        self._may_wait = may_wait
+        self._arriving = blocks.host.num_leaving_blocks if blocks.host is not None else 0
+        self._room_on_host = blocks.host.cache.num_available if blocks.host is not None else 0
+        self._preempted: dict[int, Preemption] = {}
         self._released: dict[int, Sequence] = {}
-        self._admitted: list[Sequence] = []
-        self._idle: list[Sequence] | None = None
+        self._holders: list[Sequence] | None = None
 
     def plan(self) -> SchedulePlan:
         """Decide the step."""
         self._advance_running()
-        # Why: what a preempted sequence has just given up is not for newcomers, and it comes before them.
-        if not self._preempted:
-            self._admit_waiting()
+        # Why: what others are asked to give up is for those who run already.
+        if not self._preempted and not self._released:
+            Admission(self).run()
         return SchedulePlan(
             rows=tuple(self._rows.values()),
             preempted=tuple(self._preempted.values()),
             released=tuple(self._released.values()),
-            admitted=tuple(self._admitted),
+            admitted=tuple(self.admitted),
+            swap_ins=tuple(self.swap_ins),
         )
+
+    def num_blocks_taken(self, match: PrefixMatch) -> int:
+        """How many available blocks are so no longer when a match is held; a copied tail counts for a moment."""
+        return sum(
+            block_id not in self._adopted and not self.blocks.is_held(block_id) for block_id in match.held_blocks
+        )
+
+    def add_row(self, sequence: Sequence, start: int, num_tokens: int, num_blocks: int, match: PrefixMatch) -> None:
+        """Plan a row that needs ``num_blocks`` new blocks besides what it shares."""
+        self._rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, match)
+        self.budget -= num_tokens
+        self.free -= num_blocks + self.num_blocks_taken(match)
+        self._adopted.update(match.held_blocks)
+
+    def num_planned_blocks(self, sequence: Sequence) -> int:
+        """New blocks that the row of a running sequence gets in this step."""
+        row = self._rows.get(sequence.sequence_id)
+        return self.blocks.num_blocks_needed(sequence.sequence_id, row.end) if row is not None else 0
+
+    def holders(self) -> Iterator[Sequence]:
+        """Waiting sequences with blocks that are not asked for them yet, last one first."""
+        if self._holders is None:
+            # Why: a long queue is searched once in a step, not once for every row that lacks a block.
+            self._holders = [one for one in reversed(self.waiting) if self.blocks.num_blocks_of(one.sequence_id)]
+        return (sequence for sequence in self._holders if sequence.sequence_id not in self._released)
+
+    def release(self, holder: Sequence) -> int:
+        """Ask a holder for its blocks, and return how many will be available."""
+        self._released[holder.sequence_id] = holder
+        return len(self.blocks.own_blocks_of(holder.sequence_id))
 
     def _advance_running(self) -> None:
         # Why: decode rows come first, so that a long prompt never makes others miss their next token.
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
-        for sequence in self._running:
+        for sequence in self.running:
             is_decoding = len(sequence.token_ids) - sequence.num_computed_tokens == 1
             (decoding if is_decoding else prefilling).append(sequence)
         self._advance_in_order(decoding)
@@ -88,98 +125,67 @@ class StepPlanner:
 
     def _advance_in_order(self, sequences: ListOf[Sequence]) -> None:
         for sequence in sequences:
-            num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, self._budget)
+            start = sequence.num_computed_tokens
+            num_tokens = min(len(sequence.token_ids) - start, self.budget)
             if num_tokens == 0:
                 return
             if sequence.sequence_id in self._preempted:
                 continue
-            end = sequence.num_computed_tokens + num_tokens
-            needed = self._blocks.num_blocks_needed(sequence.sequence_id, end)
-            # Why: without room it keeps its blocks and waits in place. Those before it may finish before they need
-            # them, and those behind it may go on in what is free, since it can take that back from them.
-            if needed <= self._free or self._make_room(needed, self._victims_for(sequence)):
-                self._add_row(sequence, num_tokens, needed)
+            needed = self.blocks.num_blocks_needed(sequence.sequence_id, start + num_tokens)
+            if needed <= self.free:
+                self.add_row(sequence, start, num_tokens, needed, NO_MATCH)
+            else:
+                # Why: without room it keeps its blocks and waits in place. Those before it may finish before they
+                # need them, and those behind it may go on in what is free, since it can take that back from them.
+                self._ask_for_room(sequence, needed - self.free)
 
-    def _admit_waiting(self) -> None:
-        if not self._waiting or not self._may_admit():
-            return
-        # Why: whatever is not promised to a running sequence is free or held by somebody idle, hence available.
-        available = self._blocks.num_blocks - sum(map(self._promised_blocks, self._running))
-        for candidate in self._waiting:
-            available -= self._promised_blocks(candidate)
-            # Why: strict order. If others overtook a head that lacks room, it could starve for ever.
-            if available < 0 or not self._may_admit() or not self._admit(candidate):
-                return
+    def _ask_for_room(self, asker: Sequence, lacking: int) -> None:
+        """Decide who makes room for a running sequence: what is on its way, idle holders, those behind it."""
+        for holder in self.holders():
+            if lacking <= self._arriving:
+                break
+            self._arriving += self.release(holder)
+        if lacking > self._arriving:
+            shortage = Shortage(lacking - self._arriving, self._num_steps_to_wait(asker), len(self.running))
+            for preemption in self.rules.preemption.choose(
+                shortage, lambda: self._victims_for(asker), may_wait=self._may_wait
+            ):
+                self._preempt(preemption)
+        self._arriving = max(0, self._arriving - lacking)
 
-    def _may_admit(self) -> bool:
-        has_row = len(self._running) + len(self._admitted) < self._rules.max_num_seqs
-        if self._rules.admits_while_running:
-            return has_row and self._budget > 0
-        # Why: a static batch is filled once, so its size must not depend on the first step's token budget.
-        return has_row and not self._running
-
-    def _admit(self, candidate: Sequence) -> bool:
-        num_tokens = min(candidate.num_uncomputed_tokens, self._budget)
-        end = candidate.num_computed_tokens + num_tokens
-        needed = self._blocks.num_blocks_needed(candidate.sequence_id, end)
-        # Invariant: all promises fit, so kept sequences and those behind it hold what is missing. Neither itself nor
-        # anybody before it is asked, and it was not released for one of them.
-        if needed > self._free and not self._make_room(needed, self._idle_holders()):
-            return False
-        self._admitted.append(candidate)
-        if num_tokens > 0:
-            self._add_row(candidate, num_tokens, needed)
-        return True
-
-    def _promised_blocks(self, sequence: Sequence) -> int:
-        # Why: counting the first chunk only would admit more prompts than can be completed.
-        guaranteed = self._rules.is_guaranteed
-        return self._blocks.blocks_for(sequence.max_total_tokens if guaranteed else len(sequence.token_ids))
-
-    def _add_row(self, sequence: Sequence, num_tokens: int, num_blocks: int) -> None:
-        self._rows[sequence.sequence_id] = ScheduledRow(sequence, num_tokens)
-        self._budget -= num_tokens
-        if num_blocks:
-            self._planned_blocks[sequence.sequence_id] = num_blocks
-            self._free -= num_blocks
-
-    def _make_room(self, needed: int, victims: Iterator[Sequence]) -> bool:
-        chosen, free = [], self._free
-        while free < needed:
-            victim = next(victims, None)
-            if victim is None:
-                return False
-            chosen.append(victim)
-            free += self._blocks_regained_from(victim)
-        for victim in chosen:
-            self._take_blocks_of(victim)
-        return True
-
-    def _victims_for(self, asker: Sequence) -> Iterator[Sequence]:
-        """Who gives up blocks for a running sequence: idle holders, then those behind it, last one first."""
-        yield from self._idle_holders()
-        for sequence in takewhile(lambda other: other is not asker, reversed(self._running)):
-            if self._blocks_regained_from(sequence):
-                yield sequence
-
-    def _idle_holders(self) -> Iterator[Sequence]:
-        """Kept sequences, longest finished first, then waiting ones with blocks, last one first."""
-        if self._idle is None:
-            # Why: a long queue is searched once in a step, not once for every row that lacks a block.
-            idle = chain(self._kept, reversed(self._waiting))
-            self._idle = [sequence for sequence in idle if self._blocks.num_blocks_of(sequence.sequence_id)]
-        return (sequence for sequence in self._idle if sequence.sequence_id not in self._released)
-
-    def _blocks_regained_from(self, victim: Sequence) -> int:
-        return self._blocks.num_blocks_of(victim.sequence_id) + self._planned_blocks.get(victim.sequence_id, 0)
-
-    def _take_blocks_of(self, victim: Sequence) -> None:
-        self._free += self._blocks_regained_from(victim)
-        if victim.status is not SequenceStatus.RUNNING:
-            self._released[victim.sequence_id] = victim
-            return
-        self._running.remove(victim)
-        self._preempted[victim.sequence_id] = victim
+    def _preempt(self, preemption: Preemption) -> None:
+        victim = preemption.sequence
+        self._arriving += self._num_regained(victim)
+        if preemption.kind is PreemptionKind.SWAP:
+            self._room_on_host -= self._num_blocks_to_host(victim) or 0
+        self.running.remove(victim)
+        self._preempted[victim.sequence_id] = preemption
         row = self._rows.pop(victim.sequence_id, None)
         if row is not None:
-            self._budget += row.num_tokens
+            self.budget += row.num_tokens
+
+    def _victims_for(self, asker: Sequence) -> Iterator[Victim]:
+        """Everybody behind a running sequence who has something to give, last one first."""
+        for sequence in takewhile(lambda other: other is not asker, reversed(self.running)):
+            num_blocks = self._num_regained(sequence)
+            if num_blocks:
+                held = self.blocks.num_blocks_of(sequence.sequence_id)
+                yield Victim(sequence, num_blocks, held, self._num_blocks_to_host(sequence))
+
+    def _num_regained(self, victim: Sequence) -> int:
+        return self.num_planned_blocks(victim) + len(self.blocks.own_blocks_of(victim.sequence_id))
+
+    def _num_blocks_to_host(self, victim: Sequence) -> int | None:
+        if self.blocks.host is None or not self.blocks.num_blocks_of(victim.sequence_id):
+            return None
+        missing = self.blocks.host.num_missing_blocks(victim)
+        return missing if missing <= self._room_on_host else None
+
+    def _num_steps_to_wait(self, asker: Sequence) -> int | None:
+        """Steps until the first sequence is done that needs no further block for it."""
+        steps = [
+            one.max_total_tokens - len(one.token_ids)
+            for one in self.running
+            if one is not asker and not self.blocks.num_blocks_needed(one.sequence_id, one.max_total_tokens)
+        ]
+        return min(steps, default=None)

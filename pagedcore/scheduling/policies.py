@@ -22,6 +22,9 @@ class Policy:
     """Sort key, smallest first; it must not change while the sequence waits or runs. Ties go by sequence id."""
     admits_while_running: bool = True
     """``False``: a new batch starts only when the one before has finished completely."""
+    cache_bonus: int = 8
+    """How many arrivals later a request may be and still start first because the cache holds its beginning; it gains
+    one place for each cached block. No request is overtaken by more later ones than this."""
 
 
 def fcfs() -> Policy:
@@ -36,7 +39,7 @@ def priority() -> Policy:
 
 def static() -> Policy:
     """First come, first served, in batches that run to their end: static batching, for comparison."""
-    return Policy("static", _by_arrival, admits_while_running=False)
+    return Policy("static", _by_arrival, admits_while_running=False, cache_bonus=0)
 
 
 def _by_arrival(sequence: Sequence) -> int:

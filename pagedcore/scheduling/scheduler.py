@@ -1,21 +1,26 @@
 """Where every sequence is, and the one transaction that moves them: schedule, reserve, then commit or roll back.
 
-Decides with ``planner``, counts blocks with ``cache.block_manager``, and knows no device, no clock and no text. Read
-``invariants`` next for the laws that hold between any two calls.
+Decides with ``planner``, counts blocks with ``cache.block_manager``, and knows no device, no clock and no text. What
+has to move between the memories before a step is in ``block_moves``. Read ``invariants`` next for the laws that hold
+between any two calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from copy import copy
 
 from pagedcore.cache.block_manager import BlockManager
+from pagedcore.cache.transfers import Transfer
 from pagedcore.errors import InternalError, RequestTooLarge
 from pagedcore.outputs import FinishReason
 from pagedcore.request import Sequence, SequenceStatus
+from pagedcore.scheduling.block_moves import BlockMoves
+from pagedcore.scheduling.cost_model import CostModel
 from pagedcore.scheduling.plan import NewToken, ScheduledRow, SchedulePlan
 from pagedcore.scheduling.planner import PlanningRules, StepPlanner
 from pagedcore.scheduling.policies import Policy
+from pagedcore.scheduling.preemption import PreemptionRules
 from pagedcore.scheduling.scheduler_stats import SchedulerCounters, SchedulerStats
 from pagedcore.scheduling.step_in_flight import StepInFlight
 from pagedcore.scheduling.waiting_queue import PolicyOrder, WaitingQueue
@@ -25,16 +30,17 @@ _FINISHED, _REMOVED = SequenceStatus.FINISHED, SequenceStatus.REMOVED
 
 
 class Scheduler:
-    """Waiting, running and kept sequences over one block manager.
+    """Waiting and running sequences over one block manager.
 
-    Invariant: a live sequence is waiting, running, or finished; the scheduler holds a finished one only while its
-        blocks are kept for a further turn.
+    Invariant: a live sequence is waiting or running; a finished one holds no device blocks, only what it computed may
+        be found again.
     Invariant: ``schedule`` changes nothing; between ``reserve`` and ``commit`` or ``rollback`` one step is in flight.
-    Invariant: if anything waits or runs, ``schedule`` returns a plan that computes something.
+    Invariant: if anything waits or runs and nothing is on its way, ``schedule`` returns a plan that computes
+        something or makes room for it.
     Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
     """
 
-    __slots__ = ("_counters", "_in_flight", "_kept", "_running", "_waiting", "block_manager", "rules")
+    __slots__ = ("_counters", "_in_flight", "_running", "_waiting", "block_manager", "costs", "moves", "rules")
 
     def __init__(
         self,
@@ -45,16 +51,19 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_waiting: int,
         admission: str = "optimistic",
+        preemption: str = "auto",
     ) -> None:
         self.block_manager = block_manager
+        self.costs = CostModel()
         self.rules = PlanningRules(
-            max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy.admits_while_running
+            max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy,
+            PreemptionRules(preemption, self.costs, block_manager.block_size),
         )
         self._waiting = WaitingQueue(policy.order, max_num_waiting)
         self._running = PolicyOrder(policy.order)
-        self._kept: dict[int, Sequence] = {}
         self._in_flight: StepInFlight | None = None
         self._counters = SchedulerCounters()
+        self.moves = BlockMoves(block_manager, self._running, self._waiting, self._counters, self.costs)
 
     @property
     def has_work(self) -> bool:
@@ -70,11 +79,6 @@ class Scheduler:
     def running(self) -> PolicyOrder:
         """The running sequences in policy order, to look at."""
         return self._running
-
-    @property
-    def kept(self) -> tuple[Sequence, ...]:
-        """The finished sequences whose blocks are kept, longest finished first."""
-        return tuple(self._kept.values())
 
     @property
     def rows_in_flight(self) -> list[ScheduledRow]:
@@ -106,18 +110,27 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Describe the present and count the past."""
+        blocks, host = self.block_manager, self.block_manager.host
+        pinned = host.pins if host is not None else {}
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_kept=len(self._kept),
-            num_blocks=self.block_manager.num_blocks,
-            num_used_blocks=self.block_manager.num_used_blocks,
-            num_free_blocks=self.block_manager.num_free_blocks,
-            **asdict(self._counters),
+            num_swapped=sum(sequence.sequence_id in pinned for sequence in self._waiting),
+            num_blocks=blocks.num_blocks,
+            num_used_blocks=blocks.num_used_blocks,
+            num_cached_blocks=blocks.num_cached_blocks,
+            num_available_blocks=blocks.num_available_blocks,
+            num_evicted_blocks=blocks.cache.num_evictions,
+            num_host_blocks=host.num_blocks if host is not None else 0,
+            num_used_host_blocks=host.num_used_blocks if host is not None else 0,
+            num_cached_host_blocks=host.num_cached_blocks if host is not None else 0,
+            num_moving_blocks=sum(len(one.moves) for one in host.in_flight) if host is not None else 0,
+            estimate_error=self.costs.mean_relative_error,
+            counters=copy(self._counters),
         )
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait: a new one, or a finished one after ``begin_turn``, with the blocks it still holds.
+        """Let a sequence wait: a new one, or a finished one after ``begin_turn``.
 
         Raises:
             RequestTooLarge: it could not fit the pool even if it were alone; nothing changed.
@@ -128,71 +141,79 @@ class Scheduler:
             raise InternalError(f"add: sequence {sequence.sequence_id} is {sequence.status.value}")
         self.require_room(sequence.max_total_tokens)
         self._waiting.push(sequence)
-        self._kept.pop(sequence.sequence_id, None)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside, in whatever state it is; one that has finished stays as it is.
 
-        After "stop" or "length" its blocks are kept for a further turn. After "abort" or "error" they are free at
-        once, and also while a step is in flight: what the device writes for it then is accounted for by nobody.
+        Its blocks are given up at once, also while a step is in flight: what the device writes for it then is
+        accounted for by nobody. What it computed can be found again, except after "error": that is forgotten.
         """
         if sequence.status in (_FINISHED, _REMOVED):
             return
         self._waiting.discard(sequence)
         self._running.discard(sequence)
-        self._mark_finished(sequence, reason)
         if self._in_flight is not None:
             self._in_flight.gone.add(sequence.sequence_id)
-        if reason in ("abort", "error") or self._in_flight is not None:
-            self._drop_blocks(sequence)
+        self._mark_finished(sequence, reason)
 
     def forget(self, sequence: Sequence) -> None:
-        """Free what a finished sequence still holds and remove it for good; a second time does nothing.
+        """Remove a finished sequence for good, with what is kept for it; a second time does nothing.
 
         Raises:
             InternalError: it is not finished.
         """
         if sequence.status is not _REMOVED:
             sequence.move_to(_REMOVED)
-            self._drop_blocks(sequence)
+            self.moves.abandon(sequence)
 
     def schedule(self) -> SchedulePlan:
-        """Decide the next step. Nothing moves: asked again, it answers the same.
+        """Decide the next step, or what has to make room for it. Nothing moves: asked again, it answers the same.
 
         Raises:
             InternalError: a step is in flight, or nothing could be planned although there is work.
         """
         self._require_landed("schedule")
-        plan = StepPlanner(self.rules, self.block_manager, self._running, self._waiting, self._kept.values()).plan()
-        if plan.is_empty and self.has_work:
-            raise InternalError(
-                f"no progress: {len(self._running)} running, {len(self._waiting)} waiting, {len(self._kept)} kept, "
-                f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
-            )
+        plan = self._plan(may_wait=True)
+        if plan.is_empty and not plan.moves_blocks and self.has_work and not self.moves.in_flight:
+            plan = self._plan(may_wait=False)
+            if plan.is_empty and not plan.moves_blocks:
+                raise InternalError(
+                    f"no progress: {len(self._running)} running, {len(self._waiting)} waiting, "
+                    f"{self.block_manager.num_available_blocks} of {self.block_manager.num_blocks} blocks available"
+                )
         return plan
 
-    def reserve(self, plan: SchedulePlan) -> None:
-        """Carry out preemptions and releases, and put every block of the step into the tables.
+    def make_room(self, plan: SchedulePlan) -> list[Transfer]:
+        """Carry out what a plan with ``moves_blocks`` asks for; return the transfers to start now.
 
         Raises:
-            InternalError: the plan is not about the present state (nothing changed), or the pool is too small for it
-                (the preempted stay preempted, all laws hold).
+            InternalError: a step is in flight, or the plan is not about the present state (nothing changed).
+        """
+        self._require_landed("make_room")
+        self._require_present(plan)
+        return self.moves.carry_out(plan)
+
+    def reserve(self, plan: SchedulePlan) -> tuple[tuple[int, int], ...]:
+        """Put every block of the step into the tables; return the (source, destination) blocks to copy first.
+
+        Raises:
+            InternalError: the plan asks for room, or is not about the present state, or the pool is too small for it;
+                nothing changed.
         """
         self._require_landed("reserve")
         self._require_present(plan)
-        for sequence in plan.released:
-            self._release(sequence)
-        for sequence in plan.preempted:
-            self._preempt(sequence)
-        reservation = self.block_manager.reserve([(row.sequence.sequence_id, row.end) for row in plan.rows])
+        if plan.moves_blocks:
+            raise InternalError("reserve: room has to be made first; ask for another plan then")
+        reservation = self.block_manager.reserve(row.demand for row in plan.rows)
         if reservation is None:
-            raise InternalError(f"reserve: {self.block_manager.num_free_blocks} free blocks are too few for the plan")
+            raise InternalError(
+                f"reserve: {self.block_manager.num_available_blocks} available blocks are too few for the plan"
+            )
         self._in_flight = StepInFlight(plan, reservation)
+        return reservation.copies
 
     def rollback(self, plan: SchedulePlan) -> None:
         """Undo ``reserve``: the step did not happen, admitted sequences wait where they waited.
-
-        The preempted stay preempted and the released stay released: the device may have overwritten their blocks.
 
         Raises:
             InternalError: ``plan`` is not in flight.
@@ -225,6 +246,9 @@ class Scheduler:
         results = [self._advance(row, token_id) for row, token_id in zip(rows, tokens, strict=True)]
         return [result for result in results if result is not None]
 
+    def _plan(self, *, may_wait: bool) -> SchedulePlan:
+        return StepPlanner(self.rules, self.block_manager, self._running, self._waiting, may_wait=may_wait).plan()
+
     def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:
         if self._in_flight is None or self._in_flight.plan is not plan:
             raise InternalError("this plan is not in flight: reserve it first, and commit or roll it back once")
@@ -240,11 +264,12 @@ class Scheduler:
         is_present = (
             all(row.sequence.status is _RUNNING or row.sequence.sequence_id in admitted for row in plan.rows)
             and all(sequence in self._waiting for sequence in plan.admitted)
-            and all(sequence in self._running for sequence in plan.preempted)
-            and all(s.sequence_id in self._kept or s in self._waiting for s in plan.released)
+            and all(one.sequence in self._running for one in plan.preempted)
+            and all(sequence in self._waiting for sequence in plan.released)
+            and all(one.sequence in self._waiting for one in plan.swap_ins)
         )
         if not is_present:
-            raise InternalError("reserve: the plan is out of date; a sequence moved after it was made")
+            raise InternalError("the plan is out of date; a sequence moved after it was made")
 
     def _start(self, sequence: Sequence) -> None:
         self._waiting.discard(sequence)
@@ -254,7 +279,10 @@ class Scheduler:
     def _advance(self, row: ScheduledRow, token_id: int | None) -> NewToken | None:
         sequence = row.sequence
         self._counters.count_row(row)
+        if sequence.num_computed_tokens != row.start or sequence.num_cached_tokens is None:
+            self.moves.note_found(sequence, row.start)
         sequence.num_computed_tokens = row.end
+        self.block_manager.register(sequence, row.end)
         if token_id is None:
             return None
         reason = sequence.append_token(token_id)
@@ -266,22 +294,4 @@ class Scheduler:
     def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
-        if self.block_manager.num_blocks_of(sequence.sequence_id):
-            self._kept[sequence.sequence_id] = sequence
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._running.discard(sequence)
-        self._drop_blocks(sequence)
-        sequence.move_to(_WAITING)
-        sequence.num_preemptions += 1
-        self._counters.num_preemptions += 1
-        self._waiting.push_preempted(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._drop_blocks(sequence)
-        self._counters.num_released += 1
-
-    def _drop_blocks(self, sequence: Sequence) -> None:
-        self._kept.pop(sequence.sequence_id, None)
-        self.block_manager.free(sequence.sequence_id)
-        sequence.forget_computed()
+        self.moves.retire(sequence, is_trusted=reason != "error")

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pagedcore.scheduling.plan import ScheduledRow
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Where sequences and blocks are now, and what was done since the start."""
-
-    num_running: int
-    num_waiting: int
-    num_kept: int
-    """Finished sequences whose blocks are kept for a further turn."""
-    num_blocks: int
-    num_used_blocks: int
-    num_free_blocks: int
-    num_steps: int
-    """Committed steps; so are the tokens and rows below."""
-    num_prefill_tokens: int
-    """Computed tokens of prompts, and of anything that had to be computed again."""
-    num_decode_tokens: int
-    """Computed tokens that had just been generated."""
-    num_preemptions: int
-    num_released: int
-    """Times that the blocks of a sequence that was not running were needed by others."""
+from pagedcore.scheduling.plan import PreemptionKind, ScheduledRow
 
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """The counting half of ``SchedulerStats``."""
+    """What was done since the start."""
 
     num_steps: int = 0
+    """Committed steps; so are the tokens and rows below."""
     num_prefill_tokens: int = 0
+    """Computed tokens of prompts, and of anything that had to be computed again."""
     num_decode_tokens: int = 0
-    num_preemptions: int = 0
+    """Computed tokens that had just been generated."""
+    num_looked_up_tokens: int = 0
+    """Tokens of sequences that started, each of which might have been found in the cache."""
+    num_cached_tokens: int = 0
+    """Tokens that were found there."""
+    num_preemptions: dict[PreemptionKind, int] = field(default_factory=lambda: dict.fromkeys(PreemptionKind, 0))
     num_released: int = 0
+    """Times that the blocks of a sequence that was not running were needed by others."""
+    num_waits: int = 0
+    """Rows that stood still for a step because waiting for blocks was cheaper than taking them from somebody."""
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
+    num_failed_transfers: int = 0
 
     def count_row(self, row: ScheduledRow) -> None:
         """Count a row that is about to be committed."""
@@ -45,3 +36,28 @@ class SchedulerCounters:
             self.num_decode_tokens += 1
         else:
             self.num_prefill_tokens += row.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Where sequences and blocks are now, and what was done since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    """Waiting sequences whose blocks are kept on the host."""
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    """Blocks that nobody holds and whose contents can be found."""
+    num_available_blocks: int
+    """Free blocks and cached ones."""
+    num_evicted_blocks: int
+    num_host_blocks: int
+    num_used_host_blocks: int
+    num_cached_host_blocks: int
+    num_moving_blocks: int
+    """Blocks in transfers that have not completed."""
+    estimate_error: float
+    """Mean relative error of the estimates that preemptions were chosen by, 0 to 1."""
+    counters: SchedulerCounters

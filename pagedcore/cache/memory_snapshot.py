@@ -1,0 +1,28 @@
+"""One memory's block bookkeeping as plain values, for the checker of invariants and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pagedcore.cache.block_pool import BlockPool
+from pagedcore.cache.prefix_cache import CachedBlock, PrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """One pool and its prefix cache at one moment."""
+
+    free_blocks: tuple[int, ...]
+    idle_blocks: frozenset[int]
+    reference_counts: tuple[int, ...]
+    holders: Mapping[int, int]
+    """How often each block is in a table, a transfer, a pin or the sources of a copy."""
+    registered: Mapping[bytes, CachedBlock]
+    """Blocks of known contents, by key."""
+
+
+def take_snapshot(pool: BlockPool, cache: PrefixCache, holders: Mapping[int, int]) -> MemorySnapshot:
+    """Copy what a pool and its cache know; ``holders`` is what their owner knows."""
+    registered = {one.key: replace(one) for one in cache.registered}
+    return MemorySnapshot(pool.free_blocks, pool.idle_blocks, pool.reference_counts, dict(holders), registered)

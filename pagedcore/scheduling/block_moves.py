@@ -1,0 +1,168 @@
+"""How blocks change hands outside a step: preemption, release, swapping, and what a finished sequence leaves.
+
+The scheduler's other half: it changes queues and block tables as a plan says, books transfers between the memories,
+and scores the estimates that preemptions were chosen by. It copies nothing; the engine starts the transfers it
+returns and tells it when they have completed, in whatever order, late, or failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedcore.cache.block_manager import BlockManager
+from pagedcore.cache.transfers import Direction, Transfer
+from pagedcore.request import Sequence, SequenceStatus
+from pagedcore.scheduling.cost_model import CostModel
+from pagedcore.scheduling.plan import Preemption, PreemptionKind, SchedulePlan, SwapIn
+from pagedcore.scheduling.scheduler_stats import SchedulerCounters
+from pagedcore.scheduling.waiting_queue import PolicyOrder, WaitingQueue
+
+
+@dataclass(slots=True)
+class _Debt:
+    """What a preempted sequence had, and what taking it away has cost so far."""
+
+    preemption: Preemption
+    num_computed_tokens: int
+    spent_s: float = 0.0
+
+
+class BlockMoves:
+    """Moves of one scheduler.
+
+    Invariant: a sequence that was preempted has a debt until it runs again or ends.
+    """
+
+    __slots__ = ("_blocks", "_costs", "_counters", "_debts", "_due", "_moving", "_running", "_waiting")
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        running: PolicyOrder,
+        waiting: WaitingQueue,
+        counters: SchedulerCounters,
+        costs: CostModel,
+    ) -> None:
+        self._blocks = blocks
+        self._running = running
+        self._waiting = waiting
+        self._counters = counters
+        self._costs = costs
+        self._debts: dict[int, _Debt] = {}
+        self._moving: dict[int, Sequence] = {}
+        self._due: list[Transfer] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether any transfer has not completed."""
+        return self._blocks.host is not None and bool(self._blocks.host.in_flight)
+
+    def take_due(self) -> list[Transfer]:
+        """Return the transfers to start, each once."""
+        due, self._due = self._due, []
+        return due
+
+    def carry_out(self, plan: SchedulePlan) -> list[Transfer]:
+        """Preempt, release and begin to load as a plan says; return the transfers to start."""
+        for sequence in plan.released:
+            self._blocks.release(sequence)
+            sequence.forget_computed()
+            self._counters.num_released += 1
+        for preemption in plan.preempted:
+            self._preempt(preemption)
+        for swap_in in plan.swap_ins:
+            self._load(swap_in)
+        return self.take_due()
+
+    def complete(self, transfer_id: int, seconds: float, *, is_ok: bool) -> None:
+        """Book the end of a transfer that took so many seconds.
+
+        Raises:
+            InternalError: there is no such transfer in flight.
+        """
+        host = self._blocks.host
+        assert host is not None  # Invariant: only a host tier makes transfers
+        transfer, is_served = host.complete(transfer_id, is_ok=is_ok)
+        sequence = self._moving.pop(transfer_id)
+        if not is_ok:
+            self._counters.num_failed_transfers += 1
+            return
+        self._costs.moves[transfer.direction].observe(len(transfer.moves), seconds)
+        debt = self._debts.get(transfer.sequence_id)
+        if debt is not None:
+            debt.spent_s += seconds
+        if transfer.direction is Direction.OUT:
+            self._counters.num_blocks_swapped_out += len(transfer.moves)
+            return
+        self._counters.num_blocks_swapped_in += len(transfer.moves)
+        if is_served:
+            sequence.num_computed_tokens = transfer.num_tokens
+            if sequence.num_cached_tokens is None:
+                self._note_looked_up(sequence, transfer.num_tokens)
+
+    def retire(self, sequence: Sequence, *, is_trusted: bool) -> None:
+        """Give up the blocks of a finished sequence; what it computed stays to be found, if it can be trusted."""
+        self.abandon(sequence)
+        if not is_trusted:
+            self._blocks.forget(sequence.sequence_id)
+        elif not self._begin_swap_out(sequence, is_pinned=False):
+            self._blocks.release(sequence)
+        sequence.forget_computed()
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Drop what the host keeps for a sequence, and what is on its way for it."""
+        self._debts.pop(sequence.sequence_id, None)
+        if self._blocks.host is not None:
+            self._blocks.host.abandon(sequence.sequence_id)
+
+    def note_found(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take note that a sequence starts with ``num_tokens`` positions that need not be computed."""
+        if sequence.num_cached_tokens is None:
+            self._note_looked_up(sequence, num_tokens)
+        debt = self._debts.pop(sequence.sequence_id, None)
+        if debt is not None:
+            lost = max(0, debt.num_computed_tokens - num_tokens)
+            self._costs.score(debt.preemption.estimated_s, debt.spent_s + self._costs.compute_s(lost))
+        if self._blocks.host is not None:
+            self._blocks.host.abandon(sequence.sequence_id)
+
+    def _note_looked_up(self, sequence: Sequence, num_tokens: int) -> None:
+        sequence.num_cached_tokens = num_tokens
+        self._counters.num_looked_up_tokens += len(sequence.token_ids)
+        self._counters.num_cached_tokens += num_tokens
+
+    def _preempt(self, preemption: Preemption) -> None:
+        sequence = preemption.sequence
+        self._debts[sequence.sequence_id] = _Debt(preemption, sequence.num_computed_tokens)
+        self._running.discard(sequence)
+        self._give_up_blocks(preemption)
+        sequence.forget_computed()
+        sequence.move_to(SequenceStatus.WAITING)
+        sequence.num_preemptions += 1
+        self._counters.num_preemptions[preemption.kind] += 1
+        self._waiting.push_preempted(sequence)
+
+    def _give_up_blocks(self, preemption: Preemption) -> None:
+        sequence = preemption.sequence
+        if preemption.kind is PreemptionKind.RECOMPUTE:
+            self._blocks.forget(sequence.sequence_id)
+        elif preemption.kind is PreemptionKind.SHRINK or not self._begin_swap_out(sequence, is_pinned=True):
+            self._blocks.release(sequence)
+
+    def _begin_swap_out(self, sequence: Sequence, *, is_pinned: bool) -> bool:
+        host = self._blocks.host
+        if host is None or not self._blocks.num_blocks_of(sequence.sequence_id):
+            return False
+        return self._book(sequence, host.begin_swap_out(sequence, is_pinned=is_pinned))
+
+    def _load(self, swap_in: SwapIn) -> None:
+        host = self._blocks.host
+        assert host is not None  # Invariant: only a host tier is found anything on
+        self._book(swap_in.sequence, host.begin_swap_in(swap_in.sequence, swap_in.match))
+
+    def _book(self, sequence: Sequence, transfer: Transfer | None) -> bool:
+        if transfer is None:
+            return False
+        self._moving[transfer.transfer_id] = sequence
+        self._due.append(transfer)
+        return True
