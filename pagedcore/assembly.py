@@ -5,10 +5,12 @@ Every "auto" of the configuration is decided here, from the machine and the mode
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from pagedcore.cache import eviction
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.config import EngineConfig
 from pagedcore.execution.loading import load_tokenizer, model_name, resolve_backend
@@ -23,7 +25,7 @@ from pagedcore.scheduling.scheduler import Scheduler
 from pagedcore.stats import Counters, EngineStats
 
 if TYPE_CHECKING:
-    from pagedcore.ports import ModelBackend, Tokenizer
+    from pagedcore.ports import CacheStore, ModelBackend, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,23 @@ class EngineParts:
     hooks: EngineHooks
     info: EngineInfo
     kv_bytes: int
+    store: CacheStore | None
 
     def stats(self, counters: Counters) -> EngineStats:
         """Put the engine's counters and the present occupancy together."""
         state = self.scheduler.stats()
+        done, block_bytes = state.counters, self.kv_bytes // state.num_blocks
         return EngineStats(
             num_running=state.num_running,
             num_waiting=state.num_waiting,
-            num_kept=state.num_kept,
+            num_swapped=state.num_swapped,
             num_blocks=state.num_blocks,
             num_blocks_used=state.num_used_blocks,
+            num_blocks_cached=state.num_cached_blocks,
+            num_blocks_evicted=state.num_evicted_blocks,
+            num_host_blocks=state.num_host_blocks,
+            num_host_blocks_used=state.num_used_host_blocks,
+            num_host_blocks_cached=state.num_cached_host_blocks,
             block_size=self.info.block_size,
             kv_bytes=self.kv_bytes,
             num_steps=counters.num_steps,
@@ -56,7 +65,14 @@ class EngineParts:
             num_prompt_tokens=counters.num_prompt_tokens,
             num_generated_tokens=counters.num_generated_tokens,
             num_finished=counters.num_finished,
-            num_preemptions=state.num_preemptions,
+            num_preemptions=sum(done.num_preemptions.values()),
+            num_preemptions_by_kind={kind.value: count for kind, count in done.num_preemptions.items()},
+            num_looked_up_tokens=done.num_looked_up_tokens,
+            num_cached_tokens=done.num_cached_tokens,
+            swapped_out_bytes=done.num_blocks_swapped_out * block_bytes,
+            swapped_in_bytes=done.num_blocks_swapped_in * block_bytes,
+            num_failed_transfers=done.num_failed_transfers,
+            preemption_estimate_error=state.estimate_error,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.info.max_model_len,
             attention_backend=self.info.attention_backend,
@@ -81,7 +97,11 @@ def assemble(
     backend = resolve_backend(model, config, manager.registry.attention.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     memory = KVMemory(backend, config)
-    block_manager = BlockManager(memory.num_blocks, memory.block_size)
+    block_manager = BlockManager(
+        memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
+        policy=eviction.POLICIES[config.eviction_policy], secret=secrets.token_bytes(32),
+        copies_blocks=memory.store is not None,
+    )
     info = _describe(model, backend, config, block_manager)
     intake = Intake(
         text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
@@ -90,10 +110,11 @@ def assemble(
     scheduler = Scheduler(
         block_manager, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
+        preemption=config.preemption,
     )
     return EngineParts(
         config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size)),
-        EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes,
+        EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
     )
 
 

@@ -59,6 +59,9 @@ _RULES: Final[dict[str, _Rule]] = {
     "attention_backend": _NAME,
     "scheduling_policy": _NAME,
     "admission": _one_of("optimistic", "guaranteed"),
+    "enable_prefix_caching": (lambda value: type(value) is bool, "True or False"),
+    "eviction_policy": _one_of("lru", "lfu", "fifo"),
+    "preemption": _one_of("auto", "swap", "shrink", "recompute", "wait"),
     "tokenizer": _or_none(_NAME),
     # Safety: any other true value, the text "false" among them, would let foreign code run.
     "trust_remote_code": (lambda value: type(value) is bool, "True or False"),
@@ -101,6 +104,15 @@ class EngineConfig:
     """Name of an entry in the plugin table ``schedulers``: "fcfs", "priority" or "static"."""
     admission: str = "optimistic"
     """"optimistic" admits what fits now and may preempt; "guaranteed" reserves for the longest answer."""
+    enable_prefix_caching: bool = True
+    """Whether requests share the blocks of equal beginnings; without it a request still reuses its own."""
+    eviction_policy: str = "lru"
+    """Which cached blocks are forgotten first: "lru", "lfu" or "fifo"."""
+    host_kv_memory: int | float | str | None = None
+    """Host memory for KV blocks that had to leave the pool, like ``kv_cache_memory``; ``None``: none."""
+    preemption: str = "auto"
+    """What happens when running requests lack blocks: "auto" takes the cheapest way by its own measurements;
+    "swap", "shrink", "recompute" and "wait" force one."""
     tokenizer: str | None = None
     """Directory or name of the tokenizer; ``None``: the model's own."""
     trust_remote_code: bool = False
@@ -118,6 +130,7 @@ class EngineConfig:
             )
         if not isinstance(self.kv_cache_memory, MemoryBudget | BudgetShare):
             parse_memory(self.kv_cache_memory, free_bytes=0)
+        parse_memory(self.host_kv_memory, free_bytes=0, what="host_kv_memory")
 
     @property
     def waiting_limit(self) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pagedcore.answers import AnswerBook
 from pagedcore.clock import Clock, MonotonicClock
 from pagedcore.errors import EngineClosed
+from pagedcore.execution.block_mover import BlockMover
 from pagedcore.intake import Intake, PreparedPrompt, Prompt
 from pagedcore.outcomes import Outcomes
 from pagedcore.outputs import Delta, RequestOutput
@@ -32,7 +33,7 @@ class Engine:
     Not thread-safe: use it from one thread, or use ``AsyncEngine``.
 
     Invariant: every accepted request gets exactly one finish reason per turn.
-    Invariant: between steps every block is free or in the table of a live or kept sequence.
+    Invariant: between steps every block is free, cached, on its way, or in the table of a live sequence.
     """
 
     def __init__(self, parts: EngineParts, clock: Clock | None = None) -> None:
@@ -44,9 +45,14 @@ class Engine:
         self._hooks = parts.hooks
         self._clock = clock if clock is not None else MonotonicClock()
         self._answers = AnswerBook(parts.intake.tokenizer)
-        self._requests = RequestBook(self, parts.config.seed)
+        self._requests = RequestBook(
+            self, parts.config.seed, parts.block_manager.hasher, shares_prefixes=parts.config.enable_prefix_caching
+        )
         self._counters = Counters()
         self._outcomes = Outcomes(parts, self._requests, self._answers, self._counters, self._clock)
+        self._mover = BlockMover(parts.store, parts.scheduler.moves, self._clock)
+        if parts.block_manager.host is not None:
+            self._mover.calibrate(parts.scheduler.costs, min(parts.block_manager.num_blocks, parts.block_manager.host.num_blocks))
         self._is_closed = False
         self._hooks.engine_started(parts.info)
 
@@ -66,24 +72,40 @@ class Engine:
 
         return cls(assemble(model, **settings))
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Request:
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | bytes | None = None,
+    ) -> Request:
         """Accept a request; it waits until a step has room for it.
 
         Args:
             prompt: text, token ids, or chat messages.
             params: sampling parameters; ``None`` means greedy up to the model's length.
             priority: higher runs first under the "priority" policy.
+            cache_salt: requests with another salt never share cached blocks with this one, nor can they tell by its
+                speed what it was asked; 1 to 64 bytes. Give each tenant its own.
 
         Raises:
             InvalidRequest: the request is refused; the subclass names the input, the value and the limit.
             EngineOverloaded: the waiting queue is full.
             EngineClosed: after ``close()``.
         """
-        return self.accept(self.prepare(prompt, params, priority=priority))
+        return self.accept(self.prepare(prompt, params, priority=priority, cache_salt=cache_salt))
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> PreparedPrompt:
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | bytes | None = None,
+    ) -> PreparedPrompt:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
-        return self._intake.prepare(prompt, params, priority)
+        return self._intake.prepare(prompt, params, priority, cache_salt)
 
     def accept(self, prepared: PreparedPrompt) -> Request:
         """Take a prepared request. Raises ``EngineOverloaded`` or ``EngineClosed``; then nothing was taken."""
@@ -117,6 +139,7 @@ class Engine:
             return False
         for sequence in request.sequences:
             self._outcomes.end(sequence, "abort")
+        self._move_blocks()
         return True
 
     def remove_request(self, request: Request) -> None:
@@ -138,12 +161,15 @@ class Engine:
         """
         self._require_open()
         expired = self._outcomes.expire_waiting(self._config.queue_timeout_s)
-        plan = self._scheduler.schedule()
+        plan = self._next_plan()
         if plan.is_empty:
+            # Why: with work and no plan, everybody waits for blocks that are on their way.
+            self._mover.settle(wait=self._scheduler.has_work)
             return expired
         self._outcomes.note_started(plan)
-        self._scheduler.reserve(plan)
+        copies, before_s = self._scheduler.reserve(plan), self._clock.now()
         try:
+            self._mover.copy(copies)
             sampled = self._runner.execute(plan.rows, self._parts.block_manager)
         except Exception as error:
             self._scheduler.rollback(plan)
@@ -151,9 +177,24 @@ class Engine:
         except BaseException:
             self._scheduler.rollback(plan)
             raise
+        self._scheduler.costs.step.observe(plan.num_tokens, self._clock.now() - before_s)
         deltas = self._outcomes.commit(plan, sampled)
+        self._move_blocks()
         self._count(plan)
         return expired + deltas
+
+    def _next_plan(self) -> SchedulePlan:
+        """Make room as long as plans ask for it, and return one that computes, or nothing while blocks move."""
+        self._move_blocks()
+        plan = self._scheduler.schedule()
+        while plan.moves_blocks:
+            self._mover.start(self._scheduler.make_room(plan))
+            plan = self._scheduler.schedule()
+        return plan
+
+    def _move_blocks(self) -> None:
+        self._mover.settle()
+        self._mover.start(self._scheduler.moves.take_due())
 
     def generate(
         self,

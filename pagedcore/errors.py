@@ -96,6 +96,10 @@ class InvalidSeed(InvalidRequest):
     """The seed is not an integer in range."""
 
 
+class InvalidSalt(InvalidRequest):
+    """The cache salt is not text or bytes of at most 64 bytes."""
+
+
 class TooManySequences(InvalidRequest):
     """More sequences per request than the limit."""
 

@@ -7,7 +7,7 @@ any thread, and whatever it refuses was never taken. Next: ``engine.Engine.add_r
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedcore import validation
@@ -28,6 +28,8 @@ class PreparedPrompt:
     max_tokens: int
     stop_token_ids: frozenset[int]
     priority: int = 0
+    cache_salt: bytes = b""
+    """Requests share blocks with others of the same salt only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,9 @@ class Intake:
     """Sequences that may wait; a request has to fit the queue when it is empty."""
     eos_token_ids: frozenset[int]
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0) -> PreparedPrompt:
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, cache_salt: str | bytes | None = None
+    ) -> PreparedPrompt:
         """Check and resolve a new request.
 
         Raises:
@@ -52,7 +56,8 @@ class Intake:
         """
         params = params if params is not None else SamplingParams()
         validation.validate_priority(priority)
-        return self._resolve(self._token_ids(prompt), 0, params, priority)
+        salt = validation.validate_salt(cache_salt)
+        return replace(self._resolve(self._token_ids(prompt), 0, params, priority), cache_salt=salt)
 
     def prepare_continuation(self, prompt: Prompt, known_token_ids: list[int], params: SamplingParams,
                              priority: int) -> PreparedPrompt:

@@ -16,7 +16,7 @@ from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.memory import BudgetShare, MemoryBudget, MemoryLease, format_memory, parse_memory
 
 if TYPE_CHECKING:
-    from pagedcore.ports import ModelBackend
+    from pagedcore.ports import CacheStore, ModelBackend
 
 _log = logging.getLogger("pagedcore")
 
@@ -46,6 +46,7 @@ class KVMemory:
         self.num_blocks = self._choose_num_blocks(config, free_bytes)
         try:
             backend.allocate_kv(self.num_blocks, self.block_size)
+            self.num_host_blocks = self._allocate_host(config, free_bytes)
         except BaseException:
             self._give_back()
             raise
@@ -65,6 +66,24 @@ class KVMemory:
             release()
         self._is_open = False
         self._give_back()
+
+    @property
+    def store(self) -> CacheStore | None:
+        """What moves the blocks, where the backend has that."""
+        return getattr(self._backend, "cache_store", None)
+
+    def _allocate_host(self, config: EngineConfig, free_bytes: int) -> int:
+        num_bytes = parse_memory(config.host_kv_memory, free_bytes=free_bytes, what="host_kv_memory")
+        if num_bytes is None:
+            return 0
+        if self.store is None:
+            raise InvalidConfig("host_kv_memory: this model backend has no cache_store to move blocks with; leave it.")
+        if num_bytes < self._block_bytes:
+            raise InvalidConfig(
+                f"host_kv_memory: got {num_bytes} bytes, allowed is at least one block ({self._block_bytes} bytes)."
+            )
+        self.store.allocate_host(num_bytes // self._block_bytes)
+        return num_bytes // self._block_bytes
 
     def _give_back(self) -> None:
         if self._lease is not None:

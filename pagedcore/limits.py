@@ -36,3 +36,5 @@ MAX_CHAT_MESSAGES: Final = 1024
 MAX_CHAT_BYTES: Final = 2**22
 #: Priorities are compared, never added: any small integer will do.
 MAX_PRIORITY: Final = 1_000_000
+#: A salt names a group of requests; it is hashed, never stored.
+MAX_SALT_BYTES: Final = 64

@@ -96,7 +96,7 @@ class Outcomes:
             prompt_token_ids=tuple(request.prompt_token_ids),
             outputs=self._answers.completions(request),
             is_finished=request.is_done,
-            num_cached_tokens=request.sequences[0].num_cached_tokens,
+            num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
             metrics=RequestMetrics(
                 timeline.arrival_s,
                 timeline.first_scheduled_s,

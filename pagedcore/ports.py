@@ -119,6 +119,53 @@ class ModelBackend(Protocol):
         ...
 
 
+class CacheStore(Protocol):
+    """Moves whole KV blocks: on the device, and between the device and a slab of host memory.
+
+    A ``ModelBackend`` that has one offers it as ``cache_store``, from ``allocate_kv`` on. Without it, blocks are
+    shared but never copied, and there is no host tier. Bytes move after everything that was computed before the call
+    and before everything that is computed after it, so a block may be read or written again once its transfer is
+    reported complete, and not earlier.
+    """
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        ...
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make room for so many blocks on the host; called at most once, before any transfer."""
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device blocks (source, destination); no destination is also a source."""
+        ...
+
+    def start_swap_out(self, transfer_id: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Begin to copy device blocks to host blocks."""
+        ...
+
+    def start_swap_in(self, transfer_id: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Begin to copy host blocks to device blocks."""
+        ...
+
+    def poll_transfers(self, *, wait: bool) -> Sequence[tuple[int, bool]]:
+        """Return (transfer id, success) of every transfer that ended since the last call, each once.
+
+        Args:
+            wait: block until there is at least one, unless none is in flight.
+        """
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of device blocks, shape [N, block_bytes]."""
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite device blocks with bytes that ``read_blocks`` returned."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """Paged attention over a KV pool of one layout: ``plan`` once a step, the rest once per layer.
 

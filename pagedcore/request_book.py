@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 
+from pagedcore.cache.block_hash import BlockHasher
 from pagedcore.errors import RequestStateError
 from pagedcore.intake import PreparedPrompt
 from pagedcore.request import Request, RequestOwner, Sequence
@@ -22,8 +23,10 @@ class RequestBook:
     Invariant: every sequence of every request in the book maps back to that request, and no other sequence does.
     """
 
-    def __init__(self, owner: RequestOwner, seed: int) -> None:
+    def __init__(self, owner: RequestOwner, seed: int, hasher: BlockHasher, *, shares_prefixes: bool) -> None:
         self._owner = owner
+        self._hasher = hasher
+        self._shares_prefixes = shares_prefixes
         self._seed = seed
         self._by_id: dict[str, Request] = {}
         self._by_sequence: dict[int, Request] = {}
@@ -50,11 +53,13 @@ class RequestBook:
         first_seed = prepared.params.seed
         if first_seed is None:
             first_seed = self._seed + arrival * _SEED_STRIDE
+        request_id = secrets.token_hex(16)
+        root = self._cache_root(prepared, request_id)
         sequences = [
-            self._make_sequence(prepared, arrival, (first_seed + index * _SEED_STRIDE) % _SEED_RANGE)
+            self._make_sequence(prepared, arrival, (first_seed + index * _SEED_STRIDE) % _SEED_RANGE, root)
             for index in range(prepared.params.n)
         ]
-        request = Request(secrets.token_hex(16), sequences, prepared.params, self._owner, prepared.priority)
+        request = Request(request_id, sequences, prepared.params, self._owner, prepared.priority)
         request.timeline.arrival_s = now_s
         self._by_id[request.request_id] = request
         self._by_sequence |= {sequence.sequence_id: request for sequence in sequences}
@@ -95,9 +100,17 @@ class RequestBook:
         self._num_arrivals += 1
         return self._num_arrivals
 
-    def _make_sequence(self, prepared: PreparedPrompt, arrival: int, seed: int) -> Sequence:
+    def _cache_root(self, prepared: PreparedPrompt, request_id: str) -> bytes:
+        extras = {"salt": prepared.cache_salt}
+        if not self._shares_prefixes:
+            # Why: a request's answers and turns still share with each other.
+            extras["request"] = request_id.encode()
+        return self._hasher.root(extras)
+
+    def _make_sequence(self, prepared: PreparedPrompt, arrival: int, seed: int, cache_root: bytes) -> Sequence:
         self._num_sequences += 1
         return Sequence(
             self._num_sequences, prepared.token_ids, prepared.params, max_tokens=prepared.max_tokens, seed=seed,
             stop_token_ids=prepared.stop_token_ids, priority=prepared.priority, arrival=arrival,
+            cache_root=cache_root,
         )

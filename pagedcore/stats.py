@@ -11,10 +11,18 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
-    num_kept: int
-    """Finished requests whose blocks are kept for ``extend``."""
+    num_swapped: int
+    """Waiting sequences whose blocks are kept on the host."""
     num_blocks: int
     num_blocks_used: int
+    """Blocks that somebody holds."""
+    num_blocks_cached: int
+    """Blocks that nobody holds and whose contents can be found by whoever asks the same."""
+    num_blocks_evicted: int
+    """Cached blocks that were forgotten for room, since the start."""
+    num_host_blocks: int
+    num_host_blocks_used: int
+    num_host_blocks_cached: int
     block_size: int
     kv_bytes: int
     num_steps: int
@@ -28,11 +36,27 @@ class EngineStats:
     num_finished: int
     """Requests that ended, whatever the reason."""
     num_preemptions: int
+    num_preemptions_by_kind: dict[str, int]
+    """"swap", "shrink" and "recompute"."""
+    num_looked_up_tokens: int
+    """Tokens of sequences that started, each of which might have been found in the cache."""
+    num_cached_tokens: int
+    """Tokens that were found there."""
+    swapped_out_bytes: int
+    swapped_in_bytes: int
+    num_failed_transfers: int
+    preemption_estimate_error: float
+    """Mean relative error of the estimates that preemptions were chosen by, 0 to 1."""
     max_num_seqs: int
     max_model_len: int
     attention_backend: str
     dtype: str
     is_schedule_invariant: bool
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of looked-up tokens that were found in the cache, 0 to 1."""
+        return self.num_cached_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
 
 
 @dataclass(slots=True)

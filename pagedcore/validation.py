@@ -13,6 +13,7 @@ from pagedcore.errors import (
     InvalidMinTokens,
     InvalidPrompt,
     InvalidRequest,
+    InvalidSalt,
     InvalidSampling,
     InvalidText,
     InvalidToken,
@@ -20,7 +21,7 @@ from pagedcore.errors import (
     PromptTooLong,
     RequestTooLarge,
 )
-from pagedcore.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_PRIORITY, MAX_TEXT_BYTES_PER_TOKEN
+from pagedcore.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_PRIORITY, MAX_SALT_BYTES, MAX_TEXT_BYTES_PER_TOKEN
 from pagedcore.ports import ChatMessage
 from pagedcore.sampling_params import SamplingParams
 
@@ -201,3 +202,20 @@ def validate_priority(priority: object) -> int:
     if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidRequest("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     return priority
+
+
+def validate_salt(salt: object) -> bytes:
+    """Check a cache salt and return its bytes; ``None`` is the salt of everybody who gives none.
+
+    Raises:
+        InvalidSalt: neither text nor bytes, or more than 64 bytes.
+    """
+    if salt is None:
+        return b""
+    given = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else salt
+    # Safety: a salt is somebody's secret, so the message shows its kind and size only.
+    if not isinstance(given, bytes):
+        raise InvalidSalt("cache_salt", type(salt).__name__, "text or bytes")
+    if not 1 <= len(given) <= MAX_SALT_BYTES:
+        raise InvalidSalt("cache_salt", f"{len(given)} bytes", f"1 to {MAX_SALT_BYTES} bytes")
+    return b"salt " + given

@@ -8,6 +8,7 @@ place changes the answer or trips an assertion; ``toy_answer`` says what the ans
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from itertools import count
 
 import numpy as np
@@ -70,15 +71,21 @@ class ToyBackend:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self._slot_tokens = np.full(0, -1, dtype=np.int64)
-        self._slot_positions = np.full(0, -1, dtype=np.int64)
+        self.slot_tokens = np.full(0, -1, dtype=np.int64)
+        self.slot_positions = np.full(0, -1, dtype=np.int64)
         self._block_size = self.block_size
+
+    @property
+    def cache_store(self) -> ToyStore:
+        """What moves blocks."""
+        return self._store
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make empty slots."""
+        self._store = ToyStore(self, block_size)
         self._block_size = block_size
-        self._slot_tokens = np.full(num_blocks * block_size, -1, dtype=np.int64)
-        self._slot_positions = np.full(num_blocks * block_size, -1, dtype=np.int64)
+        self.slot_tokens = np.full(num_blocks * block_size, -1, dtype=np.int64)
+        self.slot_positions = np.full(num_blocks * block_size, -1, dtype=np.int64)
 
     def forward(self, batch: RaggedRows) -> FloatArray:
         """Write the step's tokens to their slots, then read every sampled sequence back through its table."""
@@ -88,8 +95,8 @@ class ToyBackend:
         assert len(np.unique(slots)) == num_tokens, "two tokens of one step share a slot"
         for row in range(len(batch.kv_lens)):
             self._check_row(batch, row)
-        self._slot_tokens[slots] = batch.token_ids[:num_tokens]
-        self._slot_positions[slots] = positions
+        self.slot_tokens[slots] = batch.token_ids[:num_tokens]
+        self.slot_positions[slots] = positions
         rows = np.searchsorted(batch.query_start, batch.logits_rows, side="right") - 1
         logits = [
             toy_logits(self._read_back(batch, row, int(batch.positions[token]) + 1))
@@ -114,10 +121,88 @@ class ToyBackend:
 
     def _read_back(self, batch: RaggedRows, row: int, num_positions: int) -> npt.NDArray[np.int64]:
         slots = self._slots_of(batch, row, 0, num_positions)
-        stored = self._slot_positions[slots]
+        stored = self.slot_positions[slots]
         assert np.array_equal(stored, np.arange(num_positions)), "a block holds other positions than it should"
-        tokens: npt.NDArray[np.int64] = self._slot_tokens[slots]
+        tokens: npt.NDArray[np.int64] = self.slot_tokens[slots]
         return tokens
+
+
+class ToyStore:
+    """A ``CacheStore`` over a ``ToyBackend``'s slots. Transfers end at once, unless ``is_slow``: then they read and
+    write only when a test ends them, as late and in whatever order it likes, and may fail.
+    """
+
+    def __init__(self, backend: ToyBackend, block_size: int) -> None:
+        self._backend = backend
+        self._block_size = block_size
+        self._host = np.full((0, 2, block_size), -1, dtype=np.int64)
+        self._ended: list[tuple[int, bool]] = []
+        self.is_slow = False
+        self.under_way: dict[int, tuple[bool, tuple[tuple[int, int], ...]]] = {}
+
+    @property
+    def block_bytes(self) -> int:
+        """Tokens and positions of one block."""
+        return 2 * 8 * self._block_size
+
+    @property
+    def _device(self) -> npt.NDArray[np.int64]:
+        tokens, positions = self._backend.slot_tokens, self._backend.slot_positions
+        return np.stack((tokens.reshape(-1, self._block_size), positions.reshape(-1, self._block_size)), axis=1)
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make empty blocks."""
+        self._host = np.full((num_blocks, 2, self._block_size), -1, dtype=np.int64)
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Copy device blocks."""
+        for source, destination in pairs:
+            self._put(destination, self._device[source])
+
+    def start_swap_out(self, transfer_id: int, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Begin to copy to the host."""
+        self._start(transfer_id, True, pairs)
+
+    def start_swap_in(self, transfer_id: int, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Begin to copy to the device."""
+        self._start(transfer_id, False, pairs)
+
+    def end(self, transfer_id: int, *, is_ok: bool = True) -> None:
+        """Let a transfer end; one that fails has written rubbish into half of its destinations."""
+        is_out, pairs = self.under_way.pop(transfer_id)
+        for source, destination in pairs if is_ok else pairs[: len(pairs) // 2]:
+            contents = (self._device if is_out else self._host)[source] if is_ok else np.int64(-7)
+            if is_out:
+                self._host[destination] = contents
+            else:
+                self._put(destination, contents)
+        self._ended.append((transfer_id, is_ok))
+
+    def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
+        """Return what ended; whoever waits gets the oldest one ended."""
+        if wait and self.under_way and not self._ended:
+            self.end(min(self.under_way))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def read_blocks(self, block_ids: SequenceOf[int]) -> npt.NDArray[np.uint8]:
+        """Return tokens and positions as bytes."""
+        return np.ascontiguousarray(self._device[list(block_ids)]).view(np.uint8).reshape(len(block_ids), -1)
+
+    def write_blocks(self, block_ids: SequenceOf[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite tokens and positions."""
+        for block_id, block in zip(block_ids, contents, strict=True):
+            self._put(block_id, np.ascontiguousarray(block).view(np.int64).reshape(2, self._block_size))
+
+    def _start(self, transfer_id: int, is_out: bool, pairs: SequenceOf[tuple[int, int]]) -> None:
+        self.under_way[transfer_id] = is_out, tuple(pairs)
+        if not self.is_slow:
+            self.end(transfer_id)
+
+    def _put(self, block_id: int, contents: npt.NDArray[np.int64] | np.int64) -> None:
+        place = slice(block_id * self._block_size, (block_id + 1) * self._block_size)
+        both = np.broadcast_to(contents, (2, self._block_size))
+        self._backend.slot_tokens[place], self._backend.slot_positions[place] = both
 
 
 class FlakyBackend(ToyBackend):
@@ -202,21 +287,34 @@ def make_scheduler(
     max_num_batched_tokens: int = 16,
     max_num_waiting: int = 16,
     admission: str = "optimistic",
+    preemption: str = "auto",
+    num_host_blocks: int = 0,
 ) -> Scheduler:
     """Build a small scheduler with a pool of its own."""
     return Scheduler(
-        BlockManager(num_blocks, block_size),
+        BlockManager(num_blocks, block_size, num_host_blocks=num_host_blocks),
         getattr(policies, policy)(),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_waiting=max_num_waiting,
         admission=admission,
+        preemption=preemption,
     )
+
+
+def next_plan(scheduler: Scheduler) -> SchedulePlan:
+    """Schedule, with every transfer that is asked for complete at once."""
+    plan = scheduler.schedule()
+    while plan.moves_blocks:
+        for transfer in scheduler.make_room(plan):
+            scheduler.moves.complete(transfer.transfer_id, 0.0, is_ok=True)
+        plan = scheduler.schedule()
+    return plan
 
 
 def run_step(scheduler: Scheduler, token_id: int = 1) -> SchedulePlan:
     """Schedule, reserve and commit one step in which every sampled row gets the same token."""
-    plan = scheduler.schedule()
+    plan = next_plan(scheduler)
     scheduler.reserve(plan)
     scheduler.commit(plan, {row.sequence.sequence_id: token_id for row in plan.rows if row.is_sampled})
     return plan

@@ -45,7 +45,7 @@ class BlockManager:
         copies that read it.
     """
 
-    __slots__ = ("_pool", "_sources", "_tables", "block_size", "cache", "hasher", "host")
+    __slots__ = ("_copies_blocks", "_pool", "_sources", "_tables", "block_size", "cache", "hasher", "host")
 
     def __init__(
         self,
@@ -55,8 +55,20 @@ class BlockManager:
         num_host_blocks: int = 0,
         policy: EvictionPolicy = least_recently_used,
         secret: bytes = b"",
+        copies_blocks: bool = True,
     ) -> None:
+        """Start with every block free.
+
+        Args:
+            num_blocks: of the device.
+            block_size: tokens per block.
+            num_host_blocks: of the host; 0 for no host tier.
+            policy: the order in which cached blocks are forgotten, on either side.
+            secret: of the content keys; see ``BlockHasher``.
+            copies_blocks: whether a partly matching block can be copied; else only full ones are shared.
+        """
         self.block_size = block_size
+        self._copies_blocks = copies_blocks
         self.hasher = BlockHasher(block_size, secret)
         self._pool = BlockPool(num_blocks)
         self.cache = PrefixCache(self._pool, policy)
@@ -129,7 +141,8 @@ class BlockManager:
 
     def match(self, sequence: Sequence) -> PrefixMatch:
         """Find the longest beginning of a sequence that the device or the host holds."""
-        return find_prefix(self.hasher, sequence, self.cache, self.host.cache if self.host is not None else None)
+        match = find_prefix(self.hasher, sequence, self.cache, self.host.cache if self.host is not None else None)
+        return match if self._copies_blocks else match.without_tail(self.block_size)
 
     def reserve(self, demands: Iterable[Demand]) -> Reservation | None:
         """Let every table hold as many positions as asked for, or change nothing when the pool is too small.

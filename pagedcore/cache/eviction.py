@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from pagedcore.errors import InvalidConfig
-
 
 class Usage(Protocol):
     """What a policy may look at. Times are counts of uses of the whole cache."""
@@ -54,14 +52,3 @@ POLICIES: Final[dict[str, EvictionPolicy]] = {
     "lfu": least_frequently_used,
     "fifo": first_in_first_out,
 }
-
-
-def find_policy(name: str) -> EvictionPolicy:
-    """Return the policy of this name.
-
-    Raises:
-        InvalidConfig: there is none.
-    """
-    if name not in POLICIES:
-        raise InvalidConfig(f"eviction_policy: got {name!r}, allowed is one of {', '.join(POLICIES)}.")
-    return POLICIES[name]

@@ -26,6 +26,8 @@ class CachedBlock:
     parent_key: bytes
     token_ids: TokenIds
     """What the block holds; fewer tokens than a block has room for at the end of a sequence."""
+    is_first: bool
+    """Whether it holds the first positions, so that its parent is a root."""
     first_used: int
     last_used: int = 0
     num_hits: int = 0
@@ -125,7 +127,9 @@ class PrefixCache:
         # Why: a block that was registered when it was half full is now known by all it holds.
         self.discard(block_id)
         self._num_uses += 1
-        cached = CachedBlock(block_id, content.key, content.parent_key, content.token_ids, self._num_uses)
+        cached = CachedBlock(
+            block_id, content.key, content.parent_key, content.token_ids, content.is_first, self._num_uses
+        )
         self._by_key[cached.key] = self._by_block[block_id] = cached
         self._children.setdefault(cached.parent_key, {}).setdefault(cached.token_ids[0], []).append(cached)
         return True

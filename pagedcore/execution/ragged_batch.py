@@ -73,10 +73,10 @@ def build_batch(rows: Seq[ScheduledRow], block_manager: BlockTables) -> RaggedBa
         InternalError: a sequence has fewer blocks than the positions it is to have.
     """
     sequences = [row.sequence for row in rows]
-    starts = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int64)
+    starts = np.array([row.start for row in rows], dtype=np.int64)
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
     if counts.max() == 1:
-        tokens = [sequence.token_ids[sequence.num_computed_tokens] for sequence in sequences]
+        tokens = [row.sequence.token_ids[row.start] for row in rows]
     else:
         tokens = list(chain.from_iterable(row.sequence.token_ids[row.start : row.end] for row in rows))
     known = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)

@@ -100,12 +100,16 @@ class BlockMoves:
             if sequence.num_cached_tokens is None:
                 self._note_looked_up(sequence, transfer.num_tokens)
 
-    def retire(self, sequence: Sequence, *, is_trusted: bool) -> None:
-        """Give up the blocks of a finished sequence; what it computed stays to be found, if it can be trusted."""
+    def retire(self, sequence: Sequence, *, is_trusted: bool, is_movable: bool) -> None:
+        """Give up the blocks of a finished sequence; what it computed stays to be found, if it can be trusted.
+
+        Where there is a host tier and the blocks are movable they go there too, so that the next turn finds them even
+        when others have needed the device meanwhile.
+        """
         self.abandon(sequence)
         if not is_trusted:
             self._blocks.forget(sequence.sequence_id)
-        elif not self._begin_swap_out(sequence, is_pinned=False):
+        elif not is_movable or not self._begin_swap_out(sequence, is_pinned=False):
             self._blocks.release(sequence)
         sequence.forget_computed()
 

@@ -3,12 +3,14 @@
 Raises nothing and repairs nothing: it says which law does not hold, and where. Tests check after every step; nothing
 else needs to, because the code is written so that the laws cannot break.
 
-    S1   free blocks + referenced blocks = all blocks
-    S2   a block's reference count is the number of tables it is in
-    S3   the free list has no duplicates and only blocks without references
+    S1   free blocks + idle blocks + referenced blocks = all blocks, on the device and on the host
+    S2   a block's reference count is the number of tables, transfers, pins and copies it is in
+    S3   the free list has no duplicates and only blocks without references or contents
     S4   a block is in two tables only where both sequences are equal up to its end
     S5   a table has exactly the blocks of the computed positions, in flight those of the reserved ones
     S6   a sequence is in exactly one place, its status says which, and only those in a place have a table
+    S7   a sequence has a table, or pins on the host, or blocks on their way, and never two of these
+    S8   keys and cached blocks are one to one, every cached block's past is cached, and every idle block is cached
     S9   computed < known while waiting or running; known <= allowed; known tokens never change
     S10  newcomers in the queue and running sequences are within their bounds
 """
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedcore.cache.block_manager import BlockSnapshot
+from pagedcore.cache.memory_snapshot import MemorySnapshot
 from pagedcore.request import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -45,7 +48,8 @@ class Snapshot:
     blocks: BlockSnapshot
     waiting: tuple[SequenceState, ...]
     running: tuple[SequenceState, ...]
-    kept: tuple[SequenceState, ...]
+    moving: frozenset[int]
+    """Sequences that a transfer is under way for."""
     reserved: Mapping[int, int]
     """Positions that the step in flight reserved up to, by sequence id."""
     num_newcomers: int
@@ -67,7 +71,10 @@ def snapshot(scheduler: Scheduler) -> Snapshot:
         blocks=scheduler.block_manager.snapshot(),
         waiting=_states(scheduler.waiting),
         running=_states(scheduler.running),
-        kept=_states(scheduler.kept),
+        moving=frozenset(
+            s.sequence_id for s in (*scheduler.waiting, *scheduler.running)
+            if scheduler.block_manager.host is not None and scheduler.block_manager.host.is_moving(s.sequence_id)
+        ),
         reserved={row.sequence.sequence_id: row.end for row in scheduler.rows_in_flight},
         num_newcomers=scheduler.waiting.num_newcomers,
         max_num_waiting=scheduler.waiting.limit,
@@ -77,7 +84,7 @@ def snapshot(scheduler: Scheduler) -> Snapshot:
 
 def check(now: Snapshot, before: Snapshot | None = None) -> list[Violation]:
     """List every broken law, S1 first; ``before`` is an earlier snapshot, for what must not have changed."""
-    laws = (_s1(now), _s2(now), _s3(now), _s4(now), _s5(now), _s6(now), _s9(now, before), _s10(now))
+    laws = (_s1(now), _s2(now), _s3(now), _s4(now), _s5(now), _s6(now), _s7(now), _s8(now), _s9(now, before), _s10(now))
     return [violation for law in laws for violation in law]
 
 
@@ -88,26 +95,38 @@ def _states(sequences: Iterable[Sequence]) -> tuple[SequenceState, ...]:
     )
 
 
+def _memories(now: Snapshot) -> Iterator[tuple[str, MemorySnapshot]]:
+    yield "", now.blocks.device
+    if now.blocks.host is not None:
+        yield "host ", now.blocks.host
+
+
 def _s1(now: Snapshot) -> Iterator[Violation]:
-    free, counts = now.blocks.free_blocks, now.blocks.reference_counts
-    num_referenced = sum(count > 0 for count in counts)
-    if len(set(free)) + num_referenced != len(counts):
-        yield Violation("S1", f"{len(set(free))} free + {num_referenced} referenced of {len(counts)} blocks")
+    for where, memory in _memories(now):
+        num_free, num_idle = len(set(memory.free_blocks)), len(memory.idle_blocks)
+        num_referenced = sum(count > 0 for count in memory.reference_counts)
+        if num_free + num_idle + num_referenced != len(memory.reference_counts):
+            what = f"{num_free} free + {num_idle} idle + {num_referenced} referenced of {len(memory.reference_counts)}"
+            yield Violation("S1", f"{what} {where}blocks")
 
 
 def _s2(now: Snapshot) -> Iterator[Violation]:
-    holders = Counter(block for table in now.blocks.tables.values() for block in table)
-    for block, count in enumerate(now.blocks.reference_counts):
-        if count != holders[block]:
-            yield Violation("S2", f"block {block} has {count} references and is {holders[block]} times in a table")
+    for where, memory in _memories(now):
+        for block, count in enumerate(memory.reference_counts):
+            if count != memory.holders.get(block, 0):
+                held = memory.holders.get(block, 0)
+                yield Violation("S2", f"{where}block {block} has {count} references and {held} holders")
 
 
 def _s3(now: Snapshot) -> Iterator[Violation]:
-    for block, times in Counter(now.blocks.free_blocks).items():
-        if times > 1:
-            yield Violation("S3", f"block {block} is {times} times in the free list")
-        if now.blocks.reference_counts[block] > 0:
-            yield Violation("S3", f"block {block} is free and has {now.blocks.reference_counts[block]} references")
+    for where, memory in _memories(now):
+        for block, times in Counter(memory.free_blocks).items():
+            if times > 1:
+                yield Violation("S3", f"{where}block {block} is {times} times in the free list")
+            if memory.reference_counts[block] > 0:
+                yield Violation("S3", f"{where}block {block} is free and has {memory.reference_counts[block]} references")
+            if block in memory.idle_blocks:
+                yield Violation("S3", f"{where}block {block} is free and idle")
 
 
 def _s4(now: Snapshot) -> Iterator[Violation]:
@@ -142,6 +161,29 @@ def _s6(now: Snapshot) -> Iterator[Violation]:
                 yield Violation("S6", f"sequence {state.sequence_id} is {state.status.value} among the {name}")
 
 
+def _s7(now: Snapshot) -> Iterator[Violation]:
+    for sequence_id in now.blocks.tables.keys() & now.blocks.pins.keys():
+        yield Violation("S7", f"sequence {sequence_id} has a table and pins on the host")
+    for sequence_id in now.blocks.tables.keys() & now.moving:
+        yield Violation("S7", f"sequence {sequence_id} has a table and blocks on their way")
+
+
+def _s8(now: Snapshot) -> Iterator[Violation]:
+    for where, memory in _memories(now):
+        cached = memory.registered
+        blocks = Counter(one.block_id for one in cached.values())
+        for block, times in blocks.items():
+            if times > 1:
+                yield Violation("S8", f"{where}block {block} is known under {times} keys")
+            if block in memory.free_blocks:
+                yield Violation("S8", f"{where}block {block} is free and its contents can be found")
+        for block in memory.idle_blocks - blocks.keys():
+            yield Violation("S8", f"{where}block {block} is idle and its contents cannot be found")
+        for one in cached.values():
+            if not one.is_first and one.parent_key not in cached:
+                yield Violation("S8", f"{where}block {one.block_id} is known and its past is not")
+
+
 def _s9(now: Snapshot, before: Snapshot | None) -> Iterator[Violation]:
     known_before = {state.sequence_id: state.token_ids for state in _all_states(before)} if before else {}
     for state in _all_states(now):
@@ -163,10 +205,9 @@ def _s10(now: Snapshot) -> Iterator[Violation]:
 
 
 def _all_states(now: Snapshot) -> tuple[SequenceState, ...]:
-    return now.waiting + now.running + now.kept
+    return now.waiting + now.running
 
 
 def _places(now: Snapshot) -> Iterator[tuple[str, tuple[SequenceState, ...], SequenceStatus]]:
     yield "waiting", now.waiting, SequenceStatus.WAITING
     yield "running", now.running, SequenceStatus.RUNNING
-    yield "kept", now.kept, SequenceStatus.FINISHED

@@ -22,9 +22,6 @@ MAX_PREEMPTIONS: Final = 8
 WINDOW: Final = 8
 """Victims that are compared; the others are looked at when these are not enough."""
 
-MODES: Final = ("auto", "swap", "shrink", "recompute", "wait")
-"""What an operator may ask for: the cheapest way, or always the same one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Victim:
@@ -54,6 +51,7 @@ class PreemptionRules:
     """How victims are chosen in one engine."""
 
     mode: str
+    """"auto" for the cheapest way, or "swap", "shrink", "recompute" or "wait" for always the same one."""
     costs: CostModel
     block_size: int
 

@@ -243,6 +243,10 @@ class Scheduler:
         for sequence in step.admitted:
             self._start(sequence)
         self._counters.num_steps += 1
+        started = {sequence.sequence_id for sequence in step.admitted}
+        for row in rows:
+            if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
+                self.moves.note_found(row.sequence, row.start)
         results = [self._advance(row, token_id) for row, token_id in zip(rows, tokens, strict=True)]
         return [result for result in results if result is not None]
 
@@ -279,8 +283,6 @@ class Scheduler:
     def _advance(self, row: ScheduledRow, token_id: int | None) -> NewToken | None:
         sequence = row.sequence
         self._counters.count_row(row)
-        if sequence.num_computed_tokens != row.start or sequence.num_cached_tokens is None:
-            self.moves.note_found(sequence, row.start)
         sequence.num_computed_tokens = row.end
         self.block_manager.register(sequence, row.end)
         if token_id is None:
@@ -294,4 +296,5 @@ class Scheduler:
     def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
-        self.moves.retire(sequence, is_trusted=reason != "error")
+        # Why: in flight its table has blocks that the step has not filled, so it cannot be moved as it is.
+        self.moves.retire(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pagedcore.cache.block_manager import Reservation
+from pagedcore.cache.reservation import Reservation
 from pagedcore.errors import InternalError
 from pagedcore.request import Sequence
 from pagedcore.scheduling.plan import ScheduledRow, SchedulePlan

@@ -136,6 +136,11 @@ class TransformersModel:
         """Return the bytes of one block of so many tokens over all layers, padding included."""
         return self.layout(block_size).block_bytes
 
+    @property
+    def cache_store(self) -> KVStorage | None:
+        """What moves KV blocks, once they are allocated."""
+        return self._storage
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool.
 
