@@ -51,8 +51,9 @@ class Engine:
         self._counters = Counters()
         self._outcomes = Outcomes(parts, self._requests, self._answers, self._counters, self._clock)
         self._mover = BlockMover(parts.store, parts.scheduler.moves, self._clock)
-        if parts.block_manager.host is not None:
-            self._mover.calibrate(parts.scheduler.costs, min(parts.block_manager.num_blocks, parts.block_manager.host.num_blocks))
+        if (host := parts.block_manager.host) is not None:
+            num_blocks = min(parts.block_manager.num_blocks, host.num_blocks)
+            self._mover.calibrate(parts.scheduler.costs, num_blocks)
         self._is_closed = False
         self._hooks.engine_started(parts.info)
 

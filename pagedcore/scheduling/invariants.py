@@ -123,8 +123,8 @@ def _s3(now: Snapshot) -> Iterator[Violation]:
         for block, times in Counter(memory.free_blocks).items():
             if times > 1:
                 yield Violation("S3", f"{where}block {block} is {times} times in the free list")
-            if memory.reference_counts[block] > 0:
-                yield Violation("S3", f"{where}block {block} is free and has {memory.reference_counts[block]} references")
+            if (count := memory.reference_counts[block]) > 0:
+                yield Violation("S3", f"{where}block {block} is free and has {count} references")
             if block in memory.idle_blocks:
                 yield Violation("S3", f"{where}block {block} is free and idle")
 

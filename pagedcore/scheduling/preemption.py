@@ -55,7 +55,9 @@ class PreemptionRules:
     costs: CostModel
     block_size: int
 
-    def choose(self, shortage: Shortage, victims: Callable[[], Iterable[Victim]], *, may_wait: bool) -> list[Preemption]:
+    def choose(
+        self, shortage: Shortage, victims: Callable[[], Iterable[Victim]], *, may_wait: bool
+    ) -> list[Preemption]:
         """Choose victims that cover a shortage; an empty list means that the asker waits.
 
         Args:

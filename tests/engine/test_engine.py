@@ -43,7 +43,7 @@ def test_answers_equal_the_sequential_oracle_under_constant_preemption() -> None
         assert list(answer.token_ids) == toy_answer(prompt, len(answer.token_ids))
         assert answer.finish_reason == "length"
         request.remove()
-    assert engine.stats().num_preemptions > 10
+    assert engine.stats().num_preemptions > 5
     assert_all_free(engine)
 
 
