@@ -47,8 +47,8 @@ class Sequence:
 
     __slots__ = (
         "arrival", "block_keys", "cache_root", "finish_reason", "logprobs", "max_tokens", "num_cached_tokens",
-        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "params", "priority", "seed", "sequence_id", "status",
-        "stop_token_ids", "token_ids",
+        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "params", "priority", "seed",
+        "sequence_id", "status", "stop_token_ids", "token_ids",
     )
 
     def __init__(
