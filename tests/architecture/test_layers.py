@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assembly", "kv_memory", "outcomes", "request_book", "offline", "engine"),
     ("stream",),
     ("async_engine",),
-    ("bench",),
+    ("bench", "sizing"),
     ("cli",),
     ("__main__",),
 )
