@@ -88,11 +88,11 @@ def _layers_of(model: Any) -> Any:
     try:
         with torch.device("meta"), torch.inference_mode():
             return redirect_attention(model)[0]
-    except NotImplementedError:
+    except RuntimeError as error:  # what torch raises for an operation that needs numbers
         raise ModelNotSupported(
             f"model: what {model.config.model_type!r} computes depends on its weights, so that its size cannot be told "
             "from the configuration. Start an engine and look at Engine.stats().kv_bytes."
-        ) from None
+        ) from error
 
 
 def _weight_bytes(model: Any, dtype: torch.dtype) -> int:
