@@ -10,17 +10,18 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from pagedcore.engine import Engine
 from pagedcore.errors import EngineClosed, PagedcoreError
 from pagedcore.intake import PreparedPrompt, Prompt
-from pagedcore.outputs import Delta
+from pagedcore.outputs import Delta, Usage
 from pagedcore.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.stats import EngineStats
-from pagedcore.stream import LoopWaiter, Stream, StreamReader
+from pagedcore.stream import Stream, StreamReader, Waiter, wake
 
 _Command = Callable[["_EngineThread"], None]
 
@@ -55,6 +56,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[Delta, None]:
         """Answer one prompt, delta by delta; the last delta of each answer has a finish reason.
 
+        The very last delta also has ``usage``: the tokens that the request took.
+
         Raises:
             InvalidRequest: the request is refused, at the first iteration.
             EngineOverloaded: the waiting queue is full.
@@ -62,8 +65,9 @@ class AsyncEngine:
         """
         reader = self._open(prompt, params, priority)
         try:
-            async for delta in reader:
-                yield delta
+            while deltas := await reader.next():
+                for delta in deltas:
+                    yield delta
         finally:
             reader.close()
 
@@ -205,7 +209,7 @@ class _EngineThread:
         try:
             request = self.engine.accept(prepared)
         except PagedcoreError as error:
-            _wake([stream.end(error)])
+            wake([stream.end(error)])
         else:
             self._streams[request.request_id] = (request, stream)
 
@@ -223,23 +227,26 @@ class _EngineThread:
             command(self)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        waiters = []
-        for delta in deltas:
-            request, stream = self._streams[delta.request_id]
-            waiters.append(stream.put(delta))
-            if delta.finish_reason is not None and request.is_done:
-                waiters.append(self._release(request, stream))
-        _wake(waiters)
+        ended = {}
+        for i, delta in enumerate(deltas):
+            # Why: several answers of one request may end in one step; the last of them is the end of the stream.
+            if delta.finish_reason is not None and self._streams[delta.request_id][0].is_done:
+                ended[delta.request_id] = i
+        for request_id, i in ended.items():
+            deltas[i] = replace(deltas[i], usage=_usage_of(self._streams[request_id][0]))
+        waiters = [self._streams[delta.request_id][1].put(delta) for delta in deltas]
+        waiters += [self._release(*self._streams[request_id]) for request_id in ended]
+        wake(waiters)
 
-    def _release(self, request: Request, stream: Stream, error: Exception | None = None) -> LoopWaiter | None:
+    def _release(self, request: Request, stream: Stream) -> Waiter | None:
         del self._streams[request.request_id]
         request.remove()
-        return stream.end(error)
+        return stream.end()
 
     def _shut_down(self, cause: BaseException | None) -> None:
         error = EngineClosed("the engine was closed while this request was in flight.")
         error.__cause__ = cause
-        _wake([stream.end(error) for _, stream in self._streams.values()])
+        wake([stream.end(error) for _, stream in self._streams.values()])
         self._streams.clear()
         self.engine.close()
         # Why: what was sent while stopping gets its answer too; accepting fails now, because the engine is closed.
@@ -247,20 +254,7 @@ class _EngineThread:
             command(self)
 
 
-def _wake(waiters: list[LoopWaiter | None]) -> None:
-    """Wake sleeping readers with one call per event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[LoopWaiter]] = {}
-    for waiter in waiters:
-        if waiter is not None:
-            by_loop.setdefault(waiter.loop, []).append(waiter)
-    for loop, sleeping in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_wake_all, sleeping)
-        except RuntimeError:
-            # Why: the loop was closed under its readers; their generators' finalizers abort the requests.
-            continue
-
-
-def _wake_all(sleeping: list[LoopWaiter]) -> None:
-    for waiter in sleeping:
-        waiter.wake()
+def _usage_of(request: Request) -> Usage:
+    first = request.sequences[0]
+    num_output_tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
+    return Usage(first.num_prompt_tokens, first.num_cached_tokens, num_output_tokens)
