@@ -51,15 +51,20 @@ class Stream:
         return waiter
 
     def take_or_register(self, waiter: Waiter) -> list[Delta] | None:
-        """Return unread deltas (empty at the end), or register the waiter and return ``None``.
+        """Return unread deltas (empty at the end), or register the waiter and return ``None``. Raises as ``take``."""
+        with self._lock:
+            if not (self._unread or self.has_ended):
+                self._waiter = waiter
+                return None
+        return self.take()
+
+    def take(self) -> list[Delta]:
+        """Return unread deltas, empty at the end; call it when woken: then there are some, or it has ended.
 
         Raises:
             Exception: the error the stream ended with, after the last delta.
         """
         with self._lock:
-            if not (self._unread or self.has_ended):
-                self._waiter = waiter
-                return None
             deltas, self._unread = list(self._unread.values()), {}
         if not deltas and self._error is not None:
             raise self._error
@@ -90,12 +95,12 @@ class StreamReader:
             yield from deltas
 
     def _next_on_this_thread(self) -> list[Delta]:
-        while True:
-            waiter = threading.Event()
-            deltas = self._stream.take_or_register(waiter)
-            if deltas is not None:
-                return deltas
+        waiter = threading.Event()
+        deltas = self._stream.take_or_register(waiter)
+        if deltas is None:
             waiter.wait()
+            deltas = self._stream.take()
+        return deltas
 
     async def next(self) -> list[Delta]:
         """Return what is unread, at most one delta per answer, sleeping until there is something; empty at the end.
@@ -103,13 +108,12 @@ class StreamReader:
         Raises:
             Exception: the error the stream ended with, after the last delta.
         """
-        loop = asyncio.get_running_loop()
-        while True:
-            waiter = loop.create_future()
-            deltas = self._stream.take_or_register(waiter)
-            if deltas is not None:
-                return deltas
+        waiter = asyncio.get_running_loop().create_future()
+        deltas = self._stream.take_or_register(waiter)
+        if deltas is None:
             await waiter
+            deltas = self._stream.take()
+        return deltas
 
     def close(self) -> None:
         """Tell the engine that nobody reads any more; harmless after the end, and more than once."""
