@@ -7,10 +7,13 @@ request's own ``max_tokens`` bounds; it never stalls a step. A reader that vanis
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
+from pagedcore.clock import MonotonicClock
+from pagedcore.errors import RequestTimeout
 from pagedcore.outputs import Delta
 
 Waiter = asyncio.Future[None] | threading.Event
@@ -82,10 +85,17 @@ def merge(first: Delta, second: Delta) -> Delta:
 
 
 class StreamReader:
-    """The reader's end: iterate it, or await ``next``; closing or losing it calls ``abandon``."""
+    """The reader's end: iterate it, or await ``next``; closing or losing it calls ``abandon``.
 
-    def __init__(self, stream: Stream, abandon: Callable[[], None]) -> None:
+    With ``timeout_s`` reading ends with ``RequestTimeout`` that many seconds after the reader was made, unless the
+    stream has ended by then.
+    """
+
+    def __init__(self, stream: Stream, abandon: Callable[[], None], timeout_s: float | None = None) -> None:
         self._stream = stream
+        self._clock = MonotonicClock()
+        self._timeout_s = timeout_s
+        self._deadline_s = math.inf if timeout_s is None else self._clock.now() + timeout_s
         self._finalizer = weakref.finalize(self, abandon)
         # Why: at interpreter exit the engine's own shutdown ends every request.
         self._finalizer.atexit = False
@@ -95,10 +105,12 @@ class StreamReader:
             yield from deltas
 
     def _next_on_this_thread(self) -> list[Delta]:
+        time_left_s = self._check_time()
         waiter = threading.Event()
         deltas = self._stream.take_or_register(waiter)
         if deltas is None:
-            waiter.wait()
+            if not waiter.wait(time_left_s):
+                raise self._timed_out()
             deltas = self._stream.take()
         return deltas
 
@@ -106,14 +118,35 @@ class StreamReader:
         """Return what is unread, at most one delta per answer, sleeping until there is something; empty at the end.
 
         Raises:
+            RequestTimeout: the reader's time is up.
             Exception: the error the stream ended with, after the last delta.
         """
+        time_left_s = self._check_time()
         waiter = asyncio.get_running_loop().create_future()
         deltas = self._stream.take_or_register(waiter)
         if deltas is None:
-            await waiter
+            await (waiter if time_left_s is None else self._sleep(waiter, time_left_s))
             deltas = self._stream.take()
         return deltas
+
+    async def _sleep(self, waiter: asyncio.Future[None], time_left_s: float) -> None:
+        try:
+            async with asyncio.timeout(time_left_s):
+                await waiter
+        except TimeoutError:
+            raise self._timed_out() from None
+
+    def _check_time(self) -> float | None:
+        if self._timeout_s is None:
+            return None
+        time_left_s = self._deadline_s - self._clock.now()
+        # Why: asked before every read, because a reader that always finds something unread never sleeps.
+        if time_left_s <= 0 and not self._stream.has_ended:
+            raise self._timed_out()
+        return max(time_left_s, 0.0)
+
+    def _timed_out(self) -> RequestTimeout:
+        return RequestTimeout(self._timeout_s or 0.0)
 
     def close(self) -> None:
         """Tell the engine that nobody reads any more; harmless after the end, and more than once."""

@@ -6,6 +6,7 @@ Looks only: it allocates nothing in proportion to what it refuses, and knows no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from pagedcore.errors import (
@@ -201,3 +202,16 @@ def validate_priority(priority: object) -> int:
     if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidRequest("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     return priority
+
+
+def validate_timeout(timeout_s: object) -> float | None:
+    """Check a time limit and return it in seconds.
+
+    Raises:
+        InvalidRequest: neither ``None`` nor a finite number above 0.
+    """
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise InvalidRequest("timeout_s", timeout_s, "a finite number of seconds above 0, or None")
+    return float(timeout_s)
