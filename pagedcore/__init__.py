@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagedcore.config import EngineConfig
     from pagedcore.engine import Engine
     from pagedcore.memory import MemoryBudget
-    from pagedcore.outputs import CompletionOutput, Delta, RequestOutput
+    from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, Usage
     from pagedcore.plugins.expose import expose
     from pagedcore.request import Request
     from pagedcore.sampling_params import SamplingParams
@@ -35,6 +35,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "Usage",
     "expose",
 ]
 
@@ -48,6 +49,7 @@ _HOMES: Final = {
     "Request": "pagedcore.request",
     "RequestOutput": "pagedcore.outputs",
     "SamplingParams": "pagedcore.sampling_params",
+    "Usage": "pagedcore.outputs",
     "expose": "pagedcore.plugins.expose",
 }
 

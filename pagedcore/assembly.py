@@ -136,6 +136,6 @@ def _describe(model: Any, backend: ModelBackend, config: EngineConfig, blocks: B
         block_size=blocks.block_size,
         num_blocks=blocks.num_blocks,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=context_length(backend, config),
+        max_model_len=context_length(backend.max_model_len, config),
         is_schedule_invariant=backend.is_schedule_invariant,
     )

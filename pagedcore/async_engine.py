@@ -1,7 +1,7 @@
 """An engine on a thread of its own, usable from any event loop, from several at once, or from none.
 
-Callers put commands into a queue; the engine thread takes them between steps and hands deltas to bounded streams.
-No caller's loop ever runs engine code, and the engine needs no loop.
+Owns the callers' side: commands go into a queue, answers come out of bounded streams or futures. No caller's loop ever
+runs engine code, and the engine needs no loop; what runs on the thread is in ``engine_thread.py``.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from pagedcore.engine import Engine
-from pagedcore.errors import EngineClosed, PagedcoreError
-from pagedcore.intake import PreparedPrompt, Prompt
-from pagedcore.outputs import Delta
-from pagedcore.request import Request
+from pagedcore.engine_thread import Command, Commands, EngineThread, Sink
+from pagedcore.errors import EngineClosed
+from pagedcore.intake import Prompt
+from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.stats import EngineStats
-from pagedcore.stream import LoopWaiter, Stream, StreamReader
-
-_Command = Callable[["_EngineThread"], None]
+from pagedcore.stream import Stream, StreamReader
+from pagedcore.validation import validate_timeout
+from pagedcore.whole_answer import WholeAnswer
 
 
 class AsyncEngine:
@@ -38,8 +39,8 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         """Take over ``engine``: nobody else may call it from now on."""
         self._prepare = engine.prepare
-        self._commands = _Commands()
-        worker = _EngineThread(engine, self._commands)
+        self._commands = Commands()
+        worker = EngineThread(engine, self._commands)
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
         # Why: the thread must not keep this object alive, so that losing it closes the engine.
         self._finalizer = weakref.finalize(self, _close, self._commands, self._thread)
@@ -51,31 +52,64 @@ class AsyncEngine:
         return cls(Engine.from_pretrained(model, **settings))
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
+        timeout_s: float | None = None, wait_for_room: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """Answer one prompt, delta by delta; the last delta of each answer has a finish reason.
+
+        The very last delta also has ``usage``: the tokens that the request took.
+
+        Args:
+            prompt: text, token ids, or chat messages.
+            params: sampling parameters; ``None`` means greedy up to the model's length.
+            priority: higher runs first under the "priority" policy.
+            timeout_s: longest time from here to the last delta, in seconds; ``None``: no limit.
+            wait_for_room: wait when the waiting queue is full, first come, first served, instead of being refused.
 
         Raises:
             InvalidRequest: the request is refused, at the first iteration.
             EngineOverloaded: the waiting queue is full.
             EngineClosed: the engine was closed before the answer was complete.
+            RequestTimeout: it took longer than ``timeout_s``; the request is aborted.
         """
-        reader = self._open(prompt, params, priority)
+        reader = self._open(prompt, params, priority, timeout_s, wait_for_room)
         try:
-            async for delta in reader:
-                yield delta
+            while deltas := await reader.next():
+                for delta in deltas:
+                    yield delta
         finally:
             reader.close()
 
     def generate_sync(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
+        timeout_s: float | None = None, wait_for_room: bool = False,
     ) -> Iterator[Delta]:
         """Do the same without an event loop: a plain generator that blocks this thread. Raises as ``generate``."""
-        reader = self._open(prompt, params, priority)
+        reader = self._open(prompt, params, priority, timeout_s, wait_for_room)
         try:
             yield from reader
         finally:
             reader.close()
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, wait_for_room: bool = False
+    ) -> Future[RequestOutput]:
+        """Send one prompt off and return at once; the future has all its answers when the last one is complete.
+
+        Cheaper than ``generate``, because nobody is woken in between. ``asyncio.wrap_future`` makes the future
+        awaitable. Cancelling it aborts the request; losing it does not. Its callbacks run on the engine thread and
+        must not block. An answer that failed has the finish reason "error" and its error in the output.
+
+        Raises:
+            InvalidRequest: the request is refused.
+            EngineOverloaded: the waiting queue is full; raised by the future.
+            EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
+        """
+        prepared = self._prepare(prompt, params, priority=priority)
+        sink, commands = WholeAnswer(), self._commands
+        self._send(lambda worker: worker.accept(prepared, sink, wait_for_room))
+        sink.future.add_done_callback(lambda future: _abandon(commands, sink) if future.cancelled() else None)
+        return sink.future
 
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.
@@ -115,152 +149,24 @@ class AsyncEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> StreamReader:
+    def _open(self, prompt: Prompt, params: SamplingParams | None, priority: int, timeout_s: float | None,
+              wait_for_room: bool) -> StreamReader:
+        timeout_s = validate_timeout(timeout_s)
         prepared = self._prepare(prompt, params, priority=priority)
         stream, commands = Stream(), self._commands
-        self._send(lambda worker: worker.accept(prepared, stream))
-        return StreamReader(stream, lambda: _abandon(commands, stream))
+        self._send(lambda worker: worker.accept(prepared, stream, wait_for_room))
+        return StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
 
-    def _send(self, command: _Command) -> None:
+    def _send(self, command: Command) -> None:
         if not self._commands.put(command):
             raise EngineClosed("this engine is closed; make a new one.")
 
 
-def _abandon(commands: _Commands, stream: Stream) -> None:
-    commands.put(lambda worker: worker.abandon(stream))
+def _abandon(commands: Commands, sink: Sink) -> None:
+    commands.put(lambda worker: worker.abandon(sink))
 
 
-def _close(commands: _Commands, thread: threading.Thread) -> None:
-    commands.put(_EngineThread.stop)
+def _close(commands: Commands, thread: threading.Thread) -> None:
+    commands.put(EngineThread.stop)
     if thread is not threading.current_thread():
         thread.join()
-
-
-class _Commands:
-    """What callers ask of the engine thread, in order.
-
-    Invariant: a command for which ``put`` returned True is carried out.
-    """
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[_Command] = SimpleQueue()
-        # Why: re-entrant, because the garbage collector may abandon a stream while this thread is in ``put``.
-        self._lock = threading.RLock()
-        self._is_closed = False
-
-    def put(self, command: _Command) -> bool:
-        """Hand a command over; False if the engine thread takes no more."""
-        with self._lock:
-            if not self._is_closed:
-                self._queue.put(command)
-            return not self._is_closed
-
-    def wait(self) -> _Command:
-        """Return the next command, sleeping until there is one."""
-        return self._queue.get()
-
-    def take_all(self) -> Iterator[_Command]:
-        """Yield the commands that are there, without sleeping."""
-        while not self._queue.empty():
-            yield self._queue.get()
-
-    def close(self) -> Iterator[_Command]:
-        """Refuse further commands and yield those that came before."""
-        with self._lock:
-            self._is_closed = True
-        return self.take_all()
-
-
-class _EngineThread:
-    """What runs on the thread: take commands, step, deliver.
-
-    Invariant: a stream is in ``_streams`` exactly while its request is in the engine.
-    """
-
-    def __init__(self, engine: Engine, commands: _Commands) -> None:
-        self.engine = engine
-        self._commands = commands
-        self._streams: dict[str, tuple[Request, Stream]] = {}
-        self._is_stopping = False
-
-    def run(self) -> None:
-        """Serve until ``stop``; whatever happens, every stream ends and the engine is closed."""
-        cause: BaseException | None = None
-        try:
-            while not self._is_stopping:
-                self._take_commands()
-                self._deliver(self.engine.step())
-        except BaseException as error:
-            cause = error
-            raise
-        finally:
-            self._shut_down(cause)
-
-    def stop(self) -> None:
-        """Leave the loop after the step in flight."""
-        self._is_stopping = True
-
-    def accept(self, prepared: PreparedPrompt, stream: Stream) -> None:
-        """Take a request for a stream, or end the stream with the reason why not."""
-        try:
-            request = self.engine.accept(prepared)
-        except PagedcoreError as error:
-            _wake([stream.end(error)])
-        else:
-            self._streams[request.request_id] = (request, stream)
-
-    def abandon(self, stream: Stream) -> None:
-        """Abort the request whose reader is gone."""
-        for request, other in list(self._streams.values()):
-            if other is stream:
-                request.abort()
-                self._release(request, stream)
-
-    def _take_commands(self) -> None:
-        if not self.engine.has_pending_requests():
-            self._commands.wait()(self)
-        for command in self._commands.take_all():
-            command(self)
-
-    def _deliver(self, deltas: list[Delta]) -> None:
-        waiters = []
-        for delta in deltas:
-            request, stream = self._streams[delta.request_id]
-            waiters.append(stream.put(delta))
-            if delta.finish_reason is not None and request.is_done:
-                waiters.append(self._release(request, stream))
-        _wake(waiters)
-
-    def _release(self, request: Request, stream: Stream, error: Exception | None = None) -> LoopWaiter | None:
-        del self._streams[request.request_id]
-        request.remove()
-        return stream.end(error)
-
-    def _shut_down(self, cause: BaseException | None) -> None:
-        error = EngineClosed("the engine was closed while this request was in flight.")
-        error.__cause__ = cause
-        _wake([stream.end(error) for _, stream in self._streams.values()])
-        self._streams.clear()
-        self.engine.close()
-        # Why: what was sent while stopping gets its answer too; accepting fails now, because the engine is closed.
-        for command in self._commands.close():
-            command(self)
-
-
-def _wake(waiters: list[LoopWaiter | None]) -> None:
-    """Wake sleeping readers with one call per event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[LoopWaiter]] = {}
-    for waiter in waiters:
-        if waiter is not None:
-            by_loop.setdefault(waiter.loop, []).append(waiter)
-    for loop, sleeping in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_wake_all, sleeping)
-        except RuntimeError:
-            # Why: the loop was closed under its readers; their generators' finalizers abort the requests.
-            continue
-
-
-def _wake_all(sleeping: list[LoopWaiter]) -> None:
-    for waiter in sleeping:
-        waiter.wake()

@@ -14,6 +14,7 @@
       * EngineOverloaded                  capacity: try again later
       * RequestFailed                     one accepted request ended with finish_reason "error"
           - StepFailed  InvalidLogits  QueueTimeout
+      * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
       * EngineClosed                      the engine was closed; make a new one
       * InternalError                     a law of the engine is broken: a defect of pagedcore
 
@@ -189,6 +190,18 @@ class InvalidLogits(RequestFailed):
 
 class QueueTimeout(RequestFailed):
     """The request waited longer than ``queue_timeout_s`` without being started."""
+
+
+class RequestTimeout(PagedcoreError, TimeoutError):
+    """An answer was not complete within the time its caller gave it; the request was aborted.
+
+    Attributes:
+        timeout_s: the limit, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(f"timeout: the answer was not complete within {timeout_s:g} seconds; it was aborted.")
 
 
 class EngineClosed(PagedcoreError):

@@ -40,7 +40,7 @@ class KVMemory:
         self._backend = backend
         self.block_size = config.block_size if config.block_size is not None else backend.block_size
         self._block_bytes = kv_block_bytes(backend, self.block_size)
-        self._length = context_length(backend, config)
+        self._length = context_length(backend.max_model_len, config)
         self._lease: MemoryLease | None = None
         free_bytes = free_memory_bytes()
         self.num_blocks = self._choose_num_blocks(config, free_bytes)
@@ -145,15 +145,13 @@ def kv_block_bytes(backend: ModelBackend, block_size: int) -> int:
     return int(exact(block_size)) if exact is not None else max(1, block_size * backend.kv_bytes_per_token)
 
 
-def context_length(backend: ModelBackend, config: EngineConfig) -> int:
-    """Return the longest context of an engine, in tokens.
+def context_length(limit: int, config: EngineConfig) -> int:
+    """Return the longest context of an engine in tokens; ``limit`` is the model's.
 
     Raises:
         InvalidConfig: ``max_model_len`` is more than the model was made for.
     """
     wanted = config.max_model_len
-    if wanted is not None and wanted > backend.max_model_len:
-        raise InvalidConfig(
-            f"max_model_len: got {wanted}, allowed is up to {backend.max_model_len}, what the model was made for."
-        )
-    return wanted if wanted is not None else backend.max_model_len
+    if wanted is not None and wanted > limit:
+        raise InvalidConfig(f"max_model_len: got {wanted}, allowed is up to {limit}, what the model was made for.")
+    return wanted if wanted is not None else limit

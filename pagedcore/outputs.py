@@ -61,6 +61,17 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What one request took, all its answers together, in tokens."""
+
+    num_prompt_tokens: int
+    """Everything before the answer, counted once however many answers there are."""
+    num_cached_tokens: int
+    """Of these, the ones whose keys and values were already in the cache."""
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to one answer; concatenated texts are the answer's text."""
 
@@ -72,3 +83,5 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: Exception | None = None
     num_prompt_tokens: int = 0
+    usage: Usage | None = None
+    """On the last delta of a stream: what the whole request took."""

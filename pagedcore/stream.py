@@ -7,25 +7,17 @@ request's own ``max_tokens`` bounds; it never stalls a step. A reader that vanis
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 
+from pagedcore.clock import MonotonicClock
+from pagedcore.errors import RequestTimeout
 from pagedcore.outputs import Delta
 
-
-class LoopWaiter:
-    """A reader asleep on an event loop."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[None] = self.loop.create_future()
-
-    def wake(self) -> None:
-        """Wake the reader; call it on its loop."""
-        if not self.future.done():
-            self.future.set_result(None)
+Waiter = asyncio.Future[None] | threading.Event
+"""A reader that sleeps: on its event loop, or on its own thread."""
 
 
 class Stream:
@@ -35,52 +27,48 @@ class Stream:
     Invariant: after ``end`` nothing is added.
     """
 
+    __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended")
+
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        # Why: a plain lock, not a condition: this is taken twice per token, and a condition costs ten times as much.
+        self._lock = threading.Lock()
         self._unread: dict[int, Delta] = {}
-        self._waiter: LoopWaiter | None = None
+        self._waiter: Waiter | None = None
         self._error: Exception | None = None
         self.has_ended = False
 
-    def put(self, delta: Delta) -> LoopWaiter | None:
-        """Add a delta; return the sleeping reader, if it is on an event loop, for the caller to wake."""
-        with self._changed:
+    def put(self, delta: Delta) -> Waiter | None:
+        """Add a delta; return the sleeping reader, if there is one, for the caller to ``wake``."""
+        with self._lock:
             unread = self._unread.get(delta.index)
             self._unread[delta.index] = delta if unread is None else merge(unread, delta)
-            return self._release()
-
-    def end(self, error: Exception | None = None) -> LoopWaiter | None:
-        """End the stream, with an error for the reader if there is one; return the sleeping reader as ``put``."""
-        with self._changed:
-            if not self.has_ended:
-                self.has_ended, self._error = True, error
-            return self._release()
-
-    def _release(self) -> LoopWaiter | None:
-        self._changed.notify_all()
-        waiter, self._waiter = self._waiter, None
+            waiter, self._waiter = self._waiter, None
         return waiter
 
-    def take_or_wait(self) -> list[Delta]:
-        """Return unread deltas, sleeping on this thread until there is one; empty at the end.
+    def end(self, error: Exception | None = None) -> Waiter | None:
+        """End the stream, with an error for the reader if there is one; return the sleeping reader as ``put``."""
+        with self._lock:
+            if not self.has_ended:
+                self.has_ended, self._error = True, error
+            waiter, self._waiter = self._waiter, None
+        return waiter
+
+    def take_or_register(self, waiter: Waiter) -> list[Delta] | None:
+        """Return unread deltas (empty at the end), or register the waiter and return ``None``. Raises as ``take``."""
+        with self._lock:
+            if not (self._unread or self.has_ended):
+                self._waiter = waiter
+                return None
+        return self.take()
+
+    def take(self) -> list[Delta]:
+        """Return unread deltas, empty at the end; call it when woken: then there are some, or it has ended.
 
         Raises:
             Exception: the error the stream ended with, after the last delta.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._unread or self.has_ended)
-            return self._take()
-
-    def take_or_register(self, waiter: LoopWaiter) -> list[Delta] | None:
-        """Return unread deltas (empty at the end), or register the waiter and return ``None``. Raises as above."""
-        with self._changed:
-            if self._unread or self.has_ended:
-                return self._take()
-            self._waiter = waiter
-            return None
-
-    def _take(self) -> list[Delta]:
-        deltas, self._unread = list(self._unread.values()), {}
+        with self._lock:
+            deltas, self._unread = list(self._unread.values()), {}
         if not deltas and self._error is not None:
             raise self._error
         return deltas
@@ -89,38 +77,99 @@ class Stream:
 def merge(first: Delta, second: Delta) -> Delta:
     """Join two consecutive deltas of one answer."""
     logprobs = None if second.logprobs is None else (first.logprobs or ()) + second.logprobs
-    return replace(
-        second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids,
-        logprobs=logprobs if logprobs is not None else first.logprobs,
+    return Delta(
+        second.request_id, second.index, first.text + second.text, first.token_ids + second.token_ids,
+        second.finish_reason, logprobs if logprobs is not None else first.logprobs, second.error,
+        second.num_prompt_tokens, second.usage,
     )
 
 
 class StreamReader:
-    """The reader's end: iterate it once, with ``for`` or ``async for``; closing or losing it calls ``abandon``."""
+    """The reader's end: iterate it, or await ``next``; closing or losing it calls ``abandon``.
 
-    def __init__(self, stream: Stream, abandon: Callable[[], None]) -> None:
+    With ``timeout_s`` reading ends with ``RequestTimeout`` that many seconds after the reader was made, unless the
+    stream has ended by then.
+    """
+
+    def __init__(self, stream: Stream, abandon: Callable[[], None], timeout_s: float | None = None) -> None:
         self._stream = stream
+        self._clock = MonotonicClock()
+        self._timeout_s = timeout_s
+        self._deadline_s = math.inf if timeout_s is None else self._clock.now() + timeout_s
         self._finalizer = weakref.finalize(self, abandon)
         # Why: at interpreter exit the engine's own shutdown ends every request.
         self._finalizer.atexit = False
 
     def __iter__(self) -> Iterator[Delta]:
-        while deltas := self._stream.take_or_wait():
+        while deltas := self._next_on_this_thread():
             yield from deltas
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while deltas := await self._next():
-            for delta in deltas:
-                yield delta
+    def _next_on_this_thread(self) -> list[Delta]:
+        time_left_s = self._check_time()
+        waiter = threading.Event()
+        deltas = self._stream.take_or_register(waiter)
+        if deltas is None:
+            if not waiter.wait(time_left_s):
+                raise self._timed_out()
+            deltas = self._stream.take()
+        return deltas
 
-    async def _next(self) -> list[Delta]:
-        while True:
-            waiter = LoopWaiter()
-            deltas = self._stream.take_or_register(waiter)
-            if deltas is not None:
-                return deltas
-            await waiter.future
+    async def next(self) -> list[Delta]:
+        """Return what is unread, at most one delta per answer, sleeping until there is something; empty at the end.
+
+        Raises:
+            RequestTimeout: the reader's time is up.
+            Exception: the error the stream ended with, after the last delta.
+        """
+        time_left_s = self._check_time()
+        waiter = asyncio.get_running_loop().create_future()
+        deltas = self._stream.take_or_register(waiter)
+        if deltas is None:
+            await (waiter if time_left_s is None else self._sleep(waiter, time_left_s))
+            deltas = self._stream.take()
+        return deltas
+
+    async def _sleep(self, waiter: asyncio.Future[None], time_left_s: float) -> None:
+        try:
+            async with asyncio.timeout(time_left_s):
+                await waiter
+        except TimeoutError:
+            raise self._timed_out() from None
+
+    def _check_time(self) -> float | None:
+        if self._timeout_s is None:
+            return None
+        time_left_s = self._deadline_s - self._clock.now()
+        # Why: asked before every read, because a reader that always finds something unread never sleeps.
+        if time_left_s <= 0 and not self._stream.has_ended:
+            raise self._timed_out()
+        return max(time_left_s, 0.0)
+
+    def _timed_out(self) -> RequestTimeout:
+        return RequestTimeout(self._timeout_s or 0.0)
 
     def close(self) -> None:
         """Tell the engine that nobody reads any more; harmless after the end, and more than once."""
         self._finalizer()
+
+
+def wake(waiters: Iterable[Waiter | None]) -> None:
+    """Wake sleeping readers, from any thread, with one call per event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for waiter in waiters:
+        if isinstance(waiter, threading.Event):
+            waiter.set()
+        elif waiter is not None:
+            by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+    for loop, sleeping in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake_all, sleeping)
+        except RuntimeError:
+            # Why: the loop was closed under its readers; their generators' finalizers abort the requests.
+            continue
+
+
+def _wake_all(sleeping: list[asyncio.Future[None]]) -> None:
+    for future in sleeping:
+        if not future.done():
+            future.set_result(None)

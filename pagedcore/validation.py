@@ -6,6 +6,7 @@ Looks only: it allocates nothing in proportion to what it refuses, and knows no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from pagedcore.errors import (
@@ -219,3 +220,16 @@ def validate_salt(salt: object) -> bytes:
     if not 1 <= len(given) <= MAX_SALT_BYTES:
         raise InvalidSalt("cache_salt", f"{len(given)} bytes", f"1 to {MAX_SALT_BYTES} bytes")
     return b"salt " + given
+
+
+def validate_timeout(timeout_s: object) -> float | None:
+    """Check a time limit and return it in seconds.
+
+    Raises:
+        InvalidRequest: neither ``None`` nor a finite number above 0.
+    """
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise InvalidRequest("timeout_s", timeout_s, "a finite number of seconds above 0, or None")
+    return float(timeout_s)

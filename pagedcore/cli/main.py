@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from pagedcore.cli import bench, chat, demo, doctor, generate, plugins
+from pagedcore.cli import bench, chat, demo, doctor, generate, plugins, size
 from pagedcore.cli.common import error_console
 from pagedcore.errors import PagedcoreError
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("size")(size.size)
 app.command("plugins")(plugins.plugins)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

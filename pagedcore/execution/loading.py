@@ -18,6 +18,7 @@ from pagedcore.errors import InvalidConfig, describe
 from pagedcore.ports import AttentionBackend, ModelBackend, Tokenizer
 
 if TYPE_CHECKING:
+    from pagedcore.execution.models.blueprint import Blueprint
     from pagedcore.execution.models.transformers_model import TransformersModel
 
 AttentionFactory = Callable[..., AttentionBackend]
@@ -53,6 +54,18 @@ def resolve_backend(
     raise InvalidConfig(
         f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
         "transformers, or an object with the members of ModelBackend."
+    )
+
+
+def plan_backend(
+    model: str | os.PathLike[str], config: EngineConfig, load_attention: Callable[[str], AttentionFactory]
+) -> Blueprint:
+    """Return what is known of ``model`` without its weights; arguments and errors as ``resolve_backend``."""
+    from pagedcore.execution.models.blueprint import read_blueprint
+
+    return read_blueprint(
+        _source(model), load_attention(_attention_name(config)), dtype=config.dtype, block_size=config.block_size,
+        trust_remote_code=config.trust_remote_code,
     )
 
 
@@ -104,7 +117,11 @@ def _take_over(
 ) -> TransformersModel:
     from pagedcore.execution.models.transformers_model import TransformersModel
 
-    name = DEFAULT_ATTENTION if config.attention_backend == "auto" else config.attention_backend
+    name = _attention_name(config)
     return TransformersModel(
         model, load_attention(name), block_size=config.block_size, is_private=is_private, attention_name=name
     )
+
+
+def _attention_name(config: EngineConfig) -> str:
+    return DEFAULT_ATTENTION if config.attention_backend == "auto" else config.attention_backend

@@ -20,9 +20,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("answers", "intake", "scheduling"),
     ("plugins", "execution"),
     ("assembly", "kv_memory", "outcomes", "request_book", "offline", "engine"),
-    ("stream",),
+    ("stream", "whole_answer"),
+    ("engine_thread",),
     ("async_engine",),
-    ("bench",),
+    ("bench", "sizing"),
     ("cli",),
     ("__main__",),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from cli.runner import invoke, run
 from pagedcore.plugins.manager import create_plugin_manager
 
-COMMANDS = ["demo", "generate", "chat", "plugins", "doctor", "bench"]
+COMMANDS = ["demo", "generate", "chat", "size", "plugins", "doctor", "bench"]
 
 
 def test_help_lists_every_command() -> None:
@@ -16,7 +18,7 @@ def test_help_lists_every_command() -> None:
     assert all(command in out for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "chat", "plugins", "doctor", "bench", "bench throughput"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench throughput"])
 def test_every_command_has_help(command: str) -> None:
     """Each command explains itself."""
     assert "Usage:" in invoke(*command.split(), "--help")
@@ -46,6 +48,30 @@ def test_doctor_reports_machine_versions_plugins_and_choices() -> None:
         assert word in out
 
 
+def test_size_shows_the_sum_and_what_fits() -> None:
+    """The table has the formula, the engine's bytes and what fits, and the setting that makes an engine of it."""
+    out = invoke("size", "demo", "--context", "100", "--concurrency", "3", "--dtype", "float32", "--memory", "1GiB")
+    for words in ("2 x 4 layers x 2 KV heads x 32 x 4 bytes", "2,048", "786,432", "1.0 GiB given", "It fits:",
+                  "max_model_len=100, max_num_seqs=3, max_num_batched_tokens=512, num_kv_blocks=12"):
+        assert words in out
+    assert "free on this machine" in invoke("size", "demo")
+
+
+def test_size_says_what_to_change() -> None:
+    """Without room for a single sequence there is advice, and no engine is proposed."""
+    out = invoke("size", "demo", "--memory", "1MiB")
+    assert "It does not fit" in out
+    assert "from_pretrained" not in out
+
+
+def test_size_as_json_is_the_report() -> None:
+    """With --json the output is one JSON object with bytes as numbers."""
+    data = json.loads(invoke("size", "demo", "--context", "64", "--concurrency", "2", "--dtype", "bfloat16", "--json"))
+    assert data["bytes_per_token"] == 2 * 4 * 2 * 32 * 2
+    assert data["kv_bytes"] == 128 * data["bytes_per_token"]
+    assert data["settings"]["num_kv_blocks"] == data["num_blocks"]
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["plugins", "--table", "nothing"], "adapters, attention, schedulers"),
     (["generate"], "prompts: got none"),
@@ -55,6 +81,9 @@ def test_doctor_reports_machine_versions_plugins_and_choices() -> None:
     (["bench", "throughput", "--random-weights", "huge"], "tiny, qwen05b"),
     (["bench", "throughput", "--workload", "w9"], "ragged, w1, w2, w3"),
     (["demo", "--dtype", "int3"], "float32"),
+    (["size", "no-such-directory/at-all"], "model: "),
+    (["size", "demo", "--context", "4096"], "max_model_len: got 4096"),
+    (["size", "demo", "--memory", "much"], "memory: got "),
 ])
 def test_errors_are_one_line_and_exit_code_one(words: list[str], message: str) -> None:
     """What pagedcore refuses is said without a traceback, on standard error, with exit code 1."""

@@ -16,6 +16,7 @@ from doubles import FlakyBackend, ToyBackend, toy_answer
 from engine_builders import make_engine
 from pagedcore.async_engine import AsyncEngine
 from pagedcore.errors import EngineClosed, EngineOverloaded, PromptEmpty
+from pagedcore.outputs import Usage
 from pagedcore.sampling_params import SamplingParams
 
 
@@ -92,6 +93,27 @@ async def test_bad_input_and_overload_reach_the_caller() -> None:
             await answer(engine, [3], 3)
         assert await first == toy_answer([1], 30)
         assert await second == toy_answer([2], 3)
+
+
+async def test_answers_that_end_in_one_step_are_all_delivered(engine: AsyncEngine) -> None:
+    """Of several answers each gets its reason, the request's usage comes once and last, and the engine goes on."""
+    several = SamplingParams(max_tokens=3, n=2, ignore_eos=True, temperature=1.0, seed=1)
+    deltas = [delta async for delta in engine.generate([1, 2], several)]
+    reasons = {delta.index: delta.finish_reason for delta in deltas if delta.finish_reason is not None}
+    assert reasons == {0: "length", 1: "length"}
+    assert sum(len(delta.token_ids) for delta in deltas) == 6
+    assert [delta.usage for delta in deltas if delta.usage is not None] == [Usage(2, 0, 6)]
+    assert deltas[-1].usage is not None
+    assert await answer(engine, [7], 3) == toy_answer([7], 3)
+
+
+async def test_several_answers_of_a_failed_step_all_say_so() -> None:
+    """A step that fails ends every answer of a request with its error, not the engine."""
+    with AsyncEngine(make_engine(FlakyBackend(raise_on_step=2))) as engine:
+        several = SamplingParams(max_tokens=5, n=3, ignore_eos=True, temperature=1.0)
+        deltas = [delta async for delta in engine.generate([1], several)]
+        assert sorted(delta.index for delta in deltas if delta.finish_reason == "error") == [0, 1, 2]
+        assert await answer(engine, [2], 5) == toy_answer([2], 5)
 
 
 class SlowBackend(ToyBackend):

@@ -46,6 +46,11 @@ def test_a_share_is_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy().stats().num_blocks == 30
 
 
+def test_nothing_said_means_what_can_be_used() -> None:
+    """Without a setting there is a block for every token of every slot, where memory allows."""
+    assert toy(max_model_len=41, max_num_seqs=2).stats().num_blocks == 22
+
+
 @pytest.mark.parametrize("given", [BLOCK - 1, "63B", 1e-300])
 def test_less_than_a_block_is_refused(given: Any) -> None:
     """A pool without a block is refused with the size of a block."""
@@ -163,9 +168,10 @@ def test_a_number_of_blocks_is_drawn_exactly() -> None:
 def test_an_engine_that_could_not_start_keeps_nothing() -> None:
     """A refusal after the bytes were drawn gives them back."""
     budget = MemoryBudget(100 * BLOCK)
-    with pytest.raises(InvalidConfig, match="no memory"):
+    with pytest.raises(InvalidConfig, match="no memory") as refusal:
         toy(backend=StubbornBackend(), kv_cache_memory=budget)
     assert budget.left_bytes == budget.total_bytes
+    assert refusal.value.__traceback__ is not None, "the frames that drew the bytes have to be alive until here"
 
 
 def test_an_engine_that_was_lost_gives_its_bytes_back() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 
-from pagedcore.outputs import Delta
-from pagedcore.stream import Stream, StreamReader, merge
+from pagedcore.outputs import Delta, TokenLogprobs, Usage
+from pagedcore.stream import Stream, StreamReader, merge, wake
 
 
 def delta(text: str, *token_ids: int, index: int = 0, reason: str | None = None) -> Delta:
@@ -22,12 +23,21 @@ def test_merging_deltas_concatenates_text_and_tokens() -> None:
     assert (merged.text, merged.token_ids, merged.finish_reason) == ("ab", (1, 2), "stop")
 
 
+def test_merging_keeps_what_only_one_of_them_has() -> None:
+    """Log-probabilities are joined, and the usage that comes with the last delta is not lost."""
+    scored = TokenLogprobs(1, -0.5)
+    first, last = replace(delta("a", 1), logprobs=(scored,)), replace(delta("b", 2), usage=Usage(3, 0, 2))
+    assert merge(first, last).logprobs == (scored,)
+    assert merge(first, replace(last, logprobs=(scored,))).logprobs == (scored, scored)
+    assert merge(first, last).usage == Usage(3, 0, 2)
+
+
 def test_unread_deltas_do_not_accumulate() -> None:
     """However much is put, a reader that does not read costs one delta per answer."""
     stream = Stream()
     for token in range(1000):
         stream.put(delta("x", token))
-    (only,) = stream.take_or_wait()
+    (only,) = stream.take_or_register(threading.Event()) or []
     assert only.text == "x" * 1000
     assert only.token_ids == tuple(range(1000))
 
@@ -38,13 +48,13 @@ def test_answers_of_one_request_are_kept_apart() -> None:
     stream.put(delta("a", 1, index=0))
     stream.put(delta("b", 2, index=1))
     stream.put(delta("c", 3, index=0))
-    assert [(d.index, d.text) for d in stream.take_or_wait()] == [(0, "ac"), (1, "b")]
+    assert [(d.index, d.text) for d in stream.take_or_register(threading.Event()) or []] == [(0, "ac"), (1, "b")]
 
 
 def test_a_sleeping_thread_is_woken_by_the_next_delta() -> None:
     """A reader without an event loop sleeps until something is put."""
     stream = Stream()
-    threading.Timer(0.05, lambda: (stream.put(delta("late", 1)), stream.end())).start()
+    threading.Timer(0.05, lambda: wake([stream.put(delta("late", 1)), stream.end()])).start()
     assert [d.text for d in StreamReader(stream, lambda: None)] == ["late"]
 
 
@@ -64,7 +74,7 @@ def test_only_the_first_end_counts() -> None:
     stream = Stream()
     stream.end()
     stream.end(RuntimeError("too late"))
-    assert stream.take_or_wait() == []
+    assert stream.take_or_register(threading.Event()) == []
 
 
 async def test_a_reader_on_a_loop_is_handed_back_to_be_woken() -> None:
@@ -74,20 +84,30 @@ async def test_a_reader_on_a_loop_is_handed_back_to_be_woken() -> None:
     received: list[str] = []
 
     async def read() -> None:
-        async for item in reader:
-            received.append(item.text)
+        while items := await reader.next():
+            received.extend(item.text for item in items)
 
     task = asyncio.create_task(read())
     await asyncio.sleep(0.01)
-    for end in (stream.put(delta("a", 1)), None):
-        if end is not None:
-            end.wake()
+    wake([stream.put(delta("a", 1)), None])
     await asyncio.sleep(0.01)
     waiter = stream.end()
     assert waiter is not None
-    waiter.wake()
+    wake([waiter])
     await task
     assert received == ["a"]
+
+
+def test_waking_a_closed_loop_or_a_cancelled_reader_is_harmless() -> None:
+    """The engine thread survives readers whose loop is gone, and wakes the others all the same."""
+    gone, here = asyncio.new_event_loop(), asyncio.new_event_loop()
+    lost, cancelled, awake = gone.create_future(), here.create_future(), threading.Event()
+    gone.close()
+    cancelled.cancel()
+    wake([lost, cancelled, awake])
+    here.run_until_complete(asyncio.sleep(0))
+    here.close()
+    assert awake.is_set()
 
 
 def test_a_lost_reader_abandons_its_request() -> None:

@@ -62,8 +62,9 @@ def test_a_budget_is_bytes_or_text(total):
 def test_a_share_is_bytes_text_or_a_part_of_the_total(most, num_bytes):
     """A float refers to the whole budget, not to what is left, so that the order of engines does not matter."""
     budget = MemoryBudget("4KiB")
-    budget.draw(100)
+    lease = budget.draw(100)
     assert budget.share(most).num_bytes == num_bytes
+    lease.close()
 
 
 @pytest.mark.parametrize("most", [None, 0, 1.0, "all", True])

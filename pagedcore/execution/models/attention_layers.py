@@ -95,15 +95,21 @@ def layers_of(calls: list[AttentionCall], config: Any) -> dict[int, AttentionLay
         ModelNotSupported: a call asks for something that an attention backend cannot do.
     """
     layers: dict[int, AttentionLayer] = {}
-    index_of_key: dict[int, int] = {}
+    index_of_key: dict[tuple[int, int], int] = {}
     for call in calls:
         _refuse_what_is_not_causal_attention(call)
         if call.layer_idx in layers:
             raise _refusal(call, f"layer {call.layer_idx} attends twice in one forward")
-        owns_kv = call.key.data_ptr() not in index_of_key
-        index = index_of_key.setdefault(call.key.data_ptr(), len(index_of_key))
+        place = _place_of(call.key)
+        owns_kv = place not in index_of_key
+        index = index_of_key.setdefault(place, len(index_of_key))
         layers[call.layer_idx] = _layer_of(call, config, index, owns_kv)
     return layers
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Say where a tensor's elements are; unlike an address, this also tells tensors without memory apart."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def _layer_of(call: AttentionCall, config: Any, index: int, owns_kv: bool) -> AttentionLayer:

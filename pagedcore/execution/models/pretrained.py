@@ -40,27 +40,43 @@ def load_pretrained(
         ModelNotSupported: the architecture cannot run here, or needs code of its own that may not run.
         InvalidConfig: there is no such model, or it has no safetensors weights.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    name, is_local = os.fspath(source), Path(source).is_dir()
+    config = load_config(name, trust_remote_code=trust_remote_code)
+    with _as_refusals(name), _no_progress_bar():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
+            local_files_only=is_local, trust_remote_code=trust_remote_code,
+        )
+    _require_all_weights(report)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
+    """Load a model's configuration as transformers sees it, and no weights; arguments and errors as above."""
+    from transformers import AutoConfig
 
     name, is_local = os.fspath(source), Path(source).is_dir()
     check_source(read_config(name, is_local), trust_remote_code)
-    options = {"local_files_only": is_local, "trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(name, **options)
+    with _as_refusals(name):
+        config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=trust_remote_code)
         check_config(config.to_dict())
-        with _no_progress_bar():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
-                **options,
-            )
+    return config
+
+
+@contextmanager
+def _as_refusals(name: str) -> Iterator[None]:
+    """Turn what transformers raises while it loads ``name`` into ``InvalidConfig``."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
     except ModelNotSupported:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidConfig(f"model: it could not be loaded ({_first_line(error, name)}).") from error
-    _require_all_weights(report)
-    loaded: PreTrainedModel = model
-    return loaded
 
 
 @contextmanager

@@ -8,7 +8,7 @@ models come from, ``decoder.py`` for the part a faster implementation replaces.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -75,7 +75,7 @@ class TransformersModel:
         self.attention_name = attention_name
         self._attention_factory = attention_factory
         self._dtype: torch.dtype = model.dtype
-        self._block_size = block_size or _preferred_block_size(attention_factory, self._dtype)
+        self._block_size = block_size or preferred_block_size(attention_factory, self._dtype)
         self._storage: KVStorage | None = None
         self._attention: AttentionBackend | None = None
         guards.check_config(model.config.to_dict())
@@ -128,9 +128,7 @@ class TransformersModel:
 
     def layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of so many tokens."""
-        owners = [layer for layer in self._layers.values() if layer.owns_kv]
-        shapes = tuple(LayerShape(o.num_kv_heads, o.key_head_size, o.value_head_size) for o in owners)
-        return KVLayout(block_size, self._dtype, shapes)
+        return KVLayout(block_size, self._dtype, kv_shapes(self._layers))
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of so many tokens over all layers, padding included."""
@@ -180,7 +178,7 @@ class TransformersModel:
     ) -> None:
         tokens = self_test.probe_tokens(model.get_input_embeddings().num_embeddings)
         expected = _plain_logits(model, tokens) if runs_self_test else None
-        self._layers, self._vocab_size = _redirect_attention(model)
+        self._layers, self._vocab_size = redirect_attention(model)
         self._kv_bytes_per_token = self.layout(self._block_size).bytes_per_token
         mappings = FileMappings()
         self._decoder: Decoder = decoder_factory(model, self._layers, mappings.release if is_private else _keep)
@@ -213,8 +211,8 @@ class TransformersModel:
         )
 
 
-def _preferred_block_size(attention_factory: AttentionFactory, dtype: torch.dtype) -> int:
-    """Ask the backend's class, where it is one that says."""
+def preferred_block_size(attention_factory: AttentionFactory, dtype: torch.dtype) -> int:
+    """Return the tokens per block that an attention backend likes best: its class says so, where it is one."""
     preferred = getattr(attention_factory, "preferred_block_size", None)
     return int(preferred(dtype)) if preferred is not None else _DEFAULT_BLOCK_SIZE
 
@@ -229,8 +227,12 @@ def _plain_logits(model: Any, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> to
     return logits
 
 
-def _redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
-    """Send the model's attention to the current step; return what its layers do and the width of its logits."""
+def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
+    """Send the model's attention to the current step; return what its layers do and the width of its logits.
+
+    Raises:
+        ModelNotSupported: the attention cannot be redirected, or asks for what a paged KV cache cannot do.
+    """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ModelNotSupported(f"model: {model.config.model_type!r} has no logits_to_keep; it computes all logits.")
     register()
@@ -243,3 +245,9 @@ def _redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
     layers = layers_of(step.calls, model.config)
     guards.check_num_attention_layers(model.config, len(layers))
     return layers, logits.shape[-1]
+
+
+def kv_shapes(layers: Mapping[int, AttentionLayer]) -> tuple[LayerShape, ...]:
+    """Return the shapes of K and V that a pool holds: those of the layers that keep their own."""
+    owners = [layer for layer in layers.values() if layer.owns_kv]
+    return tuple(LayerShape(o.num_kv_heads, o.key_head_size, o.value_head_size) for o in owners)

@@ -1,0 +1,160 @@
+"""What runs on the engine's own thread: take commands between steps, step, deliver.
+
+Owns the order of these three and every reader that waits for an answer. It is told what to do by commands alone; who
+sends them is in ``async_engine.py``, how deltas reach a reader in ``stream.py`` and ``whole_answer.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from queue import SimpleQueue
+
+from pagedcore.engine import Engine
+from pagedcore.errors import EngineClosed, PagedcoreError
+from pagedcore.intake import PreparedPrompt
+from pagedcore.outputs import Delta, Usage
+from pagedcore.request import Request
+from pagedcore.stream import Stream, Waiter, wake
+from pagedcore.whole_answer import WholeAnswer
+
+Command = Callable[["EngineThread"], None]
+"""What a caller asks for; it runs on the engine thread, between two steps."""
+Sink = Stream | WholeAnswer
+"""Where what a request brings forth is delivered."""
+
+
+class Commands:
+    """What callers ask of the engine thread, in order.
+
+    Invariant: a command for which ``put`` returned True is carried out.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Command] = SimpleQueue()
+        # Why: re-entrant, because the garbage collector may abandon a stream while this thread is in ``put``.
+        self._lock = threading.RLock()
+        self._is_closed = False
+
+    def put(self, command: Command) -> bool:
+        """Hand a command over; False if the engine thread takes no more."""
+        with self._lock:
+            if not self._is_closed:
+                self._queue.put(command)
+            return not self._is_closed
+
+    def wait(self) -> Command:
+        """Return the next command, sleeping until there is one."""
+        return self._queue.get()
+
+    def take_all(self) -> Iterator[Command]:
+        """Yield the commands that are there, without sleeping."""
+        while not self._queue.empty():
+            yield self._queue.get()
+
+    def close(self) -> Iterator[Command]:
+        """Refuse further commands and yield those that came before."""
+        with self._lock:
+            self._is_closed = True
+        return self.take_all()
+
+
+class EngineThread:
+    """What runs on the thread: take commands, step, deliver.
+
+    Invariant: a sink is in ``_sinks`` exactly while its request is in the engine, in ``_held`` before that.
+    """
+
+    def __init__(self, engine: Engine, commands: Commands) -> None:
+        self.engine = engine
+        self._commands = commands
+        self._sinks: dict[str, tuple[Request, Sink]] = {}
+        self._held: deque[tuple[PreparedPrompt, Sink]] = deque()
+        self._is_stopping = False
+
+    def run(self) -> None:
+        """Serve until ``stop``; whatever happens, every sink gets its end and the engine is closed."""
+        cause: BaseException | None = None
+        try:
+            while not self._is_stopping:
+                self._admit_held()
+                self._take_commands()
+                self._deliver(self.engine.step())
+        except BaseException as error:
+            cause = error
+            raise
+        finally:
+            self._shut_down(cause)
+
+    def stop(self) -> None:
+        """Leave the loop after the step in flight."""
+        self._is_stopping = True
+
+    def accept(self, prepared: PreparedPrompt, sink: Sink, may_wait: bool) -> None:
+        """Take a request for a sink, hold it back until there is room, or tell the sink why not."""
+        if may_wait and not self._is_stopping and (self._held or not self.engine.can_accept(prepared.params.n)):
+            self._held.append((prepared, sink))
+            return
+        try:
+            request = self.engine.accept(prepared)
+        except PagedcoreError as error:
+            wake([sink.end(error)])
+        else:
+            self._sinks[request.request_id] = (request, sink)
+
+    def abandon(self, sink: Sink) -> None:
+        """Abort the request whose reader is gone."""
+        if self._held:
+            self._held = deque(held for held in self._held if held[1] is not sink)
+        for request, other in list(self._sinks.values()):
+            if other is sink:
+                request.abort()
+                self._release(request, sink)
+
+    def _admit_held(self) -> None:
+        while self._held and self.engine.can_accept(self._held[0][0].params.n):
+            self.accept(*self._held.popleft(), may_wait=False)
+
+    def _take_commands(self) -> None:
+        if not self.engine.has_pending_requests():
+            self._commands.wait()(self)
+        for command in self._commands.take_all():
+            command(self)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        ended = {}
+        for i, delta in enumerate(deltas):
+            # Why: several answers of one request may end in one step; the last of them is the end of the stream.
+            if delta.finish_reason is not None and self._sinks[delta.request_id][0].is_done:
+                ended[delta.request_id] = i
+        for request_id, i in ended.items():
+            deltas[i] = replace(deltas[i], usage=_usage_of(self._sinks[request_id][0]))
+        waiters = [self._sinks[delta.request_id][1].put(delta) for delta in deltas]
+        waiters += [self._release(*self._sinks[request_id]) for request_id in ended]
+        wake(waiters)
+
+    def _release(self, request: Request, sink: Sink) -> Waiter | None:
+        del self._sinks[request.request_id]
+        if isinstance(sink, WholeAnswer):
+            sink.complete(request.output())
+        request.remove()
+        return sink.end()
+
+    def _shut_down(self, cause: BaseException | None) -> None:
+        error = EngineClosed("the engine was closed while this request was in flight.")
+        error.__cause__ = cause
+        wake([sink.end(error) for _, sink in [*self._sinks.values(), *self._held]])
+        self._sinks.clear()
+        self._held.clear()
+        self.engine.close()
+        # Why: what was sent while stopping gets its answer too; accepting fails now, because the engine is closed.
+        for command in self._commands.close():
+            command(self)
+
+
+def _usage_of(request: Request) -> Usage:
+    first = request.sequences[0]
+    num_output_tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
+    return Usage(first.num_prompt_tokens, first.num_cached_tokens, num_output_tokens)
