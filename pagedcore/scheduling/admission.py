@@ -113,9 +113,9 @@ class Admission:
         needed = len(match.host_blocks) + plan.num_blocks_taken(match)
         if needed > plan.free:
             return self._ask_holders(candidate)
+        # Why: one at a time. Room for a second load might be taken from what the second one found.
         plan.swap_ins.append(SwapIn(candidate, match))
-        plan.free -= needed
-        return True
+        return False
 
     def _ask_holders(self, candidate: Sequence) -> bool:
         # Invariant: all promises fit, so waiting sequences behind this one hold what is missing.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.cache.transfers import Direction, Transfer
+from pagedcore.errors import InternalError
 from pagedcore.request import Sequence, SequenceStatus
 from pagedcore.scheduling.cost_model import CostModel
 from pagedcore.scheduling.plan import Preemption, PreemptionKind, SchedulePlan, SwapIn
@@ -162,7 +163,8 @@ class BlockMoves:
     def _load(self, swap_in: SwapIn) -> None:
         host = self._blocks.host
         assert host is not None  # Invariant: only a host tier is found anything on
-        self._book(swap_in.sequence, host.begin_swap_in(swap_in.sequence, swap_in.match))
+        if not self._book(swap_in.sequence, host.begin_swap_in(swap_in.sequence, swap_in.match)):
+            raise InternalError(f"load: no room for sequence {swap_in.sequence.sequence_id}, although it was planned")
 
     def _book(self, sequence: Sequence, transfer: Transfer | None) -> bool:
         if transfer is None:
