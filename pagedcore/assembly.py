@@ -67,6 +67,7 @@ class EngineParts:
             num_finished=counters.num_finished,
             num_preemptions=sum(done.num_preemptions.values()),
             num_preemptions_by_kind={kind.value: count for kind, count in done.num_preemptions.items()},
+            num_stalled_rows=done.num_stalled_rows,
             num_looked_up_tokens=done.num_looked_up_tokens,
             num_cached_tokens=done.num_cached_tokens,
             swapped_out_bytes=done.num_blocks_swapped_out * block_bytes,

@@ -38,6 +38,8 @@ class EngineStats:
     num_preemptions: int
     num_preemptions_by_kind: dict[str, int]
     """"swap", "shrink" and "recompute"."""
+    num_stalled_rows: int
+    """Rows that stood still for a step because waiting for blocks was cheaper than taking them from somebody."""
     num_looked_up_tokens: int
     """Tokens of sequences that started, each of which might have been found in the cache."""
     num_cached_tokens: int

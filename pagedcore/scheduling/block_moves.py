@@ -7,7 +7,9 @@ returns and tells it when they have completed, in whatever order, late, or faile
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from typing import Final
 
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.cache.transfers import Direction, Transfer
@@ -19,22 +21,33 @@ from pagedcore.scheduling.scheduler_stats import SchedulerCounters
 from pagedcore.scheduling.waiting_queue import PolicyOrder, WaitingQueue
 
 
-@dataclass(slots=True)
-class _Debt:
-    """What a preempted sequence had, and what taking it away has cost so far."""
+_NUM_REMEMBERED: Final = 256
 
-    preemption: Preemption
+
+@dataclass(slots=True)
+class Decision:
+    """One preemption: what was expected of it and what it has cost so far."""
+
+    sequence_id: int
+    kind: PreemptionKind
     num_computed_tokens: int
-    spent_s: float = 0.0
+    """Positions that were computed when it was decided."""
+    estimated_s: float
+    actual_s: float = 0.0
+    """Seconds of the transfers so far, and of computing again what was lost once that is known."""
+    is_settled: bool = False
+    """Whether the sequence runs again, so that ``actual_s`` is complete."""
 
 
 class BlockMoves:
     """Moves of one scheduler.
 
-    Invariant: a sequence that was preempted has a debt until it runs again or ends.
+    Invariant: a preempted sequence has an open decision until it runs again or ends.
     """
 
-    __slots__ = ("_blocks", "_costs", "_counters", "_debts", "_due", "_moving", "_running", "_waiting")
+    __slots__ = (
+        "_blocks", "_costs", "_counters", "_due", "_moving", "_open", "_running", "_waiting", "decisions",
+    )
 
     def __init__(
         self,
@@ -49,7 +62,9 @@ class BlockMoves:
         self._waiting = waiting
         self._counters = counters
         self._costs = costs
-        self._debts: dict[int, _Debt] = {}
+        self.decisions: deque[Decision] = deque(maxlen=_NUM_REMEMBERED)
+        """The last preemptions, oldest first, to look at."""
+        self._open: dict[int, Decision] = {}
         self._moving: dict[int, Sequence] = {}
         self._due: list[Transfer] = []
 
@@ -89,9 +104,8 @@ class BlockMoves:
             self._counters.num_failed_transfers += 1
             return
         self._costs.moves[transfer.direction].observe(len(transfer.moves), seconds)
-        debt = self._debts.get(transfer.sequence_id)
-        if debt is not None:
-            debt.spent_s += seconds
+        if (decision := self._open.get(transfer.sequence_id)) is not None:
+            decision.actual_s += seconds
         if transfer.direction is Direction.OUT:
             self._counters.num_blocks_swapped_out += len(transfer.moves)
             return
@@ -116,7 +130,7 @@ class BlockMoves:
 
     def abandon(self, sequence: Sequence) -> None:
         """Drop what the host keeps for a sequence, and what is on its way for it."""
-        self._debts.pop(sequence.sequence_id, None)
+        self._open.pop(sequence.sequence_id, None)
         if self._blocks.host is not None:
             self._blocks.host.abandon(sequence.sequence_id)
 
@@ -124,10 +138,10 @@ class BlockMoves:
         """Take note that a sequence starts with ``num_tokens`` positions that need not be computed."""
         if sequence.num_cached_tokens is None:
             self._note_looked_up(sequence, num_tokens)
-        debt = self._debts.pop(sequence.sequence_id, None)
-        if debt is not None:
-            lost = max(0, debt.num_computed_tokens - num_tokens)
-            self._costs.score(debt.preemption.estimated_s, debt.spent_s + self._costs.compute_s(lost))
+        if (decision := self._open.pop(sequence.sequence_id, None)) is not None:
+            decision.actual_s += self._costs.compute_s(max(0, decision.num_computed_tokens - num_tokens))
+            decision.is_settled = True
+            self._costs.score(decision.estimated_s, decision.actual_s)
         if self._blocks.host is not None:
             self._blocks.host.abandon(sequence.sequence_id)
 
@@ -138,7 +152,11 @@ class BlockMoves:
 
     def _preempt(self, preemption: Preemption) -> None:
         sequence = preemption.sequence
-        self._debts[sequence.sequence_id] = _Debt(preemption, sequence.num_computed_tokens)
+        decision = Decision(
+            sequence.sequence_id, preemption.kind, sequence.num_computed_tokens, preemption.estimated_s
+        )
+        self._open[sequence.sequence_id] = decision
+        self.decisions.append(decision)
         self._running.discard(sequence)
         self._give_up_blocks(preemption)
         sequence.forget_computed()

@@ -87,6 +87,8 @@ class SchedulePlan:
     released: tuple[Sequence, ...] = ()
     """Waiting sequences that hold blocks and lose them."""
     swap_ins: tuple[SwapIn, ...] = ()
+    num_stalled_rows: int = 0
+    """Running sequences that wait for blocks in this step, because that is cheaper than taking them from others."""
 
     @property
     def num_tokens(self) -> int:

@@ -68,6 +68,7 @@ class StepPlanner:
         self._preempted: dict[int, Preemption] = {}
         self._released: dict[int, Sequence] = {}
         self._holders: list[Sequence] | None = None
+        self._num_stalled_rows = 0
 
     def plan(self) -> SchedulePlan:
         """Decide the step."""
@@ -81,6 +82,7 @@ class StepPlanner:
             released=tuple(self._released.values()),
             admitted=tuple(self.admitted),
             swap_ins=tuple(self.swap_ins),
+            num_stalled_rows=self._num_stalled_rows,
         )
 
     def num_blocks_taken(self, match: PrefixMatch) -> int:
@@ -147,10 +149,12 @@ class StepPlanner:
             self._arriving += self.release(holder)
         if lacking > self._arriving:
             shortage = Shortage(lacking - self._arriving, self._num_steps_to_wait(asker), len(self.running))
-            for preemption in self.rules.preemption.choose(
+            chosen = self.rules.preemption.choose(
                 shortage, lambda: self._victims_for(asker), may_wait=self._may_wait
-            ):
+            )
+            for preemption in chosen:
                 self._preempt(preemption)
+            self._num_stalled_rows += not chosen
         self._arriving = max(0, self._arriving - lacking)
 
     def _preempt(self, preemption: Preemption) -> None:

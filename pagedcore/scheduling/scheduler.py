@@ -243,6 +243,7 @@ class Scheduler:
         for sequence in step.admitted:
             self._start(sequence)
         self._counters.num_steps += 1
+        self._counters.num_stalled_rows += plan.num_stalled_rows
         started = {sequence.sequence_id for sequence in step.admitted}
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:

@@ -24,7 +24,7 @@ class SchedulerCounters:
     num_preemptions: dict[PreemptionKind, int] = field(default_factory=lambda: dict.fromkeys(PreemptionKind, 0))
     num_released: int = 0
     """Times that the blocks of a sequence that was not running were needed by others."""
-    num_waits: int = 0
+    num_stalled_rows: int = 0
     """Rows that stood still for a step because waiting for blocks was cheaper than taking them from somebody."""
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0
