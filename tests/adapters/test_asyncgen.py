@@ -353,9 +353,8 @@ def test_every_door_takes_what_the_engine_takes(door: Callable[..., object], beh
 
 async def test_time_limits_and_patience_are_handed_on() -> None:
     """A stream may wait for room, and ends when its time is up."""
-    with gated_engine() as (_, engine):
-        with pytest.raises(RequestTimeout):
-            await read(AsyncTextGenerator(engine)([1], LONG, timeout_s=0.05))
+    with gated_engine() as (_, engine), pytest.raises(RequestTimeout):
+        await read(AsyncTextGenerator(engine)([1], LONG, timeout_s=0.05))
     with make_async(max_num_waiting=1, max_num_seqs=1) as engine:
         generate = AsyncTextGenerator(engine)
         outputs = await asyncio.gather(*(generate.complete([i], params(2), wait_for_room=True) for i in range(9)))
