@@ -12,18 +12,22 @@ import weakref
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Final
 
+from pagedcore.clock import MonotonicClock
 from pagedcore.engine import Engine
 from pagedcore.engine_thread import Command, Commands, EngineThread, Sink
-from pagedcore.errors import EngineClosed
+from pagedcore.errors import EngineClosed, InvalidConfig, describe
 from pagedcore.intake import Prompt
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.stats import EngineStats
-from pagedcore.stream import Stream, StreamReader
+from pagedcore.stream import Pacer, Stream, StreamReader
 from pagedcore.validation import validate_timeout
 from pagedcore.whole_answer import WholeAnswer
+
+STREAM_INTERVAL_S: Final = 0.02
+"""How often a reader is told of new text, in seconds: fifty times a second looks continuous."""
 
 
 class AsyncEngine:
@@ -36,20 +40,33 @@ class AsyncEngine:
     Invariant: every stream that was handed out ends, with a finish reason or an error.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Take over ``engine``: nobody else may call it from now on."""
+    def __init__(self, engine: Engine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> None:
+        """Take over ``engine``: nobody else may call it from now on.
+
+        Args:
+            engine: a new one.
+            stream_interval_s: a reader is told of its first and last delta at once, and of those between at most
+                this often, joined; 0 tells of every delta.
+
+        Raises:
+            InvalidConfig: the interval is not a number of seconds from 0 to 1.
+        """
+        _require_interval(stream_interval_s)
         self._prepare = engine.prepare
         self._commands = Commands()
-        worker = EngineThread(engine, self._commands)
+        worker = EngineThread(engine, self._commands, Pacer(stream_interval_s, MonotonicClock()))
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
         # Why: the thread must not keep this object alive, so that losing it closes the engine.
         self._finalizer = weakref.finalize(self, _close, self._commands, self._thread)
         self._thread.start()
 
     @classmethod
-    def from_pretrained(cls, model: Any, **settings: Any) -> AsyncEngine:
+    def from_pretrained(
+        cls, model: Any, *, stream_interval_s: float = STREAM_INTERVAL_S, **settings: Any
+    ) -> AsyncEngine:
         """Build an engine and put it on its own thread; arguments and errors as ``Engine.from_pretrained``."""
-        return cls(Engine.from_pretrained(model, **settings))
+        _require_interval(stream_interval_s)
+        return cls(Engine.from_pretrained(model, **settings), stream_interval_s=stream_interval_s)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
@@ -160,6 +177,12 @@ class AsyncEngine:
     def _send(self, command: Command) -> None:
         if not self._commands.put(command):
             raise EngineClosed("this engine is closed; make a new one.")
+
+
+def _require_interval(seconds: object) -> None:
+    # Why: written so that NaN, which fails every comparison, is refused too.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
+        raise InvalidConfig(f"stream_interval_s: got {describe(seconds)}, allowed is a number of seconds from 0 to 1.")
 
 
 def _abandon(commands: Commands, sink: Sink) -> None:

@@ -17,7 +17,7 @@ from pagedcore.errors import EngineClosed, PagedcoreError
 from pagedcore.intake import PreparedPrompt
 from pagedcore.outputs import Delta, Usage
 from pagedcore.request import Request
-from pagedcore.stream import Stream, Waiter, wake
+from pagedcore.stream import Pacer, Stream, Waiter, wake
 from pagedcore.whole_answer import WholeAnswer
 
 Command = Callable[["EngineThread"], None]
@@ -67,8 +67,9 @@ class EngineThread:
     Invariant: a sink is in ``_sinks`` exactly while its request is in the engine, in ``_held`` before that.
     """
 
-    def __init__(self, engine: Engine, commands: Commands) -> None:
+    def __init__(self, engine: Engine, commands: Commands, pacer: Pacer) -> None:
         self.engine = engine
+        self._pacer = pacer
         self._commands = commands
         self._sinks: dict[str, tuple[Request, Sink]] = {}
         self._held: deque[tuple[PreparedPrompt, Sink]] = deque()
@@ -131,14 +132,21 @@ class EngineThread:
                 ended[delta.request_id] = i
         for request_id, i in ended.items():
             deltas[i] = replace(deltas[i], usage=_usage_of(self._sinks[request_id][0]))
-        waiters = [self._sinks[delta.request_id][1].put(delta) for delta in deltas]
-        waiters += [self._release(*self._sinks[request_id]) for request_id in ended]
-        wake(waiters)
+        sinks = [self._sinks[delta.request_id][1] for delta in deltas]
+        for sink, delta in zip(sinks, deltas, strict=True):
+            sink.put(delta)
+        told = self._pacer.due(sink for sink in sinks if isinstance(sink, Stream))
+        sleeping: dict[Waiter, Stream] = {waiter: stream for stream in told if (waiter := stream.rouse()) is not None}
+        for lost in wake([*sleeping, *(self._release(*self._sinks[request_id]) for request_id in ended)]):
+            # Why: its loop was closed, so nobody will ever read on, and nobody else may be left to say so.
+            self.abandon(sleeping[lost])
 
     def _release(self, request: Request, sink: Sink) -> Waiter | None:
         del self._sinks[request.request_id]
         if isinstance(sink, WholeAnswer):
             sink.complete(request.output())
+        else:
+            self._pacer.forget(sink)
         request.remove()
         return sink.end()
 

@@ -4,42 +4,62 @@
     async for delta in generate("What is AI?"):
         print(delta.text, end="")
 
-Uses only public names of pagedcore.
+Uses only public names of pagedcore. Read ``pagedcore/async_engine.py`` for what becomes of a request whose reader
+leaves.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
 from typing import Any
 
-from pagedcore import AsyncEngine, Delta, SamplingParams
+from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 
 __all__ = ["AsyncTextGenerator", "create"]
 
 
 class AsyncTextGenerator:
-    """A callable that answers prompts as async generators; all calls share one engine and are batched together."""
+    """A callable that answers prompts as async generators; all calls share one engine and are batched together.
+
+    Every call is usable from any event loop, from several at once, or (``sync``) from none. Leaving a generator in
+    whatever way, or the cancellation of the task that reads it, aborts its request, whose blocks are free again
+    after the step in flight.
+    """
 
     def __init__(self, engine: AsyncEngine, *, owns_engine: bool = True) -> None:
         self.engine = engine
         self._owns_engine = owns_engine
 
-    async def __call__(
-        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0
+    def __call__(
+        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0,
+        timeout_s: float | None = None, wait_for_room: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """Answer one prompt, delta by delta; arguments and errors as ``AsyncEngine.generate``.
 
-        Leaving the generator early aborts the request; after a plain ``break`` that happens when the generator is
-        collected, with ``contextlib.aclosing`` at once.
+        A delta has ``text``, ``token_ids``, ``logprobs`` if ``params`` ask for them, at the end of an answer its
+        ``finish_reason``, and at the end of the stream ``usage``. After a plain ``break`` the request is aborted
+        when the generator is collected, with ``contextlib.aclosing`` at once.
         """
-        async with aclosing(self.engine.generate(prompt, params, priority=priority)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self.engine.generate(
+            prompt, params, priority=priority, timeout_s=timeout_s, wait_for_room=wait_for_room
+        )
 
-    def sync(self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Delta]:
+    def sync(
+        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0,
+        timeout_s: float | None = None, wait_for_room: bool = False,
+    ) -> Iterator[Delta]:
         """Answer one prompt without an event loop, as a plain generator."""
-        return self.engine.generate_sync(prompt, params, priority=priority)
+        return self.engine.generate_sync(
+            prompt, params, priority=priority, timeout_s=timeout_s, wait_for_room=wait_for_room
+        )
+
+    async def complete(
+        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0, wait_for_room: bool = False
+    ) -> RequestOutput:
+        """Return all of a prompt's answers when the last is complete. Cancelling this aborts the request."""
+        answers = self.engine.submit(prompt, params, priority=priority, wait_for_room=wait_for_room)
+        return await asyncio.wrap_future(answers)
 
     async def aclose(self) -> None:
         """Close the engine if this generator made it."""
@@ -56,6 +76,12 @@ class AsyncTextGenerator:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    def __enter__(self) -> AsyncTextGenerator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def create(model: Any, **settings: Any) -> AsyncTextGenerator:

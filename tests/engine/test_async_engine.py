@@ -15,7 +15,7 @@ import pytest
 from doubles import FlakyBackend, ToyBackend, toy_answer
 from engine_builders import make_engine
 from pagedcore.async_engine import AsyncEngine
-from pagedcore.errors import EngineClosed, EngineOverloaded, PromptEmpty
+from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidConfig, PromptEmpty
 from pagedcore.outputs import Usage
 from pagedcore.sampling_params import SamplingParams
 
@@ -105,6 +105,21 @@ async def test_answers_that_end_in_one_step_are_all_delivered(engine: AsyncEngin
     assert [delta.usage for delta in deltas if delta.usage is not None] == [Usage(2, 0, 6)]
     assert deltas[-1].usage is not None
     assert await answer(engine, [7], 3) == toy_answer([7], 3)
+
+
+async def test_readers_are_told_of_the_first_delta_and_the_last_whatever_the_interval() -> None:
+    """Between them deltas are joined, so that nothing is lost and nobody waits for the end."""
+    with AsyncEngine(make_engine(num_kv_blocks=64), stream_interval_s=1) as engine:
+        deltas = [delta async for delta in engine.generate([1], params(20))]
+        assert len(deltas) == 2
+        assert [token for delta in deltas for token in delta.token_ids] == toy_answer([1], 20)
+
+
+@pytest.mark.parametrize("interval", [-0.1, 1.5, float("nan"), "soon", True])
+def test_an_interval_that_makes_no_sense_is_refused(interval: float) -> None:
+    """The message names the setting and its bounds, and no model is loaded first."""
+    with pytest.raises(InvalidConfig, match=r"stream_interval_s: .* from 0 to 1"):
+        AsyncEngine.from_pretrained("no-such-model", stream_interval_s=interval)
 
 
 async def test_several_answers_of_a_failed_step_all_say_so() -> None:

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from doubles import FakeClock
 from pagedcore.outputs import Delta, TokenLogprobs, Usage
-from pagedcore.stream import Stream, StreamReader, merge, wake
+from pagedcore.stream import Pacer, Stream, StreamReader, merge, wake
 
 
 def delta(text: str, *token_ids: int, index: int = 0, reason: str | None = None) -> Delta:
@@ -54,7 +55,7 @@ def test_answers_of_one_request_are_kept_apart() -> None:
 def test_a_sleeping_thread_is_woken_by_the_next_delta() -> None:
     """A reader without an event loop sleeps until something is put."""
     stream = Stream()
-    threading.Timer(0.05, lambda: wake([stream.put(delta("late", 1)), stream.end()])).start()
+    threading.Timer(0.05, lambda: (stream.put(delta("late", 1)), wake([stream.end()]))).start()
     assert [d.text for d in StreamReader(stream, lambda: None)] == ["late"]
 
 
@@ -78,7 +79,7 @@ def test_only_the_first_end_counts() -> None:
 
 
 async def test_a_reader_on_a_loop_is_handed_back_to_be_woken() -> None:
-    """``put`` returns the sleeping reader, and waking it on its loop delivers the delta."""
+    """``rouse`` returns the sleeping reader once, and waking it on its loop delivers the delta."""
     stream = Stream()
     reader = StreamReader(stream, lambda: None)
     received: list[str] = []
@@ -89,22 +90,24 @@ async def test_a_reader_on_a_loop_is_handed_back_to_be_woken() -> None:
 
     task = asyncio.create_task(read())
     await asyncio.sleep(0.01)
-    wake([stream.put(delta("a", 1)), None])
+    stream.put(delta("a", 1))
+    wake([stream.rouse(), None])
     await asyncio.sleep(0.01)
     waiter = stream.end()
     assert waiter is not None
+    assert stream.rouse() is None
     wake([waiter])
     await task
     assert received == ["a"]
 
 
 def test_waking_a_closed_loop_or_a_cancelled_reader_is_harmless() -> None:
-    """The engine thread survives readers whose loop is gone, and wakes the others all the same."""
+    """The engine thread survives readers whose loop is gone, is told of them, and wakes the others."""
     gone, here = asyncio.new_event_loop(), asyncio.new_event_loop()
     lost, cancelled, awake = gone.create_future(), here.create_future(), threading.Event()
     gone.close()
     cancelled.cancel()
-    wake([lost, cancelled, awake])
+    assert wake([lost, cancelled, awake]) == [lost]
     here.run_until_complete(asyncio.sleep(0))
     here.close()
     assert awake.is_set()
@@ -121,3 +124,25 @@ def test_a_lost_reader_abandons_its_request() -> None:
     del lost
     gc.collect()
     assert calls == [1, 2]
+
+
+def test_a_reader_is_told_at_once_and_then_at_intervals() -> None:
+    """The first delta is due immediately, a later one when the interval is over, even if nothing more was put."""
+    clock = FakeClock()
+    stream, other = Stream(), Stream()
+    pacer = Pacer(1.0, clock)
+    assert pacer.due([stream, other]) == [stream, other]
+    clock.advance(0.5)
+    assert pacer.due([stream]) == []
+    clock.advance(0.5)
+    assert pacer.due([]) == [stream]
+    assert pacer.due([stream]) == []
+    pacer.forget(stream)
+    clock.advance(5.0)
+    assert pacer.due([]) == []
+
+
+def test_without_an_interval_every_delta_is_due() -> None:
+    """An interval of nought holds nothing back."""
+    stream, pacer = Stream(), Pacer(0.0, FakeClock())
+    assert [pacer.due([stream]) for _ in range(3)] == [[stream]] * 3
