@@ -206,9 +206,7 @@ class Scheduler:
             raise InternalError("reserve: room has to be made first; ask for another plan then")
         reservation = self.block_manager.reserve(row.demand for row in plan.rows)
         if reservation is None:
-            raise InternalError(
-                f"reserve: {self.block_manager.num_available_blocks} available blocks are too few for the plan"
-            )
+            raise InternalError(f"reserve: {self.block_manager.num_available_blocks} blocks are too few for the plan")
         self._in_flight = StepInFlight(plan, reservation)
         return reservation.copies
 
@@ -297,5 +295,5 @@ class Scheduler:
     def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
-        # Why: in flight its table has blocks that the step has not filled, so it cannot be moved as it is.
+        # Why: a step in flight has not filled all blocks of the table, so they cannot be moved as they are.
         self.moves.retire(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)
