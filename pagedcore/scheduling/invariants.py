@@ -8,7 +8,8 @@ else needs to, because the code is written so that the laws cannot break.
     S3   the free list has no duplicates and only blocks without references or contents
     S4   a block is in two tables only where both sequences may share and are equal up to its end
     S5   a table has exactly the blocks of the computed positions, in flight those of the reserved ones
-    S6   a sequence is in exactly one place, its status says which, and only those in a place have a table
+    S6   a sequence is in exactly one place, its status says which, and only those in a place have a table or
+         pins
     S7   a sequence has a table, or pins on the host, or blocks on their way, and never two of these; only one whose
          first step is in flight keeps its pins until it is committed
     S8   keys and cached blocks are one to one, every cached block's past is cached, and every idle block is cached
@@ -160,6 +161,8 @@ def _s6(now: Snapshot) -> Iterator[Violation]:
             yield Violation("S6", f"sequence {sequence_id} is in {times} places")
     for sequence_id in now.blocks.tables.keys() - places.keys():
         yield Violation("S6", f"sequence {sequence_id} has blocks and is nowhere")
+    for sequence_id in now.blocks.pins.keys() - places.keys():
+        yield Violation("S6", f"sequence {sequence_id} has pins on the host and is nowhere")
     for name, states, status in _places(now):
         for state in states:
             if state.status is not status:

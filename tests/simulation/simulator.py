@@ -205,10 +205,15 @@ class Simulation:
         while self.num_arrived < self.world.num_requests and self.rng.random() < self.world.arrival_rate:
             self._arrive()
         for turn in list(self.turns.values()):
-            if self.rng.random() < 0.02:
+            # Why: whoever leaves while blocks are on their way for it is the rarest case, and the hardest.
+            if self.rng.random() < (0.3 if self._is_moving(turn.sequence) else 0.02):
                 self._end(turn, self.rng.choice(["abort", "error", "stop"]))
             elif turn.sequence.status is SequenceStatus.FINISHED and self.rng.random() < 0.25:
                 self._continue_or_forget(turn)
+
+    def _is_moving(self, sequence: Sequence) -> bool:
+        host = self.scheduler.block_manager.host
+        return host is not None and host.is_moving(sequence.sequence_id)
 
     def _arrive(self) -> None:
         """One request comes in, with one or more answers of the same prompt."""
