@@ -73,6 +73,8 @@ class World:
     """Steps during which requests arrive, are aborted and continued; then the rest is worked off."""
     longest: int
     """Positions of the longest request; at most the pool."""
+    has_long_answers: bool
+    """Whether prompts are short and answers as long as they may be."""
     prefixes: tuple[tuple[int, ...], ...]
     """Beginnings that many prompts have in common."""
     roots: tuple[bytes, ...]
@@ -80,32 +82,39 @@ class World:
 
     @classmethod
     def draw(cls, rng: random.Random) -> World:
-        """Draw sizes: half the pools hold one to three requests, the others several that grow into each other."""
-        is_busy = rng.random() < 0.5
+        """Draw sizes: half the pools hold one to three requests, the others several that grow into each other.
+
+        A third of the busy ones live under constant pressure: long answers, and a host to swap to.
+        """
+        is_busy = rng.random() < 0.6
+        is_tight = is_busy and rng.random() < 0.4
         block_size = rng.randint(1, 4)
-        num_blocks = rng.randint(10, 16) if is_busy else rng.choice([2, 4, 8])
+        num_blocks = rng.randint(8, 14) if is_busy else rng.choice([2, 4, 8])
         max_num_seqs = rng.randint(3, 6) if is_busy else rng.randint(1, 4)
-        longest = max(2, min(num_blocks * block_size // rng.choice([1, 2, 3]), 16))
-        copies_blocks = rng.random() < 0.8
+        longest = max(2, min(num_blocks * block_size // rng.choice([1, 2] if is_tight else [1, 2, 3]), 16))
+        copies_blocks = is_tight or rng.random() < 0.8
+        num_host_blocks = num_blocks * rng.choice([1, 3]) if is_tight else rng.choice([0, num_blocks // 2, num_blocks])
         return cls(
             num_blocks=num_blocks,
             block_size=block_size,
-            num_host_blocks=rng.choice([0, num_blocks // 2, num_blocks, 3 * num_blocks]) if copies_blocks else 0,
+            num_host_blocks=num_host_blocks if copies_blocks else 0,
             has_slow_transfers=rng.random() < 0.7,
             copies_blocks=copies_blocks,
             eviction=rng.choice(["lru", "lfu", "fifo"]),
-            preemption=rng.choice(["auto", "auto", "swap", "shrink", "recompute", "wait"]),
-            policy=rng.choice(["fcfs", "fcfs", "fcfs", "priority", "priority", "static"]),
-            admission=rng.choice(["optimistic", "optimistic", "optimistic", "guaranteed"]),
+            preemption=rng.choice(["swap", "swap", "auto"] if is_tight else ["auto", "shrink", "recompute", "wait"]),
+            policy=rng.choice(["fcfs", "priority"] if is_tight else ["fcfs", "fcfs", "priority", "priority", "static"]),
+            admission="optimistic" if is_tight else rng.choice(["optimistic", "optimistic", "guaranteed"]),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 2, 6]),
             max_num_waiting=rng.randint(2, 8),
             num_requests=rng.randint(5, 9) if is_busy else rng.randint(2, 6),
-            arrival_rate=rng.choice([0.3, 0.8]),
-            num_busy_steps=rng.randint(5, 15),
+            arrival_rate=0.8 if is_tight else rng.choice([0.3, 0.8]),
+            num_busy_steps=rng.randint(15, 25) if is_tight else rng.randint(5, 15),
             longest=longest,
+            has_long_answers=is_tight,
             prefixes=tuple(
-                tuple(rng.randrange(PROMPT_TOKENS) for _ in range(rng.randint(1, longest))) for _ in range(2)
+                tuple(rng.randrange(PROMPT_TOKENS) for _ in range(rng.randint(1, 2 if is_tight else longest)))
+                for _ in range(2)
             ),
             roots=rng.choice([(b"",), (b"",), (b"one", b"other")]),
         )
@@ -218,12 +227,14 @@ class Simulation:
     def _arrive(self) -> None:
         """One request comes in, with one or more answers of the same prompt."""
         rng, longest = self.rng, self.world.longest
-        num_prompt = rng.randint(1, rng.choice([1, (longest + 1) // 2, longest - 1]))
+        num_prompt = 1 if self.world.has_long_answers else rng.randint(1, rng.choice([1, (longest + 1) // 2, longest - 1]))
         prompt = [rng.randrange(PROMPT_TOKENS) for _ in range(num_prompt)]
         if rng.random() < 0.6:
             prompt = [*rng.choice(self.world.prefixes), *prompt][: longest - 1]
         longest_answer = longest - len(prompt)
         max_tokens = rng.randint(rng.choice([1, longest_answer]), longest_answer)
+        if self.world.has_long_answers:
+            max_tokens = longest_answer
         arrival, priority, root = self.num_arrived, rng.randrange(3), rng.choice(self.world.roots)
         for _ in range(rng.choice([1, 1, 1, 3])):
             sequence = make_sequence(

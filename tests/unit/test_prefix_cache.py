@@ -201,7 +201,8 @@ def test_collision_at_block_zero_cannot_poison_block_one() -> None:
     keep(cache, [attacker, attackers_next])
     assert cache.find(victim) is None
     own = cache.allocate(2) or []
-    assert [cache.register(block_id, one) for block_id, one in zip(own, (victim, victims_next), strict=True)][0] is False
+    assert cache.register(own[0], victim) is False
+    cache.register(own[1], victims_next)
     for block_id in own:
         cache.release(block_id)
     assert cache.find(attacker) is not None
