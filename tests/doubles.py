@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedcore.cache.block_manager import BlockManager
+from pagedcore.cache.eviction import POLICIES
 from pagedcore.ports import FloatArray, RaggedRows
 from pagedcore.request import Sequence
 from pagedcore.sampling_params import SamplingParams
@@ -150,6 +151,11 @@ class ToyStore:
         tokens, positions = self._backend.slot_tokens, self._backend.slot_positions
         return np.stack((tokens.reshape(-1, self._block_size), positions.reshape(-1, self._block_size)), axis=1)
 
+    @property
+    def contents(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Device and host, each [blocks, 2, block_size]: tokens and positions."""
+        return self._device, self._host
+
     def allocate_host(self, num_blocks: int) -> None:
         """Make empty blocks."""
         self._host = np.full((num_blocks, 2, self._block_size), -1, dtype=np.int64)
@@ -262,6 +268,7 @@ def make_sequence(
     arrival: int | None = None,
     stop_token_ids: Iterable[int] = (),
     min_tokens: int = 0,
+    cache_root: bytes = b"",
 ) -> Sequence:
     """Build a waiting sequence; ``prompt`` is its tokens or how many; ids and arrivals count up unless given."""
     number = next(_ids) if sequence_id is None else sequence_id
@@ -275,6 +282,7 @@ def make_sequence(
         stop_token_ids=frozenset(stop_token_ids),
         priority=priority,
         arrival=number if arrival is None else arrival,
+        cache_root=cache_root,
     )
 
 
@@ -289,10 +297,15 @@ def make_scheduler(
     admission: str = "optimistic",
     preemption: str = "auto",
     num_host_blocks: int = 0,
+    eviction: str = "lru",
+    copies_blocks: bool = True,
 ) -> Scheduler:
     """Build a small scheduler with a pool of its own."""
     return Scheduler(
-        BlockManager(num_blocks, block_size, num_host_blocks=num_host_blocks),
+        BlockManager(
+            num_blocks, block_size, num_host_blocks=num_host_blocks, policy=POLICIES[eviction],
+            copies_blocks=copies_blocks,
+        ),
         getattr(policies, policy)(),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagedcore.cache.block_pool import BlockPool
-from pagedcore.cache.prefix_cache import CachedBlock, PrefixCache
+from pagedcore.cache.prefix_cache import PrefixCache
+
+
+class Known(NamedTuple):
+    """What is known of one block's contents; see ``CachedBlock``."""
+
+    block_id: int
+    parent_key: bytes
+    token_ids: tuple[int, ...]
+    is_first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +28,11 @@ class MemorySnapshot:
     reference_counts: tuple[int, ...]
     holders: Mapping[int, int]
     """How often each block is in a table, a transfer, a pin or the sources of a copy."""
-    registered: Mapping[bytes, CachedBlock]
+    registered: Mapping[bytes, Known]
     """Blocks of known contents, by key."""
 
 
 def take_snapshot(pool: BlockPool, cache: PrefixCache, holders: Mapping[int, int]) -> MemorySnapshot:
     """Copy what a pool and its cache know; ``holders`` is what their owner knows."""
-    registered = {one.key: replace(one) for one in cache.registered}
+    registered = {one.key: Known(one.block_id, one.parent_key, one.token_ids, one.is_first) for one in cache.registered}
     return MemorySnapshot(pool.free_blocks, pool.idle_blocks, pool.reference_counts, dict(holders), registered)

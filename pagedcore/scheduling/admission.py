@@ -9,6 +9,8 @@ TensorRT-LLM's capacity scheduler; of the ordering: SGLang's longest-prefix-matc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as ListOf
 from typing import TYPE_CHECKING
 
 from pagedcore.cache.prefix_match import NO_MATCH, PrefixMatch
@@ -58,16 +60,11 @@ class Admission:
         waiting, bonus = self._plan.waiting, self._plan.rules.policy.cache_bonus
         if not bonus:
             return [(sequence, None) for sequence in waiting]
-        head = waiting[0]
-        near = [
-            one for one in waiting[: 2 * bonus]
-            if one.priority == head.priority and one.arrival - head.arrival <= bonus
-        ]
+        near = list(_first_arrivals(waiting[: 2 * bonus], bonus))
         matched = [(one, self._match(one)) for one in near]
         size = self._blocks.block_size
         matched.sort(key=lambda pair: pair[0].arrival - min(bonus, pair[1].num_tokens // size))
-        rest = {id(one) for one in near}
-        return [*matched, *((one, None) for one in waiting if id(one) not in rest)]
+        return [*matched, *((one, None) for one in waiting[len(near) :])]
 
     def _match(self, candidate: Sequence) -> PrefixMatch:
         return self._blocks.match(candidate) if not self._holds(candidate) else NO_MATCH
@@ -120,7 +117,7 @@ class Admission:
     def _ask_holders(self, candidate: Sequence) -> bool:
         # Invariant: all promises fit, so waiting sequences behind this one hold what is missing.
         for holder in self._plan.holders():
-            if holder is not candidate:
+            if holder is not candidate and holder not in self._plan.admitted:
                 self._plan.release(holder)
                 break
         return False
@@ -168,3 +165,14 @@ class Admission:
             candidate.block_keys, candidate.cache_root, candidate.token_ids, next_block + 1
         )
         return candidate.block_keys[next_block] in self._being_computed
+
+
+def _first_arrivals(waiting: ListOf[Sequence], bonus: int) -> Iterator[Sequence]:
+    """Yield the head of a queue as far as it is in order of arrival, all of one priority and within the bonus."""
+    head = last = waiting[0]
+    for sequence in waiting:
+        is_in_order = last.arrival <= sequence.arrival <= head.arrival + bonus
+        if not is_in_order or sequence.priority != head.priority:
+            return
+        yield sequence
+        last = sequence

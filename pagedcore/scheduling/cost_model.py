@@ -30,8 +30,8 @@ class Line:
 
     def __post_init__(self) -> None:
         # Why: the first guess counts like two observations, so that one odd measurement does not replace it.
-        for count in (1.0, 64.0):
-            self.observe(count, self.fixed_s + count * self.per_unit_s)
+        for count, seconds in [(count, self.seconds(count)) for count in (1.0, 64.0)]:
+            self.observe(count, seconds)
 
     def seconds(self, count: float) -> float:
         """Predict."""

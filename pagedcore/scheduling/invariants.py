@@ -6,10 +6,12 @@ else needs to, because the code is written so that the laws cannot break.
     S1   free blocks + idle blocks + referenced blocks = all blocks, on the device and on the host
     S2   a block's reference count is the number of tables, transfers, pins and copies it is in
     S3   the free list has no duplicates and only blocks without references or contents
-    S4   a block is in two tables only where both sequences are equal up to its end
+    S4   a block is in two tables only where both sequences may share and are equal up to its end
     S5   a table has exactly the blocks of the computed positions, in flight those of the reserved ones
-    S6   a sequence is in exactly one place, its status says which, and only those in a place have a table
-    S7   a sequence has a table, or pins on the host, or blocks on their way, and never two of these
+    S6   a sequence is in exactly one place, its status says which, and only those in a place have a table or
+         pins
+    S7   a sequence has a table, or pins on the host, or blocks on their way, and never two of these; only one whose
+         first step is in flight keeps its pins until it is committed
     S8   keys and cached blocks are one to one, every cached block's past is cached, and every idle block is cached
     S9   computed < known while waiting or running; known <= allowed; known tokens never change
     S10  newcomers in the queue and running sequences are within their bounds
@@ -39,6 +41,7 @@ class SequenceState:
     token_ids: tuple[int, ...]
     num_computed_tokens: int
     max_total_tokens: int
+    cache_root: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,9 @@ def check(now: Snapshot, before: Snapshot | None = None) -> list[Violation]:
 
 def _states(sequences: Iterable[Sequence]) -> tuple[SequenceState, ...]:
     return tuple(
-        SequenceState(s.sequence_id, s.status, tuple(s.token_ids), s.num_computed_tokens, s.max_total_tokens)
+        SequenceState(
+            s.sequence_id, s.status, tuple(s.token_ids), s.num_computed_tokens, s.max_total_tokens, s.cache_root
+        )
         for s in sequences
     )
 
@@ -130,11 +135,12 @@ def _s3(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s4(now: Snapshot) -> Iterator[Violation]:
-    tokens = {state.sequence_id: state.token_ids for state in _all_states(now)}
-    contents: dict[int, tuple[int, ...]] = {}
+    known = {state.sequence_id: (state.cache_root, state.token_ids) for state in _all_states(now)}
+    contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
     for sequence_id, table in now.blocks.tables.items():
+        root, tokens = known.get(sequence_id, (b"", ()))
         for place, block in enumerate(table):
-            content = tokens.get(sequence_id, ())[: (place + 1) * now.blocks.block_size]
+            content = root, tokens[: (place + 1) * now.blocks.block_size]
             if contents.setdefault(block, content) != content:
                 yield Violation("S4", f"block {block} of sequence {sequence_id} holds another past elsewhere")
 
@@ -155,6 +161,8 @@ def _s6(now: Snapshot) -> Iterator[Violation]:
             yield Violation("S6", f"sequence {sequence_id} is in {times} places")
     for sequence_id in now.blocks.tables.keys() - places.keys():
         yield Violation("S6", f"sequence {sequence_id} has blocks and is nowhere")
+    for sequence_id in now.blocks.pins.keys() - places.keys():
+        yield Violation("S6", f"sequence {sequence_id} has pins on the host and is nowhere")
     for name, states, status in _places(now):
         for state in states:
             if state.status is not status:
@@ -162,7 +170,8 @@ def _s6(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s7(now: Snapshot) -> Iterator[Violation]:
-    for sequence_id in now.blocks.tables.keys() & now.blocks.pins.keys():
+    starting = {state.sequence_id for state in now.waiting} & now.reserved.keys()
+    for sequence_id in (now.blocks.tables.keys() & now.blocks.pins.keys()) - starting:
         yield Violation("S7", f"sequence {sequence_id} has a table and pins on the host")
     for sequence_id in now.blocks.tables.keys() & now.moving:
         yield Violation("S7", f"sequence {sequence_id} has a table and blocks on their way")

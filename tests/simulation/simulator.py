@@ -1,7 +1,8 @@
 """Random lives of a scheduler over a model that betrays every misplaced block, checked after every step.
 
-One seed decides everything: sizes, arrivals, priorities, aborts, continuations, faults. There is one thread, no
-clock and no sleep; two runs of a seed leave the same trace. A failing seed is one command::
+One seed decides everything: sizes, arrivals, shared beginnings, priorities, aborts, continuations, how long transfers
+take, faults. There is one thread, no clock that runs by itself and no sleep; two runs of a seed leave the same trace.
+What is in the memories is compared with what the caches say of it. A failing seed is one command::
 
     PYTHONPATH=.:tests python -m simulation.simulator SEED [--faults]
 """
@@ -10,23 +11,35 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from doubles import FlakyBackend, make_scheduler, make_sequence, toy_answer
+from doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 from pagedcore.errors import EngineOverloaded, RequestTooLarge
+from pagedcore.execution.block_mover import BlockMover
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.outputs import FinishReason
 from pagedcore.request import Sequence, SequenceStatus
 from pagedcore.scheduling.invariants import Snapshot, check, snapshot
 from pagedcore.scheduling.plan import SchedulePlan
 from pagedcore.scheduling.scheduler import Scheduler
+from simulation.laws import SimulationFailure, describe, require, require_lawful_plan, require_true_contents
 
 #: Few different tokens, so that sequences resemble each other and a mixed-up block is not lucky to be noticed.
 PROMPT_TOKENS = 3
 
 
-class SimulationFailure(AssertionError):
-    """A law, an answer or the progress of one seed is not as it has to be."""
+class MoodyStore(ToyStore):
+    """A ``ToyStore`` that refuses to start a transfer, if it is allowed to."""
+
+    def __init__(self, backend: FlakyBackend, block_size: int, refuses: Callable[[], bool]) -> None:
+        super().__init__(backend, block_size)
+        self._refuses = refuses
+
+    def _start(self, transfer_id: int, is_out: bool, pairs: object) -> None:
+        if self._refuses():
+            raise OSError("no transfers today")
+        super()._start(transfer_id, is_out, pairs)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -44,6 +57,11 @@ class World:
 
     num_blocks: int
     block_size: int
+    num_host_blocks: int
+    has_slow_transfers: bool
+    copies_blocks: bool
+    eviction: str
+    preemption: str
     policy: str
     admission: str
     max_num_seqs: int
@@ -55,27 +73,50 @@ class World:
     """Steps during which requests arrive, are aborted and continued; then the rest is worked off."""
     longest: int
     """Positions of the longest request; at most the pool."""
+    has_long_answers: bool
+    """Whether prompts are short and answers as long as they may be."""
+    prefixes: tuple[tuple[int, ...], ...]
+    """Beginnings that many prompts have in common."""
+    roots: tuple[bytes, ...]
+    """Who may share with whom."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> World:
-        """Draw sizes: half the pools hold one to three requests, the others several that grow into each other."""
-        is_busy = rng.random() < 0.5
+        """Draw sizes: half the pools hold one to three requests, the others several that grow into each other.
+
+        A third of the busy ones live under constant pressure: long answers, and a host to swap to.
+        """
+        is_busy = rng.random() < 0.6
+        is_tight = is_busy and rng.random() < 0.4
         block_size = rng.randint(1, 4)
-        num_blocks = rng.randint(10, 16) if is_busy else rng.choice([2, 4, 8])
+        num_blocks = rng.randint(8, 14) if is_busy else rng.choice([2, 4, 8])
         max_num_seqs = rng.randint(3, 6) if is_busy else rng.randint(1, 4)
-        longest = num_blocks * block_size // rng.choice([1, 2, 3])
+        longest = max(2, min(num_blocks * block_size // rng.choice([1, 2] if is_tight else [1, 2, 3]), 16))
+        copies_blocks = is_tight or rng.random() < 0.8
+        num_host_blocks = num_blocks * rng.choice([1, 3]) if is_tight else rng.choice([0, num_blocks // 2, num_blocks])
         return cls(
             num_blocks=num_blocks,
             block_size=block_size,
-            policy=rng.choice(["fcfs", "fcfs", "fcfs", "priority", "priority", "static"]),
-            admission=rng.choice(["optimistic", "optimistic", "optimistic", "guaranteed"]),
+            num_host_blocks=num_host_blocks if copies_blocks else 0,
+            has_slow_transfers=rng.random() < 0.7,
+            copies_blocks=copies_blocks,
+            eviction=rng.choice(["lru", "lfu", "fifo"]),
+            preemption=rng.choice(["swap", "swap", "auto"] if is_tight else ["auto", "shrink", "recompute", "wait"]),
+            policy=rng.choice(["fcfs", "priority"] if is_tight else ["fcfs", "fcfs", "priority", "priority", "static"]),
+            admission="optimistic" if is_tight else rng.choice(["optimistic", "optimistic", "guaranteed"]),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 2, 6]),
             max_num_waiting=rng.randint(2, 8),
             num_requests=rng.randint(5, 9) if is_busy else rng.randint(2, 6),
-            arrival_rate=rng.choice([0.3, 0.8]),
-            num_busy_steps=rng.randint(5, 15),
-            longest=max(2, min(longest, 16)),
+            arrival_rate=0.8 if is_tight else rng.choice([0.3, 0.8]),
+            num_busy_steps=rng.randint(15, 25) if is_tight else rng.randint(5, 15),
+            longest=longest,
+            has_long_answers=is_tight,
+            prefixes=tuple(
+                tuple(rng.randrange(PROMPT_TOKENS) for _ in range(rng.randint(1, 2 if is_tight else longest)))
+                for _ in range(2)
+            ),
+            roots=rng.choice([(b"",), (b"",), (b"one", b"other")]),
         )
 
 
@@ -99,9 +140,18 @@ class Simulation:
             max_num_batched_tokens=world.max_num_batched_tokens,
             max_num_waiting=world.max_num_waiting,
             admission=world.admission,
+            preemption=world.preemption,
+            num_host_blocks=world.num_host_blocks,
+            eviction=world.eviction,
+            copies_blocks=world.copies_blocks,
         )
         self.backend = FlakyBackend()
         self.backend.allocate_kv(world.num_blocks, world.block_size)
+        self.store = MoodyStore(self.backend, world.block_size, lambda: self._has_fault(0.1))
+        self.store.is_slow = world.has_slow_transfers
+        self.store.allocate_host(world.num_host_blocks)
+        self.clock = FakeClock()
+        self.mover = BlockMover(self.store, self.scheduler.moves, self.clock)
         self.turns: dict[int, Turn] = {}
         self.num_arrived = 0
 
@@ -128,15 +178,18 @@ class Simulation:
         for turn in self.turns.values():
             require(turn.num_ends == 1, f"sequence {turn.sequence.sequence_id} ended {turn.num_ends} times")
             self.scheduler.forget(turn.sequence)
-        require(self.scheduler.stats().num_used_blocks == 0, "blocks are left when everybody is gone")
+        self._arrive_everywhere()
+        stats = self.scheduler.stats()
+        require(stats.num_used_blocks == 0, "blocks are left when everybody is gone")
+        require(stats.num_used_host_blocks == 0, "host blocks are left when everybody is gone")
         if self.world.admission == "guaranteed":
-            require(self.scheduler.stats().num_preemptions == 0, "a guaranteed sequence was preempted")
+            require(not any(stats.counters.num_preemptions.values()), "a guaranteed sequence was preempted")
 
     def _drain(self) -> None:
-        """Without further arrivals and faults all work ends: the first running sequence advances in every step."""
+        """Without further arrivals and faults all work ends: in every step somebody advances or a transfer ends."""
         self.has_faults, had_faults = False, self.has_faults
         live = [turn.sequence for turn in self.turns.values() if turn.sequence.finish_reason is None]
-        bound = 3 * sum(sequence.max_total_tokens for sequence in live) + 1
+        bound = 5 * sum(sequence.max_total_tokens for sequence in live) + 5
         for _ in range(bound):
             if not self.scheduler.has_work:
                 break
@@ -144,31 +197,54 @@ class Simulation:
         require(not self.scheduler.has_work, f"work is left after {bound} steps")
         self.has_faults = had_faults
 
+    def _arrive_everywhere(self) -> None:
+        """Let every transfer end."""
+        self._settle()
+        while self.store.under_way:
+            self.store.end(min(self.store.under_way))
+            self._settle()
+        require(not self.scheduler.moves.in_flight, "a transfer never ended")
+
+    def _has_fault(self, probability: float) -> bool:
+        return self.has_faults and self.rng.random() < probability
+
     # What callers do --------------------------------------------------------------------------------------------
 
     def _happenings(self) -> None:
         while self.num_arrived < self.world.num_requests and self.rng.random() < self.world.arrival_rate:
             self._arrive()
         for turn in list(self.turns.values()):
-            if self.rng.random() < 0.02:
+            # Why: whoever leaves while blocks are on their way for it is the rarest case, and the hardest.
+            if self.rng.random() < (0.3 if self._is_moving(turn.sequence) else 0.02):
                 self._end(turn, self.rng.choice(["abort", "error", "stop"]))
             elif turn.sequence.status is SequenceStatus.FINISHED and self.rng.random() < 0.25:
                 self._continue_or_forget(turn)
 
+    def _is_moving(self, sequence: Sequence) -> bool:
+        host = self.scheduler.block_manager.host
+        return host is not None and host.is_moving(sequence.sequence_id)
+
     def _arrive(self) -> None:
+        """One request comes in, with one or more answers of the same prompt."""
         rng, longest = self.rng, self.world.longest
-        num_prompt = rng.randint(1, rng.choice([1, (longest + 1) // 2, longest - 1]))
-        sequence = make_sequence(
-            [rng.randrange(PROMPT_TOKENS) for _ in range(num_prompt)],
-            rng.randint(rng.choice([1, longest - num_prompt]), longest - num_prompt),
-            sequence_id=self.num_arrived,
-            priority=rng.randrange(3),
-            stop_token_ids=rng.sample(range(32), rng.choice([0, 0, 0, 4])),
-            min_tokens=rng.choice([0, 0, 1]),
-        )
-        self.num_arrived += 1
-        if self._try_add(sequence):
-            self._open_turn(sequence)
+        num_prompt = 1 if self.world.has_long_answers else rng.randint(1, rng.choice([1, (longest + 1) // 2, longest - 1]))
+        prompt = [rng.randrange(PROMPT_TOKENS) for _ in range(num_prompt)]
+        if rng.random() < 0.6:
+            prompt = [*rng.choice(self.world.prefixes), *prompt][: longest - 1]
+        longest_answer = longest - len(prompt)
+        max_tokens = rng.randint(rng.choice([1, longest_answer]), longest_answer)
+        if self.world.has_long_answers:
+            max_tokens = longest_answer
+        arrival, priority, root = self.num_arrived, rng.randrange(3), rng.choice(self.world.roots)
+        for _ in range(rng.choice([1, 1, 1, 3])):
+            sequence = make_sequence(
+                prompt, max_tokens, sequence_id=self.num_arrived, priority=priority, arrival=arrival,
+                stop_token_ids=rng.sample(range(32), rng.choice([0, 0, 0, 4])), min_tokens=rng.choice([0, 0, 1]),
+                cache_root=root,
+            )
+            self.num_arrived += 1
+            if self._try_add(sequence):
+                self._open_turn(sequence)
 
     def _try_add(self, sequence: Sequence) -> bool:
         before = snapshot(self.scheduler)
@@ -217,27 +293,50 @@ class Simulation:
         turn.num_ends += 1
         answer = turn.sequence.output_token_ids
         require(answer == turn.expected[: len(answer)], "an ended answer is no prefix of the oracle's")
-        if reason != "stop":
-            held = self.scheduler.block_manager.num_blocks_of(turn.sequence.sequence_id)
-            require(held == 0, f"sequence {turn.sequence.sequence_id} holds {held} blocks after {reason}")
+        held = self.scheduler.block_manager.num_blocks_of(turn.sequence.sequence_id)
+        require(held == 0, f"sequence {turn.sequence.sequence_id} holds {held} blocks after {reason}")
 
     # What the engine does ---------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        before = snapshot(self.scheduler)
-        plan = self.scheduler.schedule()
-        require(plan == self.scheduler.schedule(), "planning twice gives two plans")
-        require(snapshot(self.scheduler) == before, "planning changed something")
-        require_lawful_plan(plan, self.scheduler)
-        self.trace.append(describe(plan))
-        if plan.is_empty:
-            return
-        self.scheduler.reserve(plan)
+        before = self._now = snapshot(self.scheduler)
+        self.clock.advance(self.rng.random())
+        if self.scheduler.moves.in_flight:
+            self._end_some_transfers()
+        self._settle()
         self._check(before)
-        if self.has_faults and self.rng.random() < 0.06:
+        plan = self._plan()
+        while plan.moves_blocks:
+            self.mover.start(self.scheduler.make_room(plan))
+            self._check(before)
+            plan = self._plan()
+        if plan.is_empty:
+            self.mover.settle(wait=self.scheduler.has_work)
+            return
+        copies = self.scheduler.reserve(plan)
+        self._check(before)
+        self.mover.copy(copies)
+        if self._has_fault(0.06):
             self._leave_in_flight(plan)
         self._execute(plan)
         self._check(before)
+
+    def _end_some_transfers(self) -> None:
+        for transfer_id in self.rng.sample(list(self.store.under_way), len(self.store.under_way)):
+            if self.rng.random() < 0.5:
+                self.store.end(transfer_id, is_ok=not self._has_fault(0.2))
+
+    def _settle(self) -> None:
+        self.mover.settle()
+        self.mover.start(self.scheduler.moves.take_due())
+
+    def _plan(self) -> SchedulePlan:
+        plan = self.scheduler.schedule()
+        require(plan == self.scheduler.schedule(), "planning twice gives two plans")
+        require(snapshot(self.scheduler) == self._now, "planning changed something")
+        require_lawful_plan(plan, self.scheduler)
+        self.trace.append(describe(plan))
+        return plan
 
     def _leave_in_flight(self, plan: SchedulePlan) -> None:
         sequence = self.rng.choice(plan.rows).sequence
@@ -249,16 +348,17 @@ class Simulation:
         if not rows:
             self.scheduler.rollback(plan)
             return
-        if self.has_faults and self.rng.random() < 0.15:
+        if self._has_fault(0.15):
             self.backend.raise_on_step = self.backend.num_steps + 1
         try:
             logits = self.backend.forward(build_batch(rows, self.scheduler.block_manager))
         except RuntimeError:
             self._fail(plan)
             return
+        self.scheduler.costs.step.observe(plan.num_tokens, self.rng.random())
         sampled = [row.sequence for row in rows if row.is_sampled]
         tokens = dict(zip((s.sequence_id for s in sampled), logits.argmax(axis=1).tolist(), strict=True))
-        if sampled and self.has_faults and self.rng.random() < 0.05:
+        if sampled and self._has_fault(0.05):
             self._end(self.turns[self.rng.choice(sampled).sequence_id], "error")
         self._commit(plan, tokens)
 
@@ -279,39 +379,10 @@ class Simulation:
             turn.num_ends += has_ended
 
     def _check(self, before: Snapshot) -> None:
-        violations = check(snapshot(self.scheduler), before)
+        self._now = snapshot(self.scheduler)
+        violations = check(self._now, before)
         require(not violations, f"{violations}")
-
-
-def require(holds: bool, message: str) -> None:
-    """Fail with ``message`` unless it holds; unlike ``assert`` also under ``python -O``."""
-    if not holds:
-        raise SimulationFailure(message)
-
-
-def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
-    """What every plan has to respect, whatever the state."""
-    rules, running = scheduler.rules, list(scheduler.running)
-    require(bool(plan.rows) or not scheduler.has_work, "nothing is planned although there is work")
-    require(plan.num_tokens <= rules.max_num_batched_tokens, f"{plan.num_tokens} tokens are over the budget")
-    require(len(running) + len(plan.admitted) <= rules.max_num_seqs, "more sequences than rows")
-    require(plan.admitted == tuple(scheduler.waiting)[: len(plan.admitted)], "somebody overtook")
-    require(not plan.admitted or not plan.preempted, "admitted and preempted in one step")
-    require(not plan.admitted or rules.admits_while_running or not running, "a static batch was joined")
-    planned = {row.sequence.sequence_id for row in plan.rows}
-    lost = {sequence.sequence_id for sequence in plan.preempted + plan.released}
-    require(not planned & lost, "computed and robbed in one step")
-    left_out = [s for s in running if s.num_uncomputed_tokens == 1 and s.sequence_id not in planned | lost]
-    for sequence in left_out:
-        needed = scheduler.block_manager.num_blocks_needed(sequence.sequence_id, len(sequence.token_ids))
-        require(needed == 1 and len(left_out) == 1, f"sequence {sequence.sequence_id} misses its next token")
-
-
-def describe(plan: SchedulePlan) -> str:
-    """One line that says what a plan does."""
-    rows = " ".join(f"{row.sequence.sequence_id}:{row.start}+{row.num_tokens}" for row in plan.rows)
-    lists = (plan.admitted, plan.preempted, plan.released)
-    return "|".join([rows, *(",".join(str(s.sequence_id) for s in sequences) for sequences in lists)])
+        require_true_contents(self._now, self.store)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Every order of events on tiny pools: nothing is ever runnable without being run.
 
 States are explored breadth first and told apart by what decisions depend on: status, known and computed counts and
-order of every sequence, not block numbers. Every reachable state of each world is visited once.
+order of every sequence, and what can be found in which memory; not by block numbers. Every reachable state of each
+world is visited once. On the host, transfers take as long as they like: their ends are events like any other.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from doubles import make_scheduler, make_sequence, run_step
-from pagedcore.request import Sequence, SequenceStatus
+from doubles import make_scheduler, make_sequence
+from pagedcore.cache.transfers import Transfer
+from pagedcore.request import SequenceStatus
 from pagedcore.scheduling.invariants import check, snapshot
+from pagedcore.scheduling.plan import SchedulePlan
 
 Event = tuple[str, int]
 Requests = tuple[tuple[int, int, int], ...]
-World = tuple[int, int, str, str, Requests]
+World = tuple[int, int, int, str, str, Requests]
 
 #: (prompt, max_tokens, priority) of the three requests of each world.
 REQUESTS: list[Requests] = [
@@ -25,65 +28,99 @@ REQUESTS: list[Requests] = [
     ((3, 1, 0), (1, 3, 1), (2, 2, 0)),
     ((2, 2, 1), (2, 2, 0), (2, 2, 1)),
 ]
-#: Pools of 4 positions quickly, one pool of 6 with the most telling requests, the rest when there is time.
-POOLS = [((2, 2), REQUESTS), ((4, 1), REQUESTS), ((6, 1), REQUESTS[1:2])]
-SLOW_POOLS = [((3, 2), REQUESTS), ((6, 1), REQUESTS[::2]), ((6, 2), REQUESTS)]
+#: (blocks, block size, host blocks): pools of 4 positions quickly, the rest when there is time.
+POOLS = [((2, 2, 0), REQUESTS), ((4, 1, 0), REQUESTS), ((6, 1, 0), REQUESTS[1:2])]
+HOST_POOLS = [((2, 2, 2), REQUESTS[1:2])]
+SLOW_POOLS = [
+    ((3, 2, 0), REQUESTS), ((6, 1, 0), REQUESTS[::2]), ((6, 2, 0), REQUESTS), ((2, 2, 4), REQUESTS),
+    ((4, 1, 4), REQUESTS[1:2]),
+]
 
 
 class Life:
     """One world after a list of events; lives are short, so a state is reached by living it again."""
 
     def __init__(self, world: World, events: tuple[Event, ...]) -> None:
-        num_blocks, block_size, policy, admission, requests = world
+        num_blocks, block_size, num_host_blocks, policy, admission, requests = world
         self.scheduler = make_scheduler(
-            num_blocks, block_size, policy, max_num_seqs=2, max_num_batched_tokens=2, admission=admission
+            num_blocks, block_size, policy, max_num_seqs=2, max_num_batched_tokens=2, admission=admission,
+            num_host_blocks=num_host_blocks, preemption="swap" if num_host_blocks else "auto",
         )
+        self.host = self.scheduler.block_manager.host
         self.sequences = [
             make_sequence(prompt, max_tokens, sequence_id=i, priority=priority, arrival=i)
             for i, (prompt, max_tokens, priority) in enumerate(requests)
         ]
         self.num_arrived = 0
         for name, index in events:
-            getattr(self, f"_{name}")(self.sequences[index])
+            getattr(self, f"_{name}")(index)
 
     def key(self) -> tuple[object, ...]:
         """What decisions depend on."""
         of_sequences = tuple(
             (s.status, len(s.token_ids), s.num_computed_tokens, s.max_total_tokens, s.arrival) for s in self.sequences
         )
-        kept = tuple(sequence.sequence_id for sequence in self.scheduler.kept)
-        return of_sequences, kept, self.num_arrived, self.scheduler.waiting.num_newcomers
+        now = snapshot(self.scheduler).blocks
+        found = tuple(frozenset(memory.registered) for memory in (now.device, now.host) if memory is not None)
+        moving = tuple((one.sequence_id, one.direction, one.num_tokens) for one in self._transfers())
+        return of_sequences, found, moving, frozenset(now.pins), self.num_arrived, self.scheduler.waiting.num_newcomers
+
+    def _transfers(self) -> tuple[Transfer, ...]:
+        return self.host.in_flight if self.host is not None else ()
 
     def next_events(self) -> Iterator[Event]:
         """Everything that can happen now."""
         if self.scheduler.has_work:
             yield "step", 0
             yield "fail", 0
+        for place in range(len(self._transfers())):
+            yield "arrive_transfer", place
+            yield "lose_transfer", place
         if self.num_arrived < len(self.sequences):
             yield "arrive", self.num_arrived
         for index, sequence in enumerate(self.sequences[: self.num_arrived]):
             if sequence.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING):
                 yield "abort", index
-            elif sequence.num_computed_tokens and sequence.arrival < 100:
+            elif sequence.finish_reason != "abort" and sequence.arrival < 100:
                 yield "continue", index
 
-    def _step(self, _: Sequence) -> None:
-        run_step(self.scheduler)
-
-    def _fail(self, _: Sequence) -> None:
+    def _plan(self) -> SchedulePlan:
+        self.scheduler.moves.take_due()
         plan = self.scheduler.schedule()
-        self.scheduler.reserve(plan)
-        assert check(snapshot(self.scheduler)) == []
-        self.scheduler.rollback(plan)
+        while plan.moves_blocks:
+            self.scheduler.make_room(plan)
+            assert check(snapshot(self.scheduler)) == []
+            plan = self.scheduler.schedule()
+        return plan
 
-    def _arrive(self, sequence: Sequence) -> None:
-        self.scheduler.add(sequence)
+    def _step(self, _: int) -> None:
+        plan = self._plan()
+        if not plan.is_empty:
+            self.scheduler.reserve(plan)
+            self.scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.is_sampled})
+
+    def _fail(self, _: int) -> None:
+        plan = self._plan()
+        if not plan.is_empty:
+            self.scheduler.reserve(plan)
+            assert check(snapshot(self.scheduler)) == []
+            self.scheduler.rollback(plan)
+
+    def _arrive_transfer(self, place: int) -> None:
+        self.scheduler.moves.complete(self._transfers()[place].transfer_id, 0.0, is_ok=True)
+
+    def _lose_transfer(self, place: int) -> None:
+        self.scheduler.moves.complete(self._transfers()[place].transfer_id, 0.0, is_ok=False)
+
+    def _arrive(self, index: int) -> None:
+        self.scheduler.add(self.sequences[index])
         self.num_arrived += 1
 
-    def _abort(self, sequence: Sequence) -> None:
-        self.scheduler.finish(sequence, "abort")
+    def _abort(self, index: int) -> None:
+        self.scheduler.finish(self.sequences[index], "abort")
 
-    def _continue(self, sequence: Sequence) -> None:
+    def _continue(self, index: int) -> None:
+        sequence = self.sequences[index]
         if self.scheduler.can_ever_fit(len(sequence.token_ids) + 2):
             arrival = 100 + sequence.arrival
             sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=arrival)
@@ -102,21 +139,29 @@ def explore(world: World) -> int:
                 seen.add(life.key())
                 queue.append((*events, event))
                 assert check(snapshot(life.scheduler)) == []
-                assert life.scheduler.schedule().is_empty != life.scheduler.has_work
+                plan, scheduler = life.scheduler.schedule(), life.scheduler
+                is_active = bool(plan.rows) or plan.moves_blocks or scheduler.moves.in_flight
+                assert is_active or not scheduler.has_work
     return len(seen)
 
 
-def explore_pools(pools: list[tuple[tuple[int, int], list[Requests]]], policy: str, admission: str) -> None:
-    for (num_blocks, block_size), worlds in pools:
+def explore_pools(pools: list[tuple[tuple[int, int, int], list[Requests]]], policy: str, admission: str) -> None:
+    for (num_blocks, block_size, num_host_blocks), worlds in pools:
         for requests in worlds:
-            assert explore((num_blocks, block_size, policy, admission, requests)) > 50
+            assert explore((num_blocks, block_size, num_host_blocks, policy, admission, requests)) > 50
 
 
 @pytest.mark.parametrize("admission", ["optimistic", "guaranteed"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "static"])
 def test_every_reachable_state_keeps_the_laws_and_goes_on(policy: str, admission: str) -> None:
-    """Whatever arrives, fails, is aborted or continued, and when: a plan is empty only when there is no work."""
+    """Whatever arrives, fails, is aborted or continued, and when: somebody goes on, or what he waits for is coming."""
     explore_pools(POOLS, policy, admission)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_every_reachable_state_of_a_swapping_pool(policy: str) -> None:
+    """The same with a host tier, whose transfers end at any time or fail."""
+    explore_pools(HOST_POOLS, policy, "optimistic")
 
 
 @pytest.mark.slow

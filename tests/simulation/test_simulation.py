@@ -8,28 +8,33 @@ from itertools import count
 
 import pytest
 
-from doubles import FlakyBackend, make_scheduler, make_sequence, toy_answer
+from doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 from pagedcore.cache.block_pool import BlockPool
 from pagedcore.errors import InternalError
+from pagedcore.execution.block_mover import BlockMover
 from pagedcore.execution.ragged_batch import build_batch
-from pagedcore.request import Sequence
 from pagedcore.scheduling.invariants import check, snapshot
-from pagedcore.scheduling.scheduler import Scheduler
+from simulation.laws import require_true_contents
 from simulation.simulator import Simulation
 
 SEEDS_PER_TEST = 150
+KINDS_OF_TROUBLE = {
+    "swap", "shrink", "recompute", "released", "reused", "evicted", "swapped out", "swapped in", "failed transfer",
+    "waited for blocks", "refused", "continued", "chunked", "fcfs", "priority", "static", "optimistic", "guaranteed",
+    "auto", "wait", "lru", "lfu", "fifo",
+}
 
 
-@pytest.mark.parametrize("first_seed", range(0, 1200, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first_seed", range(0, 1050, SEEDS_PER_TEST))
 def test_every_request_gets_the_answer_it_would_get_alone(first_seed: int) -> None:
-    """Arrivals, priorities, aborts, continuations and preemptions change no token, lose no block and nobody's end."""
+    """Sharing, eviction, swapping, preemption, aborts and continuations change no token and lose no block."""
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
         Simulation(seed).run()
 
 
-@pytest.mark.parametrize("first_seed", range(0, 1200, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first_seed", range(0, 1050, SEEDS_PER_TEST))
 def test_faults_stay_with_those_they_concern(first_seed: int) -> None:
-    """The same with failing steps, unusable rows and departures in flight: a rolled-back step can be run again."""
+    """The same with failing steps and transfers, unusable rows and departures in flight: nobody else notices."""
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
         Simulation(seed, has_faults=True).run()
 
@@ -50,92 +55,136 @@ def test_a_seed_leaves_the_same_trace_every_time() -> None:
 
 
 def test_the_simulation_gets_into_every_kind_of_trouble() -> None:
-    """What is never reached is not tested: pressure, refusals, continuations and all policies occur."""
+    """What is never reached is not tested: every preemption, reuse, eviction, transfer, refusal and policy occurs."""
     seen: Counter[str] = Counter()
-    for seed in range(150):
-        simulation = Simulation(seed).run()
+    for seed in range(200):
+        simulation = Simulation(seed, has_faults=seed % 2 == 1).run()
         stats = simulation.scheduler.stats()
-        seen["preempted"] += stats.num_preemptions > 0
-        seen["released"] += stats.num_released > 0
+        counters = stats.counters
+        seen.update(kind.value for kind, times in counters.num_preemptions.items() if times)
+        seen["released"] += counters.num_released > 0
+        seen["reused"] += counters.num_cached_tokens > 0
+        seen["evicted"] += stats.num_evicted_blocks > 0
+        seen["swapped out"] += counters.num_blocks_swapped_out > 0
+        seen["swapped in"] += counters.num_blocks_swapped_in > 0
+        seen["failed transfer"] += counters.num_failed_transfers > 0
+        seen["waited for blocks"] += any(line == "||||" for line in simulation.trace)
         seen["refused"] += len(simulation.turns) < simulation.num_arrived
         seen["continued"] += any(turn.sequence.arrival >= 1000 for turn in simulation.turns.values())
         seen["chunked"] += any("+" in line and not line.split("|")[0].endswith("+1") for line in simulation.trace)
-        seen[simulation.world.policy] += 1
-        seen[simulation.world.admission] += 1
-    policies, kinds = {"fcfs", "priority", "static"}, {"preempted", "released", "refused", "continued", "chunked"}
-    assert {kind for kind in kinds | policies | {"optimistic", "guaranteed"} if seen[kind] < 5} == set(), seen
+        world = simulation.world
+        seen.update({world.policy, world.admission, world.preemption, world.eviction})
+    rare = {kind: seen[kind] for kind in KINDS_OF_TROUBLE if seen[kind] < 1}
+    assert rare == {}
 
 
-def crowded() -> tuple[Scheduler, list[Sequence]]:
-    """Five requests in a pool for about two: preemption is certain."""
-    scheduler = make_scheduler(num_blocks=6, block_size=2, max_num_batched_tokens=5)
-    sequences = [make_sequence([i, 2, i], 5 + i % 3, sequence_id=i) for i in range(5)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    return scheduler, sequences
+#: Five requests for about two, with the host and without it.
+CROWDS = [("recompute", 0), ("shrink", 0), ("swap", 8)]
 
 
-def step(scheduler: Scheduler, backend: FlakyBackend) -> None:
-    """One step of an engine that tries a failed batch again."""
-    plan = scheduler.schedule()
-    scheduler.reserve(plan)
-    try:
-        logits = backend.forward(build_batch(plan.rows, scheduler.block_manager))
-    except RuntimeError:
-        scheduler.rollback(plan)
-        return
-    ids = [row.sequence.sequence_id for row in plan.rows if row.is_sampled]
-    scheduler.commit(plan, dict(zip(ids, logits.argmax(axis=1).tolist(), strict=True)))
+class Crowd:
+    """An engine's loop over a pool for about two of five requests: preemption is certain."""
+
+    def __init__(self, preemption: str, num_host_blocks: int, raise_on_step: int | None = None) -> None:
+        self.scheduler = make_scheduler(
+            6, 2, max_num_batched_tokens=5, preemption=preemption, num_host_blocks=num_host_blocks
+        )
+        self.sequences = [make_sequence([i, 2, i], 5 + i % 3, sequence_id=i) for i in range(5)]
+        for sequence in self.sequences:
+            self.scheduler.add(sequence)
+        self.backend = FlakyBackend(raise_on_step=raise_on_step)
+        self.backend.allocate_kv(6, 2)
+        self.backend.cache_store.allocate_host(num_host_blocks)
+        self.mover = BlockMover(self.backend.cache_store, self.scheduler.moves, FakeClock())
+
+    def step(self) -> None:
+        """One step of an engine that tries a failed batch again."""
+        self.mover.start(self.scheduler.moves.take_due())
+        plan = self.scheduler.schedule()
+        while plan.moves_blocks:
+            self.mover.start(self.scheduler.make_room(plan))
+            plan = self.scheduler.schedule()
+        self.mover.copy(self.scheduler.reserve(plan))
+        try:
+            logits = self.backend.forward(build_batch(plan.rows, self.scheduler.block_manager))
+        except RuntimeError:
+            self.scheduler.rollback(plan)
+            return
+        ids = [row.sequence.sequence_id for row in plan.rows if row.is_sampled]
+        self.scheduler.commit(plan, dict(zip(ids, logits.argmax(axis=1).tolist(), strict=True)))
+
+    def check(self) -> None:
+        now = snapshot(self.scheduler)
+        assert check(now) == []
+        require_true_contents(now, self.backend.cache_store)
+
+    def finish_all(self) -> Crowd:
+        """Run to the end with every law checked, and compare every answer with the oracle."""
+        for _ in range(200):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+            self.check()
+        for sequence in self.sequences:
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            assert sequence.output_token_ids == toy_answer(prompt, sequence.max_tokens)
+            self.scheduler.forget(sequence)
+        assert sum(self.scheduler.stats().counters.num_preemptions.values()) > 0
+        self.mover.start(self.scheduler.moves.take_due())
+        stats = self.scheduler.stats()
+        assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
+        return self
 
 
-def finish_all(scheduler: Scheduler, backend: FlakyBackend, sequences: list[Sequence]) -> None:
-    """Run to the end with every law checked, and compare every answer with the oracle."""
-    for _ in range(200):
-        if not scheduler.has_work:
-            break
-        step(scheduler, backend)
-        assert check(snapshot(scheduler)) == []
-    for sequence in sequences:
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        assert sequence.output_token_ids == toy_answer(prompt, sequence.max_tokens)
-        scheduler.forget(sequence)
-    assert scheduler.stats().num_used_blocks == 0
-
-
-def count_steps() -> int:
-    scheduler, sequences = crowded()
-    backend = FlakyBackend()
-    backend.allocate_kv(6, 2)
-    finish_all(scheduler, backend, sequences)
-    assert scheduler.stats().num_preemptions > 0
-    return backend.num_steps
-
-
-def test_any_one_step_can_fail_and_be_run_again() -> None:
+@pytest.mark.parametrize(("preemption", "num_host_blocks"), CROWDS)
+def test_any_one_step_can_fail_and_be_run_again(preemption: str, num_host_blocks: int) -> None:
     """For every k: the k-th forward dies after it wrote its slots; rolled back and repeated, no answer changes."""
-    for failing in range(1, count_steps() + 1):
-        scheduler, sequences = crowded()
-        backend = FlakyBackend(raise_on_step=failing)
-        backend.allocate_kv(6, 2)
-        finish_all(scheduler, backend, sequences)
+    num_steps = Crowd(preemption, num_host_blocks).finish_all().backend.num_steps
+    for failing in range(1, num_steps + 1):
+        Crowd(preemption, num_host_blocks, failing).finish_all()
 
 
-def test_any_one_allocation_can_fail_and_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("preemption", "num_host_blocks"), CROWDS)
+def test_any_one_transfer_can_fail_and_costs_no_token(
+    preemption: str, num_host_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every k: the k-th transfer ends in failure with rubbish written; everybody is answered all the same."""
+    end, calls = ToyStore.end, count(1)
+    monkeypatch.setattr(ToyStore, "end", lambda store, transfer: (next(calls), end(store, transfer))[1])
+    Crowd(preemption, num_host_blocks).finish_all()
+    for failing in range(1, next(calls)):
+        calls = count(1)
+
+        def flaky(store: ToyStore, transfer_id: int, calls: Iterator[int] = calls, k: int = failing) -> None:
+            end(store, transfer_id, is_ok=next(calls) != k)
+
+        monkeypatch.setattr(ToyStore, "end", flaky)
+        Crowd(preemption, num_host_blocks).finish_all()
+
+
+@pytest.mark.parametrize(("preemption", "num_host_blocks"), CROWDS)
+def test_any_one_allocation_can_fail_and_be_asked_again(
+    preemption: str, num_host_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For every k: the k-th allocation is refused against the plan; the laws hold, the next plan goes through."""
-    allocate = BlockPool.allocate
-    for failing in range(1, count_steps() + 1):
+    allocate, calls = BlockPool.allocate, count(1)
+    monkeypatch.setattr(BlockPool, "allocate", lambda pool, n: (next(calls), allocate(pool, n))[1])
+    Crowd(preemption, num_host_blocks).finish_all()
+    num_calls = next(calls) - 1
+    for failing in range(1, num_calls + 1):
         calls = count(1)
 
         def flaky(pool: BlockPool, n: int, calls: Iterator[int] = calls, k: int = failing) -> list[int] | None:
             return None if next(calls) == k else allocate(pool, n)
 
         monkeypatch.setattr(BlockPool, "allocate", flaky)
-        scheduler, sequences = crowded()
-        backend = FlakyBackend()
-        backend.allocate_kv(6, 2)
-        for _ in range(failing - 1):
-            step(scheduler, backend)
-        with pytest.raises(InternalError, match="too few for the plan"):
-            step(scheduler, backend)
-        assert check(snapshot(scheduler)) == []
-        finish_all(scheduler, backend, sequences)
+        crowd = Crowd(preemption, num_host_blocks)
+        for _ in range(200):
+            if not crowd.scheduler.has_work:
+                break
+            try:
+                crowd.step()
+            except InternalError as error:
+                assert "too few for the plan" in str(error) or "although it was planned" in str(error)  # noqa: PT017
+            crowd.check()
+        crowd.finish_all()

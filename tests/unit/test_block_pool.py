@@ -1,4 +1,4 @@
-"""Reference counts and the free list of one device."""
+"""Free list, idle blocks and reference counts of one memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pagedcore.errors import InternalError
 
 
 def test_a_new_pool_is_all_free() -> None:
-    """Every block starts free and without references."""
+    """Every block starts free, without references and not idle."""
     pool = BlockPool(3)
-    assert (pool.num_blocks, pool.num_free) == (3, 3)
+    assert (pool.num_blocks, pool.num_free, pool.num_idle) == (3, 3, 0)
     assert sorted(pool.free_blocks) == [0, 1, 2]
     assert pool.reference_counts == (0, 0, 0)
 
@@ -28,48 +28,59 @@ def test_allocated_blocks_are_distinct_and_referenced_once() -> None:
 
 
 def test_allocation_is_all_or_nothing() -> None:
-    """Asking for more than is free takes nothing."""
+    """Asking for more than is free takes nothing, and idle blocks are not free."""
     pool = BlockPool(2)
     assert pool.allocate(3) is None
     assert pool.num_free == 2
     assert pool.allocate(0) == []
+    pool.allocate(1)
+    pool.drop(0)
+    assert pool.allocate(2) is None
 
 
-def test_a_shared_block_is_free_when_its_last_reference_is_gone() -> None:
-    """One free gives up one reference, not the block."""
+def test_only_the_last_reference_leaves_a_block_idle() -> None:
+    """One drop gives up one reference, not the block."""
     pool = BlockPool(1)
     pool.allocate(1)
     pool.share(0)
-    pool.free(0)
-    assert pool.num_free == 0
-    pool.free(0)
-    assert pool.num_free == 1
+    assert pool.drop(0) is False
+    assert (pool.num_references(0), pool.is_idle(0)) == (1, False)
+    assert pool.drop(0) is True
+    assert (pool.is_idle(0), pool.idle_blocks, pool.num_free) == (True, frozenset({0}), 0)
+
+
+def test_an_idle_block_can_be_held_again_or_made_free() -> None:
+    """Idle blocks keep their contents until they are recycled; sharing takes them back."""
+    pool = BlockPool(1)
+    pool.allocate(1)
+    pool.drop(0)
+    pool.share(0)
+    assert (pool.num_references(0), pool.num_idle) == (1, 0)
+    pool.drop(0)
+    pool.recycle(0)
+    assert (pool.num_free, pool.num_idle) == (1, 0)
     assert pool.allocate(1) == [0]
 
 
-def test_a_freed_block_can_be_allocated_again() -> None:
-    """Blocks go round: any number of rounds leaves the pool as it was."""
-    pool = BlockPool(3)
-    for _ in range(5):
-        for block_id in pool.allocate(3) or ():
-            pool.free(block_id)
-    assert sorted(pool.free_blocks) == [0, 1, 2]
-
-
-def test_a_double_free_is_a_broken_law() -> None:
-    """A block without references cannot be freed, and the free list does not grow."""
+def test_a_double_drop_is_a_broken_law() -> None:
+    """A block without references cannot be given up, and the free list does not grow."""
     pool = BlockPool(2)
     pool.allocate(1)
-    pool.free(0)
-    with pytest.raises(InternalError, match="freed before"):
-        pool.free(0)
-    assert sorted(pool.free_blocks) == [0, 1]
+    pool.drop(0)
+    with pytest.raises(InternalError, match="given up before"):
+        pool.drop(0)
+    assert pool.free_blocks == (1,)
 
 
-def test_a_free_block_cannot_be_shared() -> None:
-    """Sharing needs somebody who holds the block."""
+def test_free_and_held_blocks_cannot_be_recycled_and_free_ones_not_shared() -> None:
+    """Only idle blocks become free, and only blocks with contents or holders are shared."""
+    pool = BlockPool(2)
+    pool.allocate(1)
+    for block_id in (0, 1):
+        with pytest.raises(InternalError, match="not idle"):
+            pool.recycle(block_id)
     with pytest.raises(InternalError, match="no reference"):
-        BlockPool(1).share(0)
+        pool.share(1)
 
 
 @pytest.mark.parametrize("block_id", [-1, 2])
@@ -77,7 +88,7 @@ def test_a_block_outside_the_pool_is_refused(block_id: int) -> None:
     """A negative id never reaches the last block by wrapping around."""
     pool = BlockPool(2)
     pool.allocate(2)
-    for verb in (pool.free, pool.share):
+    for verb in (pool.drop, pool.share):
         with pytest.raises(InternalError, match="outside the pool of 2"):
             verb(block_id)
     assert pool.reference_counts == (1, 1)

@@ -1,0 +1,107 @@
+"""What a simulation demands besides the state laws: of every plan, and of what the memories really hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from doubles import ToyStore
+from pagedcore.cache.memory_snapshot import Known
+from pagedcore.request import Sequence
+from pagedcore.scheduling.invariants import Snapshot
+from pagedcore.scheduling.plan import SchedulePlan
+from pagedcore.scheduling.scheduler import Scheduler
+
+
+class SimulationFailure(AssertionError):
+    """A law, an answer or the progress of one seed is not as it has to be."""
+
+
+def require(holds: bool, message: str) -> None:
+    """Fail with ``message`` unless it holds; unlike ``assert`` also under ``python -O``."""
+    if not holds:
+        raise SimulationFailure(message)
+
+
+def require_true_contents(now: Snapshot, store: ToyStore) -> None:
+    """Whatever can be found in a cache is in that memory, token by token, from the first position on."""
+    device, host = store.contents
+    _require_true(now.blocks.device.registered, device, "device")
+    if now.blocks.host is not None:
+        _require_true(now.blocks.host.registered, host, "host")
+
+
+def _require_true(registered: Mapping[bytes, Known], memory: np.ndarray, where: str) -> None:
+    held = memory.tolist()
+    for known in registered.values():
+        tokens, positions = held[known.block_id]
+        start, parent, num_known = 0, known, len(known.token_ids)
+        while not parent.is_first:
+            parent = registered[parent.parent_key]
+            start += len(parent.token_ids)
+        is_true = tuple(tokens[:num_known]) == known.token_ids
+        is_true = is_true and positions[:num_known] == list(range(start, start + num_known))
+        require(is_true, f"{where} block {known.block_id} does not hold what it is known for")
+
+
+def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
+    """What every plan has to respect, whatever the state."""
+    rules, running = scheduler.rules, list(scheduler.running)
+    can_rest = scheduler.moves.in_flight or not scheduler.has_work
+    require(bool(plan.rows) or plan.moves_blocks or can_rest, "nothing is planned although there is work")
+    require(plan.num_tokens <= rules.max_num_batched_tokens, f"{plan.num_tokens} tokens are over the budget")
+    require(len(running) + len(plan.admitted) <= rules.max_num_seqs, "more sequences than rows")
+    require(not plan.admitted or not plan.preempted, "admitted and preempted in one plan")
+    require(not plan.admitted or rules.policy.admits_while_running or not running, "a static batch was joined")
+    planned = {row.sequence.sequence_id for row in plan.rows}
+    lost = {one.sequence.sequence_id for one in plan.preempted} | {one.sequence_id for one in plan.released}
+    require(not planned & lost, "computed and robbed in one plan")
+    _require_fair_order(plan, scheduler)
+    if not plan.moves_blocks:
+        _require_next_tokens(plan, scheduler, planned)
+
+
+def _require_next_tokens(plan: SchedulePlan, scheduler: Scheduler, planned: set[int]) -> None:
+    """A running answer gets its next token, unless it needs a block for it and there is none."""
+    blocks = scheduler.block_manager
+    for sequence in scheduler.running:
+        if sequence.num_uncomputed_tokens == 1 and sequence.sequence_id not in planned:
+            needed = blocks.num_blocks_needed(sequence.sequence_id, len(sequence.token_ids))
+            require(needed == 1, f"sequence {sequence.sequence_id} misses its next token")
+
+
+def _require_fair_order(plan: SchedulePlan, scheduler: Scheduler) -> None:
+    """Nobody is overtaken by a request that came more than the bonus later, except while others work for him."""
+    waiting, bonus = list(scheduler.waiting), scheduler.rules.policy.cache_bonus
+    started = [*plan.admitted, *(one.sequence for one in plan.swap_ins)]
+    host = scheduler.block_manager.host
+    for later in plan.admitted:
+        for earlier in waiting[: waiting.index(later)]:
+            is_loading = host is not None and host.is_moving(earlier.sequence_id)
+            if earlier in started or is_loading or is_prefix_under_way(earlier, plan, scheduler):
+                continue
+            distance = later.arrival - earlier.arrival
+            is_fair = later.priority == earlier.priority and 0 <= distance <= bonus
+            require(is_fair, f"{later.sequence_id} overtook {earlier.sequence_id}, {distance} arrivals before it")
+
+
+def is_prefix_under_way(candidate: Sequence, plan: SchedulePlan, scheduler: Scheduler) -> bool:
+    """Whether somebody who runs is about to complete the block that a candidate would have to compute next."""
+    blocks = scheduler.block_manager
+    end = blocks.block_size * (blocks.match(candidate).num_tokens // blocks.block_size + 1)
+    return end < len(candidate.token_ids) and any(
+        other.cache_root == candidate.cache_root
+        and other.token_ids[:end] == candidate.token_ids[:end]
+        and other.num_computed_tokens < end
+        for other in (*scheduler.running, *plan.admitted)
+    )
+
+
+def describe(plan: SchedulePlan) -> str:
+    """One line that says what a plan does."""
+    rows = " ".join(f"{row.sequence.sequence_id}:{row.start}+{row.num_tokens}" for row in plan.rows)
+    preempted = ",".join(f"{one.sequence.sequence_id}:{one.kind.value}" for one in plan.preempted)
+    loaded = ",".join(str(one.sequence.sequence_id) for one in plan.swap_ins)
+    admitted, released = (",".join(str(s.sequence_id) for s in some) for some in (plan.admitted, plan.released))
+    return "|".join([rows, admitted, preempted, released, loaded])
