@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pagedcore.plugins.expose import expose
     from pagedcore.request import Request
     from pagedcore.sampling_params import SamplingParams
+    from pagedcore.session import Session
 
 __version__: Final = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "Session",
     "Usage",
     "expose",
 ]
@@ -49,6 +51,7 @@ _HOMES: Final = {
     "Request": "pagedcore.request",
     "RequestOutput": "pagedcore.outputs",
     "SamplingParams": "pagedcore.sampling_params",
+    "Session": "pagedcore.session",
     "Usage": "pagedcore.outputs",
     "expose": "pagedcore.plugins.expose",
 }

@@ -39,6 +39,12 @@ class AnswerBook:
             stream = TextStream(self._tokenizer.new_detokenizer(), sequence.params.stop, sequence.params.min_tokens)
         self._answers[sequence.sequence_id] = _Answer(stream)
 
+    def restore(self, sequence: Sequence) -> None:
+        """Begin an answer that has tokens already, with the text that they make certain."""
+        self.open(sequence)
+        for token_id in sequence.output_token_ids:
+            self.add_token(sequence, token_id)
+
     def close(self, sequence: Sequence) -> None:
         """Forget an answer."""
         self._answers.pop(sequence.sequence_id, None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pagedcore.cache import eviction
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.config import EngineConfig
+from pagedcore.execution.fingerprint import ModelFingerprint, backend_fingerprint, kv_format
 from pagedcore.execution.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
@@ -41,6 +42,9 @@ class EngineParts:
     info: EngineInfo
     kv_bytes: int
     store: CacheStore | None
+    fingerprint: ModelFingerprint
+    kv_format: str
+    """What KV blocks of another process have to match to be of use here."""
 
     def stats(self, counters: Counters) -> EngineStats:
         """Put the engine's counters and the present occupancy together."""
@@ -116,6 +120,7 @@ def assemble(
     return EngineParts(
         config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size)),
         EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
+        backend_fingerprint(backend), kv_format(backend, memory.block_size),
     )
 
 

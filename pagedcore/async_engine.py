@@ -7,19 +7,22 @@ runs engine code, and the engine needs no loop; what runs on the thread is in ``
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from pagedcore.async_session import AsyncSession
 from pagedcore.clock import MonotonicClock
 from pagedcore.engine import Engine
 from pagedcore.engine_thread import Command, Commands, EngineThread, Sink
 from pagedcore.errors import EngineClosed, InvalidConfig, describe
 from pagedcore.intake import Prompt
 from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.stats import EngineStats
 from pagedcore.stream import Pacer, Stream, StreamReader
@@ -28,6 +31,7 @@ from pagedcore.whole_answer import WholeAnswer
 
 STREAM_INTERVAL_S: Final = 0.02
 """How often a reader is told of new text, in seconds: fifty times a second looks continuous."""
+_T = TypeVar("_T")
 
 
 class AsyncEngine:
@@ -53,6 +57,7 @@ class AsyncEngine:
         """
         _require_interval(stream_interval_s)
         self._prepare = engine.prepare
+        self._read_session = engine.sessions.read
         self._commands = Commands()
         worker = EngineThread(engine, self._commands, Pacer(stream_interval_s, MonotonicClock()))
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
@@ -128,6 +133,21 @@ class AsyncEngine:
         sink.future.add_done_callback(lambda future: _abandon(commands, sink) if future.cancelled() else None)
         return sink.future
 
+    def session(
+        self, params: SamplingParams | None = None, *, cache_salt: str | bytes | None = None, priority: int = 0
+    ) -> AsyncSession:
+        """Open a conversation at its first use; arguments and errors as ``Engine.session``."""
+        return AsyncSession(self, lambda engine: engine.session(params, cache_salt=cache_salt, priority=priority))
+
+    async def import_session(
+        self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None
+    ) -> AsyncSession:
+        """Open an exported conversation; errors as ``Engine.import_session``. The file is read on another thread."""
+        snapshot = await asyncio.to_thread(self._read_session, path)
+        session = AsyncSession(self, lambda engine: engine.sessions.take_in(snapshot, cache_salt))
+        await session.open()
+        return session
+
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.
 
@@ -173,6 +193,23 @@ class AsyncEngine:
         stream, commands = Stream(), self._commands
         self._send(lambda worker: worker.accept(prepared, stream, wait_for_room))
         return StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
+
+    def read_turn(self, begin: Callable[[], Request]) -> StreamReader:
+        """Read what a session's turn brings forth, which ``begin`` begins on the engine thread."""
+        stream, commands = Stream(), self._commands
+        self._send(lambda worker: worker.serve(begin, stream))
+        return StreamReader(stream, lambda: _abandon(commands, stream))
+
+    async def call(self, function: Callable[[Engine], _T]) -> _T:
+        """Run a short function on the engine thread, between two steps, and return its result.
+
+        Raises:
+            EngineClosed: the engine is closed.
+            Exception: whatever the function raises.
+        """
+        answer: Future[_T] = Future()
+        self._send(lambda worker: worker.call(function, answer))
+        return await asyncio.wrap_future(answer)
 
     def _send(self, command: Command) -> None:
         if not self._commands.put(command):

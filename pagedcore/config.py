@@ -62,6 +62,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "enable_prefix_caching": (lambda value: type(value) is bool, "True or False"),
     "eviction_policy": _one_of("lru", "lfu", "fifo"),
     "preemption": _one_of("auto", "swap", "shrink", "recompute", "wait"),
+    "disk_kv_dir": _or_none(_NAME),
     "tokenizer": _or_none(_NAME),
     # Safety: any other true value, the text "false" among them, would let foreign code run.
     "trust_remote_code": (lambda value: type(value) is bool, "True or False"),
@@ -110,6 +111,8 @@ class EngineConfig:
     """Which cached blocks are forgotten first: "lru", "lfu" or "fifo"."""
     host_kv_memory: int | float | str | None = None
     """Host memory for KV blocks that had to leave the pool, like ``kv_cache_memory``; ``None``: none."""
+    disk_kv_dir: str | None = None
+    """Directory for KV that sessions park on disk; ``None``: a private temporary one, removed with the engine."""
     preemption: str = "auto"
     """What happens when running requests lack blocks: "auto" takes the cheapest way by its own measurements;
     "swap", "shrink", "recompute" and "wait" force one."""

@@ -7,6 +7,7 @@ deterministic; ``async_engine`` puts it on a thread of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
@@ -18,14 +19,18 @@ from pagedcore.execution.block_mover import BlockMover
 from pagedcore.intake import Intake, PreparedPrompt, Prompt
 from pagedcore.outcomes import Outcomes
 from pagedcore.outputs import Delta, RequestOutput
-from pagedcore.request import Request, Sequence
+from pagedcore.parking import Parking
+from pagedcore.request import Request
 from pagedcore.request_book import RequestBook
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.session_book import SessionBook
 from pagedcore.stats import Counters, EngineStats
+from pagedcore.turns import Turns
 
 if TYPE_CHECKING:
     from pagedcore.assembly import EngineParts
     from pagedcore.scheduling.plan import SchedulePlan
+    from pagedcore.session import Session
 
 class Engine:
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
@@ -50,10 +55,12 @@ class Engine:
         )
         self._counters = Counters()
         self._outcomes = Outcomes(parts, self._requests, self._answers, self._counters, self._clock)
+        self._turns = Turns(parts, self._requests, self._answers, self._counters, self._clock)
         self._mover = BlockMover(parts.store, parts.scheduler.moves, self._clock)
         if (host := parts.block_manager.host) is not None:
             num_blocks = min(parts.block_manager.num_blocks, host.num_blocks)
             self._mover.calibrate(parts.scheduler.costs, num_blocks)
+        self._sessions = SessionBook(self, parts, self._turns, Parking(parts, self._mover, self._clock))
         self._is_closed = False
         self._hooks.engine_started(parts.info)
 
@@ -114,24 +121,39 @@ class Engine:
         self._scheduler.require_room(len(prepared.token_ids) + prepared.max_tokens, prepared.params.n)
         request = self._requests.add(prepared, self._clock.now())
         for sequence in request.sequences:
-            self._enqueue(sequence, prepared)
+            self._turns.enqueue(sequence, len(prepared.token_ids))
         return request
 
     def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
         """Continue a finished request; see ``Request.extend``."""
         self._require_open()
-        sequence = self._requests.require_extensible(request)
-        prepared = self._intake.prepare_continuation(
-            prompt, sequence.token_ids, params if params is not None else request.params, request.priority
-        )
-        self._scheduler.require_room(len(sequence.token_ids) + len(prepared.token_ids) + prepared.max_tokens)
-        self._requests.begin_turn(request, sequence, prepared, self._clock.now())
-        self._enqueue(sequence, prepared)
+        self._turns.extend(request, prompt, params)
 
-    def _enqueue(self, sequence: Sequence, prepared: PreparedPrompt) -> None:
-        self._answers.open(sequence)
-        self._scheduler.add(sequence)
-        self._counters.num_prompt_tokens += len(prepared.token_ids)
+    def session(
+        self, params: SamplingParams | None = None, *, cache_salt: str | bytes | None = None, priority: int = 0
+    ) -> Session:
+        """Open a conversation that can wait, fork and outlive the process; arguments as ``add_request``.
+
+        Raises:
+            InvalidRequest: the parameters are refused, or ask for more than one answer.
+            TooManySessions: as many as allowed are open.
+        """
+        return self._sessions.open_checked(params, cache_salt, priority)
+
+    def import_session(self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None) -> Session:
+        """Open an exported conversation; it goes on as it would have where it was exported.
+
+        Raises:
+            InvalidSessionFile: the file is damaged or no session file; ``ModelMismatch``: another model's.
+            InvalidSalt: the session had a cache salt, and none is given.
+            TooManySessions: as many as allowed are open. ``OSError``: the file cannot be read.
+        """
+        return self._sessions.take_in(self._sessions.read(path), cache_salt)
+
+    @property
+    def sessions(self) -> SessionBook:
+        """The open sessions."""
+        return self._sessions
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now and free its blocks; return whether it was live. Unknown ids are no error."""
@@ -161,6 +183,7 @@ class Engine:
             EngineClosed: after ``close()``.
         """
         self._require_open()
+        self._sessions.parking.expire()
         expired = self._outcomes.expire_waiting(self._config.queue_timeout_s)
         plan = self._next_plan()
         if plan.is_empty:
@@ -244,6 +267,7 @@ class Engine:
         """Abort everything and refuse further calls; a second call does nothing."""
         if self._is_closed:
             return
+        self._sessions.close()
         for request in self._requests:
             self.abort_request(request.request_id)
             self.remove_request(request)

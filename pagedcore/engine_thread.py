@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
+from typing import TypeVar
 
 from pagedcore.engine import Engine
 from pagedcore.errors import EngineClosed, PagedcoreError
@@ -24,6 +26,7 @@ Command = Callable[["EngineThread"], None]
 """What a caller asks for; it runs on the engine thread, between two steps."""
 Sink = Stream | WholeAnswer
 """Where what a request brings forth is delivered."""
+_T = TypeVar("_T")
 
 
 class Commands:
@@ -72,6 +75,7 @@ class EngineThread:
         self._pacer = pacer
         self._commands = commands
         self._sinks: dict[str, tuple[Request, Sink]] = {}
+        self._kept: set[str] = set()
         self._held: deque[tuple[PreparedPrompt, Sink]] = deque()
         self._is_stopping = False
 
@@ -104,6 +108,25 @@ class EngineThread:
             wake([sink.end(error)])
         else:
             self._sinks[request.request_id] = (request, sink)
+
+    def serve(self, begin: Callable[[], Request], sink: Sink) -> None:
+        """Begin a turn of a session for a sink, or tell the sink why not; its request stays when it is answered."""
+        try:
+            request = begin()
+        except PagedcoreError as error:
+            wake([sink.end(error)])
+        else:
+            self._sinks[request.request_id] = (request, sink)
+            self._kept.add(request.request_id)
+
+    def call(self, function: Callable[[Engine], _T], answer: Future[_T]) -> None:
+        """Do something with the engine and answer with what it returns or raises, unless nobody waits any more."""
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            answer.set_result(function(self.engine))
+        except Exception as error:  # whoever asked is told, and the engine goes on
+            answer.set_exception(error)
 
     def abandon(self, sink: Sink) -> None:
         """Abort the request whose reader is gone."""
@@ -147,7 +170,10 @@ class EngineThread:
             sink.complete(request.output())
         else:
             self._pacer.forget(sink)
-        request.remove()
+        if request.request_id in self._kept:
+            self._kept.discard(request.request_id)
+        else:
+            request.remove()
         return sink.end()
 
     def _shut_down(self, cause: BaseException | None) -> None:

@@ -7,11 +7,15 @@
           - TooManySequences  TooManyLogprobs  UnknownParameter
           - RequestTooLarge               can never fit the KV pool
           - RequestStateError             the request is not in a state that allows the call
+          - SessionStateError             the session is not in a state that allows the call
+          - InvalidSessionFile            an exported session cannot be read, or is not one
+          - ModelMismatch                 an exported session is another model's
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported             the architecture cannot run here, with the reason
           - MissingDependency             an optional package is absent; the message names the extra
           - MemoryBudgetExceeded          the budget shared with other engines has not that much left
       * EngineOverloaded                  capacity: try again later
+      * TooManySessions                   capacity: close some first
       * RequestFailed                     one accepted request ended with finish_reason "error"
           - StepFailed  InvalidLogits  QueueTimeout
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
@@ -131,6 +135,43 @@ class RequestStateError(InvalidRequest):
         ValueError.__init__(self, f"{what}: the request is {state}, it has to be {needed}. {advice}".rstrip())
 
 
+class SessionStateError(RequestStateError):
+    """The session is not in a state that allows this call."""
+
+    def __init__(self, what: str, state: str, needed: str, advice: str = "") -> None:
+        self.what, self.given, self.limit = what, state, needed
+        ValueError.__init__(self, f"{what}: the session is {state}, it has to be {needed}. {advice}".rstrip())
+
+
+class InvalidSessionFile(InvalidRequest):
+    """A session file is damaged, is not one, or asks for more than this engine allows; nothing was taken from it."""
+
+    def __init__(
+        self, what: str, given: object, limit: str, advice: str = "", *, is_described: bool = False
+    ) -> None:
+        self.what, self.given, self.limit = what, str(given) if is_described else describe(given), limit
+        ValueError.__init__(
+            self, f"session file, {what}: got {self.given}, allowed is {limit}." + (f" {advice}" if advice else "")
+        )
+
+
+class ModelMismatch(InvalidSessionFile):
+    """A session file was made with another model than this engine runs.
+
+    Attributes:
+        made_with: the model of the file, with the first digits of its digests.
+        running: the model of this engine.
+    """
+
+    def __init__(self, made_with: str, running: str) -> None:
+        self.made_with, self.running = made_with, running
+        self.what, self.given, self.limit = "model", made_with, running
+        ValueError.__init__(
+            self, f"session file, model: it was made with {made_with}, this engine runs {running}. "
+            "Import it into an engine with the same model, weights and number format."
+        )
+
+
 class InvalidConfig(PagedcoreError, ValueError):
     """An engine cannot be built from these settings."""
 
@@ -174,6 +215,18 @@ class EngineOverloaded(PagedcoreError):
             f"waiting queue: {num_waiting} requests wait, the limit is {limit}. "
             "Run some steps or retry later, or raise max_num_waiting."
         )
+
+
+class TooManySessions(PagedcoreError):
+    """As many sessions are open as one engine keeps.
+
+    Attributes:
+        limit: the most that may be open.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(f"sessions: {limit} are open, which is the limit. Close some, or export them first.")
 
 
 class RequestFailed(PagedcoreError):

@@ -38,3 +38,11 @@ MAX_CHAT_BYTES: Final = 2**22
 MAX_PRIORITY: Final = 1_000_000
 #: A salt names a group of requests; it is hashed, never stored.
 MAX_SALT_BYTES: Final = 64
+#: Sessions that are open at once: each keeps its tokens until it is closed.
+MAX_SESSIONS: Final = 4096
+#: Bytes of a session file without KV, checked before it is read: more than a million tokens take.
+MAX_SESSION_FILE_BYTES: Final = 2**25
+#: Seconds that parked KV may be kept: thirty days. After that it is cheaper to compute it again.
+MAX_PARKING_S: Final = 2_592_000.0
+#: Share of the host's blocks that parked sessions may pin; the rest is for running requests that have to make room.
+MAX_PARKED_HOST_SHARE: Final = 0.5

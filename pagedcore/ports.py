@@ -161,6 +161,10 @@ class CacheStore(Protocol):
         """Return the bytes of device blocks, shape [N, block_bytes]."""
         ...
 
+    def read_host_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of host blocks, shape [N, block_bytes]."""
+        ...
+
     def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
         """Overwrite device blocks with bytes that ``read_blocks`` returned."""
         ...

@@ -126,10 +126,19 @@ class Sequence:
         self.token_ids.extend(new_token_ids)
         self.params, self.max_tokens, self.stop_token_ids = params, max_tokens, stop_token_ids
         self.num_prompt_tokens = len(self.token_ids)
+        if params.seed is not None:
+            self.seed = params.seed
         self.num_cached_tokens = None
         self.arrival = arrival
         self.finish_reason = None
         self.logprobs = []
+
+    def reopen_turn(self, arrival: int) -> None:
+        """Go on with an answer that was cut off, as if it had not been."""
+        self.move_to(SequenceStatus.WAITING)
+        self.num_cached_tokens = None
+        self.arrival = arrival
+        self.finish_reason = None
 
     def forget_computed(self) -> None:
         """Note that the sequence holds no blocks any more; what is not found again has to be computed again."""

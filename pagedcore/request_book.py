@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from pagedcore.cache.block_hash import BlockHasher
 from pagedcore.errors import RequestStateError
+from pagedcore.history import History
 from pagedcore.intake import PreparedPrompt
-from pagedcore.request import Request, RequestOwner, Sequence
+from pagedcore.request import Request, RequestOwner, Sequence, SequenceStatus
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # Why: odd, so that consecutive multiples do not meet modulo a power of two
 _SEED_RANGE = 2**63
@@ -54,15 +55,35 @@ class RequestBook:
         if first_seed is None:
             first_seed = self._seed + arrival * _SEED_STRIDE
         request_id = secrets.token_hex(16)
-        root = self._cache_root(prepared, request_id)
+        root = self._cache_root(prepared.cache_salt, request_id)
         sequences = [
             self._make_sequence(prepared, arrival, (first_seed + index * _SEED_STRIDE) % _SEED_RANGE, root)
             for index in range(prepared.params.n)
         ]
         request = Request(request_id, sequences, prepared.params, self._owner, prepared.priority)
         request.timeline.arrival_s = now_s
+        return self._enter(request)
+
+    def adopt(
+        self, history: History, stop_token_ids: frozenset[int], *, priority: int, cache_root: bytes | None,
+        cache_salt: bytes,
+    ) -> Request:
+        """Make a finished request with one sequence of a known past and enter it; ``None``: a root for its salt."""
+        request_id = secrets.token_hex(16)
+        self._num_sequences += 1
+        sequence = Sequence(
+            self._num_sequences, list(history.token_ids), history.params, max_tokens=history.max_tokens,
+            seed=history.seed, stop_token_ids=stop_token_ids, priority=priority, arrival=self.next_arrival(),
+            cache_root=cache_root if cache_root is not None else self._cache_root(cache_salt, request_id),
+        )
+        sequence.move_to(SequenceStatus.FINISHED)
+        sequence.num_prompt_tokens, sequence.finish_reason = history.num_prompt_tokens, history.finish_reason
+        sequence.logprobs = list(history.logprobs)
+        return self._enter(Request(request_id, [sequence], history.params, self._owner, priority))
+
+    def _enter(self, request: Request) -> Request:
         self._by_id[request.request_id] = request
-        self._by_sequence |= {sequence.sequence_id: request for sequence in sequences}
+        self._by_sequence |= {sequence.sequence_id: request for sequence in request.sequences}
         return request
 
     def remove(self, request: Request) -> bool:
@@ -95,13 +116,18 @@ class RequestBook:
             stop_token_ids=prepared.stop_token_ids, arrival=self.next_arrival(),
         )
 
+    def reopen(self, request: Request, sequence: Sequence, now_s: float) -> None:
+        """Go on with the turn of a finished request, which was cut off."""
+        request.begin_turn(request.params, now_s)
+        sequence.reopen_turn(self.next_arrival())
+
     def next_arrival(self) -> int:
         """Number the next arrival."""
         self._num_arrivals += 1
         return self._num_arrivals
 
-    def _cache_root(self, prepared: PreparedPrompt, request_id: str) -> bytes:
-        extras = {"salt": prepared.cache_salt}
+    def _cache_root(self, cache_salt: bytes, request_id: str) -> bytes:
+        extras = {"salt": cache_salt}
         if not self._shares_prefixes:
             # Why: a request's answers and turns still share with each other.
             extras["request"] = request_id.encode()

@@ -21,8 +21,16 @@ from pagedcore.errors import (
     PromptEmpty,
     PromptTooLong,
     RequestTooLarge,
+    TooManySequences,
 )
-from pagedcore.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_PRIORITY, MAX_SALT_BYTES, MAX_TEXT_BYTES_PER_TOKEN
+from pagedcore.limits import (
+    MAX_CHAT_BYTES,
+    MAX_CHAT_MESSAGES,
+    MAX_PARKING_S,
+    MAX_PRIORITY,
+    MAX_SALT_BYTES,
+    MAX_TEXT_BYTES_PER_TOKEN,
+)
 from pagedcore.ports import ChatMessage
 from pagedcore.sampling_params import SamplingParams
 
@@ -203,6 +211,29 @@ def validate_priority(priority: object) -> int:
     if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidRequest("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     return priority
+
+
+def require_one_answer(params: SamplingParams) -> None:
+    """Check that parameters ask for one answer, which a session can go on from.
+
+    Raises:
+        TooManySequences: ``n`` is more than 1.
+    """
+    if params.n != 1:
+        raise TooManySequences("n", params.n, "1 in a session", "Fork the session to try several ways on.")
+
+
+def validate_ttl(ttl_s: object) -> float | None:
+    """Check how long parked KV is to be kept, and return it.
+
+    Raises:
+        InvalidRequest: neither ``None`` nor a number of seconds above 0 and up to 30 days.
+    """
+    if ttl_s is None:
+        return None
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s <= MAX_PARKING_S:
+        raise InvalidRequest("ttl_s", ttl_s, f"a number above 0 to {MAX_PARKING_S:g} seconds, or None")
+    return float(ttl_s)
 
 
 def validate_salt(salt: object) -> bytes:

@@ -195,6 +195,10 @@ class ToyStore:
         """Return tokens and positions as bytes."""
         return np.ascontiguousarray(self._device[list(block_ids)]).view(np.uint8).reshape(len(block_ids), -1)
 
+    def read_host_blocks(self, block_ids: SequenceOf[int]) -> npt.NDArray[np.uint8]:
+        """Return tokens and positions of host blocks as bytes."""
+        return np.ascontiguousarray(self._host[list(block_ids)]).view(np.uint8).reshape(len(block_ids), -1)
+
     def write_blocks(self, block_ids: SequenceOf[int], contents: npt.NDArray[np.uint8]) -> None:
         """Overwrite tokens and positions."""
         for block_id, block in zip(block_ids, contents, strict=True):

@@ -19,7 +19,7 @@ from pagedcore.cache.eviction import EvictionPolicy, least_recently_used
 from pagedcore.cache.host_tier import HostTier
 from pagedcore.cache.memory_snapshot import MemorySnapshot, take_snapshot
 from pagedcore.cache.prefix_cache import PrefixCache
-from pagedcore.cache.prefix_match import PrefixMatch, contents, find_prefix
+from pagedcore.cache.prefix_match import FoundBlocks, PrefixMatch, contents, find_prefix
 from pagedcore.cache.reservation import Demand, Growth, Reservation
 from pagedcore.errors import InternalError
 from pagedcore.request import Sequence
@@ -207,6 +207,13 @@ class BlockManager:
         table = self._tables[sequence_id] = BlockTable()
         table.append(block_ids)
         table.num_registered = num_registered
+
+    def share(self, sequence: Sequence, found: FoundBlocks) -> None:
+        """Give a sequence without blocks those that hold its first positions, which count as computed then."""
+        for block_id in found.block_ids:
+            self.cache.hold(block_id)
+        self.give_table(sequence.sequence_id, found.block_ids, found.num_tokens // self.block_size)
+        sequence.num_computed_tokens = found.num_tokens
 
     def undo_growth(self, growth: Growth) -> None:
         """Cut a table back to what it was, unless the sequence gave it up meanwhile."""

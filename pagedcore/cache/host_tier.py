@@ -9,7 +9,8 @@ transfer owns its blocks until it has completed, and only then is anything publi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedcore.cache.block_pool import BlockPool
@@ -134,6 +135,29 @@ class HostTier:
             match.num_tokens, False,
         )
 
+    def pin(self, sequence_id: int, block_ids: tuple[int, ...]) -> None:
+        """Keep blocks that are here for a sequence that has no pins."""
+        for block_id in block_ids:
+            self.cache.hold(block_id)
+        self._pins[sequence_id] = block_ids
+
+    def pin_arriving(self, sequence_id: int) -> int:
+        """Keep what is on its way here for a sequence; return how many positions, 0 if nothing is."""
+        for one in self._in_flight.values():
+            is_its_own = one.sequence_id == sequence_id and one.transfer_id not in self._orphans
+            if is_its_own and one.direction is Direction.OUT:
+                self._in_flight[one.transfer_id] = replace(one, is_pinned=True)
+                return one.num_tokens
+        return 0
+
+    def blocks_kept_for(self, sequence_ids: Collection[int]) -> set[int]:
+        """Return the blocks that are pinned, or will be when they have arrived, for these sequences."""
+        kept = {block_id for sequence_id in sequence_ids for block_id in self._pins.get(sequence_id, ())}
+        for one in self._in_flight.values():
+            if one.is_pinned and one.sequence_id in sequence_ids and one.transfer_id not in self._orphans:
+                kept.update(one.host_blocks)
+        return kept
+
     def abandon(self, sequence_id: int) -> None:
         """Note that a sequence takes nothing back: its pins are free, its transfers complete for nobody."""
         self._release(self._pins.pop(sequence_id, ()))
@@ -174,15 +198,27 @@ class HostTier:
         return transfer
 
     def _arrive_on_host(self, transfer: Transfer, *, is_ok: bool, is_wanted: bool) -> None:
+        host_blocks = transfer.host_blocks
         if is_ok:
-            for move in transfer.moves:
-                self.cache.register(move.destination, move.content)
+            published = {move.destination: self._publish(move) for move in transfer.moves}
+            host_blocks = tuple(published.get(block_id, block_id) for block_id in host_blocks)
         if is_ok and is_wanted and transfer.is_pinned:
-            self._pins[transfer.sequence_id] = transfer.host_blocks
+            self._pins[transfer.sequence_id] = host_blocks
         else:
-            self._release(transfer.host_blocks)
+            self._release(host_blocks)
         for block_id in reversed(transfer.device_blocks):
             self._device.cache.release(block_id)
+
+    def _publish(self, move: BlockMove) -> int:
+        """Register a block that has arrived; return the one that can be found from now on, with the reference to it."""
+        self.cache.register(move.destination, move.content)
+        found = self.cache.find(move.content)
+        if found is None or found == move.destination:
+            return move.destination
+        # Why: somebody else's transfer of the same block came first; the copy that nobody finds is of no use.
+        self.cache.hold(found)
+        self.cache.release(move.destination)
+        return found
 
     def _arrive_on_device(self, transfer: Transfer, *, is_ok: bool, is_wanted: bool) -> None:
         device, num_shared = self._device.cache, len(transfer.device_blocks) - len(transfer.moves)

@@ -41,6 +41,15 @@ NO_MATCH = PrefixMatch()
 
 
 @dataclass(frozen=True, slots=True)
+class FoundBlocks:
+    """Blocks of one memory that hold exactly the first positions of a sequence."""
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    """Positions that they hold together."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Walk:
     blocks: list[int]
     tail: tuple[int, int] | None
@@ -60,6 +69,21 @@ def contents(hasher: BlockHasher, sequence: Sequence, num_tokens: int, first_blo
     tail = tuple(sequence.token_ids[num_tokens - num_tokens % size : num_tokens])
     if tail:
         yield Content(hasher.key(parent_key, tail), parent_key, tail, num_tokens < size)
+
+
+def find_blocks(hasher: BlockHasher, sequence: Sequence, num_tokens: int, cache: PrefixCache) -> FoundBlocks:
+    """Find the blocks of a memory that hold the first ``num_tokens`` positions of a sequence, as far as there are any.
+
+    Unlike ``find_prefix`` it takes no block that only begins like the sequence, so what is found may be kept for it.
+    """
+    block_ids, num_found = list[int](), 0
+    for content in contents(hasher, sequence, num_tokens):
+        block_id = cache.find(content)
+        if block_id is None:
+            break
+        block_ids.append(block_id)
+        num_found += len(content.token_ids)
+    return FoundBlocks(tuple(block_ids), num_found)
 
 
 def find_prefix(hasher: BlockHasher, sequence: Sequence, device: PrefixCache, host: PrefixCache | None) -> PrefixMatch:

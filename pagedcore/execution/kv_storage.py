@@ -84,6 +84,11 @@ class KVStorage:
         contents: npt.NDArray[np.uint8] = self.pool[list(block_ids)].numpy()
         return contents
 
+    def read_host_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of host blocks, shape [N, block_bytes]."""
+        contents: npt.NDArray[np.uint8] = self._require_host()[list(block_ids)].numpy()
+        return contents
+
     def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
         """Overwrite device blocks.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pagedcore.cache.block_manager import BlockManager
+from pagedcore.cache.prefix_match import FoundBlocks, find_blocks
 from pagedcore.cache.transfers import Direction, Transfer
 from pagedcore.errors import InternalError
 from pagedcore.request import Sequence, SequenceStatus
@@ -127,6 +128,52 @@ class BlockMoves:
         elif not is_movable or not self._begin_swap_out(sequence, is_pinned=False):
             self._blocks.release(sequence)
         sequence.forget_computed()
+
+    def park(self, sequence: Sequence) -> int:
+        """Keep on the host what the memories hold of a finished sequence; return how many positions, 0 without room.
+
+        The device blocks are then those of nobody, and can be found until they are needed.
+        """
+        host = self._blocks.host
+        assert host is not None  # Invariant: asked before
+        if num_arriving := host.pin_arriving(sequence.sequence_id):
+            return num_arriving
+        here, there = self.find(sequence)
+        if there.num_tokens >= here.num_tokens:
+            host.pin(sequence.sequence_id, there.block_ids)
+            return there.num_tokens
+        self._blocks.share(sequence, here)
+        is_moving = self._begin_swap_out(sequence, is_pinned=True)
+        if not is_moving:
+            self._blocks.release(sequence)
+        sequence.forget_computed()
+        return here.num_tokens if is_moving else 0
+
+    def fetch(self, sequence: Sequence) -> int:
+        """Begin to load what the host keeps of a finished sequence, for whoever goes on with it; it is kept no longer.
+
+        Returns:
+            Positions that will be found on the device; 0 if there is no room now, and then nothing has changed.
+        """
+        host = self._blocks.host
+        assert host is not None  # Invariant: asked before
+        match = self._blocks.match(sequence)
+        num_idle = sum(not self._blocks.is_held(block_id) for block_id in match.device_blocks)
+        # Why: every running sequence may need a block in the next step, and nobody waits for the idle ones.
+        if len(match.host_blocks) + num_idle + len(self._running) > self._blocks.num_available_blocks:
+            return 0
+        if match.host_blocks and not self._book(sequence, host.begin_swap_in(sequence, match)):
+            return 0
+        host.abandon(sequence.sequence_id)
+        return match.num_tokens
+
+    def find(self, sequence: Sequence) -> tuple[FoundBlocks, FoundBlocks]:
+        """Find what the device and the host hold of a sequence's positions, the last one left out."""
+        blocks, num_tokens = self._blocks, len(sequence.token_ids) - 1
+        here = find_blocks(blocks.hasher, sequence, num_tokens, blocks.cache)
+        if blocks.host is None:
+            return here, FoundBlocks((), 0)
+        return here, find_blocks(blocks.hasher, sequence, num_tokens, blocks.host.cache)
 
     def abandon(self, sequence: Sequence) -> None:
         """Drop what the host keeps for a sequence, and what is on its way for it."""

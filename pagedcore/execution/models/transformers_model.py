@@ -16,6 +16,7 @@ import torch
 
 from pagedcore.errors import InternalError, ModelNotSupported
 from pagedcore.execution.file_pages import FileMappings
+from pagedcore.execution.fingerprint import model_fingerprint
 from pagedcore.execution.huge_pages import collapse_packed_weight
 from pagedcore.execution.invariance import probe_invariance
 from pagedcore.execution.kv_storage import KVStorage
@@ -83,6 +84,7 @@ class TransformersModel:
         guards.check_device(model)
         self._max_model_len = model_facts.max_model_len(model.config)
         self._eos_token_ids = model_facts.eos_token_ids(model)
+        self.fingerprint = model_fingerprint(model)
         with torch.inference_mode():
             self._take_over(model.eval(), decoder_factory, is_private, runs_self_test)
 
