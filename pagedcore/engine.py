@@ -18,7 +18,7 @@ from pagedcore.execution.block_mover import BlockMover
 from pagedcore.intake import Intake, PreparedPrompt, Prompt
 from pagedcore.outcomes import Outcomes
 from pagedcore.outputs import Delta, RequestOutput
-from pagedcore.request import Request, Sequence
+from pagedcore.request import Request
 from pagedcore.request_book import RequestBook
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.stats import Counters, EngineStats
@@ -111,10 +111,10 @@ class Engine:
     def accept(self, prepared: PreparedPrompt) -> Request:
         """Take a prepared request. Raises ``EngineOverloaded`` or ``EngineClosed``; then nothing was taken."""
         self._require_open()
-        self._scheduler.require_room(len(prepared.token_ids) + prepared.max_tokens, prepared.params.n)
+        params = prepared.params
+        self._scheduler.require_room(len(prepared.token_ids) + prepared.max_tokens, params.num_newcomers)
         request = self._requests.add(prepared, self._clock.now())
-        for sequence in request.sequences:
-            self._enqueue(sequence, prepared)
+        self._enqueue(request, prepared)
         return request
 
     def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
@@ -124,22 +124,28 @@ class Engine:
         prepared = self._intake.prepare_continuation(
             prompt, sequence.token_ids, params if params is not None else request.params, request.priority
         )
-        self._scheduler.require_room(len(sequence.token_ids) + len(prepared.token_ids) + prepared.max_tokens)
+        num_tokens = len(sequence.token_ids) + len(prepared.token_ids) + prepared.max_tokens
+        self._scheduler.require_room(num_tokens, prepared.params.num_newcomers)
         self._requests.begin_turn(request, sequence, prepared, self._clock.now())
-        self._enqueue(sequence, prepared)
+        self._enqueue(request, prepared)
 
-    def _enqueue(self, sequence: Sequence, prepared: PreparedPrompt) -> None:
-        self._answers.open(sequence)
-        self._scheduler.add(sequence)
-        self._counters.num_prompt_tokens += len(prepared.token_ids)
+    def _enqueue(self, request: Request, prepared: PreparedPrompt) -> None:
+        starting = request.sequences
+        if request.params.is_contest:
+            for sequence in request.sequences:
+                self._answers.open(sequence)
+            starting = self._outcomes.contests.open(request)
+        for sequence in starting:
+            self._answers.open(sequence)
+            self._scheduler.add(sequence)
+            self._counters.num_prompt_tokens += len(prepared.token_ids)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now and free its blocks; return whether it was live. Unknown ids are no error."""
         request = self._requests.find(request_id)
         if request is None or request.is_done:
             return False
-        for sequence in request.sequences:
-            self._outcomes.end(sequence, "abort")
+        self._outcomes.abort(request)
         self._move_blocks()
         return True
 

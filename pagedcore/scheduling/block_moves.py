@@ -114,6 +114,12 @@ class BlockMoves:
             self._blocks.release(sequence)
         sequence.forget_computed()
 
+    def drop(self, sequence: Sequence) -> None:
+        """Give up the blocks of a finished sequence that nobody will continue."""
+        self.abandon(sequence)
+        self._blocks.drop(sequence)
+        sequence.forget_computed()
+
     def abandon(self, sequence: Sequence) -> None:
         """Drop what the host keeps for a sequence, and what is on its way for it."""
         self._debts.pop(sequence.sequence_id, None)
