@@ -86,4 +86,5 @@ class AnswerBook:
             finish_reason=reason,
             logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
             error=request.error if reason == "error" else None,
+            score=sequence.score,
         )

@@ -55,7 +55,9 @@ class Engine:
         )
         self._counters = Counters()
         self._outcomes = Outcomes(parts, self._requests, self._answers, self._counters, self._clock)
-        self._turns = Turns(parts, self._requests, self._answers, self._counters, self._clock)
+        self._turns = Turns(
+            parts, self._requests, self._answers, self._outcomes.contests, self._counters, self._clock
+        )
         self._mover = BlockMover(parts.store, parts.scheduler.moves, self._clock)
         if (host := parts.block_manager.host) is not None:
             num_blocks = min(parts.block_manager.num_blocks, host.num_blocks)
@@ -118,10 +120,10 @@ class Engine:
     def accept(self, prepared: PreparedPrompt) -> Request:
         """Take a prepared request. Raises ``EngineOverloaded`` or ``EngineClosed``; then nothing was taken."""
         self._require_open()
-        self._scheduler.require_room(len(prepared.token_ids) + prepared.max_tokens, prepared.params.n)
+        params = prepared.params
+        self._scheduler.require_room(len(prepared.token_ids) + prepared.max_tokens, params.num_newcomers)
         request = self._requests.add(prepared, self._clock.now())
-        for sequence in request.sequences:
-            self._turns.enqueue(sequence, len(prepared.token_ids))
+        self._turns.start(request, len(prepared.token_ids))
         return request
 
     def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
@@ -160,8 +162,7 @@ class Engine:
         request = self._requests.find(request_id)
         if request is None or request.is_done:
             return False
-        for sequence in request.sequences:
-            self._outcomes.end(sequence, "abort")
+        self._outcomes.abort(request)
         self._move_blocks()
         return True
 

@@ -99,7 +99,8 @@ class EngineThread:
 
     def accept(self, prepared: PreparedPrompt, sink: Sink, may_wait: bool) -> None:
         """Take a request for a sink, hold it back until there is room, or tell the sink why not."""
-        if may_wait and not self._is_stopping and (self._held or not self.engine.can_accept(prepared.params.n)):
+        has_room = not self._held and self.engine.can_accept(prepared.params.num_newcomers)
+        if may_wait and not self._is_stopping and not has_room:
             self._held.append((prepared, sink))
             return
         try:
@@ -138,7 +139,7 @@ class EngineThread:
                 self._release(request, sink)
 
     def _admit_held(self) -> None:
-        while self._held and self.engine.can_accept(self._held[0][0].params.n):
+        while self._held and self.engine.can_accept(self._held[0][0].params.num_newcomers):
             self.accept(*self._held.popleft(), may_wait=False)
 
     def _take_commands(self) -> None:
@@ -191,4 +192,4 @@ class EngineThread:
 def _usage_of(request: Request) -> Usage:
     first = request.sequences[0]
     num_output_tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
-    return Usage(first.num_prompt_tokens, first.num_cached_tokens, num_output_tokens)
+    return Usage(first.num_prompt_tokens, first.num_cached_tokens or 0, num_output_tokens)

@@ -67,15 +67,16 @@ class Intake:
 
     def _resolve(self, token_ids: list[int], num_known: int, params: SamplingParams, priority: int) -> PreparedPrompt:
         validation.check_params_for_model(params, self.vocab_size)
-        if params.n > self.max_num_waiting:
-            raise TooManySequences("n", params.n, f"up to max_num_waiting ({self.max_num_waiting})")
+        if params.num_newcomers > self.max_num_waiting:
+            what = "n" if params.n == params.num_newcomers else "best_of"
+            raise TooManySequences(what, params.num_newcomers, f"up to max_num_waiting ({self.max_num_waiting})")
         validation.validate_prompt_ids(token_ids, self.vocab_size, self.max_model_len - num_known)
         num_prompt = num_known + len(token_ids)
         longest = self.max_model_len
         if params.max_tokens is None:
             longest = max(min(longest, self.num_pool_tokens), num_prompt + 1)
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
-        validation.check_fits_pool(num_prompt, max_tokens, params.n, self.num_pool_tokens)
+        validation.check_fits_pool(num_prompt, max_tokens, params.num_sequences, self.num_pool_tokens)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         return PreparedPrompt(list(token_ids), params, max_tokens, eos.union(params.stop_token_ids), priority)
 

@@ -14,6 +14,8 @@ MAX_TEMPERATURE: Final = 10.0
 MAX_PENALTY: Final = 2.0
 #: Repetition penalty divides logits; beyond this the sign alone decides.
 MAX_REPETITION_PENALTY: Final = 10.0
+#: Length penalty: a power of the length; beyond this the length alone decides.
+MAX_LENGTH_PENALTY: Final = 10.0
 #: Log-probabilities per token: bounds what one answer can copy out of a row.
 MAX_LOGPROBS: Final = 20
 #: Stop strings per request; matching is linear in their total length.

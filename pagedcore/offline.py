@@ -53,7 +53,7 @@ def _prepare_all(
 
 
 def _feed(engine: Engine, waiting: deque[PreparedPrompt], requests: list[Request]) -> None:
-    while waiting and engine.can_accept(waiting[0].params.n):
+    while waiting and engine.can_accept(waiting[0].params.num_newcomers):
         requests.append(engine.accept(waiting.popleft()))
 
 

@@ -5,12 +5,14 @@ The engine decides when; this module says what. Every way a request can end pass
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pagedcore.answers import AnswerBook
 from pagedcore.clock import Clock
+from pagedcore.contests import Beams, Chosen, Contest, Contests
 from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed
-from pagedcore.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
+from pagedcore.outputs import Delta, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
 from pagedcore.request import Request, Sequence
 from pagedcore.request_book import RequestBook
 from pagedcore.stats import Counters
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 class Outcomes:
     """The publishing side of one engine.
 
-    Invariant: a sequence's last delta, and only that, carries its finish reason.
+    Invariant: an answer's last delta, and only that, carries its finish reason.
+    Invariant: nothing is published of an answer that is chosen at the end before all answers of its request are.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Outcomes:
         self._answers = answers
         self._counters = counters
         self._clock = clock
+        self.contests = Contests(parts.scheduler, requests, answers)
 
     def note_started(self, plan: SchedulePlan) -> None:
         """Stamp the requests that a plan starts."""
@@ -46,23 +50,28 @@ class Outcomes:
 
     def commit(self, plan: SchedulePlan, sampled: SampledTokens) -> list[Delta]:
         """Make a computed step true; rows whose logits were unusable end first, and alone."""
-        deltas, tokens = [], {}
-        for i, row in enumerate(row for row in plan.rows if row.is_sampled):
-            if sampled.is_valid[i]:
-                tokens[row.sequence.sequence_id] = int(sampled.token_ids[i])
-                if (logprobs := sampled.logprobs[i]) is not None:
-                    row.sequence.logprobs.append(logprobs)
-            else:
+        deltas, tokens, contests = list[Delta](), dict[int, int | None](), dict[str, Contest]()
+        sequences = [row.sequence for row in plan.rows if row.is_sampled]
+        for sequence, token_id, logprobs in zip(sequences, sampled.token_ids.tolist(), sampled.logprobs, strict=True):
+            if token_id < 0:
                 error = InvalidLogits("the model returned no usable logits for this request")
-                deltas.append(self.end(row.sequence, "error", error))
+                deltas += self._end_all([sequence], "error", error)
+            elif sequence.finish_reason is None:
+                tokens[sequence.sequence_id] = self._note_sampled(sequence, token_id, logprobs, contests)
+        self.contests.steer(contests.values(), tokens)
         now = self._clock.now()
-        return deltas + [self._publish(new, now) for new in self._scheduler.commit(plan, tokens)]
+        for new in self._scheduler.commit(plan, tokens):
+            deltas += self._publish(new, now)
+        self.contests.add_branches(contests.values())
+        for contest in contests.values():
+            deltas += self._deliver_if_decided(contest, now)
+        return deltas
 
     def fail(self, plan: SchedulePlan, error: Exception) -> list[Delta]:
         """End every request of a batch that could not be computed; call it after the rollback."""
         failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
         failure.__cause__ = error
-        return [self.end(row.sequence, "error", failure) for row in plan.rows]
+        return self._end_all((row.sequence for row in plan.rows), "error", failure)
 
     def expire_waiting(self, limit_s: float | None) -> list[Delta]:
         """End the requests that have waited longer than ``limit_s`` seconds for their first start."""
@@ -75,18 +84,12 @@ class Outcomes:
             for sequence in self._scheduler.never_started()
             if self._requests.request_of(sequence).timeline.arrival_s < latest
         ]
-        return [self.end(sequence, "error", error) for sequence in expired]
+        return self._end_all(expired, "error", error)
 
-    def end(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> Delta:
-        """Finish a sequence for the engine's or the caller's reason; one that has finished stays as it is."""
-        request = self._requests.request_of(sequence)
-        text = ""
-        if sequence.finish_reason is None:
-            request.error = error
-            self._scheduler.finish(sequence, reason)
-            text, _ = self._answers.finish(sequence)
-            self._note_finished(request)
-        return self._delta(request, sequence, text, ())
+    def abort(self, request: Request) -> None:
+        """Finish what of a request has not finished, for the caller's reason."""
+        self.contests.close(request, "abort")
+        self._end_all(request.sequences, "abort")
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all answers of a request as they stand."""
@@ -106,12 +109,62 @@ class Outcomes:
             ),
         )
 
-    def _publish(self, new: NewToken, now: float) -> Delta:
+    def _end_all(
+        self, sequences: Iterable[Sequence], reason: FinishReason, error: Exception | None = None
+    ) -> list[Delta]:
+        """End sequences, and with a contender its whole request; those that have finished stay as they are."""
+        deltas: list[Delta] = []
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                request = self._requests.request_of(sequence)
+                is_contest = self.contests.find(request) is not None
+                self.contests.close(request, reason)
+                deltas += [
+                    self._end(request, one, reason, error)
+                    for one in (request.sequences if is_contest else [sequence])
+                ]
+        return deltas
+
+    def _end(self, request: Request, sequence: Sequence, reason: FinishReason, error: Exception | None) -> Delta:
+        request.error = error
+        self._scheduler.finish(sequence, reason)
+        text, _ = self._answers.finish(sequence)
+        self._note_finished(request)
+        return self._delta(request, sequence, text, ())
+
+    def _note_sampled(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, contests: dict[str, Contest]
+    ) -> int | None:
+        """Keep what was sampled and return the sequence's next token; a beam's is chosen later, by its search."""
+        contest = self.contests.find(self._requests.request_of(sequence))
+        if contest is not None:
+            contests[contest.request.request_id] = contest
+        if isinstance(contest, Beams):
+            contest.offers[sequence.sequence_id] = logprobs.top if logprobs is not None else ()
+            return None
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+        return token_id
+
+    def _publish(self, new: NewToken, now: float) -> list[Delta]:
         sequence = new.sequence
         request = self._requests.request_of(sequence)
+        contest = self.contests.find(request)
+        if isinstance(contest, Beams):
+            return []
         self._counters.num_generated_tokens += 1
+        text = self._extend_text(new)
+        if contest is not None:
+            return []
         if request.timeline.first_token_s is None:
             request.timeline.first_token_s = now
+        if sequence.finish_reason is not None:
+            self._note_finished(request)
+        return [self._delta(request, sequence, text, (new.token_id,))]
+
+    def _extend_text(self, new: NewToken) -> str:
+        """Return what a token adds to its sequence's text; end the sequence where a stop string does."""
+        sequence = new.sequence
         text, is_stopped = self._answers.add_token(sequence, new.token_id)
         if is_stopped:
             self._scheduler.finish(sequence, "stop")
@@ -121,8 +174,37 @@ class Outcomes:
             if is_stopped:
                 # Why: the token that completed a stop string may also have been the last one allowed.
                 sequence.finish_reason = "stop"
-            self._note_finished(request)
-        return self._delta(request, sequence, text, (new.token_id,))
+        return text
+
+    def _deliver_if_decided(self, contest: Contest, now: float) -> list[Delta]:
+        """Give a request its chosen answers, as soon as they can be chosen."""
+        request = contest.request
+        if self.contests.find(request) is not contest or not contest.is_decided:
+            return []
+        results = contest.results()
+        if len(results) < len(request.sequences):
+            error = InvalidLogits("the model allows fewer different answers than this request asks for")
+            return self._end_all(request.sequences, "error", error)
+        self.contests.close(request, "stop")
+        request.timeline.first_token_s = now
+        deltas = [
+            self._deliver(request, sequence, chosen)
+            for sequence, chosen in zip(request.sequences, results, strict=True)
+        ]
+        self._note_finished(request)
+        return deltas
+
+    def _deliver(self, request: Request, sequence: Sequence, chosen: Chosen) -> Delta:
+        sequence.score, sequence.logprobs = chosen.score, list(chosen.logprobs)
+        text = ""
+        for token_id in chosen.token_ids:
+            sequence.token_ids.append(token_id)
+            text += self._answers.add_token(sequence, token_id)[0]
+        text += self._answers.finish(sequence)[0]
+        self._scheduler.finish(sequence, chosen.finish_reason)
+        if sequence.params.beam_width > 1:
+            self._counters.num_generated_tokens += len(chosen.token_ids)
+        return self._delta(request, sequence, text, chosen.token_ids)
 
     def _delta(self, request: Request, sequence: Sequence, text: str, token_ids: tuple[int, ...]) -> Delta:
         reason = sequence.finish_reason
@@ -133,7 +215,7 @@ class Outcomes:
             text=text,
             token_ids=token_ids,
             finish_reason=reason,
-            logprobs=(sequence.logprobs[-1],) if wants_logprobs else None,
+            logprobs=tuple(sequence.logprobs[-len(token_ids) :]) if wants_logprobs else None,
             error=request.error if reason == "error" else None,
             num_prompt_tokens=sequence.num_prompt_tokens,
         )

@@ -34,6 +34,9 @@ class CompletionOutput:
     """One entry per token when asked for."""
     error: Exception | None = None
     """Why, when ``finish_reason`` is "error"."""
+    score: float | None = None
+    """What the answer was chosen by, higher is better: with ``best_of`` the mean of its tokens' log-probabilities, in
+    beam search their sum divided by the number of tokens to the power ``length_penalty``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,8 @@ class Sequence:
 
     __slots__ = (
         "arrival", "block_keys", "cache_root", "finish_reason", "logprobs", "max_tokens", "num_cached_tokens",
-        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "params", "priority", "seed",
-        "sequence_id", "status", "stop_token_ids", "token_ids",
+        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "params", "priority", "score",
+        "seed", "sequence_id", "status", "stop_token_ids", "token_ids",
     )
 
     def __init__(
@@ -81,6 +81,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprobs] = []
+        self.score: float | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -101,6 +102,25 @@ class Sequence:
     def max_total_tokens(self) -> int:
         """Positions of the sequence when this turn has grown to its limit."""
         return self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest next tokens a step reports with the chosen one; ``None``: it reports nothing."""
+        if self.params.beam_width > 1:
+            return self.params.beam_width + len(self.stop_token_ids)
+        return 0 if self.params.logprobs is None and self.params.is_contest else self.params.logprobs
+
+    def branch(self, sequence_id: int, *, seed: int) -> Sequence:
+        """Return a waiting sequence that goes on from the same tokens, in the same turn, with nothing computed."""
+        other = Sequence(
+            sequence_id, self.token_ids, self.params, max_tokens=self.max_tokens, seed=seed,
+            stop_token_ids=self.stop_token_ids, priority=self.priority, arrival=self.arrival,
+            cache_root=self.cache_root,
+        )
+        other.num_prompt_tokens = self.num_prompt_tokens
+        other.num_cached_tokens = self.num_cached_tokens
+        other.block_keys = list(self.block_keys)
+        return other
 
     def move_to(self, status: SequenceStatus) -> None:
         """Change place.
@@ -132,6 +152,7 @@ class Sequence:
         self.arrival = arrival
         self.finish_reason = None
         self.logprobs = []
+        self.score = None
 
     def reopen_turn(self, arrival: int) -> None:
         """Go on with an answer that was cut off, as if it had not been."""
@@ -181,7 +202,8 @@ class Request:
     Made by ``Engine.add_request``; usable only on the engine's thread. ``take_new_tokens`` reads tokens as they
     come, ``is_done`` says when to stop, then either ``extend`` goes on with the same cache or ``remove`` frees it.
 
-    Invariant: ``sequences`` has one entry per answer asked for (``SamplingParams.n``).
+    Invariant: ``sequences`` has one entry per answer asked for (``SamplingParams.n``). Where the answers are chosen at
+        the end, they stay empty until then, and the scheduler knows only those they are chosen from.
     """
 
     __slots__ = ("_num_taken", "_owner", "error", "params", "priority", "request_id", "sequences", "timeline")

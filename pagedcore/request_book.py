@@ -86,6 +86,17 @@ class RequestBook:
         self._by_sequence |= {sequence.sequence_id: request for sequence in request.sequences}
         return request
 
+    def branch(self, sequence: Sequence, index: int = 0) -> Sequence:
+        """Enter a further sequence of a request, which goes on from the same tokens with the seed number ``index``."""
+        self._num_sequences += 1
+        other = sequence.branch(self._num_sequences, seed=(sequence.seed + index * _SEED_STRIDE) % _SEED_RANGE)
+        self._by_sequence[other.sequence_id] = self._by_sequence[sequence.sequence_id]
+        return other
+
+    def strike(self, sequence: Sequence) -> None:
+        """Forget a sequence that ``branch`` entered."""
+        del self._by_sequence[sequence.sequence_id]
+
     def remove(self, request: Request) -> bool:
         """Forget a request; return whether it was known."""
         if self._by_id.pop(request.request_id, None) is None:

@@ -1,77 +1,44 @@
 """How one request wants its tokens chosen. Frozen, and completely checked when it is made.
 
-What depends on the model or the prompt (vocabulary size, room for the answer) is checked at the door, by
-``validation.py``; what the numbers do to logits is in ``execution/sampler.py``.
+What a single value may be is in ``normalisers.py``; what depends on the model or the prompt (vocabulary size, room
+for the answer) is checked at the door, by ``validation.py``; what the numbers do to logits is in
+``execution/sampler.py``, what beams do in ``beam_search.py``.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from pagedcore import normalisers
 from pagedcore.errors import (
-    InvalidBias,
     InvalidMaxTokens,
     InvalidMinTokens,
-    InvalidRequest,
     InvalidSampling,
     InvalidSeed,
-    InvalidStop,
-    InvalidToken,
     TooManyLogprobs,
     TooManySequences,
     UnknownParameter,
 )
 from pagedcore.limits import (
     MAX_COUNT,
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LENGTH_PENALTY,
     MAX_LOGPROBS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_SEED,
     MAX_SEQUENCES_PER_REQUEST,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
 )
-
-
-class LogitBias(Mapping[int, float]):
-    """What is added to which token's logit: an immutable mapping, so that parameters can be hashed.
-
-    Invariant: the entries never change; they were checked by the ``SamplingParams`` that hold them.
-    """
-
-    __slots__ = ("_entries",)
-
-    def __init__(self, entries: Mapping[int, float]) -> None:
-        self._entries = dict(entries)
-
-    def __getitem__(self, token_id: int) -> float:
-        return self._entries[token_id]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._entries.items()))
-
-    def __repr__(self) -> str:
-        return f"LogitBias({self._entries})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request; the names and meanings are the field's common ones.
 
+    Where answers are chosen among several (``best_of``, ``beam_width``) they are delivered at the end, at once.
     Numbers are Python's own ``int`` and ``float``: booleans and NumPy scalars are refused. They act in this
     order: logit_bias, repetition_penalty, presence and frequency penalties, min_tokens, temperature, top_k,
     top_p, min_p.
@@ -110,6 +77,17 @@ class SamplingParams:
     """Where the randomness starts, 0 to 2**63 - 1; ``None``: the engine derives one for the request."""
     n: int = 1
     """Answers to the same prompt, 1 to 16."""
+    best_of: int | None = None
+    """Compute this many answers, ``n`` to 16, and return the ``n`` best: those with the highest mean, over their
+    tokens, of the log-probability under the model's own distribution, the first of equal ones; ``None``: ``n``."""
+    beam_width: int = 1
+    """Beam search with this many beams, ``n`` to 16, as ``generate(num_beams=)`` of transformers; 1: off. It is
+    deterministic, and what shapes a distribution, ``stop`` and ``logprobs`` cannot be combined with it."""
+    length_penalty: float = 1.0
+    """A beam's score is the sum of its log-probabilities divided by its length to this power, -10 to 10."""
+    early_stopping: bool | Literal["never"] = False
+    """Beam search ends: ``True``, with ``beam_width`` ended answers; ``False``, when at the present length no beam
+    can become better than these; "never", when at no length one can."""
     logprobs: int | None = None
     """Report each token's log-probability and this many alternatives, 0 to 20; ``None``: report nothing."""
 
@@ -133,6 +111,10 @@ class SamplingParams:
             ignore_eos: bool = False,
             seed: int | None = None,
             n: int = 1,
+            best_of: int | None = None,
+            beam_width: int = 1,
+            length_penalty: float = 1.0,
+            early_stopping: bool | Literal["never"] = False,
             logprobs: int | None = None,
         ) -> None: ...
 
@@ -141,6 +123,33 @@ class SamplingParams:
             object.__setattr__(self, name, normalise(name, getattr(self, name)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidMinTokens("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens} here")
+        if self.best_of is not None and self.best_of < self.n:
+            raise TooManySequences("best_of", self.best_of, f"n to {MAX_SEQUENCES_PER_REQUEST}, n is {self.n} here")
+        if self.beam_width > 1:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.n > self.beam_width:
+            raise TooManySequences("n", self.n, f"1 to beam_width, {self.beam_width} here")
+        for name in _NOT_WITH_BEAMS:
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                raise InvalidSampling(name, getattr(self, name), f"{default!r} where beam_width is above 1")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are computed at the same time for the answers."""
+        return max(self.n, self.best_of or 1, self.beam_width)
+
+    @property
+    def num_newcomers(self) -> int:
+        """Sequences that have to find a place in the waiting queue; a beam search starts with one."""
+        return 1 if self.beam_width > 1 else self.num_sequences
+
+    @property
+    def is_contest(self) -> bool:
+        """Whether the answers are chosen at the end, among more sequences than are returned."""
+        return self.beam_width > 1 or self.num_sequences > self.n
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
@@ -160,99 +169,8 @@ class SamplingParams:
                 raise UnknownParameter("parameter name", name, f"one of {known}", _suggestion(name))
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
-            values["logit_bias"] = _with_integer_keys(values["logit_bias"])
+            values["logit_bias"] = normalisers.with_integer_keys(values["logit_bias"])
         return cls(**values)
-
-
-_Normaliser = Callable[[str, Any], Any]
-
-
-def _number(low: float, high: float, *, low_is_allowed: bool = True) -> _Normaliser:
-    limit = f"a finite number {f'from {low:g}' if low_is_allowed else f'above {low:g}'} to {high:g}"
-
-    def normalise(name: str, value: Any) -> float:
-        # Why: NaN fails every comparison, so the range is asked for, not what lies outside it.
-        if type(value) not in (int, float) or not (low < value <= high or (low_is_allowed and value == low)):
-            raise InvalidSampling(name, value, limit)
-        return float(value)
-
-    return normalise
-
-
-def _integer(error: type[InvalidRequest], low: int, high: int, *, is_optional: bool = False) -> _Normaliser:
-    limit = f"an integer from {low} to {high}" + (" or None" if is_optional else "")
-
-    def normalise(name: str, value: Any) -> int | None:
-        if value is None and is_optional:
-            return None
-        if type(value) is not int or not low <= value <= high:
-            raise error(name, value, limit)
-        return value
-
-    return normalise
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise InvalidSampling(name, value, "True or False")
-    return value
-
-
-def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple):
-        raise InvalidStop(name, value, "a string, or a list or tuple of strings")
-    if len(texts) > MAX_STOP_STRINGS:
-        raise InvalidStop(name, len(texts), f"at most {MAX_STOP_STRINGS} strings")
-    for text in texts:
-        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or _holds_surrogate(text):
-            raise InvalidStop(name, text, f"strings of 1 to {MAX_STOP_LENGTH} characters without surrogates")
-    return tuple(texts)
-
-
-def _holds_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _require_token_id(name: str, token_id: Any) -> None:
-    if type(token_id) is not int or not 0 <= token_id <= MAX_COUNT:
-        raise InvalidToken(name, token_id, "token ids: integers from 0 to the vocabulary's size - 1")
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple):
-        raise InvalidStop(name, value, "a list or tuple of token ids")
-    if len(value) > MAX_STOP_TOKEN_IDS:
-        raise InvalidStop(name, len(value), f"at most {MAX_STOP_TOKEN_IDS} token ids")
-    for token_id in value:
-        _require_token_id(name, token_id)
-    return tuple(value)
-
-
-def _logit_bias(name: str, value: Any) -> LogitBias | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise InvalidBias(name, value, "a mapping of token ids to numbers, or None")
-    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
-        raise InvalidBias(name, len(value), f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")
-    entries = dict(islice(value.items(), MAX_LOGIT_BIAS_ENTRIES))
-    for token_id, bias in entries.items():
-        _require_token_id(name, token_id)
-        if type(bias) not in (int, float) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            raise InvalidBias(name, bias, f"finite numbers from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}")
-    return LogitBias({token_id: float(bias) for token_id, bias in entries.items()})
-
-
-def _with_integer_keys(bias: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
-        return bias
-    return {_as_token_id(key): value for key, value in islice(bias.items(), MAX_LOGIT_BIAS_ENTRIES)}
-
-
-def _as_token_id(key: Any) -> Any:
-    is_decimal = isinstance(key, str) and len(key) <= len(str(MAX_COUNT)) and key.isascii() and key.isdigit()
-    return int(key) if is_decimal else key
 
 
 def _suggestion(name: Any) -> str:
@@ -261,21 +179,29 @@ def _suggestion(name: Any) -> str:
     return f"Did you mean {close[0]}?" if close else ""
 
 
-_NORMALISERS: Final[Mapping[str, _Normaliser]] = {
-    "max_tokens": _integer(InvalidMaxTokens, 1, MAX_COUNT, is_optional=True),
-    "min_tokens": _integer(InvalidMinTokens, 0, MAX_COUNT),
-    "temperature": _number(0.0, MAX_TEMPERATURE),
-    "top_k": _integer(InvalidSampling, 0, MAX_COUNT),
-    "top_p": _number(0.0, 1.0, low_is_allowed=False),
-    "min_p": _number(0.0, 1.0),
-    "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
-    "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
-    "repetition_penalty": _number(0.0, MAX_REPETITION_PENALTY, low_is_allowed=False),
-    "logit_bias": _logit_bias,
-    "stop": _stop_strings,
-    "stop_token_ids": _token_ids,
-    "ignore_eos": _boolean,
-    "seed": _integer(InvalidSeed, 0, MAX_SEED, is_optional=True),
-    "n": _integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST),
-    "logprobs": _integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
+_NOT_WITH_BEAMS: Final = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "stop", "best_of", "logprobs",
+)
+_NORMALISERS: Final[Mapping[str, normalisers.Normaliser]] = {
+    "max_tokens": normalisers.integer(InvalidMaxTokens, 1, MAX_COUNT, is_optional=True),
+    "min_tokens": normalisers.integer(InvalidMinTokens, 0, MAX_COUNT),
+    "temperature": normalisers.number(0.0, MAX_TEMPERATURE),
+    "top_k": normalisers.integer(InvalidSampling, 0, MAX_COUNT),
+    "top_p": normalisers.number(0.0, 1.0, low_is_allowed=False),
+    "min_p": normalisers.number(0.0, 1.0),
+    "presence_penalty": normalisers.number(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": normalisers.number(-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": normalisers.number(0.0, MAX_REPETITION_PENALTY, low_is_allowed=False),
+    "logit_bias": normalisers.logit_bias,
+    "stop": normalisers.stop_strings,
+    "stop_token_ids": normalisers.token_ids,
+    "ignore_eos": normalisers.boolean,
+    "seed": normalisers.integer(InvalidSeed, 0, MAX_SEED, is_optional=True),
+    "n": normalisers.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST),
+    "best_of": normalisers.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST, is_optional=True),
+    "beam_width": normalisers.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST),
+    "length_penalty": normalisers.number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    "early_stopping": normalisers.early_stopping,
+    "logprobs": normalisers.integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
 }

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from pagedcore.answers import AnswerBook
 from pagedcore.clock import Clock
+from pagedcore.contests import Contests
 from pagedcore.errors import InvalidMaxTokens, RequestStateError
 from pagedcore.history import History
 from pagedcore.intake import PreparedPrompt, Prompt
-from pagedcore.request import Request, Sequence
+from pagedcore.request import Request
 from pagedcore.request_book import RequestBook
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.stats import Counters
@@ -27,20 +28,28 @@ class Turns:
     """The turns of one engine's requests, the first one included."""
 
     def __init__(
-        self, parts: EngineParts, requests: RequestBook, answers: AnswerBook, counters: Counters, clock: Clock
+        self, parts: EngineParts, requests: RequestBook, answers: AnswerBook, contests: Contests, counters: Counters,
+        clock: Clock,
     ) -> None:
         self._intake = parts.intake
         self._scheduler = parts.scheduler
         self._requests = requests
         self._answers = answers
+        self._contests = contests
         self._counters = counters
         self._clock = clock
 
-    def enqueue(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """Let a sequence wait whose turn begins with so many new prompt tokens."""
-        self._answers.open(sequence)
-        self._scheduler.add(sequence)
-        self._counters.num_prompt_tokens += num_new_tokens
+    def start(self, request: Request, num_new_tokens: int) -> None:
+        """Let a turn's sequences wait: the answers themselves, or those among which they will be chosen."""
+        starting = request.sequences
+        if request.params.is_contest:
+            for sequence in request.sequences:
+                self._answers.open(sequence)
+            starting = self._contests.open(request)
+        for sequence in starting:
+            self._answers.open(sequence)
+            self._scheduler.add(sequence)
+            self._counters.num_prompt_tokens += num_new_tokens
 
     def prepare(
         self, prompt: Prompt, known_token_ids: SequenceOf[int], params: SamplingParams, priority: int
@@ -51,9 +60,10 @@ class Turns:
     def begin(self, request: Request, prepared: PreparedPrompt) -> None:
         """Continue a finished request with what was prepared for it. Raises as ``Request.extend``."""
         sequence = self._requests.require_extensible(request)
-        self._scheduler.require_room(len(sequence.token_ids) + len(prepared.token_ids) + prepared.max_tokens)
+        num_tokens = len(sequence.token_ids) + len(prepared.token_ids) + prepared.max_tokens
+        self._scheduler.require_room(num_tokens, prepared.params.num_newcomers)
         self._requests.begin_turn(request, sequence, prepared, self._clock.now())
-        self.enqueue(sequence, len(prepared.token_ids))
+        self.start(request, len(prepared.token_ids))
 
     def extend(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
         """Continue a finished request; see ``Request.extend``."""

@@ -178,27 +178,30 @@ def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         InvalidToken: a stop token or a biased token is not in the vocabulary.
         InvalidSampling: ``top_k`` is more than the vocabulary.
+        TooManySequences: ``beam_width`` is more than the vocabulary.
     """
     if params.top_k > vocab_size:
         raise InvalidSampling("top_k", params.top_k, f"0 (off) or 1 to {vocab_size}, the vocabulary")
+    if params.beam_width > vocab_size:
+        raise TooManySequences("beam_width", params.beam_width, f"1 (off) to {vocab_size}, the vocabulary")
     for token_id in params.stop_token_ids:
         _require_in_vocabulary("stop_token_ids", token_id, vocab_size)
     for token_id in params.logit_bias or ():
         _require_in_vocabulary("logit_bias", token_id, vocab_size)
 
 
-def check_fits_pool(num_prompt_tokens: int, max_tokens: int, n: int, pool_tokens: int) -> None:
-    """Check that a request fits the KV pool when it has the pool to itself.
+def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int, pool_tokens: int) -> None:
+    """Check that a request fits the KV pool when it has the pool to itself, even if its sequences share nothing.
 
     Raises:
-        RequestTooLarge: ``n * (num_prompt_tokens + max_tokens)`` is more than ``pool_tokens``.
+        RequestTooLarge: ``num_sequences * (num_prompt_tokens + max_tokens)`` is more than ``pool_tokens``.
     """
-    cost = n * (num_prompt_tokens + max_tokens)
+    cost = num_sequences * (num_prompt_tokens + max_tokens)
     if cost > pool_tokens:
         raise RequestTooLarge(
             "request", cost, f"at most {pool_tokens} tokens in the KV pool",
-            f"It is n x (prompt + max_tokens) = {n} x ({num_prompt_tokens} + {max_tokens}): "
-            "lower max_tokens or n, or give the engine more kv_cache_memory.",
+            f"It is sequences x (prompt + max_tokens) = {num_sequences} x ({num_prompt_tokens} + {max_tokens}): "
+            "lower max_tokens, or n, best_of or beam_width, or give the engine more kv_cache_memory.",
         )
 
 

@@ -191,6 +191,18 @@ class BlockManager:
             self.cache.discard(block_id)
         return self._cut(sequence_id, table, 0)
 
+    def drop(self, sequence: Sequence) -> int:
+        """Give up all blocks of a sequence that nobody will continue, and return how many.
+
+        What its full blocks hold can be found again, what its end holds cannot.
+        """
+        table = self._tables.get(sequence.sequence_id)
+        if table is None:
+            return 0
+        for block_id in table.block_ids[table.num_registered :].tolist():
+            self.cache.discard(block_id)
+        return self._cut(sequence.sequence_id, table, 0)
+
     def take_table(self, sequence_id: int) -> tuple[int, ...]:
         """Take a sequence's blocks out of its table; the references pass to the caller."""
         table = self._tables.pop(sequence_id)

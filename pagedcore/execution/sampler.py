@@ -96,7 +96,7 @@ class Sampler:
         self._adjusters = adjusters
 
     def _report_logprobs(self, rows: FloatArray, sequences: Seq[Sequence]) -> dict[int, _Report]:
-        wanted = {i: one.params.logprobs for i, one in enumerate(sequences) if one.params.logprobs is not None}
+        wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
         if not wanted:
             return {}
         normalisers, ids, values = self._report(rows, np.fromiter(wanted, np.int64), max(wanted.values()))

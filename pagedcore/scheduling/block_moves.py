@@ -175,6 +175,12 @@ class BlockMoves:
             return here, FoundBlocks((), 0)
         return here, find_blocks(blocks.hasher, sequence, num_tokens, blocks.host.cache)
 
+    def drop(self, sequence: Sequence) -> None:
+        """Give up the blocks of a finished sequence that nobody will continue."""
+        self.abandon(sequence)
+        self._blocks.drop(sequence)
+        sequence.forget_computed()
+
     def abandon(self, sequence: Sequence) -> None:
         """Drop what the host keeps for a sequence, and what is on its way for it."""
         self._open.pop(sequence.sequence_id, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum
 
@@ -104,6 +105,17 @@ class SchedulePlan:
     def moves_blocks(self) -> bool:
         """Whether blocks have to change hands before anything is computed."""
         return bool(self.preempted or self.released or self.swap_ins)
+
+    def is_about(self, running: Container[Sequence], waiting: Container[Sequence]) -> bool:
+        """Whether everybody is still where the plan found them."""
+        admitted = {sequence.sequence_id for sequence in self.admitted}
+        return (
+            all(row.sequence in running or row.sequence.sequence_id in admitted for row in self.rows)
+            and all(sequence in waiting for sequence in self.admitted)
+            and all(one.sequence in running for one in self.preempted)
+            and all(sequence in waiting for sequence in self.released)
+            and all(one.sequence in waiting for one in self.swap_ins)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ between any two calls.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.cache.transfers import Transfer
@@ -21,7 +20,7 @@ from pagedcore.scheduling.plan import NewToken, ScheduledRow, SchedulePlan
 from pagedcore.scheduling.planner import PlanningRules, StepPlanner
 from pagedcore.scheduling.policies import Policy
 from pagedcore.scheduling.preemption import PreemptionRules
-from pagedcore.scheduling.scheduler_stats import SchedulerCounters, SchedulerStats
+from pagedcore.scheduling.scheduler_stats import SchedulerCounters, SchedulerStats, describe
 from pagedcore.scheduling.step_in_flight import StepInFlight
 from pagedcore.scheduling.waiting_queue import PolicyOrder, WaitingQueue
 
@@ -110,24 +109,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Describe the present and count the past."""
-        blocks, host = self.block_manager, self.block_manager.host
-        pinned = host.pins if host is not None else {}
-        return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_swapped=sum(sequence.sequence_id in pinned for sequence in self._waiting),
-            num_blocks=blocks.num_blocks,
-            num_used_blocks=blocks.num_used_blocks,
-            num_cached_blocks=blocks.num_cached_blocks,
-            num_available_blocks=blocks.num_available_blocks,
-            num_evicted_blocks=blocks.cache.num_evictions,
-            num_host_blocks=host.num_blocks if host is not None else 0,
-            num_used_host_blocks=host.num_used_blocks if host is not None else 0,
-            num_cached_host_blocks=host.num_cached_blocks if host is not None else 0,
-            num_moving_blocks=sum(len(one.moves) for one in host.in_flight) if host is not None else 0,
-            estimate_error=self.costs.mean_relative_error,
-            counters=copy(self._counters),
-        )
+        error = self.costs.mean_relative_error
+        return describe(self.block_manager, self._running, self._waiting, self._counters, error)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait: a new one, or a finished one after ``begin_turn``.
@@ -148,13 +131,24 @@ class Scheduler:
         Its blocks are given up at once, also while a step is in flight: what the device writes for it then is
         accounted for by nobody. What it computed can be found again, except after "error": that is forgotten.
         """
-        if sequence.status in (_FINISHED, _REMOVED):
-            return
-        self._waiting.discard(sequence)
-        self._running.discard(sequence)
-        if self._in_flight is not None:
-            self._in_flight.gone.add(sequence.sequence_id)
-        self._mark_finished(sequence, reason)
+        if sequence.status not in (_FINISHED, _REMOVED):
+            self._take_out(sequence)
+            self._mark_finished(sequence, reason)
+
+    def add_branch(self, sequence: Sequence, parent: Sequence) -> None:
+        """Let a sequence wait that goes on from all that ``parent`` has computed, and shares it.
+
+        It belongs to work that was accepted before: it is never refused, nor counted against the queue's bound.
+        """
+        self.block_manager.register_all(parent)
+        self._waiting.push_preempted(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """End a live sequence that nobody will continue: as ``finish``, but what its end holds is not kept."""
+        self._take_out(sequence)
+        sequence.move_to(_FINISHED)
+        sequence.finish_reason = "abort"
+        self.moves.drop(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a finished sequence for good, with what is kept for it; a second time does nothing.
@@ -220,13 +214,15 @@ class Scheduler:
         self._in_flight = None
         step.reservation.cancel()
 
-    def commit(self, plan: SchedulePlan, sampled: Mapping[int, int]) -> list[NewToken]:
+    def commit(self, plan: SchedulePlan, sampled: Mapping[int, int | None]) -> list[NewToken]:
         """Make the step true: positions are computed, tokens appended, ended sequences finished.
 
         Args:
             plan: what was reserved and has been computed.
             sampled: the next token by sequence id, for every row with ``is_sampled``. A sequence that was finished
-                while the step ran needs none; that is how a row without usable logits leaves alone.
+                while the step ran needs none; that is how a row without usable logits leaves alone. ``None`` for one
+                that others will go on from: it is computed and leaves, finished without a reason, and what it
+                computed can be found.
 
         Returns:
             What was appended, in the order of the rows.
@@ -262,16 +258,7 @@ class Scheduler:
             raise InternalError(f"{verb}: the step before was neither committed nor rolled back")
 
     def _require_present(self, plan: SchedulePlan) -> None:
-        """Refuse a plan that was made before somebody moved."""
-        admitted = {sequence.sequence_id for sequence in plan.admitted}
-        is_present = (
-            all(row.sequence.status is _RUNNING or row.sequence.sequence_id in admitted for row in plan.rows)
-            and all(sequence in self._waiting for sequence in plan.admitted)
-            and all(one.sequence in self._running for one in plan.preempted)
-            and all(sequence in self._waiting for sequence in plan.released)
-            and all(one.sequence in self._waiting for one in plan.swap_ins)
-        )
-        if not is_present:
+        if not plan.is_about(self._running, self._waiting):
             raise InternalError("the plan is out of date; a sequence moved after it was made")
 
     def _start(self, sequence: Sequence) -> None:
@@ -285,12 +272,25 @@ class Scheduler:
         sequence.num_computed_tokens = row.end
         self.block_manager.register(sequence, row.end)
         if token_id is None:
+            if row.end == len(sequence.token_ids):
+                self._set_aside(sequence)
             return None
         reason = sequence.append_token(token_id)
         if reason is not None:
             self._running.discard(sequence)
             self._mark_finished(sequence, reason)
         return NewToken(sequence, token_id, reason)
+
+    def _set_aside(self, sequence: Sequence) -> None:
+        self._running.discard(sequence)
+        sequence.move_to(_FINISHED)
+        self.moves.retire(sequence, is_trusted=True, is_movable=False)
+
+    def _take_out(self, sequence: Sequence) -> None:
+        self._waiting.discard(sequence)
+        self._running.discard(sequence)
+        if self._in_flight is not None:
+            self._in_flight.gone.add(sequence.sequence_id)
 
     def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.move_to(_FINISHED)

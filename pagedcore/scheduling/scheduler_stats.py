@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass, field
 
+from pagedcore.cache.block_manager import BlockManager
+from pagedcore.request import Sequence
 from pagedcore.scheduling.plan import PreemptionKind, ScheduledRow
 
 
@@ -61,3 +65,31 @@ class SchedulerStats:
     estimate_error: float
     """Mean relative error of the estimates that preemptions were chosen by, 0 to 1."""
     counters: SchedulerCounters
+
+
+def describe(
+    blocks: BlockManager,
+    running: Collection[Sequence],
+    waiting: Collection[Sequence],
+    counters: SchedulerCounters,
+    estimate_error: float,
+) -> SchedulerStats:
+    """Put the present together from who is where and who holds what."""
+    host = blocks.host
+    pinned = host.pins if host is not None else {}
+    return SchedulerStats(
+        num_running=len(running),
+        num_waiting=len(waiting),
+        num_swapped=sum(sequence.sequence_id in pinned for sequence in waiting),
+        num_blocks=blocks.num_blocks,
+        num_used_blocks=blocks.num_used_blocks,
+        num_cached_blocks=blocks.num_cached_blocks,
+        num_available_blocks=blocks.num_available_blocks,
+        num_evicted_blocks=blocks.cache.num_evictions,
+        num_host_blocks=host.num_blocks if host is not None else 0,
+        num_used_host_blocks=host.num_used_blocks if host is not None else 0,
+        num_cached_host_blocks=host.num_cached_blocks if host is not None else 0,
+        num_moving_blocks=sum(len(one.moves) for one in host.in_flight) if host is not None else 0,
+        estimate_error=estimate_error,
+        counters=copy(counters),
+    )

@@ -30,8 +30,8 @@ class StepInFlight:
         """The admitted sequences that still count."""
         return [sequence for sequence in self.plan.admitted if sequence.sequence_id not in self.gone]
 
-    def next_tokens(self, sampled: Mapping[int, int]) -> list[int | None]:
-        """Return what follows each of ``rows``, ``None`` where nothing was to be sampled.
+    def next_tokens(self, sampled: Mapping[int, int | None]) -> list[int | None]:
+        """Return what follows each of ``rows``, ``None`` where nothing does.
 
         Raises:
             InternalError: a sampled row has no token.
@@ -39,7 +39,7 @@ class StepInFlight:
         return [sampled[self._require_sampled(row, sampled)] if row.is_sampled else None for row in self.rows]
 
     @staticmethod
-    def _require_sampled(row: ScheduledRow, sampled: Mapping[int, int]) -> int:
+    def _require_sampled(row: ScheduledRow, sampled: Mapping[int, int | None]) -> int:
         if row.sequence.sequence_id not in sampled:
             raise InternalError(f"commit: no token for sequence {row.sequence.sequence_id}")
         return row.sequence.sequence_id

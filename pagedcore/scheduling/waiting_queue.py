@@ -34,8 +34,8 @@ class PolicyOrder:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return self._find(sequence) is not None
+    def __contains__(self, sequence: object) -> bool:
+        return isinstance(sequence, Sequence) and self._find(sequence) is not None
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in its place.

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pagedcore import errors, limits, sampling_params
-from pagedcore.sampling_params import LogitBias, SamplingParams
+from pagedcore.normalisers import LogitBias
+from pagedcore.sampling_params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -30,6 +31,10 @@ ACCEPTED = {
     "ignore_eos": [False, True],
     "seed": [None, 0, 2**63 - 1],
     "n": [1, 16],
+    "best_of": [None, 1, 16],
+    "beam_width": [1, 16],
+    "length_penalty": [-10, -10.0, 0, 1, 10, 10.0],
+    "early_stopping": [False, True, "never"],
     "logprobs": [None, 0, 20],
 }
 
@@ -60,6 +65,10 @@ REFUSED = {
     "ignore_eos": (errors.InvalidSampling, [None, 0, 1, "false", 1.0]),
     "seed": (errors.InvalidSeed, [-1, 2**63, *NOT_AN_INTEGER]),
     "n": (errors.TooManySequences, [0, -1, 17, 10**9, None, *NOT_AN_INTEGER]),
+    "best_of": (errors.TooManySequences, [0, -1, 17, 10**9, *NOT_AN_INTEGER]),
+    "beam_width": (errors.TooManySequences, [0, -1, 17, 10**9, None, *NOT_AN_INTEGER]),
+    "length_penalty": (errors.InvalidSampling, [-10.000001, 10.000001, *NOT_A_NUMBER]),
+    "early_stopping": (errors.InvalidSampling, [None, 0, 1, "true", "Never", b"never", 1.0]),
     "logprobs": (errors.TooManyLogprobs, [-1, 21, *NOT_AN_INTEGER]),
 }  # fmt: skip
 

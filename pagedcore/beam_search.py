@@ -1,0 +1,148 @@
+"""Beam search over one prompt: candidates in, survivors out, and the best answers that have ended.
+
+Knows tokens and log-probabilities, neither sequences nor blocks nor models; ``contests`` lets beams be computed.
+The rules are those of ``generate(num_beams=...)`` of transformers 5, for one prompt:
+
+    a round    every beam offers its likeliest next tokens; all candidates together are ranked by the sum of their
+               log-probabilities. Of the ``width`` best, those that end become hypotheses; the ``width`` best that
+               do not end are the next beams.
+    a score    sum of log-probabilities / number of tokens ** length_penalty. The ``width`` best are kept.
+    the end    no candidate goes on; or ``width`` hypotheses are kept and either ``early_stopping`` is true or the
+               best beam, at its present length ("never": at the length that suits it best), would not beat the worst
+               of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from heapq import nsmallest
+from typing import Literal
+
+Candidates = ListOf[tuple[int, float]]
+"""(token id, log-probability) pairs of what may follow one beam."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRules:
+    """What a search is asked for; the fields are those of ``SamplingParams``, resolved for one prompt."""
+
+    width: int
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of a beam's likeliest tokens are enough: should all stop tokens be among them, ``width`` go on."""
+        return self.width + len(self.stop_token_ids)
+
+    def score(self, log_probability: float, num_tokens: int) -> float:
+        """Return what an answer of ``num_tokens`` tokens is ranked by."""
+        return float(log_probability / num_tokens**self.length_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """An answer that has ended."""
+
+    token_ids: tuple[int, ...]
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A beam of the next round: which beam of this round it continues, and with what."""
+
+    parent: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    token_ids: tuple[int, ...]
+    log_probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    log_probability: float
+    parent: int
+    token_id: int
+
+
+class BeamSearch:
+    """The state of one search between rounds.
+
+    Invariant: all beams have the same number of tokens, and no two have the same tokens.
+    Invariant: at most ``width`` hypotheses are kept, best first, the earliest of equal ones first.
+    """
+
+    def __init__(self, rules: BeamRules) -> None:
+        self._rules = rules
+        self._beams = [_Beam((), 0.0)]
+        self.hypotheses: list[Hypothesis] = []
+        self.is_done = False
+
+    @property
+    def num_beams(self) -> int:
+        """Beams of the present round: one in the first, later as many as could be told apart, up to ``width``."""
+        return len(self._beams)
+
+    def advance(self, candidates: ListOf[Candidates]) -> list[Survivor]:
+        """Finish a round.
+
+        Args:
+            candidates: for each beam of the round, in order, the ``BeamRules.num_candidates`` likeliest tokens, or
+                all possible ones if they are fewer.
+
+        Returns:
+            The beams of the next round, in order; none when the search is done.
+        """
+        width = self._rules.width
+        ranked = self._rank(candidates)
+        self._keep(one for one in ranked[:width] if self._ends(one))
+        going_on = [one for one in ranked if not self._ends(one)][:width]
+        self._beams = [self._extend(one) for one in going_on]
+        self.is_done = not going_on or self._cannot_improve()
+        return [] if self.is_done else [Survivor(one.parent, one.token_id) for one in going_on]
+
+    def _rank(self, candidates: ListOf[Candidates]) -> list[_Candidate]:
+        rules, num_tokens = self._rules, len(self._beams[0].token_ids)
+        barred = rules.stop_token_ids if num_tokens < rules.min_tokens else frozenset()
+        everyone = (
+            _Candidate(beam.log_probability + log_probability, parent, token_id)
+            for parent, (beam, offered) in enumerate(zip(self._beams, candidates, strict=True))
+            for token_id, log_probability in offered if token_id not in barred
+        )
+        # Why: this many hold ``width`` that go on, even if every stop token of every one of them ranks before.
+        num_needed = rules.width * (1 + len(rules.stop_token_ids))
+        return nsmallest(num_needed, everyone, key=lambda one: (-one.log_probability, one.parent, one.token_id))
+
+    def _ends(self, candidate: _Candidate) -> bool:
+        num_tokens = len(self._beams[candidate.parent].token_ids) + 1
+        return candidate.token_id in self._rules.stop_token_ids or num_tokens == self._rules.max_tokens
+
+    def _keep(self, ended: Iterable[_Candidate]) -> None:
+        for candidate in ended:
+            beam = self._extend(candidate)
+            score = self._rules.score(beam.log_probability, len(beam.token_ids))
+            self.hypotheses.append(Hypothesis(beam.token_ids, score))
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.hypotheses[self._rules.width :]
+
+    def _extend(self, candidate: _Candidate) -> _Beam:
+        parent = self._beams[candidate.parent]
+        return _Beam((*parent.token_ids, candidate.token_id), candidate.log_probability)
+
+    def _cannot_improve(self) -> bool:
+        rules, best = self._rules, self._beams[0]
+        if len(self.hypotheses) < rules.width:
+            return False
+        is_patient = rules.early_stopping == "never" and rules.length_penalty > 0
+        num_tokens = rules.max_tokens if is_patient else len(best.token_ids)
+        attainable = rules.score(best.log_probability, num_tokens)
+        return rules.early_stopping is True or attainable <= self.hypotheses[-1].score
