@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pagedcore.config import EngineConfig
     from pagedcore.engine import Engine
     from pagedcore.memory import MemoryBudget
+    from pagedcore.observability.metrics import engine_metrics, engine_metrics_text
     from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, Usage
     from pagedcore.plugins.expose import expose
     from pagedcore.request import Request
@@ -36,6 +37,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Usage",
+    "engine_metrics",
+    "engine_metrics_text",
     "expose",
 ]
 
@@ -50,6 +53,8 @@ _HOMES: Final = {
     "RequestOutput": "pagedcore.outputs",
     "SamplingParams": "pagedcore.sampling_params",
     "Usage": "pagedcore.outputs",
+    "engine_metrics": "pagedcore.observability.metrics",
+    "engine_metrics_text": "pagedcore.observability.metrics",
     "expose": "pagedcore.plugins.expose",
 }
 

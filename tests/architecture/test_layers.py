@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stream", "whole_answer"),
     ("engine_thread",),
     ("async_engine",),
-    ("bench", "sizing"),
+    ("bench", "observability", "sizing"),
     ("cli",),
     ("__main__",),
 )
