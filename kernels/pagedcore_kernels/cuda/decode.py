@@ -1,0 +1,387 @@
+"""Attention of few query rows over long contexts: 16 packed rows, and the context split among CTAs.
+
+One CTA computes one work item of ``planner.py``: 16 rows, each one token and one query head of a KV head's group,
+over a run of segments. Its four warps share every tile: each multiplies the queries with 16 of the keys, the warps
+agree on the maximum, and each multiplies all weights with its share of the columns of V. An item that covers its
+rows' whole context writes the result; the others leave what they have per segment, and the last of them to finish
+folds it, in the order of the segments. Which CTA that is, and how the context was split, changes no bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from pagedcore_kernels.cuda import numerics as num
+from pagedcore_kernels.cuda import primitives as ptx
+from pagedcore_kernels.cuda.primitives import f32, i32, u32, u64
+from pagedcore_kernels.cuda.tiles import PADDING, TileShape, tile_functions
+
+ROWS = 16
+"""Packed query rows of a work item, as many as one tensor-core instruction takes."""
+WARPS = 4
+
+
+def partial_bytes(value_size: int) -> int:
+    """Bytes of one partial result: float32 values [16, value_size], maxima [16], sums of weights [16]."""
+    return ROWS * (value_size + 2) * 4
+
+
+def shared_bytes(shape: TileShape, stages: int) -> int:
+    """Bytes of dynamic shared memory."""
+    ring = stages * shape.tile * (shape.key_row + shape.value_row)
+    return ring + ROWS * shape.query_row + WARPS * ROWS * 4 + ROWS * (shape.tile * 2 + PADDING) + 16
+
+
+def decode_kernel(shape: TileShape, stages: int) -> Any:
+    """Make the kernel of one variant; its parameters are ``variants.ATTENTION_PARAMETERS``."""
+    fn = tile_functions(shape)
+    load_keys, load_values, stage_query, load_query = fn.load_keys, fn.load_values, fn.stage_query, fn.load_query
+    score_step, value_step, pack, pack_result = fn.score_step, fn.value_step, fn.pack, fn.pack_result
+    pair_index, pair_column, low_weight, high_weight = fn.pair_index, fn.pair_column, fn.low_weight, fn.high_weight
+    PAIRS, PAIR_STEP = fn.pairs_per_group, fn.pair_step
+    TILE, DV, STAGES, THREADS = shape.tile, shape.value_size, stages, shape.threads
+    SEGMENT, MASKED = num.SEGMENT, num.MASKED
+    KROW, VROW, QROW, PROW = shape.key_row, shape.value_row, shape.query_row, shape.tile * 2 + PADDING
+    STEPS, WORDS = shape.key_steps, shape.words_per_step
+    QUERY_WORDS = STEPS * WORDS
+    COLUMN_WARPS = TILE // 16
+    PV_STEPS = TILE // 16
+    GROUPS = shape.value_groups
+    MY_GROUPS = (GROUPS + WARPS - 1) // WARPS
+    UNEVEN = GROUPS % WARPS != 0
+    FLOATS = shape.floats_per_group
+    GROUP_COLUMNS = 32 // shape.pool.itemsize
+    OUT = MY_GROUPS * FLOATS
+    NARROW = shape.pool.itemsize == 1
+    KEY_TILE = TILE * KROW
+    STAGE = KEY_TILE + TILE * VROW
+    Q_AT = STAGES * STAGE
+    MAX_AT = Q_AT + ROWS * QROW
+    P_AT = MAX_AT + WARPS * ROWS * 4
+    FLAG_AT = P_AT + ROWS * PROW
+    PARTIAL = partial_bytes(DV)
+    QUADS = DV // 4
+    MERGE_ROUNDS = (ROWS * QUADS + THREADS - 1) // THREADS
+
+    @cuda.jit(device=True, inline="always")
+    def result_address(output, q_start, packed, head, kv_heads, group):
+        token = u32(u32(q_start) + u32(u32(packed) // u32(group)))
+        column = u32(u32(u32(head) * u32(group)) + u32(u32(packed) % u32(group)))
+        return output + (u64(token) * u64(u32(u32(kv_heads) * u32(group))) + u64(column)) * u64(DV * 2)
+
+    def decode(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks, scales,
+               page_stride, query_token, query_head, table_stride, page_shift, kv_heads, group, window, chunk,
+               unit, cap_input):
+        base = ptx.shared_address(cuda.shared.array(0, dtype=np.uint8))
+        t = i32(cuda.threadIdx.x)
+        lane = i32(t & 31)
+        warp = i32(t >> 5)
+        item = work + u64(u32(u32(cuda.blockIdx.x) // u32(kv_heads))) * u64(32)
+        head = i32(u32(cuda.blockIdx.x) % u32(kv_heads))
+        w = ptx.ldg128(item)
+        x = ptx.ldg128(item + u64(16))
+        row = i32(w[0])
+        if row < 0:                                   # an empty item of a fixed-size grid
+            return
+        row0 = i32(w[1])
+        segment0 = i32(w[2])
+        segment1 = i32(w[3])
+        slot = i32(x[0])                              # of the first partial, -1: the result is written at once
+        first_slot = i32(x[1])
+        num_partials = i32(x[2])
+        last_arrival = u32(x[3] - u32(1))
+        info = ptx.ldg128(rows_info + u64(row) * u64(16))
+        q_start = i32(info[0])
+        q_len = i32(info[1])
+        kv_len = i32(info[2])
+        all_rows = i32(q_len * group)
+        past = i32(kv_len - q_len)                    # the position of the row's first token
+        last = i32(min(i32(row0 + ROWS), all_rows) - 1)
+        first_position = i32(past + i32(u32(row0) // u32(group)))
+        last_position = i32(past + i32(u32(last) // u32(group)))
+        begin = num.first_visible(first_position, window, chunk)
+        all_visible_from = num.first_visible(last_position, window, chunk)
+        begin = i32(i32(u32(begin) // u32(TILE)) * TILE)
+        opens = slot == first_slot                    # this item starts where its rows' context does
+        j = i32(max(begin, i32(segment0 * SEGMENT)))
+        end = i32(min(i32(last_position + 1), i32(segment1 * SEGMENT)))
+        table = tables + u64(row) * u64(table_stride) * u64(4)
+        k_head = keys + u64(u32(head << page_shift)) * u64(KROW - PADDING)
+        v_head = values + u64(u32(head << page_shift)) * u64(VROW - PADDING)
+
+        stage_query(base + u32(Q_AT), query + u64(q_start) * u64(query_token)
+                    + u64(u32(head * group)) * u64(query_head), query_token, query_head, row0, ROWS, all_rows, group, t)
+        for s in range(STAGES - 1):
+            start = i32(j + s * TILE)
+            if start < end:
+                load_keys(base + u32(s * STAGE), k_head, table, page_shift, page_stride, start, kv_len, t)
+                load_values(base + u32(s * STAGE + KEY_TILE), v_head, table, page_shift, page_stride, start, kv_len, t)
+            ptx.cp_async_commit()
+
+        row_a = i32(lane >> 2)
+        packed_a = i32(min(i32(row0 + row_a), last))
+        packed_b = i32(min(i32(row0 + row_a + 8), last))
+        position_a = i32(past + i32(u32(packed_a) // u32(group)))
+        position_b = i32(past + i32(u32(packed_b) // u32(group)))
+        visible_a = num.first_visible(position_a, window, chunk)
+        visible_b = num.first_visible(position_b, window, chunk)
+        value_scale = f32(1)
+        if NARROW:
+            key_scale = ptx.ldgf32(scales + u64(u32(head)) * u64(4))
+            value_scale = ptx.ldgf32(scales + u64(u32(kv_heads + head)) * u64(4))
+            if cap_input > f32(0):
+                cap_input = ptx.fmul(cap_input, key_scale)
+            else:
+                unit = ptx.fmul(unit, key_scale)
+        slope_a = f32(0)
+        slope_b = f32(0)
+        if slopes != u64(0):
+            per_unit = ptx.fmul(f32(num.LOG2_E), ptx.rcp(unit))
+            my_slopes = slopes + u64(u32(head * group)) * u64(4)
+            slope_a = ptx.fmul(ptx.ldgf32(my_slopes + u64(u32(u32(packed_a) % u32(group))) * u64(4)), per_unit)
+            slope_b = ptx.fmul(ptx.ldgf32(my_slopes + u64(u32(u32(packed_b) % u32(group))) * u64(4)), per_unit)
+
+        cuda.syncthreads()
+        q = cuda.local.array(QUERY_WORDS, dtype=np.uint32)
+        q_lane = base + u32(Q_AT + (lane & 15) * QROW + (lane >> 4) * 16)
+        for step in range(STEPS):
+            load_query(q_lane + u32(step * WORDS * 8), q, step * WORDS)
+
+        o = cuda.local.array(OUT, dtype=np.float32)
+        total = cuda.local.array(OUT, dtype=np.float32)
+        for i in range(OUT):
+            o[i] = f32(0)
+            total[i] = f32(0)
+        max_a = f32(MASKED)
+        max_b = f32(MASKED)
+        sum_a = f32(0)
+        sum_b = f32(0)
+        total_max_a = f32(MASKED)
+        total_max_b = f32(MASKED)
+        total_sum_a = f32(0)
+        total_sum_b = f32(0)
+        k_lane = u32(((lane & 7) + ((lane >> 4) << 3) + warp * 16) * KROW + ((lane >> 3) & 1) * 16)
+        v_lane = u32(KEY_TILE + (lane & 15) * VROW + (lane >> 4) * 16 + warp * 32)
+        p_store = base + u32(P_AT + row_a * PROW + warp * 32 + (lane & 3) * 4)
+        p_lane = base + u32(P_AT + (lane & 15) * PROW + (lane >> 4) * 16)
+        max_at = base + u32(MAX_AT)
+        current = i32(0)
+        while j < end:
+            if STAGES == 2:
+                ptx.cp_async_wait0()
+            else:
+                ptx.cp_async_wait1()
+            cuda.syncthreads()                        # the tile is here; nobody reads the one before any more
+            ahead = i32(j + (STAGES - 1) * TILE)
+            free = i32(current + STAGES - 1)
+            free = i32(free - STAGES) if free >= STAGES else free
+            if ahead < end:
+                to = base + u32(free * STAGE)
+                load_keys(to, k_head, table, page_shift, page_stride, ahead, kv_len, t)
+                load_values(to + u32(KEY_TILE), v_head, table, page_shift, page_stride, ahead, kv_len, t)
+            ptx.cp_async_commit()
+            tile = base + u32(current * STAGE)
+
+            # Scores of this warp's 16 keys.
+            s = cuda.local.array(8, dtype=np.float32)
+            for i in range(8):
+                s[i] = f32(0)
+            peak_a = f32(MASKED)
+            peak_b = f32(MASKED)
+            if warp < COLUMN_WARPS:
+                for step in range(STEPS):
+                    score_step(tile + k_lane + u32(step * 32), q, step * WORDS, s, 0)
+                if cap_input > f32(0):
+                    for i in range(8):
+                        s[i] = num.capped(s[i], cap_input)
+                key = i32(j + warp * 16 + (lane & 3) * 2)
+                if slopes != u64(0):
+                    for i in range(8):
+                        at = i32(key + ((i >> 2) * 8 + (i & 1)))
+                        s[i] = num.biased(s[i], slope_a if (i & 2) == 0 else slope_b, at,
+                                          position_a if (i & 2) == 0 else position_b)
+                if i32(j + TILE - 1) > first_position or j < all_visible_from:
+                    for i in range(8):
+                        at = i32(key + ((i >> 2) * 8 + (i & 1)))
+                        s[i] = num.masked(s[i], at, position_a if (i & 2) == 0 else position_b,
+                                          visible_a if (i & 2) == 0 else visible_b)
+                peak_a = num.max_of_quad(ptx.fmax(ptx.fmax(s[0], s[1]), ptx.fmax(s[4], s[5])))
+                peak_b = num.max_of_quad(ptx.fmax(ptx.fmax(s[2], s[3]), ptx.fmax(s[6], s[7])))
+                if (lane & 3) == 0:
+                    ptx.stsf32(max_at + u32((warp * ROWS + row_a) * 4), peak_a)
+                    ptx.stsf32(max_at + u32((warp * ROWS + row_a + 8) * 4), peak_b)
+            cuda.syncthreads()                        # every warp's maxima are here
+            new_a = max_a
+            new_b = max_b
+            for i in range(COLUMN_WARPS):
+                new_a = ptx.fmax(new_a, ptx.ldsf32(max_at + u32((i * ROWS + row_a) * 4)))
+                new_b = ptx.fmax(new_b, ptx.ldsf32(max_at + u32((i * ROWS + row_a + 8) * 4)))
+            factor_a = num.rescale(max_a, new_a, unit)
+            factor_b = num.rescale(max_b, new_b, unit)
+            max_a = new_a
+            max_b = new_b
+            if warp < COLUMN_WARPS:
+                shift_a = num.exponent_shift(max_a, unit)
+                shift_b = num.exponent_shift(max_b, unit)
+                for h in range(2):
+                    ptx.sts32(p_store + u32(h * 16), pack(num.weight(s[h * 4], unit, shift_a),
+                                                          num.weight(s[h * 4 + 1], unit, shift_a)))
+                    ptx.sts32(p_store + u32(8 * PROW + h * 16), pack(num.weight(s[h * 4 + 2], unit, shift_b),
+                                                                     num.weight(s[h * 4 + 3], unit, shift_b)))
+            cuda.syncthreads()                        # all weights are here
+
+            # All weights times this warp's columns of V.
+            for i in range(OUT // 4):
+                o[i * 4] = ptx.fmul(o[i * 4], factor_a)
+                o[i * 4 + 1] = ptx.fmul(o[i * 4 + 1], factor_a)
+                o[i * 4 + 2] = ptx.fmul(o[i * 4 + 2], factor_b)
+                o[i * 4 + 3] = ptx.fmul(o[i * 4 + 3], factor_b)
+            tile_a = f32(0)
+            tile_b = f32(0)
+            for step in range(PV_STEPS):
+                p = ptx.ldmatrix_x4(p_lane + u32(step * 32))
+                tile_a = ptx.fadd(tile_a, ptx.fadd(ptx.fadd(low_weight(p[0]), high_weight(p[0])),
+                                                   ptx.fadd(low_weight(p[2]), high_weight(p[2]))))
+                tile_b = ptx.fadd(tile_b, ptx.fadd(ptx.fadd(low_weight(p[1]), high_weight(p[1])),
+                                                   ptx.fadd(low_weight(p[3]), high_weight(p[3]))))
+                for g in range(MY_GROUPS):
+                    if not UNEVEN or warp + g * WARPS < GROUPS:
+                        value_step(tile + v_lane + u32(step * 16 * VROW + g * WARPS * 32), p[0], p[1], p[2], p[3],
+                                   o, g * FLOATS)
+            sum_a = ptx.ffma(sum_a, factor_a, tile_a)
+            sum_b = ptx.ffma(sum_b, factor_b, tile_b)
+            j = i32(j + TILE)
+            current = i32(current + 1) if current + 1 < STAGES else i32(0)
+
+            if j >= end or i32(u32(j) % u32(SEGMENT)) == 0:
+                sum_a = num.sum_of_quad(sum_a)
+                sum_b = num.sum_of_quad(sum_b)
+                new_a = ptx.fmax(total_max_a, max_a)
+                new_b = ptx.fmax(total_max_b, max_b)
+                keep_a = num.rescale(total_max_a, new_a, unit)
+                keep_b = num.rescale(total_max_b, new_b, unit)
+                add_a = num.rescale(max_a, new_a, unit)
+                add_b = num.rescale(max_b, new_b, unit)
+                total_max_a = new_a
+                total_max_b = new_b
+                total_sum_a = num.fold(total_sum_a, keep_a, sum_a, add_a)
+                total_sum_b = num.fold(total_sum_b, keep_b, sum_b, add_b)
+                for i in range(OUT):
+                    total[i] = num.fold(total[i], keep_a if (i & 2) == 0 else keep_b, o[i],
+                                        add_a if (i & 2) == 0 else add_b)
+                    o[i] = f32(0)
+                max_a = f32(MASKED)
+                max_b = f32(MASKED)
+                sum_a = f32(0)
+                sum_b = f32(0)
+                if slot >= 0 and (j >= end or not opens):
+                    mine = i32(slot)
+                    if not opens:
+                        mine = i32(slot + i32(u32(j - 1) // u32(SEGMENT)) - segment0)
+                    place = partials + u64(u32(u32(u32(mine) * u32(kv_heads)) + u32(head))) * u64(PARTIAL)
+                    for g in range(MY_GROUPS):
+                        if not UNEVEN or warp + g * WARPS < GROUPS:
+                            for pair in range(PAIRS):
+                                z = g * FLOATS + pair_index(pair)
+                                column = u32(u32((warp + g * WARPS) * GROUP_COLUMNS) + pair_column(pair, lane))
+                                to_a = place + u64(u32(u32(row_a * DV) + column)) * u64(4)
+                                ptx.stgf32(to_a, total[z])
+                                ptx.stgf32(to_a + u64(4), total[z + PAIR_STEP])
+                                ptx.stgf32(to_a + u64(8 * DV * 4), total[z + 2])
+                                ptx.stgf32(to_a + u64(8 * DV * 4 + 4), total[z + 2 + PAIR_STEP])
+                    if warp == 0 and (lane & 3) == 0:
+                        sums = place + u64(ROWS * DV * 4) + u64(u32(row_a)) * u64(4)
+                        ptx.stgf32(sums, total_max_a)
+                        ptx.stgf32(sums + u64(32), total_max_b)
+                        ptx.stgf32(sums + u64(64), total_sum_a)
+                        ptx.stgf32(sums + u64(96), total_sum_b)
+                    total_max_a = f32(MASKED)
+                    total_max_b = f32(MASKED)
+                    total_sum_a = f32(0)
+                    total_sum_b = f32(0)
+                    for i in range(OUT):
+                        total[i] = f32(0)
+        ptx.cp_async_wait0()
+
+        has_sink = sinks != u64(0)
+        my_sinks = sinks + u64(u32(head * group)) * u64(4)
+        if slot < 0:
+            sink_a = f32(0)
+            sink_b = f32(0)
+            if has_sink:
+                sink_a = ptx.ldgf32(my_sinks + u64(u32(u32(packed_a) % u32(group))) * u64(4))
+                sink_b = ptx.ldgf32(my_sinks + u64(u32(u32(packed_b) % u32(group))) * u64(4))
+            norm_a = ptx.fmul(num.normaliser(total_max_a, total_sum_a, unit, has_sink, sink_a), value_scale)
+            norm_b = ptx.fmul(num.normaliser(total_max_b, total_sum_b, unit, has_sink, sink_b), value_scale)
+            to_a = result_address(output, q_start, packed_a, head, kv_heads, group)
+            to_b = result_address(output, q_start, packed_b, head, kv_heads, group)
+            for g in range(MY_GROUPS):
+                if not UNEVEN or warp + g * WARPS < GROUPS:
+                    for pair in range(PAIRS):
+                        z = g * FLOATS + pair_index(pair)
+                        at = u64(u32(u32((warp + g * WARPS) * GROUP_COLUMNS) + pair_column(pair, lane))) * u64(2)
+                        if row0 + row_a <= last:
+                            ptx.stg32(to_a + at, pack_result(ptx.fmul(total[z], norm_a),
+                                                             ptx.fmul(total[z + PAIR_STEP], norm_a)))
+                        if row0 + row_a + 8 <= last:
+                            ptx.stg32(to_b + at, pack_result(ptx.fmul(total[z + 2], norm_b),
+                                                             ptx.fmul(total[z + 2 + PAIR_STEP], norm_b)))
+            return
+
+        # The last CTA of these rows folds what all of them have left.
+        # Safety: each thread's stores are made visible before the counter is raised, and it is read after.
+        flag = base + u32(FLAG_AT)
+        cuda.threadfence()
+        cuda.syncthreads()
+        if t == 0:
+            counter = u32(u32(u32(first_slot) * u32(kv_heads)) + u32(head))
+            ptx.sts32(flag, ptx.atom_inc(counters + u64(counter) * u64(4), last_arrival))
+        cuda.syncthreads()
+        if ptx.lds32(flag) != last_arrival:
+            return
+        cuda.threadfence()
+        # The partials are the last segments, one each, and before them everything else in one; what lies wholly
+        # before the first visible key was left by nobody.
+        before = i32(i32(u32(last_position) // u32(SEGMENT)) + 1 - num_partials)
+        skipped = i32(max(i32(i32(u32(begin) // u32(SEGMENT)) - before), 0))
+        for i in range(MERGE_ROUNDS):
+            chunk_id = i32(t + i * THREADS)
+            r = i32(u32(chunk_id) // u32(QUADS))
+            column = u32(u32(u32(chunk_id) % u32(QUADS)) * u32(4))
+            packed = i32(row0 + r)
+            if r < ROWS and packed <= last:
+                place = partials + u64(u32(u32(u32(first_slot + skipped) * u32(kv_heads)) + u32(head))) * u64(PARTIAL)
+                maximum = f32(MASKED)
+                weights = f32(0)
+                v0 = f32(0)
+                v1 = f32(0)
+                v2 = f32(0)
+                v3 = f32(0)
+                part = i32(skipped)
+                while part < num_partials:
+                    sums = place + u64(ROWS * DV * 4) + u64(u32(r)) * u64(4)
+                    part_max = ptx.ldgf32(sums)
+                    highest = ptx.fmax(maximum, part_max)
+                    keep = num.rescale(maximum, highest, unit)
+                    add = num.rescale(part_max, highest, unit)
+                    maximum = highest
+                    weights = num.fold(weights, keep, ptx.ldgf32(sums + u64(64)), add)
+                    v = ptx.ldg128(place + u64(u32(u32(r * DV) + column)) * u64(4))
+                    v0 = num.fold(v0, keep, ptx.as_f32(v[0]), add)
+                    v1 = num.fold(v1, keep, ptx.as_f32(v[1]), add)
+                    v2 = num.fold(v2, keep, ptx.as_f32(v[2]), add)
+                    v3 = num.fold(v3, keep, ptx.as_f32(v[3]), add)
+                    place += u64(u32(kv_heads)) * u64(PARTIAL)
+                    part = i32(part + 1)
+                sink = f32(0)
+                if has_sink:
+                    sink = ptx.ldgf32(my_sinks + u64(u32(u32(packed) % u32(group))) * u64(4))
+                norm = ptx.fmul(num.normaliser(maximum, weights, unit, has_sink, sink), value_scale)
+                to = result_address(output, q_start, packed, head, kv_heads, group) + u64(column) * u64(2)
+                ptx.stg64(to, pack_result(ptx.fmul(v0, norm), ptx.fmul(v1, norm)),
+                          pack_result(ptx.fmul(v2, norm), ptx.fmul(v3, norm)))
+
+    return decode
