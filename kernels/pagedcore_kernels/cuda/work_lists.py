@@ -2,7 +2,7 @@
 
 Owns the choice of kernel for each row and the split of long contexts among CTAs. Pure NumPy on a checked ``StepPlan``,
 no loop over rows. Layers that see the same keys share a list. How the work is cut changes speed and no bit of a
-result; ``numerics.py`` says why. Read ``decode.py`` for what an item means to the kernel.
+result; ``device/numerics.py`` says why. Read ``device/decode.py`` for what an item means to the kernel.
 
 An item serves every KV head: CTA b computes head ``b % kv_heads`` of item ``b // kv_heads``.
 """
@@ -15,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedcore.ports import Int32Array, Int64Array
+from pagedcore_kernels.cuda.shapes import DECODE_ROWS, PREFILL_ROWS, SEGMENT
 from pagedcore_kernels.plan import StepPlan
 
-DECODE_ROWS = 16
-PREFILL_ROWS = 64
-SEGMENT = 512
 LONG_CONTEXT = 4 * SEGMENT
 """From here on even a few tokens too many for one decode item are better off with the context split."""
 

@@ -12,39 +12,27 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from pagedcore_kernels.cuda import numerics as num
-from pagedcore_kernels.cuda import primitives as ptx
-from pagedcore_kernels.cuda.primitives import f32, i32, u32, u64
-from pagedcore_kernels.cuda.tiles import PADDING, TileShape, tile_functions
-
-WARPS = 4
-ROWS = 16 * WARPS
-"""Packed query rows of a work item."""
-
-
-def keeps_query_in_registers(shape: TileShape) -> bool:
-    """Whether the query fragments stay in registers; beyond this size they are read again for every tile."""
-    return shape.key_size <= 128
+from pagedcore_kernels.cuda.device import numerics as num
+from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
+from pagedcore_kernels.cuda.device.tiles import tile_functions
+from pagedcore_kernels.cuda.shapes import PREFILL_ROWS as ROWS
+from pagedcore_kernels.cuda.shapes import ROW_PADDING as PADDING
+from pagedcore_kernels.cuda.shapes import SEGMENT, THREADS, AttentionShape
 
 
-def shared_bytes(shape: TileShape) -> int:
-    """Bytes of dynamic shared memory."""
-    floats = shape.value_groups * shape.floats_per_group
-    return shape.tile * (shape.key_row + shape.value_row) + ROWS * shape.query_row + floats * 4 * shape.threads
-
-
-def prefill_kernel(shape: TileShape) -> Any:
+def prefill_kernel(shape: AttentionShape) -> Any:
     """Make the kernel of one variant; its parameters are ``variants.ATTENTION_PARAMETERS``."""
     fn = tile_functions(shape)
     load_keys, load_values, stage_query, load_query = fn.load_keys, fn.load_values, fn.stage_query, fn.load_query
     score_step, value_step, pack, pack_result = fn.score_step, fn.value_step, fn.pack, fn.pack_result
     pair_index, pair_column, low_weight, high_weight = fn.pair_index, fn.pair_column, fn.low_weight, fn.high_weight
     PAIRS, PAIR_STEP = fn.pairs_per_group, fn.pair_step
-    TILE, DV, THREADS = shape.tile, shape.value_size, shape.threads
-    SEGMENT, MASKED = num.SEGMENT, num.MASKED
+    TILE, DV = shape.tile, shape.value_size
+    MASKED = num.MASKED
     KROW, VROW, QROW = shape.key_row, shape.value_row, shape.query_row
     STEPS, WORDS = shape.key_steps, shape.words_per_step
-    QREG = keeps_query_in_registers(shape)
+    QREG = shape.keeps_query_in_registers
     QUERY_WORDS = STEPS * WORDS if QREG else WORDS
     BLOCKS = TILE // 16
     SCORES = TILE // 2
@@ -263,6 +251,7 @@ def prefill_kernel(shape: TileShape) -> Any:
                 if row_a <= last:
                     ptx.stg32(to_a + at, pack_result(ptx.fmul(o[z], norm_a), ptx.fmul(o[z + PAIR_STEP], norm_a)))
                 if row_a + 8 <= last:
-                    ptx.stg32(to_b + at, pack_result(ptx.fmul(o[z + 2], norm_b), ptx.fmul(o[z + 2 + PAIR_STEP], norm_b)))
+                    ptx.stg32(to_b + at, pack_result(ptx.fmul(o[z + 2], norm_b),
+                                                     ptx.fmul(o[z + 2 + PAIR_STEP], norm_b)))
 
     return prefill

@@ -14,21 +14,13 @@ from __future__ import annotations
 
 from numba import cuda
 
-from pagedcore_kernels.cuda import primitives as ptx
-from pagedcore_kernels.cuda.primitives import f32, i32, u32
+from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.primitives import f32, i32, u32
 
 MASKED = -1.0e30
 NO_SCORE = -5.0e29
 """Maxima below this belong to rows that have seen no key."""
 LOG2_E = 1.4426950408889634
-SEGMENT = 512
-"""Tokens of a segment; a multiple of every tile."""
-MAX_TILE = 64
-
-
-def tile_size(key_size: int, value_size: int) -> int:
-    """Tokens of a tile, as many as registers and shared memory allow; part of the order, so of the head sizes alone."""
-    return MAX_TILE if max(key_size, value_size) <= 128 else MAX_TILE // 2
 
 
 @cuda.jit(device=True, inline="always")

@@ -14,36 +14,24 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from pagedcore_kernels.cuda import numerics as num
-from pagedcore_kernels.cuda import primitives as ptx
-from pagedcore_kernels.cuda.primitives import f32, i32, u32, u64
-from pagedcore_kernels.cuda.tiles import PADDING, TileShape, tile_functions
-
-ROWS = 16
-"""Packed query rows of a work item, as many as one tensor-core instruction takes."""
-WARPS = 4
-
-
-def partial_bytes(value_size: int) -> int:
-    """Bytes of one partial result: float32 values [16, value_size], maxima [16], sums of weights [16]."""
-    return ROWS * (value_size + 2) * 4
+from pagedcore_kernels.cuda.device import numerics as num
+from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
+from pagedcore_kernels.cuda.device.tiles import tile_functions
+from pagedcore_kernels.cuda.shapes import DECODE_ROWS as ROWS
+from pagedcore_kernels.cuda.shapes import ROW_PADDING as PADDING
+from pagedcore_kernels.cuda.shapes import SEGMENT, THREADS, WARPS, AttentionShape, partial_bytes
 
 
-def shared_bytes(shape: TileShape, stages: int) -> int:
-    """Bytes of dynamic shared memory."""
-    ring = stages * shape.tile * (shape.key_row + shape.value_row)
-    return ring + ROWS * shape.query_row + WARPS * ROWS * 4 + ROWS * (shape.tile * 2 + PADDING) + 16
-
-
-def decode_kernel(shape: TileShape, stages: int) -> Any:
+def decode_kernel(shape: AttentionShape) -> Any:
     """Make the kernel of one variant; its parameters are ``variants.ATTENTION_PARAMETERS``."""
     fn = tile_functions(shape)
     load_keys, load_values, stage_query, load_query = fn.load_keys, fn.load_values, fn.stage_query, fn.load_query
     score_step, value_step, pack, pack_result = fn.score_step, fn.value_step, fn.pack, fn.pack_result
     pair_index, pair_column, low_weight, high_weight = fn.pair_index, fn.pair_column, fn.low_weight, fn.high_weight
     PAIRS, PAIR_STEP = fn.pairs_per_group, fn.pair_step
-    TILE, DV, STAGES, THREADS = shape.tile, shape.value_size, stages, shape.threads
-    SEGMENT, MASKED = num.SEGMENT, num.MASKED
+    TILE, DV, STAGES = shape.tile, shape.value_size, shape.stages
+    MASKED = num.MASKED
     KROW, VROW, QROW, PROW = shape.key_row, shape.value_row, shape.query_row, shape.tile * 2 + PADDING
     STEPS, WORDS = shape.key_steps, shape.words_per_step
     QUERY_WORDS = STEPS * WORDS

@@ -103,7 +103,10 @@ cp_async_wait0 = _instruction("cp_async_wait0", "cp.async.wait_group 0;", [], []
 cp_async_wait1 = _instruction("cp_async_wait1", "cp.async.wait_group 1;", [], [], ordered=True)
 
 # Tensor cores: D[16, 8] = A[16, 16] B[16, 8] + C, fragments as in the PTX manual, section mma.m16n8k16.
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};"
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "
+    "{{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};"
+)
 mma_bf16 = _instruction("mma_bf16", _MMA.format("bf16"), [f32] * 4, [u32] * 6 + [f32] * 4)
 mma_f16 = _instruction("mma_f16", _MMA.format("f16"), [f32] * 4, [u32] * 6 + [f32] * 4)
 
@@ -146,6 +149,23 @@ def _bitcast(name: str, source: Any, target: Any) -> Any:
 
 as_f32 = _bitcast("as_f32", u32, f32)
 as_u32 = _bitcast("as_u32", f32, u32)
+
+
+def _half(name: str, shift: int) -> Any:
+    """Make an intrinsic that takes one half of a 32-bit word."""
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return builder.trunc(builder.lshr(values[0], ir.Constant(_I32, shift)), _I16)
+
+    def typer(typingctx: Any, word: Any) -> Any:
+        return signature(u16, u32), generate
+
+    typer.__name__ = typer.__qualname__ = name
+    return intrinsic(typer)
+
+
+low_half = _half("low_half", 0)
+high_half = _half("high_half", 16)
 
 
 @intrinsic

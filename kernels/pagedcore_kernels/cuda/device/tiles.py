@@ -13,88 +13,14 @@ and the columns of the result are permuted instead (``pair_column``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
 from numba import cuda
 
-from pagedcore_kernels.cuda import primitives as ptx
-from pagedcore_kernels.cuda.primitives import f32, i32, u16, u32, u64
-
-PADDING = 16
-
-
-class Format(Enum):
-    """What an element of query, result or pool is."""
-
-    BF16 = "bf16"
-    F16 = "f16"
-    E4M3 = "e4m3"
-    INT8 = "int8"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return 2 if self in (Format.BF16, Format.F16) else 1
-
-
-@dataclass(frozen=True)
-class TileShape:
-    """One attention variant as the tile functions see it; threads of a CTA included."""
-
-    key_size: int
-    value_size: int
-    query: Format
-    pool: Format
-    tile: int
-    threads: int
-
-    @property
-    def query_row(self) -> int:
-        """Bytes of a staged query row."""
-        return self.key_size * 2 + PADDING
-
-    @property
-    def key_row(self) -> int:
-        """Bytes of a K row in shared memory."""
-        return self.key_size * self.pool.itemsize + PADDING
-
-    @property
-    def value_row(self) -> int:
-        """Bytes of a V row in shared memory."""
-        return self.value_size * self.pool.itemsize + PADDING
-
-    @property
-    def key_steps(self) -> int:
-        """Steps of 32 bytes in a K row."""
-        return self.key_size * self.pool.itemsize // 32
-
-    @property
-    def value_groups(self) -> int:
-        """Groups of 32 bytes in a V row."""
-        return self.value_size * self.pool.itemsize // 32
-
-    @property
-    def words_per_step(self) -> int:
-        """Query registers that one step of a K row meets."""
-        return 8 // self.pool.itemsize
-
-    @property
-    def floats_per_group(self) -> int:
-        """Result registers that one group of a V row feeds."""
-        return 16 // self.pool.itemsize
-
-
-@cuda.jit(device=True, inline="always")
-def _low(word):
-    return u16(word & u32(0xFFFF))
-
-
-@cuda.jit(device=True, inline="always")
-def _high(word):
-    return u16(word >> u32(16))
+from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
+from pagedcore_kernels.cuda.shapes import ROW_PADDING, THREADS, AttentionShape, Format
 
 
 def _unpackers(pool: Format) -> tuple[Any, Any]:
@@ -102,11 +28,11 @@ def _unpackers(pool: Format) -> tuple[Any, Any]:
 
     @cuda.jit(device=True, inline="always")
     def e4m3_low(word):
-        return ptx.unpack_e4m3(_low(word))
+        return ptx.unpack_e4m3(ptx.low_half(word))
 
     @cuda.jit(device=True, inline="always")
     def e4m3_high(word):
-        return ptx.unpack_e4m3(_high(word))
+        return ptx.unpack_e4m3(ptx.high_half(word))
 
     # Why: 0x64XX is 1024 + XX in f16; with the sign bit flipped XX is the element + 128, so 1152 too much.
     @cuda.jit(device=True, inline="always")
@@ -120,14 +46,35 @@ def _unpackers(pool: Format) -> tuple[Any, Any]:
     return (e4m3_low, e4m3_high) if pool is Format.E4M3 else (int8_low, int8_high)
 
 
-def _row_loader(row_bytes: int, tile: int, threads: int) -> Any:
+def pair_unpackers(source: Format) -> tuple[Any, Any]:
+    """Functions from a word of two 16-bit elements to its low and its high one as floats."""
+
+    @cuda.jit(device=True, inline="always")
+    def bf16_low(pair):
+        return ptx.as_f32(pair << u32(16))
+
+    @cuda.jit(device=True, inline="always")
+    def bf16_high(pair):
+        return ptx.as_f32(pair & u32(0xFFFF0000))
+
+    @cuda.jit(device=True, inline="always")
+    def f16_low(pair):
+        return ptx.f16_to_f32(ptx.low_half(pair))
+
+    @cuda.jit(device=True, inline="always")
+    def f16_high(pair):
+        return ptx.f16_to_f32(ptx.high_half(pair))
+
+    return (bf16_low, bf16_high) if source is Format.BF16 else (f16_low, f16_high)
+
+
+def _row_loader(row_bytes: int, tile: int) -> Any:
     """The function that starts the copy of one tile of K or V rows into shared memory."""
     CHUNKS = row_bytes // 16
-    STRIDE = row_bytes + PADDING
+    STRIDE = row_bytes + ROW_PADDING
     TOTAL = tile * CHUNKS
-    ROUNDS = (TOTAL + threads - 1) // threads
-    EXACT = TOTAL % threads == 0
-    THREADS = threads
+    ROUNDS = (TOTAL + THREADS - 1) // THREADS
+    EXACT = TOTAL % THREADS == 0
     ROW = row_bytes
 
     @cuda.jit(device=True, inline="always")
@@ -149,11 +96,10 @@ def _row_loader(row_bytes: int, tile: int, threads: int) -> Any:
     return load_rows
 
 
-def _query_stager(shape: TileShape) -> Any:
+def _query_stager(shape: AttentionShape) -> Any:
     """The function that puts packed query rows into shared memory, in the order and format the pool wants."""
     CHUNKS = shape.key_size // 8
     ROW = shape.query_row
-    THREADS = shape.threads
     NARROW = shape.pool.itemsize == 1
     CONVERT = NARROW and shape.query is Format.BF16
 
@@ -196,7 +142,7 @@ def _query_stager(shape: TileShape) -> Any:
     return stage_query
 
 
-def tile_functions(shape: TileShape) -> SimpleNamespace:
+def tile_functions(shape: AttentionShape) -> SimpleNamespace:
     """Make the device functions of one variant; a kernel closes over them.
 
     ``score_step(address, q, qi, s, si)`` adds one step of 16 keys to s[si : si + 8];
@@ -208,6 +154,7 @@ def tile_functions(shape: TileShape) -> SimpleNamespace:
     HALF = NARROW or shape.pool is Format.F16
     mma = ptx.mma_f16 if HALF else ptx.mma_bf16
     low, high = _unpackers(shape.pool)
+    low_weight, high_weight = pair_unpackers(Format.F16 if HALF else Format.BF16)
 
     @cuda.jit(device=True, inline="always")
     def multiply(a0, a1, a2, a3, b0, b1, c, ci):
@@ -264,30 +211,10 @@ def tile_functions(shape: TileShape) -> SimpleNamespace:
     return SimpleNamespace(
         pair_index=pair_index, pair_column=pair_column, pair_step=4 if NARROW else 1,
         pairs_per_group=shape.floats_per_group // 4,
-        load_keys=_row_loader(shape.key_size * shape.pool.itemsize, shape.tile, shape.threads),
-        load_values=_row_loader(shape.value_size * shape.pool.itemsize, shape.tile, shape.threads),
+        load_keys=_row_loader(shape.key_size * shape.pool.itemsize, shape.tile),
+        load_values=_row_loader(shape.value_size * shape.pool.itemsize, shape.tile),
         stage_query=_query_stager(shape), load_query=load_query, score_step=score_step, value_step=value_step,
         pack=ptx.pack_f16 if HALF else ptx.pack_bf16,
         pack_result=ptx.pack_f16 if shape.query is Format.F16 else ptx.pack_bf16,
-        low_weight=_half_low if HALF else _bf16_low, high_weight=_half_high if HALF else _bf16_high,
+        low_weight=low_weight, high_weight=high_weight,
     )
-
-
-@cuda.jit(device=True, inline="always")
-def _bf16_low(pair):
-    return ptx.as_f32(pair << u32(16))
-
-
-@cuda.jit(device=True, inline="always")
-def _bf16_high(pair):
-    return ptx.as_f32(pair & u32(0xFFFF0000))
-
-
-@cuda.jit(device=True, inline="always")
-def _half_low(pair):
-    return ptx.f16_to_f32(_low(pair))
-
-
-@cuda.jit(device=True, inline="always")
-def _half_high(pair):
-    return ptx.f16_to_f32(_high(pair))
