@@ -16,21 +16,25 @@ from numba import cuda
 
 from pagedcore_kernels.cuda.device import numerics as num
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.partials import of_query_head, result_functions
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import tile_functions
 from pagedcore_kernels.cuda.shapes import DECODE_ROWS as ROWS
 from pagedcore_kernels.cuda.shapes import ROW_PADDING as PADDING
-from pagedcore_kernels.cuda.shapes import SEGMENT, THREADS, WARPS, AttentionShape, partial_bytes
+from pagedcore_kernels.cuda.shapes import SEGMENT, WARPS, AttentionShape
 
 
 def decode_kernel(shape: AttentionShape) -> Any:
     """Make the kernel of one variant; its parameters are ``variants.ATTENTION_PARAMETERS``."""
     fn = tile_functions(shape)
     load_keys, load_values, stage_query, load_query = fn.load_keys, fn.load_values, fn.stage_query, fn.load_query
-    score_step, value_step, pack, pack_result = fn.score_step, fn.value_step, fn.pack, fn.pack_result
-    pair_index, pair_column, low_weight, high_weight = fn.pair_index, fn.pair_column, fn.low_weight, fn.high_weight
-    PAIRS, PAIR_STEP = fn.pairs_per_group, fn.pair_step
-    TILE, DV, STAGES = shape.tile, shape.value_size, shape.stages
+    score_step, value_step, pack = fn.score_step, fn.value_step, fn.pack
+    low_weight, high_weight = fn.low_weight, fn.high_weight
+    out = result_functions(shape, fn)
+    result_address, partial_address, store_result, store_partial, merge = (
+        out.result_address, out.partial_address, out.store_result, out.store_partial, out.merge
+    )
+    TILE, STAGES = shape.tile, shape.stages
     MASKED = num.MASKED
     KROW, VROW, QROW, PROW = shape.key_row, shape.value_row, shape.query_row, shape.tile * 2 + PADDING
     STEPS, WORDS = shape.key_steps, shape.words_per_step
@@ -41,7 +45,6 @@ def decode_kernel(shape: AttentionShape) -> Any:
     MY_GROUPS = (GROUPS + WARPS - 1) // WARPS
     UNEVEN = GROUPS % WARPS != 0
     FLOATS = shape.floats_per_group
-    GROUP_COLUMNS = 32 // shape.pool.itemsize
     OUT = MY_GROUPS * FLOATS
     NARROW = shape.pool.itemsize == 1
     KEY_TILE = TILE * KROW
@@ -50,15 +53,6 @@ def decode_kernel(shape: AttentionShape) -> Any:
     MAX_AT = Q_AT + ROWS * QROW
     P_AT = MAX_AT + WARPS * ROWS * 4
     FLAG_AT = P_AT + ROWS * PROW
-    PARTIAL = partial_bytes(DV)
-    QUADS = DV // 4
-    MERGE_ROUNDS = (ROWS * QUADS + THREADS - 1) // THREADS
-
-    @cuda.jit(device=True, inline="always")
-    def result_address(output, q_start, packed, head, kv_heads, group):
-        token = u32(u32(q_start) + u32(u32(packed) // u32(group)))
-        column = u32(u32(u32(head) * u32(group)) + u32(u32(packed) % u32(group)))
-        return output + (u64(token) * u64(u32(u32(kv_heads) * u32(group))) + u64(column)) * u64(DV * 2)
 
     def decode(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks, scales,
                page_stride, query_token, query_head, table_stride, page_shift, kv_heads, group, window, chunk,
@@ -124,13 +118,11 @@ def decode_kernel(shape: AttentionShape) -> Any:
                 cap_input = ptx.fmul(cap_input, key_scale)
             else:
                 unit = ptx.fmul(unit, key_scale)
-        slope_a = f32(0)
-        slope_b = f32(0)
+        slope_a, slope_b = f32(0), f32(0)
         if slopes != u64(0):
             per_unit = ptx.fmul(f32(num.LOG2_E), ptx.rcp(unit))
-            my_slopes = slopes + u64(u32(head * group)) * u64(4)
-            slope_a = ptx.fmul(ptx.ldgf32(my_slopes + u64(u32(u32(packed_a) % u32(group))) * u64(4)), per_unit)
-            slope_b = ptx.fmul(ptx.ldgf32(my_slopes + u64(u32(u32(packed_b) % u32(group))) * u64(4)), per_unit)
+            slope_a = ptx.fmul(of_query_head(slopes, head, group, packed_a), per_unit)
+            slope_b = ptx.fmul(of_query_head(slopes, head, group, packed_b), per_unit)
 
         cuda.syncthreads()
         q = cuda.local.array(QUERY_WORDS, dtype=np.uint32)
@@ -143,14 +135,10 @@ def decode_kernel(shape: AttentionShape) -> Any:
         for i in range(OUT):
             o[i] = f32(0)
             total[i] = f32(0)
-        max_a = f32(MASKED)
-        max_b = f32(MASKED)
-        sum_a = f32(0)
-        sum_b = f32(0)
-        total_max_a = f32(MASKED)
-        total_max_b = f32(MASKED)
-        total_sum_a = f32(0)
-        total_sum_b = f32(0)
+        max_a, max_b = f32(MASKED), f32(MASKED)
+        sum_a, sum_b = f32(0), f32(0)
+        total_max_a, total_max_b = f32(MASKED), f32(MASKED)
+        total_sum_a, total_sum_b = f32(0), f32(0)
         k_lane = u32(((lane & 7) + ((lane >> 4) << 3) + warp * 16) * KROW + ((lane >> 3) & 1) * 16)
         v_lane = u32(KEY_TILE + (lane & 15) * VROW + (lane >> 4) * 16 + warp * 32)
         p_store = base + u32(P_AT + row_a * PROW + warp * 32 + (lane & 3) * 4)
@@ -261,62 +249,31 @@ def decode_kernel(shape: AttentionShape) -> Any:
                     total[i] = num.fold(total[i], keep_a if (i & 2) == 0 else keep_b, o[i],
                                         add_a if (i & 2) == 0 else add_b)
                     o[i] = f32(0)
-                max_a = f32(MASKED)
-                max_b = f32(MASKED)
-                sum_a = f32(0)
-                sum_b = f32(0)
+                max_a, max_b = f32(MASKED), f32(MASKED)
+                sum_a, sum_b = f32(0), f32(0)
                 if slot >= 0 and (j >= end or not opens):
                     mine = i32(slot)
                     if not opens:
                         mine = i32(slot + i32(u32(j - 1) // u32(SEGMENT)) - segment0)
-                    place = partials + u64(u32(u32(u32(mine) * u32(kv_heads)) + u32(head))) * u64(PARTIAL)
-                    for g in range(MY_GROUPS):
-                        if not UNEVEN or warp + g * WARPS < GROUPS:
-                            for pair in range(PAIRS):
-                                z = g * FLOATS + pair_index(pair)
-                                column = u32(u32((warp + g * WARPS) * GROUP_COLUMNS) + pair_column(pair, lane))
-                                to_a = place + u64(u32(u32(row_a * DV) + column)) * u64(4)
-                                ptx.stgf32(to_a, total[z])
-                                ptx.stgf32(to_a + u64(4), total[z + PAIR_STEP])
-                                ptx.stgf32(to_a + u64(8 * DV * 4), total[z + 2])
-                                ptx.stgf32(to_a + u64(8 * DV * 4 + 4), total[z + 2 + PAIR_STEP])
-                    if warp == 0 and (lane & 3) == 0:
-                        sums = place + u64(ROWS * DV * 4) + u64(u32(row_a)) * u64(4)
-                        ptx.stgf32(sums, total_max_a)
-                        ptx.stgf32(sums + u64(32), total_max_b)
-                        ptx.stgf32(sums + u64(64), total_sum_a)
-                        ptx.stgf32(sums + u64(96), total_sum_b)
-                    total_max_a = f32(MASKED)
-                    total_max_b = f32(MASKED)
-                    total_sum_a = f32(0)
-                    total_sum_b = f32(0)
+                    store_partial(partial_address(partials, mine, head, kv_heads), total, total_max_a, total_max_b,
+                                  total_sum_a, total_sum_b, warp, lane)
+                    total_max_a, total_max_b = f32(MASKED), f32(MASKED)
+                    total_sum_a, total_sum_b = f32(0), f32(0)
                     for i in range(OUT):
                         total[i] = f32(0)
         ptx.cp_async_wait0()
 
-        has_sink = sinks != u64(0)
-        my_sinks = sinks + u64(u32(head * group)) * u64(4)
         if slot < 0:
-            sink_a = f32(0)
-            sink_b = f32(0)
+            sink_a, sink_b = f32(0), f32(0)
+            has_sink = sinks != u64(0)
             if has_sink:
-                sink_a = ptx.ldgf32(my_sinks + u64(u32(u32(packed_a) % u32(group))) * u64(4))
-                sink_b = ptx.ldgf32(my_sinks + u64(u32(u32(packed_b) % u32(group))) * u64(4))
+                sink_a = of_query_head(sinks, head, group, packed_a)
+                sink_b = of_query_head(sinks, head, group, packed_b)
             norm_a = ptx.fmul(num.normaliser(total_max_a, total_sum_a, unit, has_sink, sink_a), value_scale)
             norm_b = ptx.fmul(num.normaliser(total_max_b, total_sum_b, unit, has_sink, sink_b), value_scale)
-            to_a = result_address(output, q_start, packed_a, head, kv_heads, group)
-            to_b = result_address(output, q_start, packed_b, head, kv_heads, group)
-            for g in range(MY_GROUPS):
-                if not UNEVEN or warp + g * WARPS < GROUPS:
-                    for pair in range(PAIRS):
-                        z = g * FLOATS + pair_index(pair)
-                        at = u64(u32(u32((warp + g * WARPS) * GROUP_COLUMNS) + pair_column(pair, lane))) * u64(2)
-                        if row0 + row_a <= last:
-                            ptx.stg32(to_a + at, pack_result(ptx.fmul(total[z], norm_a),
-                                                             ptx.fmul(total[z + PAIR_STEP], norm_a)))
-                        if row0 + row_a + 8 <= last:
-                            ptx.stg32(to_b + at, pack_result(ptx.fmul(total[z + 2], norm_b),
-                                                             ptx.fmul(total[z + 2 + PAIR_STEP], norm_b)))
+            store_result(result_address(output, q_start, packed_a, head, kv_heads, group),
+                         result_address(output, q_start, packed_b, head, kv_heads, group),
+                         row0 + row_a <= last, row0 + row_a + 8 <= last, total, norm_a, norm_b, warp, lane)
             return
 
         # The last CTA of these rows folds what all of them have left.
@@ -335,41 +292,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
         # before the first visible key was left by nobody.
         before = i32(i32(u32(last_position) // u32(SEGMENT)) + 1 - num_partials)
         skipped = i32(max(i32(i32(u32(begin) // u32(SEGMENT)) - before), 0))
-        for i in range(MERGE_ROUNDS):
-            chunk_id = i32(t + i * THREADS)
-            r = i32(u32(chunk_id) // u32(QUADS))
-            column = u32(u32(u32(chunk_id) % u32(QUADS)) * u32(4))
-            packed = i32(row0 + r)
-            if r < ROWS and packed <= last:
-                place = partials + u64(u32(u32(u32(first_slot + skipped) * u32(kv_heads)) + u32(head))) * u64(PARTIAL)
-                maximum = f32(MASKED)
-                weights = f32(0)
-                v0 = f32(0)
-                v1 = f32(0)
-                v2 = f32(0)
-                v3 = f32(0)
-                part = i32(skipped)
-                while part < num_partials:
-                    sums = place + u64(ROWS * DV * 4) + u64(u32(r)) * u64(4)
-                    part_max = ptx.ldgf32(sums)
-                    highest = ptx.fmax(maximum, part_max)
-                    keep = num.rescale(maximum, highest, unit)
-                    add = num.rescale(part_max, highest, unit)
-                    maximum = highest
-                    weights = num.fold(weights, keep, ptx.ldgf32(sums + u64(64)), add)
-                    v = ptx.ldg128(place + u64(u32(u32(r * DV) + column)) * u64(4))
-                    v0 = num.fold(v0, keep, ptx.as_f32(v[0]), add)
-                    v1 = num.fold(v1, keep, ptx.as_f32(v[1]), add)
-                    v2 = num.fold(v2, keep, ptx.as_f32(v[2]), add)
-                    v3 = num.fold(v3, keep, ptx.as_f32(v[3]), add)
-                    place += u64(u32(kv_heads)) * u64(PARTIAL)
-                    part = i32(part + 1)
-                sink = f32(0)
-                if has_sink:
-                    sink = ptx.ldgf32(my_sinks + u64(u32(u32(packed) % u32(group))) * u64(4))
-                norm = ptx.fmul(num.normaliser(maximum, weights, unit, has_sink, sink), value_scale)
-                to = result_address(output, q_start, packed, head, kv_heads, group) + u64(column) * u64(2)
-                ptx.stg64(to, pack_result(ptx.fmul(v0, norm), ptx.fmul(v1, norm)),
-                          pack_result(ptx.fmul(v2, norm), ptx.fmul(v3, norm)))
+        merge(partials, first_slot, skipped, num_partials, output, q_start, row0, last, head, kv_heads, group, unit,
+              sinks, value_scale, t)
 
     return decode

@@ -14,6 +14,7 @@ from numba import cuda
 
 from pagedcore_kernels.cuda.device import numerics as num
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.partials import of_query_head
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import tile_functions
 from pagedcore_kernels.cuda.shapes import PREFILL_ROWS as ROWS
@@ -95,13 +96,11 @@ def prefill_kernel(shape: AttentionShape) -> Any:
                 cap_input = ptx.fmul(cap_input, key_scale)
             else:
                 unit = ptx.fmul(unit, key_scale)
-        slope_a = f32(0)
-        slope_b = f32(0)
+        slope_a, slope_b = f32(0), f32(0)
         if slopes != u64(0):
             per_unit = ptx.fmul(f32(num.LOG2_E), ptx.rcp(unit))
-            my_slopes = slopes + u64(u32(head * group)) * u64(4)
-            slope_a = ptx.fmul(ptx.ldgf32(my_slopes + u64(u32(u32(packed_a) % u32(group))) * u64(4)), per_unit)
-            slope_b = ptx.fmul(ptx.ldgf32(my_slopes + u64(u32(u32(packed_b) % u32(group))) * u64(4)), per_unit)
+            slope_a = ptx.fmul(of_query_head(slopes, head, group, packed_a), per_unit)
+            slope_b = ptx.fmul(of_query_head(slopes, head, group, packed_b), per_unit)
 
         cuda.syncthreads()
         q = cuda.local.array(QUERY_WORDS, dtype=np.uint32)
@@ -112,14 +111,10 @@ def prefill_kernel(shape: AttentionShape) -> Any:
         o = cuda.local.array(OUT, dtype=np.float32)
         for i in range(OUT):
             o[i] = f32(0)
-        max_a = f32(MASKED)
-        max_b = f32(MASKED)
-        sum_a = f32(0)
-        sum_b = f32(0)
-        total_max_a = f32(MASKED)
-        total_max_b = f32(MASKED)
-        total_sum_a = f32(0)
-        total_sum_b = f32(0)
+        max_a, max_b = f32(MASKED), f32(MASKED)
+        sum_a, sum_b = f32(0), f32(0)
+        total_max_a, total_max_b = f32(MASKED), f32(MASKED)
+        total_sum_a, total_sum_b = f32(0), f32(0)
         has_total = False
         mine = base + u32(TOTAL_AT + t * 16)
         k_lane = base + u32(((lane & 7) + ((lane >> 4) << 3)) * KROW + ((lane >> 3) & 1) * 16)
@@ -222,21 +217,18 @@ def prefill_kernel(shape: AttentionShape) -> Any:
                                    ptx.as_u32(v3))
                         v0, v1, v2, v3 = f32(0), f32(0), f32(0), f32(0)
                     o[i * 4], o[i * 4 + 1], o[i * 4 + 2], o[i * 4 + 3] = v0, v1, v2, v3
-                max_a = f32(MASKED)
-                max_b = f32(MASKED)
-                sum_a = f32(0)
-                sum_b = f32(0)
+                max_a, max_b = f32(MASKED), f32(MASKED)
+                sum_a, sum_b = f32(0), f32(0)
                 has_total = True
         ptx.cp_async_wait0()
 
         has_sink = sinks != u64(0)
-        sink_a = f32(0)
-        sink_b = f32(0)
+        sink_a, sink_b = f32(0), f32(0)
         head_a = u32(u32(u32(head) * u32(group)) + u32(u32(packed_a) % u32(group)))
         head_b = u32(u32(u32(head) * u32(group)) + u32(u32(packed_b) % u32(group)))
         if has_sink:
-            sink_a = ptx.ldgf32(sinks + u64(head_a) * u64(4))
-            sink_b = ptx.ldgf32(sinks + u64(head_b) * u64(4))
+            sink_a = of_query_head(sinks, head, group, packed_a)
+            sink_b = of_query_head(sinks, head, group, packed_b)
         norm_a = ptx.fmul(num.normaliser(total_max_a, total_sum_a, unit, has_sink, sink_a), value_scale)
         norm_b = ptx.fmul(num.normaliser(total_max_b, total_sum_b, unit, has_sink, sink_b), value_scale)
         heads = u64(u32(u32(kv_heads) * u32(group)))
