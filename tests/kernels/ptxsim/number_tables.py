@@ -28,8 +28,9 @@ def floats(kind: str, count: int = 160, seed: int = 0) -> Array:
     info = np.finfo(dtype)
     special = [0.0, 1.0, 0.5, 1.5, 2.5, 3.5, np.inf, float(info.max), float(info.tiny), float(info.smallest_subnormal),
                float(info.tiny) / 2, 2.0**-9, 2.0**-10, 448.0, 1 / 3, 65504.0, 65520.0, 0.1]
-    known = np.array([*special, *(-x for x in special), np.nan], np.float64).astype(dtype)
-    known = np.concatenate([known, np.nextafter(known, dtype.type(0)), np.nextafter(known, dtype.type(np.inf))])
+    with np.errstate(all="ignore"):
+        known = np.array([*special, *(-x for x in special), np.nan], np.float64).astype(dtype)
+        known = np.concatenate([known, np.nextafter(known, dtype.type(0)), np.nextafter(known, dtype.type(np.inf))])
     rng = np.random.default_rng(seed)
     noise = rng.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
     return np.concatenate([known, noise, rng.standard_normal(count).astype(dtype)])
@@ -57,7 +58,3 @@ def same(left: Array, right: Array) -> bool:
     bits = f"u{left.dtype.itemsize}"
     return bool(((left.view(bits) == right.view(bits)) | (np.isnan(left) & np.isnan(right))).all())
 
-
-def chunks(*values: Array, size: int = 1024) -> list[tuple[Array, ...]]:
-    """Arrays cut to what one block can hold."""
-    return [tuple(value[i:i + size] for value in values) for i in range(0, len(values[0]), size)]

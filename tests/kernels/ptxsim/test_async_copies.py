@@ -74,7 +74,7 @@ def test_newer_groups_stay_open() -> None:
      RaceFault, "no barrier"),
     ("cp.async.cg.shared.global [%r3], [%rd12+1], 16; cp.async.wait_all;", MemoryFault, "no multiple of 16"),
     ("cp.async.cg.shared.global [%r3+4], [%rd12], 16; cp.async.wait_all;", MemoryFault, "no multiple of 16"),
-    ("cp.async.cg.shared.global [%r3], [%rd12+1024], 16; cp.async.wait_all;", MemoryFault, "past the end of argument 0"),
+    ("cp.async.cg.shared.global [%r3], [%rd12+1024], 16; cp.async.wait_all;", MemoryFault, "past the end of argument"),
     ("cp.async.cg.shared.global [%r3+2048], [%rd12], 16; cp.async.wait_all;", MemoryFault, "has 2048 bytes"),
     ("mov.u32 %r8, 17; cp.async.cg.shared.global [%r3], [%rd12], 16, %r8;", PtxFault, "source size above"),
 ])

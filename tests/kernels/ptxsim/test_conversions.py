@@ -142,13 +142,15 @@ def test_eight_bit_floats(kind: str) -> None:
     values = torch.from_numpy(codes).view(EIGHT_BIT[kind][0]).to(torch.float32).numpy()
     assert same(formats.fp8_to_f32(codes, kind), values)
     ties = (values[:-1] + values[1:]) / 2
-    x = np.concatenate([floats("f4", 300), ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(9e9))])
+    around = [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(9e9))]
+    x = np.concatenate([floats("f4", 300), *around])
     want = reference_fp8(x, kind)
     known = ~np.isnan(x)
     assert (formats.f32_to_fp8(x, kind)[known] == want[known]).all()
     assert (formats.f32_to_fp8(x, kind)[~known] == 127).all()
-    packed = apply(f"cvt.rn.satfinite.{kind}x2.f32 {{d}}, {{0}}, {{1}};", np.uint16, x, np.roll(x, 1))
-    assert (packed == (formats.f32_to_fp8(x, kind).astype(np.uint16) << 8 | formats.f32_to_fp8(np.roll(x, 1), kind))).all()
+    y = np.roll(x, 1)
+    packed = apply(f"cvt.rn.satfinite.{kind}x2.f32 {{d}}, {{0}}, {{1}};", np.uint16, x, y)
+    assert (packed == (formats.f32_to_fp8(x, kind).astype(np.uint16) << 8 | formats.f32_to_fp8(y, kind))).all()
 
 
 @pytest.mark.parametrize("kind", EIGHT_BIT)

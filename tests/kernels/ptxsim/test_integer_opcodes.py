@@ -71,7 +71,8 @@ def test_multiply_add(kind: str, half: str) -> None:
     bits = 8 * int(kind[1])
     exact = [int(a) * int(b) + int(c) if half == "lo" else high(int(a), int(b), bits) + int(c)
              for a, b, c in zip(x, y, z, strict=True)]
-    assert same(apply(f"mad.{half}.{ptx(kind)} {{d}}, {{0}}, {{1}}, {{2}};", np.dtype(kind), x, y, z), wrap(exact, kind))
+    got = apply(f"mad.{half}.{ptx(kind)} {{d}}, {{0}}, {{1}}, {{2}};", np.dtype(kind), x, y, z)
+    assert same(got, wrap(exact, kind))
 
 
 @pytest.mark.parametrize("name", ["neg", "abs", "not"])

@@ -55,13 +55,15 @@ def fragment_b(bits: Array, width: int) -> Array:
         group, place = divmod(lane, 4)
         for register in range(out.shape[1]):
             for i in range(per):
-                out[lane, register] |= np.uint32(int(bits[place * per + i + 4 * per * register, group]) << 8 * width * i)
+                row = place * per + i + 4 * per * register
+                out[lane, register] |= np.uint32(int(bits[row, group]) << 8 * width * i)
     return out
 
 
 def fragment_c(values: Array) -> Array:
     """[32, 4] of C[16, 8]."""
-    return np.array([[values[lane // 4 + 8 * (i >> 1), lane % 4 * 2 + (i & 1)] for i in range(4)] for lane in range(32)])
+    return np.array([[values[lane // 4 + 8 * (i >> 1), lane % 4 * 2 + (i & 1)] for i in range(4)]
+                     for lane in range(32)])
 
 
 def multiply(opcode: str, *fragments: Array, results: int = 4) -> Array:
@@ -203,7 +205,8 @@ def test_part_of_a_warp_cannot_multiply() -> None:
 
 def test_unknown_shapes_are_refused() -> None:
     """A shape or a form that is not implemented is refused, not computed wrongly."""
-    for opcode in ("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+    for opcode in ("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64",
+                   "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
                    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"):
         with pytest.raises(UnsupportedPtx):
             run(f"{opcode} {{%r2,%r3,%r4,%r5}}, {{%r6,%r7}}, {{%r8}}, {{%r9,%r10,%r11,%r12}};", np.zeros(1))

@@ -57,7 +57,7 @@ def test_constants_and_variables_of_the_module() -> None:
     """
     run(body, out, block=4, module=module)
     assert out.tolist() == [3, 4, 5, 18]
-    with pytest.raises(MemoryFault, match="variable table .* read-only"):
+    with pytest.raises(MemoryFault, match=r"variable table .* read-only"):
         run(body + "st.global.u32 [%rd5], %r2;", out, block=4, module=module)
 
 

@@ -83,7 +83,8 @@ def test_scopes_of_inline_assembly() -> None:
     out = np.zeros(32, np.uint32)
     run("""
     mov.u32 %r2, 0;
-    { .reg .pred p; .reg .b32 t; setp.lt.u32 p, %r1, 8; mov.u32 t, 5; @p bra done; add.u32 t, t, 1; done: add.u32 %r2, %r2, t; }
+    { .reg .pred p; .reg .b32 t; setp.lt.u32 p, %r1, 8; mov.u32 t, 5; @p bra done; add.u32 t, t, 1;
+      done: add.u32 %r2, %r2, t; }
     { .reg .b64 t; .reg .pred p; setp.lt.u32 p, %r1, 16; cvt.u64.u32 t, %r1; @p bra done; add.u64 t, t, 100;
       done: { .reg .b32 t2; cvt.u32.u64 t2, t; add.u32 %r2, %r2, t2; } }
     add.s64 %rd6, %rd1, %rd10; st.global.u32 [%rd6], %r2;

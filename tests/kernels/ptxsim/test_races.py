@@ -17,7 +17,7 @@ NEAR, FAR, MINE = "[%r4]", "[%r5]", "[%r3]"
 
 
 def program(*steps: str, **options: bool) -> None:
-    """Run steps for two warps: ``w X`` and ``r X`` store to and load from X, ``a X`` adds, ``b`` and ``s`` are barriers."""
+    """Run steps for two warps: ``w X`` stores to X, ``r`` loads, ``a`` adds; ``b`` and ``s`` are barriers."""
     words = {"w": "st.shared.u32 {}, %r1;", "r": "ld.shared.u32 %r6, {};", "a": "red.shared.add.u32 {}, %r1;",
              "b": "bar.sync 0;", "s": "bar.warp.sync -1;"}
     body = "\n".join(words[step[0]].format(step[2:]) for step in steps)
@@ -63,12 +63,14 @@ def test_neighbouring_bytes_do_not_race() -> None:
     """Threads that store to bytes or halves next to each other do not touch the same memory."""
     for size in (1, 2):
         run(f"mul.lo.u32 %r2, %r1, {size}; mov.u32 %r3, tile; add.u32 %r3, %r3, %r2; cvt.u16.u32 %rs1, %r1;"
-            f"st.shared.b{8 * size} [%r3], %rs1; ld.shared.b{8 * size} %rs2, [%r3];", np.zeros(1), block=64, module=TILE)
+            f"st.shared.b{8 * size} [%r3], %rs1; ld.shared.b{8 * size} %rs2, [%r3];",
+            np.zeros(1), block=64, module=TILE)
 
 
 def test_blocks_do_not_share() -> None:
     """The shared memory of blocks that run together is apart."""
-    run(HEAD + "st.shared.u32 [%r3], %r1; bar.sync 0; ld.shared.u32 %r6, [%r5];", np.zeros(1), block=64, grid=5, module=TILE)
+    run(HEAD + "st.shared.u32 [%r3], %r1; bar.sync 0; ld.shared.u32 %r6, [%r5];",
+        np.zeros(1), block=64, grid=5, module=TILE)
 
 
 def test_a_barrier_of_half_a_warp_orders_nothing() -> None:

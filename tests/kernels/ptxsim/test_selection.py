@@ -65,7 +65,8 @@ def test_comparisons_combine(name: str, function: np.ufunc) -> None:
 def test_comparisons_as_numbers() -> None:
     """set gives all ones, or 1.0 for a float result."""
     x, y = pairs(floats("f4", 80))
-    assert same(apply("set.lt.u32.f32 {d}, {0}, {1};", np.uint32, x, y), np.where(x < y, 2**32 - 1, 0).astype(np.uint32))
+    ones = np.where(x < y, 2**32 - 1, 0).astype(np.uint32)
+    assert same(apply("set.lt.u32.f32 {d}, {0}, {1};", np.uint32, x, y), ones)
     assert same(apply("set.lt.f32.f32 {d}, {0}, {1};", np.float32, x, y), (x < y).astype(np.float32))
 
 
