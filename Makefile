@@ -1,6 +1,6 @@
 # make demo    watch the batch answer questions        make check   lint and types
 # make test    the tests                               make slow    the long tests
-# make bench   static against continuous batching
+# make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a card
 #
 # Without make, `make -n test` prints the plain commands.
 
@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check slow bench
+.PHONY: demo test check slow bench kernels
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -18,6 +18,9 @@ test: $(VENV)/.stamp-test
 
 slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+kernels: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -m kernels tests/kernels $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-test
 	$(BIN)/ruff check --no-cache .

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pagedcore.config import EngineConfig
     from pagedcore.engine import Engine
     from pagedcore.memory import MemoryBudget
+    from pagedcore.observability.metrics import engine_metrics, engine_metrics_text
     from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, Usage
     from pagedcore.plugins.expose import expose
     from pagedcore.request import Request
@@ -38,6 +39,8 @@ __all__ = [
     "SamplingParams",
     "Session",
     "Usage",
+    "engine_metrics",
+    "engine_metrics_text",
     "expose",
 ]
 
@@ -53,6 +56,8 @@ _HOMES: Final = {
     "SamplingParams": "pagedcore.sampling_params",
     "Session": "pagedcore.session",
     "Usage": "pagedcore.outputs",
+    "engine_metrics": "pagedcore.observability.metrics",
+    "engine_metrics_text": "pagedcore.observability.metrics",
     "expose": "pagedcore.plugins.expose",
 }
 

@@ -22,6 +22,7 @@ from pagedcore.engine_thread import Command, Commands, EngineThread, Sink
 from pagedcore.errors import EngineClosed, InvalidConfig, describe
 from pagedcore.intake import Prompt
 from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.plugins.manager import PluginManager
 from pagedcore.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.stats import EngineStats
@@ -160,6 +161,17 @@ class AsyncEngine:
             return answers.get(timeout=timeout_s)
         except Empty:
             raise EngineClosed(f"the engine thread did not answer within {timeout_s} seconds.") from None
+
+    def observe(self, plugin: object) -> None:
+        """Call the observing hooks of ``plugin`` from now on, on the engine thread; they must not block.
+
+        Raises:
+            InvalidConfig: the plugin has a hook that does not exist.
+            EngineClosed: the engine was closed.
+        """
+        manager = PluginManager()
+        manager.add(plugin, type(plugin).__name__)
+        self._send(lambda worker: worker.engine._hooks.add(manager))
 
     @property
     def is_alive(self) -> bool:

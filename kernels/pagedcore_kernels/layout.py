@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -18,8 +19,6 @@ from pagedcore.errors import InvalidConfig
 ALIGNMENT = 64
 #: Value rows hold a multiple of this many elements, so that kernels read whole vectors.
 VALUE_LANES = 16
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -46,12 +45,10 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class KVLayout:
-    """One KV block: ``[layer][K then V]``, K as ``[kv_head, dim, token]``, V as ``[kv_head, token, dim]``.
+class BlockLayout:
+    """One KV block: ``[layer][K then V]``; what the order inside K and V is, a subclass says.
 
-    K is stored with tokens innermost so that the CPU kernels multiply one query element with 16 tokens at a
-    time. A backend that wants another order inside a block brings a layout class with the same members;
-    whoever moves whole blocks (swap, copy-on-write, export) uses ``block_bytes`` alone and does not notice.
+    Whoever moves whole blocks (swap, copy-on-write, export) uses ``block_bytes`` alone and does not notice which.
 
     Invariant: the byte ranges of all layers' K and V are disjoint, in order, and lie inside ``block_bytes``.
     Invariant: ``block_bytes`` and all offsets are multiples of ``ALIGNMENT``.
@@ -61,13 +58,21 @@ class KVLayout:
     dtype: torch.dtype
     layers: tuple[LayerShape, ...]
 
+    _dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise InvalidConfig(f"block_size: got {self.block_size}, allowed is a positive integer.")
-        if self.dtype not in _DTYPES:
-            raise InvalidConfig(f"KV dtype: got {self.dtype}, allowed are float32, bfloat16 and float16.")
+        if self.dtype not in self._dtypes:
+            *most, last = (str(dtype).removeprefix("torch.") for dtype in self._dtypes)
+            raise InvalidConfig(f"KV dtype: got {self.dtype}, allowed are {', '.join(most)} and {last}.")
         if not self.layers:
             raise InvalidConfig("layers: got none, allowed is at least one LayerShape.")
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """Number format of the K, V and queries that a model hands over."""
+        return self.dtype
 
     @property
     def block_bytes(self) -> int:
@@ -95,7 +100,7 @@ class KVLayout:
         """Bytes of the layer's V in one block, row padding included."""
         return math.prod(self._stored_value_shape(layer)) * self.dtype.itemsize
 
-    def allocate(self, num_blocks: int) -> torch.Tensor:
+    def allocate(self, num_blocks: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return a uint8 pool [num_blocks, block_bytes] whose rows start on cache lines, content undefined.
 
         The memory is not touched: pages of blocks that are never used cost nothing.
@@ -103,7 +108,7 @@ class KVLayout:
         if num_blocks < 1:
             raise InvalidConfig(f"num_blocks: got {num_blocks}, allowed is a positive integer.")
         size = num_blocks * self.block_bytes
-        raw = torch.empty(size + ALIGNMENT - 1, dtype=torch.uint8)
+        raw = torch.empty(size + ALIGNMENT - 1, dtype=torch.uint8, device=device)
         start = -raw.data_ptr() % ALIGNMENT
         return raw[start : start + size].view(num_blocks, self.block_bytes)
 
@@ -135,3 +140,44 @@ class KVLayout:
             offsets.append(_round_up(offsets[-1] + self.key_bytes(layer), ALIGNMENT))
             offsets.append(_round_up(offsets[-1] + self.value_bytes(layer), ALIGNMENT))
         return tuple(offsets)
+
+
+@dataclass(frozen=True)
+class KVLayout(BlockLayout):
+    """The CPU kernels' order: K as ``[kv_head, dim, token]``, V as ``[kv_head, token, dim]``.
+
+    K is stored with tokens innermost so that these kernels multiply one query element with 16 tokens at a time.
+    """
+
+
+@dataclass(frozen=True)
+class TokenMajorLayout(BlockLayout):
+    """The order for tensor cores: K and V both as ``[kv_head, token, dim]``, so that one row is one run of bytes.
+
+    Pools of 8 bits hold elements divided by a scale that the attention backend knows; ``query_dtype`` then says what
+    the model computes in.
+    """
+
+    query_dtype: torch.dtype | None = None
+
+    _dtypes: ClassVar[tuple[torch.dtype, ...]] = (
+        torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype.itemsize == 1 and self.query_dtype is None:
+            raise InvalidConfig("query_dtype: got None, a KV pool of 8 bits needs the dtype the model computes in.")
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """Number format of the K, V and queries that a model hands over."""
+        return self.query_dtype or self.dtype
+
+    def key_view(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
+        """View the layer's K as [num_blocks, KVH, D, block_size], though the elements of a token lie together."""
+        return super().key_view(pool, layer).transpose(-1, -2)
+
+    def _key_shape(self, layer: int) -> tuple[int, ...]:
+        shape = self.layers[layer]
+        return shape.num_kv_heads, self.block_size, shape.key_head_size

@@ -13,7 +13,7 @@ import torch
 from pagedcore.errors import InternalError
 from pagedcore.ports import RaggedRows
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
-from pagedcore_kernels.layout import KVLayout
+from pagedcore_kernels.layout import BlockLayout
 from pagedcore_kernels.plan import StepPlan
 
 Float64Array = npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def __init__(self, layout: KVLayout, pool: torch.Tensor) -> None:
+    def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)
         self._layout = layout
         self._pool = pool

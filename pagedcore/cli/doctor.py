@@ -44,7 +44,18 @@ def machine_facts(machine: Machine) -> dict[str, str]:
         "number formats": ", ".join(machine.dtypes),
         "memory": f"{machine.memory_bytes / _GIB:.1f} GiB",
         "graphics cards": _graphics_cards() or "none found",
+        "CUDA kernels": cuda_kernels(),
     }
+
+
+def cuda_kernels() -> str:
+    """Say whether kernels for graphics cards could be built and launched with what is installed."""
+    from pagedcore_kernels.cuda.toolchain import EXTRA, missing_compiler_parts
+
+    missing = missing_compiler_parts()
+    if missing:
+        return f"cannot be built: {', '.join(missing)} not found; install pagedcore[{EXTRA}]"
+    return "can be built here"
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from pagedcore.cli import bench, chat, demo, doctor, generate, plugins, size
+from pagedcore.cli import bench, chat, demo, doctor, generate, kernels, plugins, size
 from pagedcore.cli.common import error_console
 from pagedcore.errors import PagedcoreError
 
@@ -24,6 +24,7 @@ app.command("size")(size.size)
 app.command("plugins")(plugins.plugins)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
+app.add_typer(kernels.app, name="kernels")
 
 
 def main() -> None:

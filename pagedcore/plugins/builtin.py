@@ -17,6 +17,8 @@ def pagedcore_register(registry: Registry) -> None:
                           summary="a callable that returns an async generator of deltas")
     registry.attention.add("numba-cpu", "pagedcore_kernels.cpu.backend:NumbaCpuAttention",
                            summary="compiled for this machine's CPU; the default")
+    registry.attention.add("numba-cuda", "pagedcore_kernels.cuda.backend:NumbaCudaAttention", extra="cuda",
+                           summary="tensor-core kernels for NVIDIA cards")
     registry.attention.add("reference", "pagedcore_kernels.reference:ReferenceAttention",
                            summary="plain and slow; what the others are tested against")
     registry.schedulers.add("fcfs", "pagedcore.scheduling.policies:fcfs",

@@ -97,7 +97,7 @@ class PluginManager:
         try:
             plugin = None if name in self._blocked else entry_point.load()
             self.add(plugin, name, distribution=distribution, version=version)
-        except Exception as error:  # a stranger's import can raise anything
+        except (Exception, SystemExit) as error:  # a stranger's import can raise anything, even an exit
             reason = f"{type(error).__name__}: {error}"
             # Why: two distributions may claim one name; the second record must not replace the first
             key = name if name not in self._records else f"{name} of {distribution}"

@@ -22,8 +22,9 @@ _log = logging.getLogger(__name__)
 class EngineHooks:
     """Tells the observers of one manager what happens in one engine.
 
-    The observers are those registered when this is made. One that raises is logged the first time, its later
-    failures are silent, the other observers are called all the same, and the engine never sees the exception.
+    The observers are those registered when this is made, or added later. One that raises is logged the first time,
+    its later failures are silent, the other observers are called all the same, and the engine never sees the
+    exception.
 
     Invariant: no method raises because of an observer.
     """
@@ -36,6 +37,17 @@ class EngineHooks:
         self._step = manager.callers("pagedcore_step")
         self._finished = manager.callers("pagedcore_request_finished")
         self._reported: set[str] = set()
+        self._info: EngineInfo | None = None
+
+    def add(self, manager: PluginManager) -> None:
+        """Let the observers of another manager in; if the engine has started, they are told so first."""
+        newcomers = EngineHooks(manager)
+        if self._info is not None:
+            newcomers.engine_started(self._info)
+        self._start += newcomers._start
+        self._stop += newcomers._stop
+        self._step += newcomers._step
+        self._finished += newcomers._finished
 
     @property
     def observes_steps(self) -> bool:
@@ -49,6 +61,7 @@ class EngineHooks:
 
     def engine_started(self, info: EngineInfo) -> None:
         """Tell that the engine is about to take requests."""
+        self._info = info
         self._tell(self._start, engine=info)
 
     def engine_stopped(self, info: EngineInfo) -> None:

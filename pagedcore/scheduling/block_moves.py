@@ -21,7 +21,6 @@ from pagedcore.scheduling.plan import Preemption, PreemptionKind, SchedulePlan, 
 from pagedcore.scheduling.scheduler_stats import SchedulerCounters
 from pagedcore.scheduling.waiting_queue import PolicyOrder, WaitingQueue
 
-
 _NUM_REMEMBERED: Final = 256
 
 

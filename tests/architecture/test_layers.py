@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stream", "whole_answer"),
     ("engine_thread",),
     ("async_engine", "async_session"),
-    ("bench", "sizing"),
+    ("bench", "observability", "sizing"),
     ("cli",),
     ("__main__",),
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from cli.runner import invoke, run
 from pagedcore.plugins.manager import create_plugin_manager
 
-COMMANDS = ["demo", "generate", "chat", "size", "plugins", "doctor", "bench"]
+COMMANDS = ["demo", "generate", "chat", "size", "plugins", "doctor", "bench", "kernels"]
 
 
 def test_help_lists_every_command() -> None:
@@ -18,7 +19,7 @@ def test_help_lists_every_command() -> None:
     assert all(command in out for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench throughput"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench throughput", "kernels build"])
 def test_every_command_has_help(command: str) -> None:
     """Each command explains itself."""
     assert "Usage:" in invoke(*command.split(), "--help")
@@ -74,6 +75,8 @@ def test_size_as_json_is_the_report() -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["plugins", "--table", "nothing"], "adapters, attention, schedulers"),
+    (["kernels", "build", "--arch", "sm_75"], "sm_80 or newer"),
+    (["kernels", "build", "--arch", "sm_90", "--only", "nothing"], "--only"),
     (["generate"], "prompts: got none"),
     (["generate", "x", "--prompts-file", "no-such-file"], "--prompts-file"),
     (["generate", "x", "--temperature", "-1"], "temperature"),
@@ -92,3 +95,12 @@ def test_errors_are_one_line_and_exit_code_one(words: list[str], message: str) -
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_kernels_are_built_into_a_directory(tmp_path: Path) -> None:
+    """``kernels build`` writes one file per kernel and says how many; a second run finds them there."""
+    pytest.importorskip("numba_cuda")
+    for _ in range(2):
+        out = invoke("kernels", "build", "--arch", "sm_90", "--only", "copy", "--out", str(tmp_path / "built"))
+        assert "1 kernels in" in out
+    assert [path.name.partition(".")[0] for path in (tmp_path / "built").iterdir()] == ["copy"]

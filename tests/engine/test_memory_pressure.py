@@ -1,4 +1,4 @@
-"""The demo model on a twentieth of the memory that its requests want: every answer right, nothing lost, nothing left."""
+"""The demo model on a twentieth of the memory that its requests want: every answer right, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_every_answer_is_right_on_a_twentieth_of_the_memory(preemption: str) -> 
         run(engine)
         answers = [request.output().outputs[0] for request in requests]
         stats = engine.stats()
-        print(f"{preemption}: {num_blocks} blocks, {stats.num_preemptions_by_kind}, {stats.num_stalled_rows} rows stood still")
+        done = f"{stats.num_preemptions_by_kind}, {stats.num_stalled_rows} rows stood still"
+        print(f"{preemption}: {num_blocks} blocks, {done}")
         assert [answer.token_ids for answer in answers] == expected
         assert all(is_correct(question, answer.text) for question, answer in zip(questions, answers, strict=True))
         assert preemption == "wait" or stats.num_preemptions > 0

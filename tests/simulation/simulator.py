@@ -227,7 +227,8 @@ class Simulation:
     def _arrive(self) -> None:
         """One request comes in, with one or more answers of the same prompt."""
         rng, longest = self.rng, self.world.longest
-        num_prompt = 1 if self.world.has_long_answers else rng.randint(1, rng.choice([1, (longest + 1) // 2, longest - 1]))
+        num_most = 1 if self.world.has_long_answers else rng.choice([1, (longest + 1) // 2, longest - 1])
+        num_prompt = rng.randint(1, num_most)
         prompt = [rng.randrange(PROMPT_TOKENS) for _ in range(num_prompt)]
         if rng.random() < 0.6:
             prompt = [*rng.choice(self.world.prefixes), *prompt][: longest - 1]

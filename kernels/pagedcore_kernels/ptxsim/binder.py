@@ -16,6 +16,7 @@ import numpy as np
 from pagedcore_kernels.ptxsim.batch import Batch
 from pagedcore_kernels.ptxsim.errors import UnsupportedPtx
 from pagedcore_kernels.ptxsim.scalar_types import SIGNED, UNSIGNED, Array
+from pagedcore_kernels.ptxsim.syntax import integer
 
 _ADDRESS = re.compile(r"\[\s*([$%\w@.]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?")
@@ -66,7 +67,7 @@ class Binder:
         if literal := _HEX_FLOAT.fullmatch(operand):
             return self._float_bits(int(literal.group(2), 16), literal.group(1).lower() == "f", dtype)
         if _INTEGER.fullmatch(operand):
-            return int(operand.rstrip("U"), 0)
+            return integer(operand)
         if operand == "WARP_SZ":
             return 32
         try:
@@ -144,7 +145,7 @@ class Binder:
         match = _ADDRESS.fullmatch(operand)
         if not match:
             raise UnsupportedPtx(f"address operand {operand} has a form that is not known")
-        return match.group(1), int(match.group(2) or "0", 0)
+        return match.group(1), integer(match.group(2) or "0")
 
     def addresses(self, operand: str) -> Read:
         """A function giving the int64 address of every active thread."""

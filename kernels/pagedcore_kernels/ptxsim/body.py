@@ -14,6 +14,7 @@ from pagedcore_kernels.ptxsim.syntax import Instruction, Variable
 
 _LABEL = re.compile(r"([$%\w]+)\s*:(?!:)")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.+)$", re.S)
+_LINE_DIRECTIVE = re.compile(r"\.(?:loc|file)\b[^\n]*")
 _GUARD = re.compile(r"@(!?)\s*([$%\w]+)\s+")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _NAME = re.compile(r"(?<![\w$%.])[%$A-Za-z_][\w$]*(?:\.[xyzw])?")
@@ -57,6 +58,8 @@ class Body:
         if label := _LABEL.match(self._text, offset):
             self.labels[self._scoped(label.group(1))] = len(self.code)
             return label.end()
+        if line := _LINE_DIRECTIVE.match(self._text, offset):
+            return line.end()
         end = self._text.find(";", offset)
         if end < 0:
             raise PtxSyntaxError(f"line {self._line_at(offset)}: a statement without ';'")

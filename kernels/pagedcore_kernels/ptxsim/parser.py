@@ -17,7 +17,7 @@ from functools import lru_cache
 from pagedcore_kernels.ptxsim.body import Body
 from pagedcore_kernels.ptxsim.errors import PtxSyntaxError
 from pagedcore_kernels.ptxsim.scalar_types import numpy_type
-from pagedcore_kernels.ptxsim.syntax import Kernel, Parameter, Program, Variable
+from pagedcore_kernels.ptxsim.syntax import Kernel, Parameter, Program, Variable, integer
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _LINE_DIRECTIVE = re.compile(r"\s*\.(version|target|address_size|file|loc)\b([^\n]*)")
@@ -140,4 +140,4 @@ def _number_bytes(number: str, kind: str, width: int) -> bytes:
         return int(number[2:], 16).to_bytes(width, "little")
     if kind in ("f32", "f64"):
         return struct.pack("<f" if kind == "f32" else "<d", float(number))
-    return (int(number.rstrip("U"), 0) & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+    return (integer(number) & ((1 << 8 * width) - 1)).to_bytes(width, "little")

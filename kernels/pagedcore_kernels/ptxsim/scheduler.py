@@ -74,6 +74,9 @@ class Scheduler:
         counters[mask] = _FAR
         self._horizon = int(counters.min())
         if batch.any_parked:
+            # Why: who comes to where others are parked has to join them.
+            parked = batch.pc[batch.parked & (batch.pc > lowest)]
+            self._horizon = min([self._horizon, *parked.tolist()])
             batch.parked &= ~mask
             batch.any_parked = bool(batch.parked.any())
         batch.set_mask(mask)
@@ -96,6 +99,9 @@ class Scheduler:
                 break
             else:
                 position = after
+                if batch.any_parked:
+                    batch.pc[batch.mask] = position
+                    break
                 if self._issued > self.limit:
                     raise Runaway(f"a batch of blocks issued {self._issued} instructions, more than the limit of "
                                   f"{self.limit}: a loop that never ends, or pass a larger max_steps")

@@ -13,6 +13,14 @@ from functools import cached_property
 from pagedcore_kernels.ptxsim.scalar_types import is_type
 
 
+def integer(literal: str) -> int:
+    """The value of an integer literal: decimal, ``0x``, ``0b``, octal after a plain 0, with a sign or a ``U``."""
+    digits = literal.rstrip("U").lstrip("-")
+    octal = len(digits) > 1 and digits[0] == "0" and digits.isdigit()
+    value = int(digits, 8 if octal else 0)
+    return -value if literal.startswith("-") else value
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One instruction. ``opcode`` keeps its modifiers: ``add.ftz.f32``; ``guard`` is the predicate register."""

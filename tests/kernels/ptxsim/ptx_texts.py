@@ -17,7 +17,7 @@ _REGISTER_OF = {"pred": "%p", 2: "%rs", 4: "%r", 8: "%rd"}
 
 
 def kernel(body: str, parameters: Sequence[str] = ("u64", "u64"), module: str = "", header: str = "") -> str:
-    """A module with one kernel ``k``, whose parameters are ``p0``, ``p1`` ..., and one register of each kind and number."""
+    """A module with one kernel ``k`` whose parameters are ``p0``, ``p1`` ..., around ``body``."""
     listed = ", ".join(f".param .{kind} p{i}" for i, kind in enumerate(parameters))
     return (f".version 8.3\n.target sm_90\n.address_size 64\n{module}\n"
             f".visible .entry k({listed}) {header}\n{{\n{REGISTERS}\n{body}\n    ret;\n}}\n")
@@ -38,10 +38,11 @@ def run(body: str, *args: Any, block: int = 32, grid: int = 1, module: str = "",
 def apply(instruction: str, result: np.dtype[Any] | type, *values: np.ndarray, target: str = "") -> np.ndarray:
     """Put arrays through one instruction, a thread per element: ``apply("add.s32 {d}, {0}, {1};", np.int32, x, y)``."""
     count = max(len(value) for value in values)
-    block = -(-count // 32) * 32
-    padded = [np.concatenate([value, np.repeat(value[-1:], block - len(value))]) for value in values]
-    out = np.zeros(block, result)
-    body, names = [], []
+    block = min(-(-count // 32) * 32, 256)
+    total = -(-count // block) * block
+    padded = [np.concatenate([value, np.repeat(value[-1:], total - len(value))]) for value in values]
+    out = np.zeros(total, result)
+    body, names = [f"    mov.u32 %r2, %ctaid.x; mad.lo.u32 %r1, %r2, {block}, %r1;"], []
     for i, value in enumerate([*padded, out]):
         size = value.dtype.itemsize
         register = f"{_REGISTER_OF[max(size, 2)]}{i + 8}"
@@ -53,5 +54,5 @@ def apply(instruction: str, result: np.dtype[Any] | type, *values: np.ndarray, t
     if target.startswith("%p"):
         body.append(f"    selp.u32 {names[-1]}, 1, 0, {target};")
     body.append(f"    st.global.b{8 * out.dtype.itemsize} [%rd{20 + len(padded)}], {names[-1]};")
-    run("\n".join(body), *padded, out, block=block)
+    run("\n".join(body), *padded, out, block=block, grid=total // block)
     return out[:count]

@@ -14,7 +14,7 @@ from pagedcore_kernels.ptxsim.ops.memory import Load, loader
 from pagedcore_kernels.ptxsim.ops.registry import operation
 from pagedcore_kernels.ptxsim.scalar_types import Array
 from pagedcore_kernels.ptxsim.scheduler import Step
-from pagedcore_kernels.ptxsim.syntax import Instruction
+from pagedcore_kernels.ptxsim.syntax import Instruction, integer
 
 
 @operation("cp")
@@ -27,7 +27,7 @@ def _cp(bind: Binder, instruction: Instruction, position: int) -> Step:
     if instruction.has("wait_all"):
         return lambda: batch.shared.wait(batch.mask, 0, uncommitted_too=True)
     if instruction.has("wait_group"):
-        open_groups = int(instruction.operands[0], 0)
+        open_groups = integer(instruction.operands[0])
         return lambda: batch.shared.wait(batch.mask, open_groups)
     return _copy(bind, instruction)
 
@@ -35,7 +35,7 @@ def _cp(bind: Binder, instruction: Instruction, position: int) -> Step:
 def _copy(bind: Binder, instruction: Instruction) -> Step:
     """Copy 4, 8 or 16 bytes; a source size below that fills the rest with zeros."""
     batch = bind.batch
-    size = int(instruction.operands[2], 0)
+    size = integer(instruction.operands[2])
     to, source, load = bind.addresses(instruction.operands[0]), bind.addresses(instruction.operands[1]), \
         loader(batch, "global")
     given = _source_sizes(bind, instruction, size)

@@ -8,7 +8,7 @@ from pagedcore_kernels.ptxsim.binder import Binder
 from pagedcore_kernels.ptxsim.ops.registry import assign, elementwise, operation
 from pagedcore_kernels.ptxsim.scalar_types import UNSIGNED, Array, numpy_type
 from pagedcore_kernels.ptxsim.scheduler import Step
-from pagedcore_kernels.ptxsim.syntax import Instruction
+from pagedcore_kernels.ptxsim.syntax import Instruction, integer
 
 _LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
 _U32, _I64 = np.dtype(np.uint32), np.dtype(np.int64)
@@ -58,7 +58,7 @@ def _funnel(bind: Binder, instruction: Instruction, position: int) -> Step:
 
 @operation("lop3")
 def _lop3(bind: Binder, instruction: Instruction, position: int) -> Step:
-    table = int(instruction.operands[4], 0)
+    table = integer(instruction.operands[4])
 
     def apply(a: Array, b: Array, c: Array) -> Array:
         result = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)

@@ -93,7 +93,7 @@ def _error_sign(name: str, values: list[Array]) -> Array:
         quotient = x / y
         head = np.float64(2**27 + 1) * quotient
         high = head - (head - quotient)
-        return np.sign(x - high * y - (quotient - high) * y) * np.sign(y)
+        return np.nan_to_num(np.sign(x - high * y - (quotient - high) * y) * np.sign(y))
     y = -y if name == "sub" else y
     total = x + y
     back = total - x

@@ -22,9 +22,10 @@ def _mov(bind: Binder, instruction: Instruction, position: int) -> Step:
         return _pack(bind, target, split_vector(source), dtype.itemsize)
     if target.startswith("{"):
         return _unpack(bind, split_vector(target), source, dtype.itemsize)
-    if dtype != _BOOL:
-        dtype = UNSIGNED[dtype.itemsize]
     batch, out, value = bind.batch, bind.target(target, dtype), bind.source(source, dtype)
+    if dtype != _BOOL:
+        # Why: a float copied as bits keeps its NaN payload.
+        out, value = (array.view(UNSIGNED[dtype.itemsize]) for array in (out, value))
 
     def step() -> None:
         if batch.full:

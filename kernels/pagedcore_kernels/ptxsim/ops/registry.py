@@ -55,14 +55,14 @@ def _ufunc_step(batch: Batch, function: np.ufunc, out: Array, sources: list[Arra
 
         def binary() -> None:
             if batch.full:
-                function(first, second, out)
+                function(first, second, out=out)
             else:
                 np.copyto(out, function(first, second), where=batch.mask)
         return binary
 
     def step() -> None:
         if batch.full:
-            function(*sources, out)
+            function(*sources, out=out)
         else:
             np.copyto(out, function(*sources), where=batch.mask)
     return step

@@ -1,0 +1,89 @@
+"""Storing K and V of a step's tokens in their slots, for models that have rotated them already.
+
+One thread moves eight elements of one head of one token; K heads first, then V heads. Pools of 8 bits are quantised
+on the way with the head's static scale. It reads no slot of another token and writes nothing for slot -1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+
+from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.primitives import i32, u32, u64
+from pagedcore_kernels.cuda.device.tiles import pair_unpackers
+from pagedcore_kernels.cuda.shapes import Format
+
+WRITE_THREADS = 256
+
+
+def quantiser(pool: Format) -> Any:
+    """The function that makes one word of four 8-bit elements from four floats that were divided by their scale."""
+
+    @cuda.jit(device=True, inline="always")
+    def to_e4m3(a, b, c, d):
+        return u32(u32(ptx.pack_e4m3(a, b)) | u32(u32(ptx.pack_e4m3(c, d)) << u32(16)))
+
+    @cuda.jit(device=True, inline="always")
+    def byte(x):
+        return u32(u32(max(min(ptx.round_to_int(x), i32(127)), i32(-127))) & u32(0xFF))
+
+    @cuda.jit(device=True, inline="always")
+    def to_int8(a, b, c, d):
+        low = u32(byte(a) | u32(byte(b) << u32(8)))
+        return u32(low | u32(u32(byte(c) << u32(16)) | u32(byte(d) << u32(24))))
+
+    return to_e4m3 if pool is Format.E4M3 else to_int8
+
+
+def write_kernel(source: Format, pool: Format, key_size: int, value_size: int) -> Any:
+    """Make the kernel of one variant; its parameters are ``variants.WRITE_PARAMETERS``."""
+    NARROW = pool.itemsize == 1
+    K_CHUNKS, V_CHUNKS = key_size // 8, value_size // 8
+    K_ROW, V_ROW = key_size * pool.itemsize, value_size * pool.itemsize
+    CHUNK_BYTES = 8 * pool.itemsize
+    quantise = quantiser(pool)
+    low, high = pair_unpackers(source)
+
+    def write_kv(key, value, key_pool, value_pool, slots, scales, page_stride, num_tokens, key_token, key_head,
+                 value_token, value_head, page_shift, kv_heads):
+        per_token = u32(u32(kv_heads) * u32(K_CHUNKS + V_CHUNKS))
+        index = u32(u32(cuda.blockIdx.x) * u32(WRITE_THREADS) + u32(cuda.threadIdx.x))
+        token = u32(index // per_token)
+        rest = u32(index % per_token)
+        if token >= u32(num_tokens):
+            return
+        slot = i32(ptx.ldg32_nc(slots + u64(token) * u64(4)))
+        if slot < 0:                                  # a token without a place: padding
+            return
+        page = u64(u32(u32(slot) >> u32(page_shift))) * page_stride
+        within = u32(u32(slot) & u32((u32(1) << u32(page_shift)) - u32(1)))
+        is_key = rest < u32(u32(kv_heads) * u32(K_CHUNKS))
+        if is_key:
+            head = u32(rest // u32(K_CHUNKS))
+            chunk = u32(rest % u32(K_CHUNKS))
+            origin = key + u64(token) * u64(key_token) + u64(head) * u64(key_head)
+            row = u32(u32(u32(head << u32(page_shift)) + within) * u32(K_ROW))
+            target = key_pool + page + u64(u32(row + u32(chunk * u32(CHUNK_BYTES))))
+            scale_at = head
+        else:
+            rest = u32(rest - u32(u32(kv_heads) * u32(K_CHUNKS)))
+            head = u32(rest // u32(V_CHUNKS))
+            chunk = u32(rest % u32(V_CHUNKS))
+            origin = value + u64(token) * u64(value_token) + u64(head) * u64(value_head)
+            row = u32(u32(u32(head << u32(page_shift)) + within) * u32(V_ROW))
+            target = value_pool + page + u64(u32(row + u32(chunk * u32(CHUNK_BYTES))))
+            scale_at = u32(u32(kv_heads) + head)
+        w = ptx.ldg128_nc(origin + u64(u32(chunk * u32(16))))
+        if NARROW:
+            inverse = ptx.rcp(ptx.ldgf32(scales + u64(scale_at) * u64(4)))
+            ptx.stg64(target,
+                      quantise(ptx.fmul(low(w[0]), inverse), ptx.fmul(high(w[0]), inverse),
+                               ptx.fmul(low(w[1]), inverse), ptx.fmul(high(w[1]), inverse)),
+                      quantise(ptx.fmul(low(w[2]), inverse), ptx.fmul(high(w[2]), inverse),
+                               ptx.fmul(low(w[3]), inverse), ptx.fmul(high(w[3]), inverse)))
+        else:
+            ptx.stg128(target, w[0], w[1], w[2], w[3])
+
+    return write_kv

@@ -1,0 +1,191 @@
+"""The card, as the backend sees it: load a kernel once, launch it many times. Nothing here computes attention.
+
+Owns the contact with the driver's API. A launch fills a parameter block that was made at load and makes one call: no
+allocation on the device, no synchronisation, nothing that cannot be captured in a CUDA graph. Tests put another
+``Driver`` in its place: one that records, or one that executes the compiled PTX on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore_kernels.cuda.images import KernelImage
+from pagedcore_kernels.cuda.library import KernelLibrary
+from pagedcore_kernels.cuda.toolchain import require_bindings
+from pagedcore_kernels.cuda.variants import parameters_of
+
+Argument = torch.Tensor | int | float | None
+"""A kernel's argument: a tensor stands for its address, ``None`` for address 0."""
+
+_OPT_IN_ABOVE: Final = 48 * 1024
+"""Dynamic shared memory beyond this has to be asked for when a kernel is loaded."""
+
+
+class Driver(Protocol):
+    """What the backend needs of a card."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors have to be."""
+        ...
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of the card."""
+        ...
+
+    @property
+    def num_sms(self) -> int:
+        """Multiprocessors of the card."""
+        ...
+
+    def prepare(self, name: str) -> None:
+        """Load a named kernel; compiling it, if need be, takes seconds."""
+        ...
+
+    def begin_step(self) -> None:
+        """Note the stream that torch works on; launches until the next call go there."""
+        ...
+
+    def launch(self, name: str, num_ctas: int, arguments: Sequence[Argument]) -> None:
+        """Launch a prepared kernel on the noted stream."""
+        ...
+
+
+def _bindings() -> Any:
+    require_bindings()
+    from cuda.bindings import driver
+
+    return driver
+
+
+class ParameterBlock:
+    """The arguments of one kernel in the memory that the driver reads them from.
+
+    Invariant: the block never moves; ``pointers`` is the address of an array of the arguments' addresses.
+    """
+
+    def __init__(self, letters: str) -> None:
+        self._format = struct.Struct("@" + letters)
+        self._bytes = ctypes.create_string_buffer(self._format.size)
+        base = ctypes.addressof(self._bytes)
+        ends = [struct.calcsize("@" + letters[: i + 1]) for i in range(len(letters))]
+        offsets = [end - struct.calcsize(letter) for end, letter in zip(ends, letters, strict=True)]
+        self._addresses = (ctypes.c_void_p * len(letters))(*(base + offset for offset in offsets))
+        self.pointers = ctypes.addressof(self._addresses)
+
+    def fill(self, arguments: Sequence[Argument]) -> None:
+        """Set all arguments; the driver copies them at the launch.
+
+        Raises:
+            InternalError: they are not what the kernel takes.
+        """
+        try:
+            self._format.pack_into(self._bytes, 0, *[
+                a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in arguments
+            ])
+        except struct.error as error:
+            raise InternalError(f"CUDA launch: arguments do not fit the kernel: {error}.") from None
+
+
+class _LoadedKernel:
+    """A kernel on the card; keeps its module alive."""
+
+    __slots__ = ("block", "function", "module", "shared_bytes", "threads")
+
+    def __init__(self, module: Any, function: Any, image: KernelImage) -> None:
+        self.module = module
+        self.function = function
+        self.threads = image.threads
+        self.shared_bytes = image.shared_bytes
+        self.block = ParameterBlock(parameters_of(image.name))
+
+
+class CudaDriver:
+    """The real card, through cuda-bindings, in the context that torch uses.
+
+    Args:
+        device: a CUDA device of torch.
+        library: where kernels come from.
+        api: the module ``cuda.bindings.driver``, or what stands for it.
+        current_stream: returns the handle of the stream that torch works on.
+
+    Raises:
+        MissingDependency: cuda-bindings is not installed.
+    """
+
+    def __init__(
+        self, device: torch.device, library: KernelLibrary, api: Any = None,
+        current_stream: Callable[[], int] | None = None,
+    ) -> None:
+        self._api = api = api or _bindings()
+        self.device = device
+        self._library = library
+        self._current_stream = current_stream or (lambda: int(torch.cuda.current_stream(device).cuda_stream))
+        self._kernels: dict[str, _LoadedKernel] = {}
+        self._check(api.cuInit(0))
+        number = self._check(api.cuDeviceGet(device.index or 0))
+        # Why: torch's context is the primary one; holding it keeps it alive, and this thread may not have it yet.
+        self._context = self._check(api.cuDevicePrimaryCtxRetain(number))
+        self._check(api.cuCtxSetCurrent(self._context))
+        what = api.CUdevice_attribute
+        major, minor, self.num_sms, self._max_shared = (
+            int(self._check(api.cuDeviceGetAttribute(attribute, number))) for attribute in (
+                what.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                what.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                what.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                what.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            )
+        )
+        self.capability = major, minor
+        self.arch = f"sm_{major}{minor}"
+        self._stream: Any = api.CUstream(0)
+
+    def prepare(self, name: str) -> None:
+        """Load a kernel; see ``Driver``.
+
+        Raises:
+            InvalidConfig: the card has too little shared memory for it.
+        """
+        if name in self._kernels:
+            return
+        image = self._library.find(name, self.arch)
+        if image.shared_bytes > self._max_shared:
+            raise InvalidConfig(
+                f"CUDA kernel {name}: it takes {image.shared_bytes} bytes of shared memory, this card gives a kernel "
+                f"{self._max_shared}. Choose another KV dtype or attention backend."
+            )
+        api = self._api
+        module = self._check(api.cuModuleLoadData(image.cubin))
+        function = self._check(api.cuModuleGetFunction(module, image.entry.encode()))
+        if image.shared_bytes > _OPT_IN_ABOVE:
+            limit = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._check(api.cuFuncSetAttribute(function, limit, image.shared_bytes))
+        self._kernels[name] = _LoadedKernel(module, function, image)
+
+    def begin_step(self) -> None:
+        """Note torch's current stream; see ``Driver``."""
+        self._check(self._api.cuCtxSetCurrent(self._context))
+        self._stream = self._api.CUstream(self._current_stream())
+
+    def launch(self, name: str, num_ctas: int, arguments: Sequence[Argument]) -> None:
+        """Launch a prepared kernel; see ``Driver``."""
+        kernel = self._kernels[name]
+        kernel.block.fill(arguments)
+        status = self._api.cuLaunchKernel(
+            kernel.function, num_ctas, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self._stream,
+            kernel.block.pointers, 0,
+        )
+        self._check(status)
+
+    def _check(self, result: tuple[Any, ...]) -> Any:
+        """Return what a call of the driver's API returned besides its status."""
+        if int(result[0]) != 0:
+            raise InternalError(f"CUDA driver: a call failed with status {int(result[0])} ({result[0]!s}).")
+        return result[1] if len(result) > 1 else None

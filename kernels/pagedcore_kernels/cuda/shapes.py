@@ -1,0 +1,119 @@
+"""Sizes that host and kernels must agree on: formats, tiles, work items, partial results. Imports no compiler.
+
+Owns every number that is part of a kernel's contract with its launch. Read ``variants.py`` for which shapes exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+THREADS: Final = 128
+"""Threads of an attention CTA: four warps."""
+WARPS: Final = 4
+DECODE_ROWS: Final = 16
+"""Packed query rows of a decode item, as many as one tensor-core instruction takes."""
+PREFILL_ROWS: Final = 16 * WARPS
+"""Packed query rows of a prefill item."""
+SEGMENT: Final = 512
+"""Tokens of a segment, in which contexts are split; a multiple of every tile. See ``device/numerics.py``."""
+ROW_PADDING: Final = 16
+"""Bytes after each row in shared memory; makes ldmatrix free of bank conflicts for every head size."""
+
+
+class Format(Enum):
+    """What an element of query, result or pool is."""
+
+    BF16 = "bf16"
+    F16 = "f16"
+    E4M3 = "e4m3"
+    INT8 = "int8"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return 2 if self in (Format.BF16, Format.F16) else 1
+
+
+def tile_size(key_size: int, value_size: int) -> int:
+    """Tokens of a tile, as many as registers allow. Part of the order of additions, so of the head sizes alone."""
+    return 64 if max(key_size, value_size) <= 128 else 32
+
+
+def partial_bytes(value_size: int) -> int:
+    """Bytes of one partial result: float32 values [16, value_size], maxima [16], sums of weights [16]."""
+    return DECODE_ROWS * (value_size + 2) * 4
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an attention kernel is compiled for; everything else is a parameter of the launch."""
+
+    key_size: int
+    value_size: int
+    query: Format
+    pool: Format
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile."""
+        return tile_size(self.key_size, self.value_size)
+
+    @property
+    def stages(self) -> int:
+        """Tiles that decode has in shared memory at once."""
+        return 2
+
+    @property
+    def query_row(self) -> int:
+        """Bytes of a staged query row."""
+        return self.key_size * 2 + ROW_PADDING
+
+    @property
+    def key_row(self) -> int:
+        """Bytes of a K row in shared memory."""
+        return self.key_size * self.pool.itemsize + ROW_PADDING
+
+    @property
+    def value_row(self) -> int:
+        """Bytes of a V row in shared memory."""
+        return self.value_size * self.pool.itemsize + ROW_PADDING
+
+    @property
+    def key_steps(self) -> int:
+        """Steps of 32 bytes in a K row."""
+        return self.key_size * self.pool.itemsize // 32
+
+    @property
+    def value_groups(self) -> int:
+        """Groups of 32 bytes in a V row."""
+        return self.value_size * self.pool.itemsize // 32
+
+    @property
+    def words_per_step(self) -> int:
+        """Query registers that one step of a K row meets."""
+        return 8 // self.pool.itemsize
+
+    @property
+    def floats_per_group(self) -> int:
+        """Result registers that one group of a V row feeds."""
+        return 16 // self.pool.itemsize
+
+    @property
+    def keeps_query_in_registers(self) -> bool:
+        """Whether prefill does; beyond this size it reads the query again for every tile."""
+        return self.key_size <= 128
+
+    @property
+    def decode_shared_bytes(self) -> int:
+        """Dynamic shared memory of decode: ring of tiles, query, maxima, weights, flag."""
+        ring = self.stages * self.tile * (self.key_row + self.value_row)
+        weights = DECODE_ROWS * (self.tile * 2 + ROW_PADDING)
+        return ring + DECODE_ROWS * self.query_row + WARPS * DECODE_ROWS * 4 + weights + 16
+
+    @property
+    def prefill_shared_bytes(self) -> int:
+        """Dynamic shared memory of prefill: one tile, query, each thread's share of the total."""
+        tile = self.tile * (self.key_row + self.value_row)
+        return tile + PREFILL_ROWS * self.query_row + self.value_groups * self.floats_per_group * 4 * THREADS

@@ -1,0 +1,116 @@
+"""What is installed of the tools that CUDA kernels need, and a clear refusal where something is missing.
+
+Owns every message about missing packages. Imports nothing heavy until it is asked. Two sets are told apart: running
+kernels that were built before needs the driver and cuda-bindings; building them needs numba-cuda, NVVM and nvJitLink.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from pagedcore.errors import InvalidConfig, MissingDependency
+
+EXTRA: Final = "cuda"
+_ADVICE: Final = f"Install pagedcore[{EXTRA}]."
+# Why: numba-cuda takes the place of numba.cuda when the interpreter starts; only then is it of use.
+_COMPILER_MODULES: Final = (("numba-cuda", "numba.cuda.typing"), ("cuda-bindings", "cuda.bindings"))
+_COMPILER_LIBRARIES: Final = (("nvidia-nvvm", "nvvm"), ("nvidia-nvjitlink", "nvJitLink"))
+_VERSIONED: Final = ("numba-cuda", "numba", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink")
+"""What decides about the code of a kernel."""
+
+
+def missing_compiler_parts() -> list[str]:
+    """Return the packages without which no kernel can be built here; empty if all are there."""
+    missing = [package for package, module in _COMPILER_MODULES if not _is_importable(module)]
+    return missing + ([] if missing else _missing_libraries())
+
+
+def require_compiler() -> None:
+    """Refuse to go on where kernels cannot be built.
+
+    Raises:
+        MissingDependency: with the names of what is missing.
+    """
+    if missing := missing_compiler_parts():
+        raise MissingDependency(f"building CUDA kernels: {', '.join(missing)} not found here. {_ADVICE}")
+
+
+def require_bindings() -> None:
+    """Refuse to go on where not even kernels that were built before can be launched.
+
+    Raises:
+        MissingDependency: cuda-bindings is not installed.
+    """
+    if not _is_importable("cuda.bindings"):
+        raise MissingDependency(f"launching CUDA kernels: cuda-bindings not found here. {_ADVICE}")
+
+
+@cache
+def _compiler_versions() -> dict[str, str]:
+    found = {}
+    for package in _VERSIONED:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    for package, library in _COMPILER_LIBRARIES:
+        if file := _system_library(library):
+            # Why: a toolkit of the system comes before packages of another environment, and says no version.
+            found[package] = f"{file.name} of {file.stat().st_size} bytes"
+    return found
+
+
+def compiler_versions() -> dict[str, str]:
+    """Return the versions that decide what a kernel compiles to; a file for parts that no package brought."""
+    return dict(_compiler_versions())
+
+
+def _system_library(name: str) -> Path | None:
+    """The library's file where it does not come from a package."""
+    if missing_compiler_parts():
+        return None
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    found = load_nvidia_dynamic_lib(name)
+    if found.abs_path is None or found.found_via == "site-packages":
+        return None
+    return Path(found.abs_path).resolve()
+
+
+def explain_link_failure(log: str, ptx: str) -> InvalidConfig:
+    """Turn nvJitLink's log into an error; the usual reason is an nvJitLink older than the NVVM that wrote the PTX."""
+    written = re.search(r"\.version\s+([\d.]+)", ptx)
+    if "Unsupported .version" in log and written:
+        versions = compiler_versions()
+        return InvalidConfig(
+            f"nvidia-nvjitlink: got {versions['nvidia-nvjitlink']}, which does not know PTX {written[1]} of "
+            f"nvidia-nvvm {versions['nvidia-nvvm']}. Install versions of one CUDA release: "
+            "pip install 'cuda-toolkit[nvvm,nvjitlink]==13.X.*' with the X that your torch was built for."
+        )
+    reason = next((line.strip() for line in log.splitlines() if "error" in line.lower()), "no reason given")
+    return InvalidConfig(f"linking a CUDA kernel: nvJitLink refused it: {reason[:300]}.")
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@cache
+def _missing_libraries() -> list[str]:
+    from cuda.bindings import nvjitlink, nvvm
+
+    missing = []
+    for (package, _), library in zip(_COMPILER_LIBRARIES, (nvvm, nvjitlink), strict=True):
+        try:
+            library.version()
+        except Exception:  # Why: each library has its own error for "not there".
+            missing.append(package)
+    return missing

@@ -1,0 +1,45 @@
+"""``pagedcore kernels``: compile the CUDA kernels ahead, on a machine that needs no card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagedcore.cli.common import console, error_console
+from pagedcore.errors import InvalidConfig
+
+app = typer.Typer(help="Compile the kernels for graphics cards ahead of time.", no_args_is_help=True)
+
+
+@app.callback()
+def _kernels() -> None:
+    """Keep ``build`` a subcommand of its own, although it is the only one."""
+
+
+@app.command()
+def build(
+    arch: Annotated[list[str], typer.Option(help="Architecture, such as sm_90; may be given several times.")],
+    out: Annotated[Path, typer.Option(help="Directory for the compiled kernels.")] = Path("pagedcore-kernels"),
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only kernels whose name starts so, such as decode-bf16-bf16-128.")
+    ] = None,
+) -> None:
+    """Write a directory of compiled kernels that a machine with a card and without a compiler can run."""
+    from pagedcore_kernels.cuda.compiler import parse_arch
+    from pagedcore_kernels.cuda.images import ImageStore
+    from pagedcore_kernels.cuda.library import build_image
+    from pagedcore_kernels.cuda.variants import shipped_names
+
+    starts = tuple(only or [""])
+    wanted = [(name, each) for each in arch for name in shipped_names(parse_arch(each)) if name.startswith(starts)]
+    if not wanted:
+        raise InvalidConfig(f"--only: got {', '.join(only or [])}, allowed is how the name of a kernel starts.")
+    store = ImageStore(out)
+    with error_console().status("compiling ...") as status:
+        for name, each in wanted:
+            status.update(f"compiling {name} for {each} ...")
+            image = store.read(name, each) or build_image(name, each)
+            console().print(f"{store.write(image).name}  {image.registers} registers", soft_wrap=True)
+    console().print(f"{len(wanted)} kernels in {out}")

@@ -1,0 +1,115 @@
+"""A third party's package, really installed: listed, used by name, and unharmed by broken neighbours."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "third_party_adapter"
+BROKEN = {
+    "raises": "raise RuntimeError('this import is broken')",
+    "exits": "raise SystemExit(3)",
+    "signature": (
+        "from pagedcore.plugins.hookspecs import hookimpl\n"
+        "@hookimpl\ndef pagedcore_step(counters): ..."
+    ),
+    "observer": (
+        "from pagedcore.plugins.hookspecs import hookimpl\n"
+        "@hookimpl\ndef pagedcore_engine_start(engine): raise ValueError('this hook is broken')"
+    ),
+}
+USE = """
+import io
+from wsgiref.util import setup_testing_defaults
+from pagedcore import expose
+
+application = expose("wsgi", model="demo", max_tokens=16)
+environ = {"REQUEST_METHOD": "POST", "CONTENT_LENGTH": "14", "wsgi.input": io.BytesIO(b"What is 2 + 3?")}
+setup_testing_defaults(environ)
+print(b"".join(application(environ, lambda status, headers: print(status))).decode())
+bad = dict(environ, CONTENT_LENGTH="99999")
+print(b"".join(application(bad, lambda status, headers: print(status))).decode())
+abandoned = application(dict(environ, **{"wsgi.input": io.BytesIO(b"What is 2 + 3?")}), lambda *_: None)
+next(abandoned)
+abandoned.close()
+print("blocks", application.engine.stats().num_blocks_used)
+application.engine.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed the example, without a network."""
+    pytest.importorskip("pip")
+    source = tmp_path_factory.mktemp("source") / "adapter"
+    shutil.copytree(EXAMPLE, source)
+    target = tmp_path_factory.mktemp("site")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation",
+         "--disable-pip-version-check", "--target", str(target), str(source)],
+        check=True, capture_output=True, timeout=120,
+    )
+    return target
+
+
+def install_broken(site: Path) -> None:
+    """Put one distribution per way of being broken into a folder, as an installer would."""
+    for name, code in BROKEN.items():
+        (site / f"broken_{name}.py").write_text(code, encoding="utf-8")
+        metadata = site / f"broken_{name}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: broken-{name}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[pagedcore]\n{name} = broken_{name}\n")
+
+
+def python(site: Path, *words: str) -> str:
+    """Run an interpreter that finds this checkout and what is installed in ``site``, and return what it printed."""
+    search_path = ":".join([str(site), *(str(ROOT / folder) for folder in ("", "kernels", "adapters"))])
+    env = {"PYTHONPATH": search_path, "PATH": "", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def row(listing: str, name: str) -> str:
+    """The line of a listing that begins with a plugin's name."""
+    (found,) = [line for line in listing.splitlines() if line.strip("│ ").startswith(f"{name} ")]
+    return found
+
+
+def test_the_example_is_short() -> None:
+    """A whole adapter package, its pyproject included, has fewer than 60 lines."""
+    files = [path for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".toml")]
+    assert len(files) == 2
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) < 60
+
+
+def test_an_installed_adapter_is_listed_and_works(site: Path) -> None:
+    """It is found without any configuration, answers right, refuses what is out of bounds, and frees what it took."""
+    assert "active" in row(python(site, "-m", "pagedcore", "plugins"), "wsgi")
+    assert "available" in row(python(site, "-m", "pagedcore", "plugins", "--table", "adapters"), "wsgi")
+    answered, refused = python(site, "-c", USE).split("400 Bad Request\n")
+    assert answered.startswith("200 OK\n")
+    assert "5" in answered
+    assert refused.splitlines()[-1] == "blocks 0"
+
+
+def test_broken_plugins_are_reported_and_stop_nobody(site: Path, tmp_path: Path) -> None:
+    """An import that raises or exits, a wrong signature and a raising hook leave the others and the engine at work."""
+    mixed = tmp_path / "site"
+    shutil.copytree(site, mixed)
+    install_broken(mixed)
+    listing = python(mixed, "-m", "pagedcore", "plugins")
+    assert "failed" in row(listing, "raises")
+    assert "this import is broken" in row(listing, "raises")
+    assert "failed" in row(listing, "exits")
+    assert "failed" in row(listing, "signature")
+    assert "counters" in listing
+    for name in ("builtin", "wsgi", "observer"):
+        assert "active" in row(listing, name)
+    assert python(mixed, "-c", USE).startswith("200 OK\n")

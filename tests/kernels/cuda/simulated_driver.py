@@ -1,0 +1,77 @@
+"""Drivers without a card: one executes the compiled PTX on the CPU, for tests of the whole backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedcore_kernels.cuda.compiler import compile_ptx
+from pagedcore_kernels.cuda.driver import Argument
+from pagedcore_kernels.cuda.images import source_digest
+from pagedcore_kernels.cuda.toolchain import compiler_versions
+from pagedcore_kernels.cuda.variants import Source, make_source
+from pagedcore_kernels.ptxsim import launch
+
+CACHE: list[Path] = []
+"""The directory where compiled PTX is kept between runs, once a fixture has named it."""
+
+
+@cache
+def compiled(name: str, arch: str) -> tuple[Source, str]:
+    """A kernel and its PTX, from the cache if these sources and tools have compiled it before."""
+    source = make_source(name)
+    versions = "-".join(compiler_versions().values())
+    path = CACHE[0] / f"{name}.{arch}.{source_digest()}.{versions}.ptx"
+    if not path.exists():
+        path.write_text(compile_ptx(source, arch))
+    return source, path.read_text()
+
+
+def as_numpy(argument: Argument) -> Any:
+    """A tensor as the array over its memory; formats that NumPy lacks as integers of their size."""
+    if argument is None:
+        return 0
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    if argument.dtype in (torch.bfloat16, torch.float16):
+        argument = argument.view(torch.int16)
+    elif argument.dtype == torch.float8_e4m3fn:
+        argument = argument.view(torch.uint8)
+    return argument.numpy() if argument.numel() else np.zeros(1, np.int32)
+
+
+@dataclass
+class SimulatedDriver:
+    """Executes every launch with the PTX interpreter, CTAs in random order, and notes what was launched."""
+
+    arch: str = "sm_90"
+    num_sms: int = 8
+    seed: int = 0
+    check_races: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    launched: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return int(self.arch[3:-1]), int(self.arch[-1])
+
+    def prepare(self, name: str) -> None:
+        pass
+
+    def begin_step(self) -> None:
+        pass
+
+    def launch(self, name: str, num_ctas: int, arguments: Sequence[Argument]) -> None:
+        source, ptx = compiled(name, self.arch)
+        order = np.random.default_rng(self.seed + len(self.launched)).permutation(num_ctas)
+        self.launched.append((name, num_ctas))
+        launch(
+            ptx, None, num_ctas, source.threads, [as_numpy(a) for a in arguments],
+            dynamic_shared_bytes=source.shared_bytes, block_order=order.tolist(), check_races=self.check_races,
+        )

@@ -1,0 +1,189 @@
+"""The compiled kernels, executed by the PTX interpreter, against float64 and against themselves cut differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.attention_cases import LAYER, Rows, Shape, nan_pool
+from kernels.cuda.cuda_cases import Case, relative_error
+from pagedcore_kernels.cuda.backend import NumbaCudaAttention
+from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
+from pagedcore_kernels.reference import ReferenceAttention
+
+pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
+
+BF16, F16 = torch.bfloat16, torch.float16
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+COMMON = Shape(4, 2, 64, 64, 16, BF16)
+MAX_ERROR = {BF16: 4e-3, F16: 8e-4}
+"""Weights and result are rounded to the model's format: a few of its last places."""
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"window": 100}, {"chunk": 64}, {"window": 600, "chunk": 300, "softcap": 5.0, "sinks": True},
+]
+FAST = [(COMMON, None, "sm_90")]
+ALL = [
+    (Shape(1, 2, 128, 128, 16, BF16), None, "sm_80"), (Shape(4, 2, 128, 128, 16, BF16), None, "sm_90"),
+    (Shape(8, 1, 128, 128, 32, BF16), None, "sm_100"), (Shape(5, 2, 80, 80, 16, BF16), None, "sm_90"),
+    (Shape(3, 2, 96, 96, 16, F16), None, "sm_90"), (Shape(2, 2, 256, 256, 16, BF16), None, "sm_90"),
+    (Shape(17, 1, 16, 48, 1, F16), None, "sm_80"), (Shape(4, 1, 192, 128, 64, BF16), None, "sm_90"),
+    (Shape(4, 2, 128, 128, 16, BF16), E4M3, "sm_90"), (Shape(4, 2, 64, 64, 16, F16), E4M3, "sm_100"),
+    (Shape(4, 2, 128, 128, 16, F16), INT8, "sm_80"), (Shape(4, 2, 96, 96, 16, BF16), INT8, "sm_90"),
+    (Shape(4, 2, 256, 256, 16, BF16), E4M3, "sm_90"),
+]
+CASES = [pytest.param(*case, id=f"{case[0]}-{case[1]}-{case[2]}") for case in FAST] + [
+    pytest.param(*case, id=f"{case[0]}-{case[1]}-{case[2]}", marks=pytest.mark.kernels) for case in ALL
+]
+
+
+def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    """Replace ``True`` by one sink logit per head, from negligible to dominant."""
+    return {k: torch.linspace(-4, 12, heads) if k == "sinks" else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize(("shape", "pool_dtype", "arch"), CASES)
+def test_kernels_agree_with_float64(shape: Shape, pool_dtype: torch.dtype | None, arch: str) -> None:
+    """A mixed batch over scattered pages full of NaN beyond their ends gives what float64 gives, under every option.
+
+    Padding comes out as zeros, every split counter is left at zero, and no check of the interpreter objects.
+    """
+    case = Case(shape, pool_dtype)
+    backend = case.backend(arch=arch)
+    rows = case.rows(padding=2)
+    for options in (with_sinks(option, shape.heads) for option in OPTIONS):
+        output = case.attend(backend, rows, **options)
+        assert relative_error(output, case.expected(rows, **options)) < MAX_ERROR[shape.dtype], options
+        assert not output[-2:].any()
+        assert not backend._plans.counters.any()
+
+
+@pytest.mark.parametrize(("shape", "pool_dtype", "arch"), CASES)
+def test_a_token_has_the_same_bits_however_the_work_is_cut(
+    shape: Shape, pool_dtype: torch.dtype | None, arch: str
+) -> None:
+    """Prefill or decode kernel, one CTA per context or one per segment, any order of CTAs: the same bits."""
+    case = Case(shape, pool_dtype)
+    options = with_sinks({"sinks": True, "window": 650}, shape.heads)
+    whole = case.attend(case.backend(arch=arch, num_sms=1), case.rows(), **options)
+    for num_sms, seed in ((1, 1), (64, 2)):
+        backend = case.backend(arch=arch, num_sms=num_sms, seed=seed)
+        assert torch.equal(case.attend(backend, case.rows(), **options), whole)
+    last = whole[case.rows().logits_rows]
+    alone = case.attend(case.backend(arch=arch, num_sms=64), case.rows([(1, n) for _, n in case.lengths]), **options)
+    assert torch.equal(alone, last)
+
+
+def test_a_chunk_of_a_long_context_is_split_without_changing_bits() -> None:
+    """A few tokens too many for one decode item, over a long context, become several items with the same result."""
+    case = Case(Shape(4, 1, 64, 64, 16, BF16), lengths=[(9, 2100)])
+    cut = case.backend(num_sms=64)
+    output = case.attend(cut, case.rows())
+    assert [name.partition("-")[0] for name, _ in cut._driver.launched] == ["decode"]  # type: ignore[attr-defined]
+    assert relative_error(output, case.expected(case.rows())) < MAX_ERROR[BF16]
+    many = case.attend(case.backend(num_sms=1), case.rows([(30, 2100)]))
+    assert torch.equal(many[-9:], output)
+
+
+def test_the_first_layer_of_a_kind_and_later_steps_agree() -> None:
+    """Work that a step prepared because an earlier one needed it is the work that a first use prepares."""
+    case = Case(COMMON)
+    backend = case.backend()
+    first = [case.attend(backend, case.rows(), window=window) for window in (0, 100)]
+    backend.plan(case.rows())
+    again = [case.attend(backend, case.rows(), window=window) for window in (0, 100)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_alibi() -> None:
+    """With slopes a score falls linearly with the distance, in both kernels."""
+    case = Case(COMMON)
+    slopes = torch.linspace(0.02, 0.5, COMMON.heads)
+    rows = case.rows()
+    output = case.attend(case.backend(), rows, slopes=slopes)
+    start = 0
+    for tokens, (n, length) in zip(case.sequences, rows.lengths, strict=True):
+        q, k, v = (t[:length].double().repeat_interleave(g, 1) for t, g in (
+            (tokens.query, 1), (tokens.key, COMMON.group), (tokens.value, COMMON.group)))
+        distance = torch.arange(length)[None] - torch.arange(length - n, length)[:, None]
+        scores = torch.einsum("nhd,lhd->hnl", q[length - n :], k) * COMMON.scale + slopes[:, None, None] * distance
+        weights = scores.masked_fill(distance > 0, float("-inf")).softmax(-1)
+        exact = torch.einsum("hnl,lhd->nhd", weights, v).numpy()
+        assert relative_error(output[start : start + n], exact) < MAX_ERROR[BF16]
+        start += n
+
+
+def test_no_thread_races_another() -> None:
+    """With the race detector on, both kernels run clean over splits and merges."""
+    case = Case(COMMON, lengths=[(20, 600), (1, 1100)])
+    rows = case.rows()
+    output = case.attend(case.backend(num_sms=64, check_races=True), rows)
+    assert relative_error(output, case.expected(rows)) < MAX_ERROR[BF16]
+
+
+@pytest.mark.parametrize(("shape", "pool_dtype"), [
+    (COMMON, None), pytest.param(Shape(1, 2, 80, 96, 32, F16), None, marks=pytest.mark.kernels),
+    (Shape(1, 2, 64, 32, 16, BF16), E4M3), (Shape(1, 2, 32, 64, 16, F16), INT8),
+])
+def test_written_k_and_v_are_where_and_what_they_should_be(shape: Shape, pool_dtype: torch.dtype | None) -> None:
+    """Tokens land in their slots in the pool's format; a slot of -1 and everything else keeps its bytes."""
+    case = Case(shape, pool_dtype, lengths=[(5, 5), (7, 40), (1, 17)])
+    wanted = case.pool.clone()
+    case.pool.fill_(0xFF)
+    rows = case.rows(padding=2)
+    rows.slot_mapping[6] = -1
+    backend = case.backend()
+    backend.plan(rows)
+    spans = [(t, slice(length - n, length)) for t, (n, length) in zip(case.sequences, rows.lengths, strict=True)]
+    parts = [[getattr(t, name)[span] for t, span in spans] for name in ("key", "value")]
+    key, value = (torch.cat([*part, part[0][:2]]) for part in parts)
+    backend.write_kv(LAYER, key.transpose(0, 1).contiguous().transpose(0, 1), value)
+    written = torch.zeros(case.num_blocks, shape.block_size, dtype=torch.bool)
+    slots = rows.slot_mapping[rows.slot_mapping >= 0]
+    written[slots // shape.block_size, slots % shape.block_size] = True
+    as_bytes = torch.uint8 if case.dtype.itemsize == 1 else torch.int16
+    for view in ("key_view", "value_view"):
+        got, want = (getattr(case.layout, view)(pool, LAYER) for pool in (case.pool, wanted))
+        if view == "key_view":
+            got, want = got.transpose(-1, -2), want.transpose(-1, -2)
+        got, want = got.view(as_bytes), want.view(as_bytes)
+        here = written[:, None, :, None].expand_as(got)
+        assert torch.equal(got[here], want[here])
+        assert (got[~here] == (255 if as_bytes == torch.uint8 else -1)).all()
+    other = case.layout.key_view(case.pool, 1 - LAYER).transpose(-1, -2).view(as_bytes)
+    assert (other == (255 if as_bytes == torch.uint8 else -1)).all()
+
+
+def test_written_bytes_are_the_references() -> None:
+    """The backend and the reference leave equal pools, so either may read what the other wrote."""
+    case = Case(COMMON, lengths=[(5, 5), (7, 40)])
+    pools = [nan_pool(case.layout, case.num_blocks) for _ in range(2)]
+    rows = case.rows()
+    key, value = (torch.randn(12, 2, 64).to(BF16) for _ in range(2))
+    case.pool = pools[0]
+    for backend in (case.backend(), ReferenceAttention(case.layout, pools[1])):
+        backend.plan(rows)
+        backend.write_kv(LAYER, key, value)
+    assert torch.equal(*pools)
+
+
+def test_padding_alone_is_a_batch() -> None:
+    """A batch without rows writes nothing, launches no attention and returns zeros."""
+    case = Case(COMMON)
+    backend = case.backend()
+    before = case.pool.clone()
+    rows = Rows([(1, 1)], np.zeros((1, 1), np.int32), 16)
+    rows.query_start, rows.kv_lens = np.zeros(1, np.int64), np.zeros(0, np.int64)
+    rows.block_tables, rows.slot_mapping = np.zeros((0, 3), np.int32), np.full(2, -1, np.int64)
+    backend.plan(rows)
+    backend.write_kv(LAYER, torch.ones(2, 2, 64, dtype=BF16), torch.ones(2, 2, 64, dtype=BF16))
+    assert not backend.attend(LAYER, torch.ones(2, 8, 64, dtype=BF16), scale=1.0).any()
+    assert torch.equal(case.pool, before)
+
+
+def test_backend_has_the_contract() -> None:
+    """The class has every member of the attention contract under its registered name."""
+    assert NumbaCudaAttention.name == "numba-cuda"
+    assert NumbaCudaAttention.preferred_block_size(BF16) == 16

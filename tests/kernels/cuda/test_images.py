@@ -1,0 +1,126 @@
+"""Compiled kernels on disk: written whole, read only if whole, and found for the right card."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pagedcore.errors import InvalidConfig, MissingDependency
+from pagedcore_kernels.cuda import images, library, toolchain
+from pagedcore_kernels.cuda.images import ImageStore, KernelImage
+from pagedcore_kernels.cuda.library import KernelLibrary, runs_on
+from pagedcore_kernels.cuda.variants import make_source, parameters_of, shipped_names
+
+
+def image(arch: str = "sm_90", cubin: bytes = b"\x7fELF\n\0code") -> KernelImage:
+    return KernelImage("copy", arch, "entry", 256, 0, 32, toolchain.compiler_versions(), cubin)
+
+
+def test_an_image_survives_the_disk(tmp_path: Path) -> None:
+    """What was written is what is read, newlines in the cubin included, and only for its name and architecture."""
+    store = ImageStore(tmp_path / "new")
+    path = store.write(image())
+    assert store.read("copy", "sm_90") == image()
+    assert store.read("copy", "sm_80") is None
+    assert store.read("decode", "sm_90") is None
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("damage", [
+    lambda content: content[:-1], lambda content: content.replace(b"code", b"c0de"), lambda content: b"",
+    lambda content: b"[]\n", lambda content: content.replace(b'"format": 1', b'"format": 2'),
+    lambda content: content.replace(b'"threads": 256, ', b""),
+])
+def test_a_damaged_image_is_not_used(tmp_path: Path, damage: object) -> None:
+    """A cut, altered, empty or foreign file counts as absent, so that the kernel is compiled again."""
+    store = ImageStore(tmp_path)
+    path = store.write(image())
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    assert store.read("copy", "sm_90") is None
+
+
+def test_an_image_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a kernel's source changes, what was compiled before is not found any more."""
+    store = ImageStore(tmp_path)
+    store.write(image())
+    monkeypatch.setattr(images, "source_digest", lambda: "0" * 16)
+    assert store.read("copy", "sm_90") is None
+
+
+def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+    """Cubins are code: they are not taken from where anybody could have put them."""
+    ImageStore(tmp_path).write(image())
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(InvalidConfig, match="everybody may write"):
+        ImageStore(tmp_path).read("copy", "sm_90")
+
+
+def test_cards_run_what_was_built_for_older_ones_of_their_generation(tmp_path: Path) -> None:
+    """A prebuilt image for sm_80 serves sm_86, and one for sm_90 does not."""
+    assert runs_on("sm_86")[:2] == ["sm_86", "sm_85"]
+    ImageStore(tmp_path).write(image("sm_80"))
+    assert KernelLibrary([tmp_path], tmp_path / "cache").find("copy", "sm_86").arch == "sm_80"
+
+
+def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that nobody built, on a machine that cannot build it, names the extra and the command."""
+    monkeypatch.setattr(library, "missing_compiler_parts", lambda: ["numba-cuda", "nvidia-nvvm"])
+    message = r"numba-cuda, nvidia-nvvm.*pagedcore\[cuda\].*kernels build --arch sm_90"
+    with pytest.raises(MissingDependency, match=message):
+        KernelLibrary(cache=tmp_path).find("copy", "sm_90")
+
+
+def test_a_cache_of_other_tools_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached image is used as long as the tools are the same, and also where there are none."""
+    built: list[str] = []
+
+    def build(name: str, arch: str) -> KernelImage:
+        built.append(name)
+        return image()
+
+    monkeypatch.setattr(library, "build_image", build)
+    monkeypatch.setattr(library, "missing_compiler_parts", list)
+    found = KernelLibrary(cache=tmp_path)
+    assert found.find("copy", "sm_90") == found.find("copy", "sm_90")
+    assert built == ["copy"]
+    monkeypatch.setattr(library, "compiler_versions", lambda: {"numba-cuda": "9.9"})
+    found.find("copy", "sm_90")
+    assert built == ["copy", "copy"]
+    monkeypatch.setattr(library, "missing_compiler_parts", lambda: ["numba-cuda"])
+    found.find("copy", "sm_90")
+    assert built == ["copy", "copy"]
+
+
+def test_an_old_linker_is_explained() -> None:
+    """nvJitLink older than NVVM is the usual trap; the error says what to install instead."""
+    error = toolchain.explain_link_failure("ptxas fatal: Unsupported .version 9.4; current is 9.0", ".version 9.4\n")
+    assert "PTX 9.4" in str(error)
+    assert "cuda-toolkit[nvvm,nvjitlink]" in str(error)
+    assert "undefined thing" in str(toolchain.explain_link_failure("error: undefined thing", ""))
+
+
+@pytest.mark.parametrize("name", ["nothing", "decode-bf16", "decode-bf16-f64-64-64", "copy-2", "write-bf16-bf16-a-b"])
+def test_unknown_names_are_refused(name: str) -> None:
+    """A name that stands for no kernel is an InvalidConfig."""
+    with pytest.raises(InvalidConfig, match="kernel"):
+        make_source(name)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "90", "compute_90", "sm_9", ""])
+def test_unknown_architectures_are_refused(arch: str, tmp_path: Path) -> None:
+    """Cards before sm_80 and names that are none are refused by name."""
+    with pytest.raises(InvalidConfig, match="arch"):
+        KernelLibrary(cache=tmp_path).find("copy", arch)
+
+
+def test_shipped_kernels_take_the_parameters_that_launches_give() -> None:
+    """The letters by which a launch packs arguments are those by which the kernel was compiled; names are unique."""
+    names = shipped_names((9, 0))
+    assert len(names) == len(set(names))
+    assert not [name for name in shipped_names((8, 0)) if "e4m3" in name]
+    for name in (names[0], *names[1:4]):
+        source = make_source(name)
+        assert source.parameters == parameters_of(name)
+        assert len(source.parameters) == source.function.__code__.co_argcount
