@@ -6,6 +6,7 @@ Owns the bound on their number and what they all need of the engine; a session's
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,9 @@ class SessionBook:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self._sessions))
 
     def open(
         self, params: SamplingParams | None, cache_salt: bytes, priority: int, request: Request | None = None
