@@ -65,13 +65,13 @@ class Outcomes:
         self.contests.add_branches(contests.values())
         for contest in contests.values():
             deltas += self._deliver_if_decided(contest, now)
-        return deltas
+        return self._note_finished(deltas)
 
     def fail(self, plan: SchedulePlan, error: Exception) -> list[Delta]:
         """End every request of a batch that could not be computed; call it after the rollback."""
         failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
         failure.__cause__ = error
-        return self._end_all((row.sequence for row in plan.rows), "error", failure)
+        return self._note_finished(self._end_all((row.sequence for row in plan.rows), "error", failure))
 
     def expire_waiting(self, limit_s: float | None) -> list[Delta]:
         """End the requests that have waited longer than ``limit_s`` seconds for their first start."""
@@ -84,12 +84,12 @@ class Outcomes:
             for sequence in self._scheduler.never_started()
             if self._requests.request_of(sequence).timeline.arrival_s < latest
         ]
-        return self._end_all(expired, "error", error)
+        return self._note_finished(self._end_all(expired, "error", error))
 
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""
         self.contests.close(request, "abort")
-        self._end_all(request.sequences, "abort")
+        self._note_finished(self._end_all(request.sequences, "abort"))
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all answers of a request as they stand."""
@@ -129,7 +129,6 @@ class Outcomes:
         request.error = error
         self._scheduler.finish(sequence, reason)
         text, _ = self._answers.finish(sequence)
-        self._note_finished(request)
         return self._delta(request, sequence, text, ())
 
     def _note_sampled(
@@ -158,8 +157,6 @@ class Outcomes:
             return []
         if request.timeline.first_token_s is None:
             request.timeline.first_token_s = now
-        if sequence.finish_reason is not None:
-            self._note_finished(request)
         return [self._delta(request, sequence, text, (new.token_id,))]
 
     def _extend_text(self, new: NewToken) -> str:
@@ -187,12 +184,10 @@ class Outcomes:
             return self._end_all(request.sequences, "error", error)
         self.contests.close(request, "stop")
         request.timeline.first_token_s = now
-        deltas = [
+        return [
             self._deliver(request, sequence, chosen)
             for sequence, chosen in zip(request.sequences, results, strict=True)
         ]
-        self._note_finished(request)
-        return deltas
 
     def _deliver(self, request: Request, sequence: Sequence, chosen: Chosen) -> Delta:
         sequence.score, sequence.logprobs = chosen.score, list(chosen.logprobs)
@@ -220,9 +215,13 @@ class Outcomes:
             num_prompt_tokens=sequence.num_prompt_tokens,
         )
 
-    def _note_finished(self, request: Request) -> None:
-        if request.is_done:
-            request.timeline.finished_s = self._clock.now()
-            self._counters.num_finished += 1
-            if self._hooks.observes_requests:
-                self._hooks.request_finished(self.output_of(request))
+    def _note_finished(self, deltas: list[Delta]) -> list[Delta]:
+        """Note the requests that these deltas end, each once, now that all their answers are complete."""
+        for request_id in dict.fromkeys(delta.request_id for delta in deltas if delta.finish_reason is not None):
+            request = self._requests.find(request_id)
+            if request is not None and request.is_done and request.timeline.finished_s is None:
+                request.timeline.finished_s = self._clock.now()
+                self._counters.num_finished += 1
+                if self._hooks.observes_requests:
+                    self._hooks.request_finished(self.output_of(request))
+        return deltas

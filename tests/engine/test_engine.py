@@ -24,6 +24,8 @@ from pagedcore.errors import (
     StepFailed,
     TooManySequences,
 )
+from pagedcore.outputs import RequestOutput
+from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.sampling_params import SamplingParams
 
 
@@ -329,3 +331,20 @@ def test_priority_runs_the_more_important_request_first() -> None:
     while not high.is_done:
         engine.step()
     assert not low.is_done
+
+
+def test_a_request_with_several_answers_finishes_once() -> None:
+    """Answers that end in the same step are one finished request, told to observers once, with all its texts."""
+    told: list[RequestOutput] = []
+
+    class Watcher:
+        @hookimpl
+        def pagedcore_request_finished(self, request: RequestOutput) -> None:
+            told.append(request)
+
+    engine = make_engine(plugins=[Watcher()])
+    request = engine.add_request([1, 2, 3], SamplingParams(n=3, max_tokens=5, ignore_eos=True, temperature=1.0))
+    run(engine)
+    assert engine.stats().num_finished == 1
+    assert [output.outputs for output in told] == [request.output().outputs]
+    assert all(len(answer.token_ids) == 5 for answer in told[0].outputs)
