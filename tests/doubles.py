@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.cache.eviction import POLICIES
+from pagedcore.cache.transfers import Transfer
 from pagedcore.ports import FloatArray, RaggedRows
 from pagedcore.request import Sequence
 from pagedcore.sampling_params import SamplingParams
@@ -321,12 +322,17 @@ def make_scheduler(
 
 def next_plan(scheduler: Scheduler) -> SchedulePlan:
     """Schedule, with every transfer that is asked for complete at once."""
+    _complete(scheduler, scheduler.moves.take_due())
     plan = scheduler.schedule()
     while plan.moves_blocks:
-        for transfer in scheduler.make_room(plan):
-            scheduler.moves.complete(transfer.transfer_id, 0.0, is_ok=True)
+        _complete(scheduler, scheduler.make_room(plan))
         plan = scheduler.schedule()
     return plan
+
+
+def _complete(scheduler: Scheduler, transfers: Iterable[Transfer]) -> None:
+    for transfer in transfers:
+        scheduler.moves.complete(transfer.transfer_id, 0.0, is_ok=True)
 
 
 def run_step(scheduler: Scheduler, token_id: int = 1) -> SchedulePlan:

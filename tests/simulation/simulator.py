@@ -103,7 +103,7 @@ class World:
             eviction=rng.choice(["lru", "lfu", "fifo"]),
             preemption=rng.choice(["swap", "swap", "auto"] if is_tight else ["auto", "shrink", "recompute", "wait"]),
             policy=rng.choice(["fcfs", "priority"] if is_tight else ["fcfs", "fcfs", "priority", "priority", "static"]),
-            admission="optimistic" if is_tight else rng.choice(["optimistic", "optimistic", "guaranteed"]),
+            admission=rng.choice(["optimistic", "optimistic", "guaranteed"]),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 2, 6]),
             max_num_waiting=rng.randint(2, 8),

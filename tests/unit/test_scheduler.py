@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
-from doubles import make_scheduler, make_sequence, run_step
+from doubles import make_scheduler, make_sequence, next_plan, run_step
 from pagedcore.errors import EngineOverloaded, InternalError, RequestTooLarge
 from pagedcore.outputs import FinishReason
 from pagedcore.request import Sequence, SequenceStatus
@@ -12,17 +14,23 @@ from pagedcore.scheduling.invariants import Snapshot, check, snapshot
 from pagedcore.scheduling.plan import SchedulePlan
 from pagedcore.scheduling.scheduler import Scheduler
 
+_tokens = count(1000)
 WAITING, RUNNING, FINISHED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.FINISHED
 
 
 def reserved_step(scheduler: Scheduler) -> SchedulePlan:
-    plan = scheduler.schedule()
+    plan = next_plan(scheduler)
     scheduler.reserve(plan)
     return plan
 
 
+def own(prompt: int = 3, max_tokens: int = 3, **more: int) -> Sequence:
+    """A sequence whose prompt has nothing in common with any other one."""
+    return make_sequence([next(_tokens) for _ in range(prompt)], max_tokens, **more)
+
+
 def add(scheduler: Scheduler, prompt: int = 3, max_tokens: int = 3, **more: int) -> Sequence:
-    sequence = make_sequence(prompt, max_tokens, **more)
+    sequence = own(prompt, max_tokens, **more)
     scheduler.add(sequence)
     return sequence
 
@@ -37,9 +45,10 @@ def run_until_preempted(scheduler: Scheduler, sequence: Sequence) -> None:
 
 def without_order(state: Snapshot) -> tuple[object, ...]:
     """A snapshot without the order of the free list, which is nobody's business."""
+    device = state.blocks.device
     return (
-        sorted(state.blocks.free_blocks), state.blocks.reference_counts, dict(state.blocks.tables),
-        state.waiting, state.running, state.kept, dict(state.reserved), state.num_newcomers,
+        sorted(device.free_blocks), device.idle_blocks, device.reference_counts, dict(device.registered),
+        dict(state.blocks.tables), state.waiting, state.running, dict(state.reserved), state.num_newcomers,
     )
 
 
@@ -71,15 +80,15 @@ def test_commit_computes_appends_and_starts() -> None:
 def test_commit_reports_how_a_turn_ended() -> None:
     """A stop token and the last allowed token finish the sequence in the step that made them."""
     scheduler = make_scheduler()
-    stopping, longest = make_sequence(2, 5, stop_token_ids=[9]), make_sequence(2, 1)
+    stopping, longest = make_sequence([1, 2], 5, stop_token_ids=[9]), own(2, 1)
     scheduler.add(stopping)
     scheduler.add(longest)
     plan = reserved_step(scheduler)
     results = scheduler.commit(plan, {stopping.sequence_id: 9, longest.sequence_id: 1})
     assert [new.finish_reason for new in results] == ["stop", "length"]
     assert (stopping.status, stopping.finish_reason) == (FINISHED, "stop")
-    assert scheduler.kept == (stopping, longest)
     assert not scheduler.has_work
+    assert scheduler.stats().num_used_blocks == 0
 
 
 def test_a_chunk_that_does_not_reach_the_end_yields_no_token() -> None:
@@ -106,21 +115,75 @@ def test_rollback_leaves_the_state_before_the_step() -> None:
     assert check(snapshot(scheduler)) == []
 
 
-def test_rollback_keeps_preemptions_and_releases() -> None:
+def test_rollback_keeps_preemptions() -> None:
     """Blocks that were given to the step may be overwritten, so their old owners do not get them back."""
-    scheduler = make_scheduler(num_blocks=4)
-    kept = add(scheduler, prompt=2, max_tokens=1)
-    run_step(scheduler)
+    scheduler = make_scheduler(num_blocks=4, preemption="recompute")
     first, last = add(scheduler, 2, 5), add(scheduler, 2, 5)
-    plan = reserved_step(scheduler)
-    while not plan.preempted:
-        scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows})
+    while not last.num_preemptions:
         plan = reserved_step(scheduler)
+        if last.num_preemptions:
+            break
+        scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows})
     scheduler.rollback(plan)
     assert (last.status, last.num_computed_tokens, last.num_preemptions) == (WAITING, 0, 1)
-    assert (kept.num_computed_tokens, scheduler.kept) == (0, ())
     assert list(scheduler.running) == [first]
     assert check(snapshot(scheduler)) == []
+
+
+def test_room_is_made_before_anything_is_reserved() -> None:
+    """A plan that asks for room is not computed, and one that asks for none moves nothing."""
+    scheduler = make_scheduler(num_blocks=4, preemption="recompute")
+    add(scheduler, 2, 5)
+    victim = add(scheduler, 2, 5)
+    plan = scheduler.schedule()
+    while not plan.moves_blocks:
+        run_step(scheduler)
+        plan = scheduler.schedule()
+    with pytest.raises(InternalError, match="room has to be made first"):
+        scheduler.reserve(plan)
+    assert scheduler.make_room(plan) == []
+    assert (victim.status, victim.num_computed_tokens) == (WAITING, 0)
+    with pytest.raises(InternalError, match="out of date"):
+        scheduler.make_room(plan)
+    assert check(snapshot(scheduler)) == []
+
+
+KINDS = [("recompute", 0, 0), ("shrink", 0, 1), ("swap", 8, 2)]
+
+
+@pytest.mark.parametrize(("mode", "num_host_blocks", "num_found"), KINDS)
+def test_what_is_found_again_after_each_kind_of_preemption(mode: str, num_host_blocks: int, num_found: int) -> None:
+    """Recomputing forgets all, shrinking leaves the beginning on the device, swapping leaves everything on the host."""
+    scheduler = make_scheduler(num_blocks=5, preemption=mode, num_host_blocks=num_host_blocks)
+    first, victim = add(scheduler, 4, 5), add(scheduler, 4, 3)
+    run_step(scheduler)
+    run_until_preempted(scheduler, victim)
+    assert (victim.status, victim.num_preemptions) == (WAITING, 1)
+    match = scheduler.block_manager.match(victim)
+    assert len(match.device_blocks) + len(match.host_blocks) >= num_found
+    assert scheduler.stats().num_swapped == (mode == "swap")
+    kinds = {kind.value: times for kind, times in scheduler.stats().counters.num_preemptions.items()}
+    assert kinds == {**dict.fromkeys(kinds, 0), mode: 1}
+    while scheduler.has_work:
+        run_step(scheduler)
+        assert check(snapshot(scheduler)) == []
+    assert (first.finish_reason, victim.finish_reason) == ("length", "length")
+
+
+def test_a_finished_sequence_goes_to_the_host_and_its_next_turn_comes_back() -> None:
+    """What others push off the device is loaded for the next turn and counted as found."""
+    scheduler = make_scheduler(num_blocks=4, num_host_blocks=8)
+    sequence = add(scheduler, 3, 2)
+    while scheduler.has_work:
+        run_step(scheduler)
+    add(scheduler, 7, 1)
+    run_step(scheduler)
+    sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
+    scheduler.add(sequence)
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert sequence.num_cached_tokens == 4
+    assert scheduler.stats().counters.num_blocks_swapped_in == 2
 
 
 def test_only_the_plan_in_flight_can_be_closed_and_once() -> None:
@@ -181,11 +244,11 @@ def test_a_reservation_that_fails_leaves_the_laws_intact(monkeypatch: pytest.Mon
     add(scheduler, 2, 4)
     for _ in range(3):
         run_step(scheduler)
-    assert scheduler.schedule().preempted
+    plan = next_plan(scheduler)
     with monkeypatch.context() as patch:
         patch.setattr(type(scheduler.block_manager), "reserve", lambda *_: None)
         with pytest.raises(InternalError, match="too few for the plan"):
-            scheduler.reserve(scheduler.schedule())
+            scheduler.reserve(plan)
     assert check(snapshot(scheduler)) == []
     assert not run_step(scheduler).is_empty
 
@@ -233,23 +296,24 @@ def test_what_has_finished_stays_as_it_is(place: str) -> None:
     assert snapshot(scheduler) == before
 
 
-def test_stopping_from_outside_keeps_the_blocks_for_a_further_turn() -> None:
-    """A stop string found in the text ends the turn; what was computed stays of use."""
+@pytest.mark.parametrize(("reason", "num_found"), [("stop", 3), ("abort", 3), ("error", 0)])
+def test_what_a_sequence_computed_can_be_found_unless_it_failed(reason: FinishReason, num_found: int) -> None:
+    """A stop or an abort leaves its blocks to be found; after an error nobody finds what it computed."""
     scheduler = make_scheduler()
     sequence = add(scheduler)
     run_step(scheduler)
-    scheduler.finish(sequence, "stop")
-    assert scheduler.kept == (sequence,)
-    assert sequence.num_computed_tokens == 3
+    scheduler.finish(sequence, reason)
+    assert (scheduler.stats().num_used_blocks, sequence.num_computed_tokens) == (0, 0)
+    assert scheduler.block_manager.match(sequence).num_tokens == num_found
     assert check(snapshot(scheduler)) == []
 
 
-def test_a_sequence_that_never_ran_has_nothing_to_keep() -> None:
-    """Kept are those that hold blocks; the others leave no trace in the scheduler."""
+def test_a_sequence_that_never_ran_leaves_no_trace() -> None:
+    """It is finished, and nothing can be found of it."""
     scheduler = make_scheduler()
     sequence = add(scheduler)
     scheduler.finish(sequence, "stop")
-    assert (sequence.status, scheduler.kept, scheduler.has_work) == (FINISHED, (), False)
+    assert (sequence.status, scheduler.has_work, scheduler.stats().num_cached_blocks) == (FINISHED, False, 0)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "stop"])
@@ -257,7 +321,7 @@ def test_a_sequence_that_never_ran_has_nothing_to_keep() -> None:
 def test_finishing_in_flight_frees_at_once_and_the_others_go_on(close: str, reason: FinishReason) -> None:
     """Whoever leaves while the step runs takes no part in its result; its blocks are free before it is closed."""
     scheduler = make_scheduler()
-    running, admitted, staying = add(scheduler), make_sequence(2, 3), make_sequence(2, 3)
+    running, admitted, staying = add(scheduler), own(2, 3), own(2, 3)
     run_step(scheduler)
     scheduler.add(admitted)
     scheduler.add(staying)
@@ -300,8 +364,8 @@ def test_adding_in_flight_waits_for_the_next_plan() -> None:
     assert scheduler.schedule().admitted == (second,)
 
 
-def test_forget_frees_what_was_kept_and_is_idempotent() -> None:
-    """After forget nothing of the sequence is left; only a finished one can be forgotten."""
+def test_only_a_finished_sequence_can_be_forgotten_and_twice_is_once() -> None:
+    """After forget nothing on the host is kept for the sequence."""
     scheduler = make_scheduler()
     sequence = add(scheduler, max_tokens=2)
     run_step(scheduler)
@@ -311,7 +375,7 @@ def test_forget_frees_what_was_kept_and_is_idempotent() -> None:
     scheduler.forget(sequence)
     scheduler.forget(sequence)
     assert sequence.status is SequenceStatus.REMOVED
-    assert (scheduler.kept, scheduler.stats().num_used_blocks) == ((), 0)
+    assert scheduler.stats().num_used_blocks == 0
 
 
 def test_a_finished_sequence_cannot_be_added_without_a_new_turn() -> None:
@@ -353,8 +417,8 @@ def test_a_full_queue_refuses_newcomers_and_takes_back_the_preempted() -> None:
     assert check(snapshot(scheduler)) == []
 
 
-def test_a_refused_continuation_does_not_orphan_its_blocks() -> None:
-    """A full queue that refuses a new turn leaves the kept blocks where they were, for an abort to free."""
+def test_a_refused_continuation_changes_nothing() -> None:
+    """A full queue that refuses a new turn leaves what can be found where it was."""
     scheduler = make_scheduler(max_num_waiting=1)
     kept = add(scheduler, max_tokens=1)
     run_step(scheduler)
@@ -362,9 +426,7 @@ def test_a_refused_continuation_does_not_orphan_its_blocks() -> None:
     kept.begin_turn([1], kept.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
     with pytest.raises(EngineOverloaded):
         scheduler.add(kept)
-    assert scheduler.kept == (kept,)
-    scheduler.finish(kept, "abort")
-    assert scheduler.stats().num_used_blocks == 0
+    assert scheduler.block_manager.match(kept).num_tokens == 3
     assert list(scheduler.waiting) == [waiting]
 
 
@@ -392,15 +454,16 @@ def test_a_rolled_back_admission_was_never_started() -> None:
 def test_stats_tell_prompts_from_answers() -> None:
     """Prompt tokens and recomputed tokens count as prefill, fresh ones as decode; steps count when committed."""
     scheduler = make_scheduler(num_blocks=4)
-    kept = add(scheduler, prompt=3, max_tokens=3)
+    add(scheduler, prompt=3, max_tokens=3)
     while scheduler.has_work:
         run_step(scheduler)
     stats = scheduler.stats()
-    assert (stats.num_steps, stats.num_prefill_tokens, stats.num_decode_tokens) == (3, 3, 2)
-    assert (stats.num_kept, stats.num_used_blocks, stats.num_free_blocks, stats.num_blocks) == (1, 3, 1, 4)
-    scheduler.forget(kept)
-    scheduler.rollback(_reserved(scheduler))
-    assert scheduler.stats().num_steps == 3
+    counters = stats.counters
+    assert (counters.num_steps, counters.num_prefill_tokens, counters.num_decode_tokens) == (3, 3, 2)
+    assert (stats.num_used_blocks, stats.num_cached_blocks, stats.num_available_blocks, stats.num_blocks) == (0, 3, 4, 4)
+    add(scheduler)
+    scheduler.rollback(reserved_step(scheduler))
+    assert scheduler.stats().counters.num_steps == 3
 
 
 def test_a_prompt_of_one_token_counts_as_prompt() -> None:
@@ -408,23 +471,25 @@ def test_a_prompt_of_one_token_counts_as_prompt() -> None:
     scheduler = make_scheduler()
     add(scheduler, prompt=1, max_tokens=1)
     run_step(scheduler)
-    assert (scheduler.stats().num_prefill_tokens, scheduler.stats().num_decode_tokens) == (1, 0)
+    counters = scheduler.stats().counters
+    assert (counters.num_prefill_tokens, counters.num_decode_tokens) == (1, 0)
 
 
-def _reserved(scheduler: Scheduler) -> SchedulePlan:
+def test_stats_count_what_was_looked_up_and_found_once_a_turn() -> None:
+    """Every turn looks its known tokens up once, also when it is preempted and starts again."""
+    scheduler = make_scheduler(num_blocks=4, preemption="recompute")
+    for prompt in ([1, 2, 3, 4], [1, 2, 3, 5]):
+        scheduler.add(make_sequence(prompt, 1))
+        while scheduler.has_work:
+            run_step(scheduler)
+    counters = scheduler.stats().counters
+    assert (counters.num_looked_up_tokens, counters.num_cached_tokens) == (8, 3)
+
+
+def test_a_snapshot_of_the_counters_stays() -> None:
+    """Stats that were taken before do not count on."""
+    scheduler = make_scheduler()
     add(scheduler)
-    return reserved_step(scheduler)
-
-
-def test_stats_count_preemptions_and_releases() -> None:
-    """Every loss of blocks to others is counted once, by kind."""
-    scheduler = make_scheduler(num_blocks=4)
-    add(scheduler, 2, 1)
+    before = scheduler.stats()
     run_step(scheduler)
-    add(scheduler, 2, 4)
-    add(scheduler, 2, 4)
-    while scheduler.has_work:
-        run_step(scheduler)
-    stats = scheduler.stats()
-    assert stats.num_preemptions == 1
-    assert stats.num_released >= 1
+    assert before.counters.num_steps == 0
