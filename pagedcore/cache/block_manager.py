@@ -163,11 +163,17 @@ class BlockManager:
         return self._grow_tables(demands, block_ids)
 
     def register(self, sequence: Sequence, num_tokens: int) -> None:
-        """Note what the sequence's full blocks hold, once its first ``num_tokens`` positions are computed."""
+        """Note what the sequence's full blocks hold, once its first ``num_tokens`` positions are computed.
+
+        Of a prompt that siblings wait for, the end is noted too, so that they need not compute it again.
+        """
         table = self._tables.get(sequence.sequence_id)
-        if table is None or num_tokens // self.block_size <= table.num_registered:
+        if table is None:
             return
-        self._register(table, sequence, num_tokens - num_tokens % self.block_size)
+        if num_tokens == sequence.num_prompt_tokens and sequence.params.num_sequences > 1:
+            self._register(table, sequence, num_tokens)
+        elif num_tokens // self.block_size > table.num_registered:
+            self._register(table, sequence, num_tokens - num_tokens % self.block_size)
 
     def release(self, sequence: Sequence) -> int:
         """Give up all blocks of a sequence, last first, and return how many; what they hold can be found again."""

@@ -158,6 +158,33 @@ def test_min_tokens_above_max_tokens_is_refused():
         SamplingParams(min_tokens=4, max_tokens=3)
 
 
+def test_answers_are_chosen_among_at_least_as_many():
+    """best_of is at least n, and so is the width of a beam search."""
+    assert SamplingParams(n=2, best_of=2).is_contest is False
+    assert SamplingParams(n=2, best_of=3).is_contest is True
+    with pytest.raises(errors.TooManySequences, match="best_of: got 2, allowed is n to 16, n is 3 here"):
+        SamplingParams(n=3, best_of=2)
+    with pytest.raises(errors.TooManySequences, match="n: got 5, allowed is 1 to beam_width, 4 here"):
+        SamplingParams(n=5, beam_width=4)
+
+
+def test_what_starts_and_what_runs_at_the_same_time():
+    """A beam search starts with one sequence, everything else with all of them."""
+    counted = [SamplingParams(n=3), SamplingParams(n=2, best_of=4), SamplingParams(n=2, beam_width=5)]
+    assert [(params.num_newcomers, params.num_sequences) for params in counted] == [(3, 3), (4, 4), (1, 5)]
+
+
+@pytest.mark.parametrize("other", [
+    {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"presence_penalty": 1}, {"best_of": 4},
+    {"frequency_penalty": 1}, {"repetition_penalty": 2}, {"logit_bias": {1: 1.0}}, {"stop": "a"}, {"logprobs": 0},
+])  # fmt: skip
+def test_beams_follow_the_models_own_distribution(other):
+    """A parameter that beam search would have to ignore is refused with it, by name."""
+    with pytest.raises(errors.InvalidSampling, match="where beam_width is above 1") as refusal:
+        SamplingParams(beam_width=2, **other)
+    assert refusal.value.what == next(iter(other))
+
+
 def test_a_mapping_makes_the_same_parameters_as_keywords():
     """from_mapping is the constructor for decoded JSON."""
     decoded = {"temperature": 0.7, "top_k": 5, "stop": ["a"], "logit_bias": {"50": -100, "7": 1.5}}
