@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore.ports import RaggedRows
+from pagedcore.ports import Int32Array, RaggedRows
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver
 from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep
 from pagedcore_kernels.cuda.library import KernelLibrary
 from pagedcore_kernels.cuda.shapes import AttentionShape, Format
 from pagedcore_kernels.cuda.toolchain import require_bindings
+from pagedcore_kernels.cuda.uploads import StepBuffer
 from pagedcore_kernels.cuda.variants import COPY_NAME, attention_name, needed_capability, supports, write_name
 from pagedcore_kernels.cuda.work_lists import Visibility
 from pagedcore_kernels.layout import TokenMajorLayout
@@ -27,6 +30,10 @@ require_bindings()
 
 LOG2_E: Final = 1.4426950408889634
 _WRITE_THREADS: Final = 256
+_COPY_CTAS: Final = 512
+"""CTAs of a copy, where there are so many slices; enough to fill any card."""
+_COPY_SLICE: Final = 2**14
+"""Bytes of a slice at least: four vectors for each of 256 threads."""
 _FORMATS: Final = {
     torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float8_e4m3fn: Format.E4M3, torch.int8: Format.INT8,
 }
@@ -165,6 +172,33 @@ class NumbaCudaAttention:
             )
         return output
 
+    def copy_blocks(
+        self, pairs: npt.ArrayLike, source: torch.Tensor | None = None, target: torch.Tensor | None = None
+    ) -> None:
+        """Copy whole blocks on the device, in stream order.
+
+        Args:
+            pairs: [N, 2] of block numbers, from and to; no block is written twice or both read and written.
+            source: uint8 [blocks, block_bytes] read from; by default the pool. Pinned host memory makes this a gather.
+            target: likewise, written to.
+
+        Raises:
+            InternalError: a number is out of range, or the pairs depend on each other's order.
+        """
+        source, target = (self._pool if pool is None else pool for pool in (source, target))
+        check_pool(self._layout, source)
+        check_pool(self._layout, target)
+        numbers = np.ascontiguousarray(pairs, np.int32).reshape(-1, 2)
+        _check_pairs(numbers, source, target)
+        if not len(numbers):
+            return
+        self._driver.begin_step()
+        (on_device,) = StepBuffer(self._pool.device).upload([numbers])
+        slices = max(1, min(_COPY_CTAS // len(numbers), self._layout.block_bytes // _COPY_SLICE))
+        self._driver.launch(
+            COPY_NAME, len(numbers) * slices, (source, target, on_device, self._layout.block_bytes, slices)
+        )
+
     def _check_card(self) -> None:
         """Refuse formats that the card's instructions do not have."""
         needed = needed_capability(self._pool_format)
@@ -233,6 +267,17 @@ def _in_vectors(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy, with every row of elements at a multiple of 16 bytes."""
     apart = (tensor.stride(0) | tensor.stride(1)) * tensor.itemsize | tensor.data_ptr()
     return tensor if apart % 16 == 0 and tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _check_pairs(pairs: Int32Array, source: torch.Tensor, target: torch.Tensor) -> None:
+    for numbers, pool, what in ((pairs[:, 0], source, "from"), (pairs[:, 1], target, "to")):
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(pool)):
+            raise InternalError(
+                f"block copies: {what} blocks {numbers.min()} to {numbers.max()}, expected 0 to {len(pool) - 1}."
+            )
+    written = np.unique(pairs[:, 1])
+    if len(written) < len(pairs) or (source is target and np.isin(pairs[:, 0], written).any()):
+        raise InternalError("block copies: a block is written twice, or read and written; expected independent pairs.")
 
 
 def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:

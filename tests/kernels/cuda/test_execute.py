@@ -10,8 +10,11 @@ import torch
 
 from kernels.attention_cases import LAYER, Rows, Shape, nan_pool
 from kernels.cuda.cuda_cases import Case, relative_error
+from kernels.cuda.simulated_driver import SimulatedDriver
+from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cuda.backend import NumbaCudaAttention
 from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
+from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape, TokenMajorLayout
 from pagedcore_kernels.reference import ReferenceAttention
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
@@ -167,6 +170,60 @@ def test_written_bytes_are_the_references() -> None:
         backend.plan(rows)
         backend.write_kv(LAYER, key, value)
     assert torch.equal(*pools)
+
+
+def test_blocks_are_copied_whole() -> None:
+    """Copies within the pool and to another one move every byte of a block, whatever its format, and no other byte."""
+    case = Case(Shape(1, 2, 48, 80, 16, BF16), lengths=[(5, 300)])
+    backend = case.backend()
+    case.pool.random_(0, 256)
+    wanted = case.pool.clone()
+    backend.copy_blocks([(3, 7), (0, 8), (3, 1)])
+    wanted[[7, 8, 1]] = wanted[[3, 0, 3]]
+    assert torch.equal(case.pool, wanted)
+    host = torch.zeros_like(wanted)
+    backend.copy_blocks([(4, 0), (5, 2)], target=host)
+    assert torch.equal(host[[0, 2]], wanted[[4, 5]])
+    assert not host[[1, 3]].any()
+    backend.copy_blocks([(0, 6)], source=host)
+    assert torch.equal(case.pool[6], wanted[4])
+    backend.copy_blocks([])
+
+
+@pytest.mark.parametrize("pairs", [[(0, 40)], [(-1, 2)], [(0, 2), (1, 2)], [(0, 2), (2, 3)]])
+def test_copies_that_depend_on_their_order_are_refused(pairs: list[tuple[int, int]]) -> None:
+    """Blocks out of range, written twice, or read while they are written are refused before anything is launched."""
+    case = Case(COMMON, lengths=[(5, 100)])
+    backend = case.backend()
+    before = case.pool.clone()
+    with pytest.raises(InternalError, match="block copies"):
+        backend.copy_blocks(pairs)
+    assert torch.equal(case.pool, before)
+
+
+@pytest.mark.parametrize(("layout", "message"), [
+    (KVLayout(16, BF16, (LayerShape(1, 64, 64),)), "TokenMajorLayout"),
+    (TokenMajorLayout(16, torch.float32, (LayerShape(1, 64, 64),)), "bfloat16"),
+    (TokenMajorLayout(24, BF16, (LayerShape(1, 64, 64),)), "power of two"),
+    (TokenMajorLayout(16, BF16, (LayerShape(1, 72, 64),)), "multiples of 16"),
+    (TokenMajorLayout(16, BF16, (LayerShape(1, 64, 512),)), "16 to 256"),
+    (TokenMajorLayout(16, INT8, (LayerShape(1, 80, 80),), BF16), "multiples of 32"),
+    (TokenMajorLayout(16, INT8, (LayerShape(1, 64, 64),), BF16), "kv_scales"),
+    (TokenMajorLayout(16, F16, (LayerShape(1, 64, 64),), BF16), "the same"),
+])
+def test_pools_that_the_kernels_cannot_serve_are_refused(layout: BlockLayout, message: str) -> None:
+    """What has no kernel is an InvalidConfig that says what has."""
+    with pytest.raises(InvalidConfig, match=message):
+        NumbaCudaAttention(layout, layout.allocate(2), driver=SimulatedDriver())  # type: ignore[arg-type]
+
+
+def test_cards_without_the_format_and_machines_without_a_card_are_refused() -> None:
+    """e4m3 needs compute capability 8.9; without a driver of one's own the pool has to be on a CUDA device."""
+    layout = TokenMajorLayout(16, E4M3, (LayerShape(1, 64, 64),), BF16)
+    with pytest.raises(InvalidConfig, match=r"8\.0.*8\.9"):
+        NumbaCudaAttention(layout, layout.allocate(2), driver=SimulatedDriver(arch="sm_80"))
+    with pytest.raises(InvalidConfig, match="numba-cpu"):
+        NumbaCudaAttention(layout, layout.allocate(2))
 
 
 def test_padding_alone_is_a_batch() -> None:
