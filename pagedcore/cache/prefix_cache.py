@@ -140,6 +140,12 @@ class PrefixCache:
         if cached is not None:
             self._forget(cached)
 
+    def discard_beginnings(self, parent_key: bytes, token_ids: TokenIds) -> None:
+        """Forget the blocks behind ``parent_key`` that hold a beginning of ``token_ids``, and what continues them."""
+        for cached in tuple(self._children.get(parent_key, {}).get(token_ids[0], ())) if token_ids else ():
+            if cached.token_ids == token_ids[: len(cached.token_ids)]:
+                self._forget(cached)
+
     def find(self, content: Content) -> int | None:
         """Return the block that holds exactly this behind exactly this past."""
         cached = self._by_key.get(content.key)

@@ -123,7 +123,7 @@ class BlockMoves:
         """
         self.abandon(sequence)
         if not is_trusted:
-            self._blocks.forget(sequence.sequence_id)
+            self._blocks.distrust(sequence)
         elif not is_movable or not self._begin_swap_out(sequence, is_pinned=False):
             self._blocks.release(sequence)
         sequence.forget_computed()

@@ -171,6 +171,19 @@ def test_discard_takes_along_everything_that_continues_it() -> None:
     cache.discard(blocks[0])
 
 
+def test_beginnings_are_discarded_with_all_that_goes_back_to_them() -> None:
+    """Half filled blocks with the same beginning go too; blocks that go on differently, and strangers, stay."""
+    pool, cache = make_cache(5)
+    (half,), (other,), (stranger,) = chain((1,)), chain((1, 9)), chain((2, 2))
+    full, following = chain((1, 2), (3, 4))
+    for contents in ([half], [other], [stranger], [full, following]):
+        keep(cache, contents)
+    cache.discard_beginnings(ROOT, (1, 2))
+    assert [cache.find(one) is None for one in (half, full, following, other, stranger)] == [True] * 3 + [False] * 2
+    cache.discard_beginnings(ROOT, ())
+    assert pool.num_free == 3
+
+
 def test_the_heap_of_candidates_stays_bounded() -> None:
     """Holding and releasing the same blocks for ever leaves a bounded number of entries behind."""
     pool, cache = make_cache(4)
