@@ -13,7 +13,7 @@ import pagedcore
 from architecture.sources import PACKAGE_PARENTS, ROOT
 
 PUBLIC = ["AsyncEngine", "CompletionOutput", "Delta", "Engine", "EngineConfig", "MemoryBudget", "Request",
-          "RequestOutput", "SamplingParams", "Usage", "engine_metrics", "engine_metrics_text", "expose"]
+          "RequestOutput", "SamplingParams", "Session", "Usage", "engine_metrics", "engine_metrics_text", "expose"]
 HEAVY = ("torch", "transformers", "bentoml", "langchain", "langchain_core", "numba", "numba.cuda", "tokenizers")
 MAX_SHARE_OF_TORCH = 0.5
 

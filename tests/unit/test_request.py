@@ -80,24 +80,17 @@ def test_a_new_turn_keeps_what_was_computed() -> None:
     sequence.begin_turn([6, 7], SamplingParams(), max_tokens=9, stop_token_ids=frozenset({1}), arrival=8)
     assert sequence.token_ids == [1, 2, 3, 4, 5, 6, 7]
     assert sequence.num_prompt_tokens == 7
-    assert sequence.num_cached_tokens == sequence.num_computed_tokens == 4
+    assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (4, None)
     assert (sequence.output_token_ids, sequence.finish_reason) == ([], None)
     assert (sequence.max_total_tokens, sequence.arrival) == (16, 8)
     assert sequence.status is SequenceStatus.WAITING
-
-
-def test_a_turn_whose_blocks_are_taken_before_it_starts_had_nothing_cached() -> None:
-    """num_cached_tokens counts what was of use, not what might have been."""
-    sequence = finished_sequence()
-    sequence.begin_turn([6], SamplingParams(), max_tokens=1, stop_token_ids=frozenset(), arrival=8)
-    sequence.forget_computed()
-    assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (0, 0)
 
 
 def test_preemption_does_not_change_what_was_cached_at_the_start() -> None:
     """What a running turn found in the cache stays a fact when its blocks are taken later."""
     sequence = finished_sequence()
     sequence.begin_turn([6], SamplingParams(), max_tokens=1, stop_token_ids=frozenset(), arrival=8)
+    sequence.num_cached_tokens = 4
     sequence.move_to(SequenceStatus.RUNNING)
     sequence.forget_computed()
     assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (0, 4)
