@@ -78,9 +78,13 @@ def launch(ptx: str, kernel_name: str | None, grid: int | Sequence[int], block: 
     memory = GlobalMemory()
     symbols = _symbols(program, kernel, args, geometry, memory)
     tally = _Tally(kernel)
+    schedulers: dict[int, Scheduler] = {}
     for blocks in np.array_split(order, max(-(-len(order) // blocks_at_once), 1)):
-        scheduler = Scheduler(Batch(kernel, geometry, symbols, memory, blocks, check_races), MAKERS, max_steps)
-        scheduler.run()
+        if len(blocks) not in schedulers:
+            batch = Batch(kernel, geometry, symbols, memory, len(blocks), check_races)
+            schedulers[len(blocks)] = Scheduler(batch, MAKERS, max_steps)
+        schedulers[len(blocks)].run(blocks)
+    for scheduler in schedulers.values():
         tally.add(scheduler)
     memory.copy_back()
     return tally.report(geometry.blocks)
@@ -153,10 +157,8 @@ def _symbols(program: Program, kernel: Kernel, args: Sequence[Argument], geometr
     if len(args) != len(kernel.parameters):
         raise LaunchError(f"{len(args)} arguments; {kernel.name} has {len(kernel.parameters)} parameters: "
                           + ", ".join(f"{i} .{parameter.type}" for i, parameter in enumerate(kernel.parameters)))
-    used = {name for instruction in kernel.code for operand in instruction.operands
-            for name in operand.strip("[] ").split("+")}
     variables = [*program.variables, *kernel.variables]
-    stored = [v for v in variables if v.space in ("global", "const") and v.name.strip() in used and v.size]
+    stored = _used(kernel, [v for v in variables if v.space in ("global", "const") and v.size])
     arrays = [(arg, f"argument {i}") for i, arg in enumerate(args) if isinstance(arg, np.ndarray)]
     addresses = memory.map([*arrays, *((_content(v), f"variable {v.name}") for v in stored)])
     of_argument = iter(addresses)
@@ -166,6 +168,15 @@ def _symbols(program: Program, kernel: Kernel, args: Sequence[Argument], geometr
     local, local_size = _lay_out([v for v in variables if v.space == "local"], 0)
     return Symbols(shared, {v.name: address for v, address in zip(stored, of_argument, strict=True)}, values, local,
                    size, local_size, _granule(kernel))
+
+
+def _used(kernel: Kernel, variables: list[Variable]) -> list[Variable]:
+    """Those that the kernel names."""
+    if not variables:
+        return []
+    named = {name.strip() for instruction in kernel.code for operand in instruction.operands
+             for name in operand.strip("[] ").split("+")}
+    return [variable for variable in variables if variable.name in named]
 
 
 def _content(variable: Variable) -> Array:

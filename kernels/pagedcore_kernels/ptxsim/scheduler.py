@@ -15,7 +15,7 @@ import numpy as np
 from pagedcore_kernels.ptxsim.batch import WARP, Batch
 from pagedcore_kernels.ptxsim.binder import Binder
 from pagedcore_kernels.ptxsim.errors import BarrierFault, DivergenceFault, PtxError, PtxFault, Runaway, UnsupportedPtx
-from pagedcore_kernels.ptxsim.scalar_types import Array, Mask
+from pagedcore_kernels.ptxsim.scalar_types import Array, Index, Mask
 from pagedcore_kernels.ptxsim.syntax import Instruction
 
 REGROUP = -1
@@ -40,8 +40,10 @@ class Scheduler:
         self._horizon = _FAR
         self._issued = 0
 
-    def run(self) -> None:
-        """Run every thread to its end. Raises ``PtxFault`` with its place filled in."""
+    def run(self, blocks: Index) -> None:
+        """Run every thread of ``blocks`` to its end. Raises ``PtxFault`` with its place filled in."""
+        self.batch.start(blocks)
+        self._issued = 0
         try:
             with np.errstate(all="ignore"):
                 while self._choose():
