@@ -83,6 +83,10 @@ class Batch:
         self._everyone = np.arange(self.count)
         self.start(np.arange(block_count))
 
+    def bind(self, geometry: Geometry, symbols: Symbols, memory: GlobalMemory) -> None:
+        """Serve another launch of the kernel, with the same block and the same number of blocks at once."""
+        self.geometry, self.symbols, self.memory = geometry, symbols, memory
+
     def start(self, blocks: Index) -> None:
         """Put the threads of ``blocks`` at the beginning; as many blocks as the batch was made for."""
         self.blocks = blocks
