@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pagedcore.engine import Engine
     from pagedcore.memory import MemoryBudget
     from pagedcore.observability.metrics import engine_metrics, engine_metrics_text
-    from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, Usage
+    from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, Usage
     from pagedcore.plugins.expose import expose
     from pagedcore.request import Request
     from pagedcore.sampling_params import SamplingParams
@@ -36,6 +36,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "TokenLogprobs",
     "Usage",
     "engine_metrics",
     "engine_metrics_text",
@@ -52,6 +53,7 @@ _HOMES: Final = {
     "Request": "pagedcore.request",
     "RequestOutput": "pagedcore.outputs",
     "SamplingParams": "pagedcore.sampling_params",
+    "TokenLogprobs": "pagedcore.outputs",
     "Usage": "pagedcore.outputs",
     "engine_metrics": "pagedcore.observability.metrics",
     "engine_metrics_text": "pagedcore.observability.metrics",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -101,7 +101,7 @@ class AsyncEngine:
     def generate_sync(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
         timeout_s: float | None = None, wait_for_room: bool = False,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """Do the same without an event loop: a plain generator that blocks this thread. Raises as ``generate``."""
         reader = self._open(prompt, params, priority, timeout_s, wait_for_room)
         try:
@@ -128,6 +128,14 @@ class AsyncEngine:
         self._send(lambda worker: worker.accept(prepared, sink, wait_for_room))
         sink.future.add_done_callback(lambda future: _abandon(commands, sink) if future.cancelled() else None)
         return sink.future
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, a chat with its template, as ``generate`` would send them to the model.
+
+        Raises:
+            InvalidRequest: the prompt is refused; ``PromptTooLong`` if the context has no room for it and an answer.
+        """
+        return self._prepare(prompt, SamplingParams(max_tokens=1)).token_ids
 
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.
