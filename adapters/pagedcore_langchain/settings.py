@@ -21,6 +21,8 @@ from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
 
 Prompt = str | list[dict[str, str]]
 
+_OF_REMOTE_MODELS: Final = {"api_key", "max_retries"}
+"""What LangChain passes to every chat model; left out, because nothing here is remote and no secret is to be kept."""
 _SAMPLING_FIELDS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs")
 
 
@@ -52,19 +54,19 @@ class PagedCoreSettings(BaseModel):
     """Further fields of ``SamplingParams`` by name."""
     timeout: PositiveFloat | None = None
     """Longest time for an answer, in seconds; then ``RequestTimeout``, and the request is aborted."""
-    max_retries: int | None = None
-    """Taken because LangChain passes it to every model; nothing is fetched here, so there is nothing to retry."""
     wait_for_room: bool = True
     """Whether a request waits while the engine's queue is full; otherwise ``EngineOverloaded``."""
     host: EngineHost = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]  # Why: set below.
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_engine(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(engine := values.get("engine"), AsyncEngine):
-            rest = {name: value for name, value in values.items() if name != "engine"}
-            return rest | {"host": EngineHost(None, {}, engine)}
-        return values
+    def _accept_standard_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kept = {name: value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
+        if isinstance(kept.get("engine"), AsyncEngine):
+            kept["host"] = EngineHost(None, {}, kept.pop("engine"))
+        return kept
 
     @model_validator(mode="after")
     def _make_host(self) -> Self:

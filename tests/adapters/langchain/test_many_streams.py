@@ -151,6 +151,8 @@ def test_leaving_a_blocking_stream_frees_the_blocks_within_one_step(engine: Asyn
     assert_nothing_is_left(engine)
 
 
+# Why: LangChain tells its callbacks on the loop that is gone, and that cannot succeed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_loop_that_ends_under_its_streams(engine: AsyncEngine, kind: Any) -> None:
     """An event loop that stops and is closed with a stream half-read frees the request too."""

@@ -165,6 +165,12 @@ def test_expose_makes_both_models_by_name() -> None:
         ChatPagedCore(model="demo", max_tokenz=3)
 
 
+def test_what_only_remote_models_need_is_not_kept(engine: AsyncEngine) -> None:
+    """A key that LangChain hands to every model is accepted and appears nowhere in this one."""
+    chat = build(ChatPagedCore, engine, api_key="canary", max_retries=2)
+    assert "canary" not in repr(chat) + repr(vars(chat)) + str(chat.asdict())
+
+
 def test_a_missing_langchain_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without LangChain the error says what to install."""
     monkeypatch.delitem(sys.modules, "pagedcore_langchain.chat")
