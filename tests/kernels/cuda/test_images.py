@@ -13,7 +13,6 @@ from pagedcore_kernels.cuda.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.library import KernelLibrary, runs_on
 from pagedcore_kernels.cuda.variants import make_source, parameters_of, shipped_names
 
-
 needs_compiler = pytest.mark.skipif(
     bool(toolchain.missing_compiler_parts()), reason="needs pagedcore[cuda] to make kernels"
 )
