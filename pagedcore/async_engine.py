@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
@@ -106,7 +106,7 @@ class AsyncEngine:
     def generate_sync(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
         timeout_s: float | None = None, wait_for_room: bool = False,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """Do the same without an event loop: a plain generator that blocks this thread. Raises as ``generate``."""
         reader = self._open(prompt, params, priority, timeout_s, wait_for_room)
         try:
@@ -148,6 +148,14 @@ class AsyncEngine:
         session = AsyncSession(self, lambda engine: engine.sessions.take_in(snapshot, cache_salt))
         await session.open()
         return session
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, a chat with its template, as ``generate`` would send them to the model.
+
+        Raises:
+            InvalidRequest: the prompt is refused; ``PromptTooLong`` if the context has no room for it and an answer.
+        """
+        return self._prepare(prompt, SamplingParams(max_tokens=1)).token_ids
 
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.

@@ -54,8 +54,11 @@ class Stream:
         return self.rouse()
 
     def rouse(self) -> Waiter | None:
-        """Return the sleeping reader, if there is one, for the caller to ``wake``."""
+        """Return the sleeping reader, if there is one and something for it to find, for the caller to ``wake``."""
         with self._lock:
+            # Why: it may have read since it was due, and a reader that is woken and finds nothing takes it for the end.
+            if not (self._unread or self.has_ended):
+                return None
             waiter, self._waiter = self._waiter, None
         return waiter
 

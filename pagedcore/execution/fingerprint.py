@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from pagedcore.execution.machine import this_machine
 
 if TYPE_CHECKING:
@@ -70,6 +68,8 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
 
     Why: with other kernels or another processor the same tokens may give other bits; then they are computed again.
     """
+    import torch
+
     layout = getattr(backend, "layout", None)
     parts = [
         type(backend).__name__, block_size, backend.kv_bytes_per_token, getattr(backend, "attention_name", ""),
@@ -79,6 +79,8 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
 
 
 def _samples(model: Any) -> Iterator[bytes]:
+    import torch
+
     for name, tensor in sorted(model.state_dict().items()):
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
         flat = tensor.detach().reshape(-1)

@@ -13,7 +13,8 @@ import pagedcore
 from architecture.sources import PACKAGE_PARENTS, ROOT
 
 PUBLIC = ["AsyncEngine", "CompletionOutput", "Delta", "Engine", "EngineConfig", "MemoryBudget", "Request",
-          "RequestOutput", "SamplingParams", "Session", "Usage", "engine_metrics", "engine_metrics_text", "expose"]
+          "RequestOutput", "SamplingParams", "Session", "TokenLogprobs", "Usage", "engine_metrics",
+          "engine_metrics_text", "expose"]
 HEAVY = ("torch", "transformers", "bentoml", "langchain", "langchain_core", "numba", "numba.cuda", "tokenizers")
 MAX_SHARE_OF_TORCH = 0.5
 
@@ -83,7 +84,7 @@ def test_help_does_not_import_torch() -> None:
     assert run(code).splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("module", ["pagedcore_kernels", "pagedcore_asyncgen"])
+@pytest.mark.parametrize("module", ["pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_langchain"])
 def test_the_other_packages_can_be_imported(module: str) -> None:
     """Kernels and adapters are packages of their own, importable from a checkout."""
     assert importlib.import_module(module).__doc__

@@ -146,3 +146,19 @@ def test_without_an_interval_every_delta_is_due() -> None:
     """An interval of nought holds nothing back."""
     stream, pacer = Stream(), Pacer(0.0, FakeClock())
     assert [pacer.due([stream]) for _ in range(3)] == [[stream]] * 3
+
+
+def test_a_reader_that_took_what_was_held_back_is_not_woken_for_nothing() -> None:
+    """A reader woken with nothing unread would take it for the end of the answer, and lose the rest."""
+    clock, stream, waiter = FakeClock(), Stream(), threading.Event()
+    pacer = Pacer(1.0, clock)
+    stream.put(delta("told at once", 1))
+    assert pacer.due([stream]) == [stream]
+    stream.put(delta("held back", 2))
+    assert pacer.due([stream]) == []
+    assert [d.text for d in stream.take()] == ["told at onceheld back"]
+    assert stream.take_or_register(waiter) is None
+    clock.advance(2.0)
+    assert [due.rouse() for due in pacer.due([])] == [None]
+    stream.put(delta("more", 3))
+    assert stream.rouse() is waiter

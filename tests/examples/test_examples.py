@@ -27,7 +27,7 @@ def test_examples_are_numbered_and_short() -> None:
 
 def test_every_example_has_a_test() -> None:
     """A new example needs a test below."""
-    assert len(NUMBERED) == 5
+    assert len(NUMBERED) == 7
 
 
 def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,3 +70,19 @@ def test_bring_your_own_forward(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(answer) == 12
         assert all(known[i] == (known[i - 1] + known[i - 2]) % 100 for i in range(len(start), len(known)))
     assert int(re.findall(r"(\d+) preemptions", out)[0]) > 0
+
+
+def test_langchain_chain(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hundred inputs of a blocking chain are answered right, many of them in each step."""
+    out = output_of(6, capsys)
+    assert out.startswith("200 of 200 answers right\n")
+    assert int(re.findall(r"(\d+) sequences per step", out)[0]) > 8
+
+
+def test_langchain_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every turn is answered, from a history that grows, and says how much of it was cached."""
+    out = output_of(7, capsys)
+    assert [answer in out for answer in ("2 + 3 = 5.", "9 - 5 = 4.", "6 + 6 = 12.")] == [True] * 3
+    lengths = [int(number) for number in re.findall(r"(\d+) tokens in, \d+ of them cached", out)]
+    assert len(lengths) == 3
+    assert lengths == sorted(set(lengths))

@@ -1,7 +1,8 @@
 """What is installed of the tools that CUDA kernels need, and a clear refusal where something is missing.
 
 Owns every message about missing packages. Imports nothing heavy until it is asked. Two sets are told apart: running
-kernels that were built before needs the driver and cuda-bindings; building them needs numba-cuda, NVVM and nvJitLink.
+kernels that were built before needs the driver and cuda-bindings; building them needs numba-cuda, NVVM, nvJitLink
+and NVRTC, without which numba-cuda does not compile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ EXTRA: Final = "cuda"
 _ADVICE: Final = f"Install pagedcore[{EXTRA}]."
 # Why: numba-cuda takes the place of numba.cuda when the interpreter starts; only then is it of use.
 _COMPILER_MODULES: Final = (("numba-cuda", "numba.cuda.typing"), ("cuda-bindings", "cuda.bindings"))
-_COMPILER_LIBRARIES: Final = (("nvidia-nvvm", "nvvm"), ("nvidia-nvjitlink", "nvJitLink"))
+_COMPILER_LIBRARIES: Final = (
+    ("nvidia-nvvm", "nvvm"), ("nvidia-nvjitlink", "nvJitLink"), ("nvidia-cuda-nvrtc", "nvrtc"),
+)
 _VERSIONED: Final = ("numba-cuda", "numba", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink")
 """What decides about the code of a kernel."""
 
@@ -59,7 +62,7 @@ def _compiler_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "none"
     for package, library in _COMPILER_LIBRARIES:
-        if file := _system_library(library):
+        if package in found and (file := _system_library(library)):
             # Why: a toolkit of the system comes before packages of another environment, and says no version.
             found[package] = f"{file.name} of {file.stat().st_size} bytes"
     return found
@@ -105,12 +108,12 @@ def _is_importable(module: str) -> bool:
 
 @cache
 def _missing_libraries() -> list[str]:
-    from cuda.bindings import nvjitlink, nvvm
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     missing = []
-    for (package, _), library in zip(_COMPILER_LIBRARIES, (nvvm, nvjitlink), strict=True):
+    for package, library in _COMPILER_LIBRARIES:
         try:
-            library.version()
-        except Exception:  # Why: each library has its own error for "not there".
+            load_nvidia_dynamic_lib(library)
+        except DynamicLibNotFoundError:
             missing.append(package)
     return missing

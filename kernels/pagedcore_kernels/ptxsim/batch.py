@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -70,18 +71,33 @@ class Batch:
     """
 
     def __init__(self, kernel: Kernel, geometry: Geometry, symbols: Symbols, memory: GlobalMemory,
-                 blocks: Index, check_races: bool) -> None:
-        self.kernel, self.geometry, self.symbols, self.memory, self.blocks = kernel, geometry, symbols, memory, blocks
+                 block_count: int, check_races: bool) -> None:
+        self.kernel, self.geometry, self.symbols, self.memory = kernel, geometry, symbols, memory
         self.threads = geometry.threads
-        self.count = len(blocks) * self.threads
+        self.count = block_count * self.threads
         self.warps = self.count // WARP
-        granule = symbols.granule if check_races else 0
-        self.shared = SharedMemory(len(blocks), self.threads, symbols.shared_size, granule)
-        self.local = LocalMemory(self.count, symbols.local_size)
-        self.registers = {name: self._register(kind) for name, kind in kernel.registers.items()}
+        self._granule = symbols.granule if check_races else 0
+        self._pools: list[Array] = []
+        self.registers = self._make_registers(kernel.registers)
         self.special: dict[str, Array] = {}
+        self._everyone = np.arange(self.count)
+        self.start(np.arange(block_count))
+
+    def bind(self, geometry: Geometry, symbols: Symbols, memory: GlobalMemory) -> None:
+        """Serve another launch of the kernel, with the same block and the same number of blocks at once."""
+        self.geometry, self.symbols, self.memory = geometry, symbols, memory
+
+    def start(self, blocks: Index) -> None:
+        """Put the threads of ``blocks`` at the beginning; as many blocks as the batch was made for."""
+        self.blocks = blocks
+        self.shared = SharedMemory(len(blocks), self.threads, self.symbols.shared_size, self._granule)
+        self.local = LocalMemory(self.count, self.symbols.local_size)
+        for pool in self._pools:
+            pool.view(np.uint8)[...] = _POISON if pool.dtype != np.bool_ else 0
+        for name, values in self.special.items():
+            values[...] = self._special(name)
         self.pc = np.zeros(self.count, np.int64)
-        inside = np.arange(self.count) % self.threads < geometry.real_threads
+        inside = np.arange(self.count) % self.threads < self.geometry.real_threads
         self.done = ~inside
         self.waiting = np.full(self.count, -1, np.int8)
         self.waiting_for = np.zeros(self.count, np.int32)
@@ -90,18 +106,23 @@ class Batch:
         self.arrived = np.zeros((len(blocks), 16), np.int32)
         self.vote, self.tally, self.arrivals = (np.zeros(self.count, np.int32) for _ in range(3))
         self.reducing, self.released = np.zeros(self.count, np.bool_), np.zeros(self.count, np.bool_)
-        self._everyone = np.arange(self.count)
         self._lanes: Index | None = None
         self.mask: Mask = inside
         self.full = False
         self.set_mask(inside)
 
-    def _register(self, kind: str) -> Array:
-        dtype = numpy_type(kind)
-        if dtype == np.bool_:
-            return np.zeros(self.count, np.bool_)
-        raw = np.full(self.count * dtype.itemsize, _POISON, np.uint8)
-        return raw.view(UNSIGNED[dtype.itemsize])
+    def _make_registers(self, kinds: Mapping[str, str]) -> dict[str, Array]:
+        """One array per register, rows of one array per width."""
+        names: dict[np.dtype[Any], list[str]] = {}
+        for name, kind in kinds.items():
+            dtype = numpy_type(kind)
+            names.setdefault(dtype if dtype == np.bool_ else UNSIGNED[dtype.itemsize], []).append(name)
+        registers: dict[str, Array] = {}
+        for dtype, group in names.items():
+            pool = np.empty((len(group), self.count), dtype)
+            self._pools.append(pool)
+            registers |= dict(zip(group, pool, strict=True))
+        return registers
 
     def set_mask(self, mask: Mask) -> None:
         """Make the true positions of ``mask`` the active threads."""

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from pagedcore_kernels.ptxsim.batch import Batch
+from pagedcore_kernels.ptxsim.denormals import never_denormal
 from pagedcore_kernels.ptxsim.errors import UnsupportedPtx
+from pagedcore_kernels.ptxsim.formats import has_denormal
 from pagedcore_kernels.ptxsim.scalar_types import SIGNED, UNSIGNED, Array
 from pagedcore_kernels.ptxsim.syntax import integer
 
@@ -38,6 +40,13 @@ class Binder:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
+        self._never_denormal = never_denormal(batch.kernel)
+
+    def may_be_denormal(self, operand: str) -> bool:
+        """Whether a float32 operand may hold a denormal."""
+        if operand in self.batch.registers:
+            return operand not in self._never_denormal
+        return has_denormal(self.constant(operand, np.dtype(np.float32)))
 
     def source(self, operand: str, dtype: np.dtype[Any]) -> Array:
         """A read-only view of a register, or a scalar, as ``dtype``."""

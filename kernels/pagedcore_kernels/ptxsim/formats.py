@@ -100,9 +100,14 @@ def flush(values: F32) -> F32:
     return np.where(bits & np.uint32(0x7F800000), bits, bits & np.uint32(0x80000000)).view(np.float32)
 
 
-def halves(words: Array) -> Array:
-    """uint16[..., 2] of uint32[...]: low half first."""
-    return np.ascontiguousarray(words).view(np.uint16).reshape(*words.shape, 2)
+_ONE = np.uint32(1)
+_TINY = 0x00FFFFFF
+
+
+def has_denormal(values: Array) -> bool:
+    """Whether a 32-bit array holds a denormal float: shifted left, its exponent is zero and its mantissa is not."""
+    shifted = np.left_shift(values.view(np.uint32), _ONE)
+    return bool(np.minimum.reduce(np.subtract(shifted, _ONE), axis=None) < _TINY)
 
 
 def pack_halves(low: Array, high: Array) -> NDArray[np.uint32]:

@@ -66,11 +66,13 @@ class GlobalMemory:
     def _place(self, array: Array, name: str, offset: int) -> Buffer:
         device = self._shaped(self.bytes, array, offset)
         device[...] = array
-        as_bytes = np.empty(0, f"V{array.dtype.itemsize}")
-        flag = _READ | (_WRITE if array.flags.writeable else 0)
-        cells = self._shaped(self.flags, array.view(as_bytes.dtype) if array.dtype.itemsize else array, offset)
-        old = np.frombuffer(np.ascontiguousarray(cells).tobytes(), np.uint8) | np.uint8(flag)
-        cells[...] = old.view(as_bytes.dtype).reshape(array.shape)
+        flag = np.uint8(_READ | (_WRITE if array.flags.writeable else 0))
+        if array.flags.c_contiguous:
+            self.flags[offset:offset + array.nbytes] |= flag
+        else:
+            cells = self._shaped(self.flags, array.view(f"V{array.dtype.itemsize}"), offset)
+            marked = np.frombuffer(cells.tobytes(), np.uint8) | flag
+            cells[...] = marked.view(cells.dtype).reshape(array.shape)
         return Buffer(array, BASE + offset, device, name)
 
     @staticmethod

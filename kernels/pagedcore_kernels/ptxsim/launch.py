@@ -6,9 +6,10 @@ raises a ``PtxFault`` for what would be a bug on a GPU. Read next: ``scheduler``
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 
@@ -79,11 +80,57 @@ def launch(ptx: str, kernel_name: str | None, grid: int | Sequence[int], block: 
     symbols = _symbols(program, kernel, args, geometry, memory)
     tally = _Tally(kernel)
     for blocks in np.array_split(order, max(-(-len(order) // blocks_at_once), 1)):
-        scheduler = Scheduler(Batch(kernel, geometry, symbols, memory, blocks, check_races), MAKERS, max_steps)
-        scheduler.run()
+        scheduler = _POOL.take(kernel, geometry, symbols, memory, len(blocks), check_races)
+        scheduler.run(blocks, max_steps)
         tally.add(scheduler)
+        _POOL.give_back(scheduler, check_races)
     memory.copy_back()
     return tally.report(geometry.blocks)
+
+
+class _Pool:
+    """Schedulers that ran before, with their decoded steps: decoding takes longer than running short kernels.
+
+    Invariant: a scheduler is either here or with one launch, never both, so launches of several threads do not meet.
+    A kernel that names module variables is not kept: its steps hold their addresses.
+    """
+
+    SIZE = 8
+    MAX_THREADS = 8192
+
+    def __init__(self) -> None:
+        self._idle: OrderedDict[tuple[object, ...], Scheduler] = OrderedDict()
+        self._lock = Lock()
+
+    def take(self, kernel: Kernel, geometry: Geometry, symbols: Symbols, memory: GlobalMemory, blocks: int,
+             check_races: bool) -> Scheduler:
+        """A scheduler for so many blocks of a launch, used before or new."""
+        with self._lock:
+            found = self._idle.pop(_key(kernel, geometry, blocks * geometry.threads, check_races), None)
+        if found is not None and not symbols.memory:
+            found.batch.bind(geometry, symbols, memory)
+            return found
+        return Scheduler(Batch(kernel, geometry, symbols, memory, blocks, check_races), MAKERS)
+
+    def give_back(self, scheduler: Scheduler, check_races: bool) -> None:
+        """Keep a scheduler whose launch went well."""
+        batch = scheduler.batch
+        if batch.symbols.memory or batch.count > self.MAX_THREADS:
+            return
+        batch.bind(batch.geometry, batch.symbols, GlobalMemory())
+        with self._lock:
+            self._idle[_key(batch.kernel, batch.geometry, batch.count, check_races)] = scheduler
+            while len(self._idle) > self.SIZE:
+                self._idle.popitem(last=False)
+
+
+def _key(kernel: Kernel, geometry: Geometry, threads: int, check_races: bool) -> tuple[object, ...]:
+    """What has to agree for a scheduler to serve another launch."""
+    # Safety: a kept scheduler holds its kernel, so the id cannot be another kernel's while the entry exists.
+    return id(kernel), geometry.block, geometry.dynamic_shared, threads, check_races
+
+
+_POOL = _Pool()
 
 
 class _Tally:
@@ -153,10 +200,8 @@ def _symbols(program: Program, kernel: Kernel, args: Sequence[Argument], geometr
     if len(args) != len(kernel.parameters):
         raise LaunchError(f"{len(args)} arguments; {kernel.name} has {len(kernel.parameters)} parameters: "
                           + ", ".join(f"{i} .{parameter.type}" for i, parameter in enumerate(kernel.parameters)))
-    used = {name for instruction in kernel.code for operand in instruction.operands
-            for name in operand.strip("[] ").split("+")}
     variables = [*program.variables, *kernel.variables]
-    stored = [v for v in variables if v.space in ("global", "const") and v.name.strip() in used and v.size]
+    stored = [v for v in variables if v.space in ("global", "const") and v.size and v.name in kernel.names]
     arrays = [(arg, f"argument {i}") for i, arg in enumerate(args) if isinstance(arg, np.ndarray)]
     addresses = memory.map([*arrays, *((_content(v), f"variable {v.name}") for v in stored)])
     of_argument = iter(addresses)

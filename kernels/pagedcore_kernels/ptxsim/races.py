@@ -39,6 +39,8 @@ class _Touches:
     def join(self, where: Index, thread: Array, warp: Array, epoch: Array) -> None:
         """Add a touch that leaves earlier ones standing (reads, atomics)."""
         who, when = self.who[where], self.when[where]
+        if (who == _MANY).all():
+            return
         same_warp = np.where(who >= 0, who >> 5, _WARP - who) == warp
         # Why: what this warp touched before its last warp barrier is ordered for this warp, and for every
         # other warp this newer touch stands for it.

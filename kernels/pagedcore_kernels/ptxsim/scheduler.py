@@ -15,7 +15,7 @@ import numpy as np
 from pagedcore_kernels.ptxsim.batch import WARP, Batch
 from pagedcore_kernels.ptxsim.binder import Binder
 from pagedcore_kernels.ptxsim.errors import BarrierFault, DivergenceFault, PtxError, PtxFault, Runaway, UnsupportedPtx
-from pagedcore_kernels.ptxsim.scalar_types import Array, Mask
+from pagedcore_kernels.ptxsim.scalar_types import Array, Index, Mask
 from pagedcore_kernels.ptxsim.syntax import Instruction
 
 REGROUP = -1
@@ -26,10 +26,11 @@ _FAR = np.iinfo(np.int64).max
 
 
 class Scheduler:
-    """Runs one batch to its end. ``counts`` is how often each instruction was issued for a group of threads."""
+    """Runs batches to their end. ``counts`` is how often each instruction was issued for a group of threads."""
 
-    def __init__(self, batch: Batch, makers: dict[str, Maker], limit: int) -> None:
-        self.batch, self.limit, self._makers = batch, limit, makers
+    def __init__(self, batch: Batch, makers: dict[str, Maker]) -> None:
+        self.batch, self._makers = batch, makers
+        self.limit = 0
         self.code = batch.kernel.code
         self.counts = [0] * len(self.code)
         self.barriers = 0
@@ -40,8 +41,14 @@ class Scheduler:
         self._horizon = _FAR
         self._issued = 0
 
-    def run(self) -> None:
-        """Run every thread to its end. Raises ``PtxFault`` with its place filled in."""
+    def run(self, blocks: Index, limit: int) -> None:
+        """Run every thread of ``blocks`` to its end. Raises ``PtxFault`` with its place filled in.
+
+        limit: instructions after which the batch is given up. The counts are of this run alone.
+        """
+        self.batch.start(blocks)
+        self.counts = [0] * len(self.code)
+        self.limit, self._issued, self.barriers, self.thread_instructions = limit, 0, 0, 0
         try:
             with np.errstate(all="ignore"):
                 while self._choose():

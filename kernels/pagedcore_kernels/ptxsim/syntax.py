@@ -89,6 +89,12 @@ class Kernel:
     max_block: int = 0
     required_block: int = 0
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every name that an operand is or begins with."""
+        return frozenset(name.strip() for instruction in self.code for operand in instruction.operands
+                         for name in operand.strip("[] ").split("+"))
+
 
 @dataclass(frozen=True)
 class Program:

@@ -13,6 +13,10 @@ from pagedcore_kernels.cuda.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.library import KernelLibrary, runs_on
 from pagedcore_kernels.cuda.variants import make_source, parameters_of, shipped_names
 
+needs_compiler = pytest.mark.skipif(
+    bool(toolchain.missing_compiler_parts()), reason="needs pagedcore[cuda] to make kernels"
+)
+
 
 def image(arch: str = "sm_90", cubin: bytes = b"\x7fELF\n\0code") -> KernelImage:
     return KernelImage("copy", arch, "entry", 256, 0, 32, toolchain.compiler_versions(), cubin)
@@ -101,6 +105,7 @@ def test_an_old_linker_is_explained() -> None:
     assert "undefined thing" in str(toolchain.explain_link_failure("error: undefined thing", ""))
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", ["nothing", "decode-bf16", "decode-bf16-f64-64-64", "copy-2", "write-bf16-bf16-a-b"])
 def test_unknown_names_are_refused(name: str) -> None:
     """A name that stands for no kernel is an InvalidConfig."""
@@ -115,6 +120,7 @@ def test_unknown_architectures_are_refused(arch: str, tmp_path: Path) -> None:
         KernelLibrary(cache=tmp_path).find("copy", arch)
 
 
+@needs_compiler
 def test_shipped_kernels_take_the_parameters_that_launches_give() -> None:
     """The letters by which a launch packs arguments are those by which the kernel was compiled; names are unique."""
     names = shipped_names((9, 0))

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from kernels.ptxsim.ptx_texts import kernel, pointers, run
-from pagedcore_kernels.ptxsim import LaunchError, MemoryFault, PtxSyntaxError, Runaway, UnsupportedPtx, launch
+from pagedcore_kernels.ptxsim import (
+    LaunchError,
+    MemoryFault,
+    PtxSyntaxError,
+    Runaway,
+    UninitializedRead,
+    UnsupportedPtx,
+    launch,
+)
 
 DOUBLE = """
     add.s64 %rd11, %rd1, %rd10;
@@ -41,6 +51,34 @@ def test_every_thread_of_every_block_runs_once() -> None:
         text = kernel(pointers(1) + COORDINATES, ["u64"])
         launch(text, "k", (2, 3, 4), (5, 4, 2), [out], block_order=order, blocks_at_once=at_once)
         assert (out == np.arange(24 * 40)).all()
+
+
+def test_launches_do_not_remember_each_other() -> None:
+    """A kernel launched again sees its own arguments, grid, memory and shared memory, also after a fault."""
+    text = kernel(pointers(1) + """
+    ld.param.u32 %r2, [p1]; mov.u32 %r3, %nctaid.x; add.u32 %r2, %r2, %r3;
+    setp.ge.u32 %p1, %r2, 100; @%p1 bra READ;
+    st.shared.u32 [tile], %r2;
+READ:
+    ld.shared.u32 %r4, [tile]; add.s64 %rd5, %rd1, %rd10; st.global.u32 [%rd5], %r4;
+    """, ["u64", "u32"], ".shared .align 4 .b8 tile[4];")
+    for grid, value in ((1, 5), (3, 5), (1, 6), (1, 7)):
+        out = np.zeros(32, np.uint32)
+        assert launch(text, None, grid, 32, [out, value], check_races=False).instructions == 13
+        assert (out == grid + value).all()
+        with pytest.raises(UninitializedRead):
+            launch(text, None, grid, 32, [out, 200], check_races=False)
+        assert (out == grid + value).all()
+
+
+def test_launches_of_several_threads_do_not_meet() -> None:
+    """The same kernel launched from many threads at once gives each its own result."""
+    def one(scale: int) -> bool:
+        source, target = np.full(64, scale, np.float32), np.zeros(64, np.float32)
+        run(DOUBLE, source, target, block=64)
+        return bool((target == 2 * scale).all())
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, range(40)))
 
 
 def test_views_of_one_array_overlap_on_the_device() -> None:

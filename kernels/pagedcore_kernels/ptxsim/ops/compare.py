@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagedcore_kernels.ptxsim.binder import Binder
-from pagedcore_kernels.ptxsim.formats import bf16_to_f32, flush
-from pagedcore_kernels.ptxsim.ops.floating import has_denormal
+from pagedcore_kernels.ptxsim.formats import bf16_to_f32, flush, has_denormal
 from pagedcore_kernels.ptxsim.ops.registry import Function, assign, operation
 from pagedcore_kernels.ptxsim.scalar_types import Array, numpy_type
 from pagedcore_kernels.ptxsim.scheduler import Step
@@ -37,12 +36,12 @@ _FLOAT: dict[str, Function] = {
 _COMBINE = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
-def _comparison(instruction: Instruction, kind: str) -> Function:
+def _comparison(bind: Binder, instruction: Instruction, kind: str) -> Function:
     table = _FLOAT if "f" in kind else _INTEGER
     compare = next(table[part] for part in instruction.parts[1:] if part in table)
     if kind == "bf16":
         return lambda x, y: compare(bf16_to_f32(x), bf16_to_f32(y))
-    if kind == "f32" and instruction.has("ftz"):
+    if kind == "f32" and instruction.has("ftz") and any(map(bind.may_be_denormal, instruction.operands[1:3])):
         return lambda x, y: compare(*(flush(value) if has_denormal(value) else value for value in (x, y)))
     return compare
 
@@ -57,7 +56,7 @@ def _predicate(bind: Binder, operand: str) -> Function:
 def _setp(bind: Binder, instruction: Instruction, position: int) -> Step:
     """d (and its complement after ``|``) of a comparison, optionally combined with a predicate."""
     kind = instruction.types[-1]
-    compare = _comparison(instruction, kind)
+    compare = _comparison(bind, instruction, kind)
     dtype = numpy_type(kind)
     targets = [target.strip() for target in instruction.operands[0].split("|")]
     sources = [bind.source(operand, dtype) for operand in instruction.operands[1:3]]
@@ -89,7 +88,7 @@ def _merging(bind: Binder, instruction: Instruction) -> Function:
 def _set(bind: Binder, instruction: Instruction, position: int) -> Step:
     """A comparison as a number: all ones or 1.0."""
     result, kind = instruction.types[-2:]
-    compare = _comparison(instruction, kind)
+    compare = _comparison(bind, instruction, kind)
     dtype = numpy_type(result)
     yes = dtype.type(1) if dtype.kind == "f" else np.array(-1).astype(dtype)[()]
     merge = _merging(bind, instruction)

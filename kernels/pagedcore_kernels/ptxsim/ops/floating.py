@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pagedcore_kernels.ptxsim.binder import Binder
-from pagedcore_kernels.ptxsim.formats import ROUNDINGS, bf16_to_f32, f32_to_bf16, flush, round_float
+from pagedcore_kernels.ptxsim.formats import ROUNDINGS, bf16_to_f32, f32_to_bf16, flush, has_denormal, round_float
 from pagedcore_kernels.ptxsim.ops.registry import Function, assign, operation
 from pagedcore_kernels.ptxsim.scalar_types import Array, numpy_type
 from pagedcore_kernels.ptxsim.scheduler import Step
@@ -116,7 +116,8 @@ def _float_step(bind: Binder, instruction: Instruction, function: Function) -> S
             function = _then(clamp, function)
     if kind in ("f32", "f64"):
         dtype = numpy_type(kind)
-        function = flushing(function) if instruction.has("ftz") else function
+        if instruction.has("ftz"):
+            function = flushing(function, [bind.may_be_denormal(operand) for operand in instruction.operands[1:]])
     else:
         dtype = numpy_type("b32" if kind.endswith("x2") else "b16")
         function = _on_halves(function, kind.startswith("bf16"))
@@ -137,22 +138,17 @@ def _relu(values: Array) -> Array:
     return np.where(np.isnan(values), values, np.maximum(values, values.dtype.type(0)))
 
 
-_TINY_BITS = np.uint32(0x00FFFFFF)
-_ONE = np.uint32(1)
-
-
-def has_denormal(values: Array) -> bool:
-    """Whether a float32 array holds a denormal: shifted left, its exponent is zero and its mantissa is not."""
-    bits = values.view(np.uint32)
-    return bool((((bits << _ONE) - _ONE) < _TINY_BITS).any())
-
-
-def flushing(function: Function) -> Function:
-    """``.ftz``: denormal inputs and results are zeros of their sign. Nearly free when there are none."""
+def flushing(function: Function, dirty: list[bool]) -> Function:
+    """``.ftz``: denormal inputs and results are zeros of their sign. ``dirty`` says which inputs may be denormal."""
     def apply(*values: Array) -> Array:
-        result: Array = function(*(flush(value) if has_denormal(value) else value for value in values))
+        result: Array = function(*(flush(value) if looks and has_denormal(value) else value
+                                   for looks, value in zip(dirty, values, strict=True)))
         return flush(result) if has_denormal(result) else result
-    return apply
+
+    def clean(*values: Array) -> Array:
+        result: Array = function(*values)
+        return flush(result) if has_denormal(result) else result
+    return apply if any(dirty) else clean
 
 
 def _on_halves(function: Function, brain: bool) -> Function:
@@ -188,8 +184,9 @@ def fused(bind: Binder, instruction: Instruction) -> Step:
     if kind == "f64":
         return _float_step(bind, instruction, _fused_f64)
     if kind == "f32":
-        return _float_step(bind, instruction, fused_f32 if mode == "rn" else
-                           lambda a, b, c: round_float(_fused_odd(a, b, c), _F32, mode))
+        if mode != "rn":
+            return _float_step(bind, instruction, lambda a, b, c: round_float(_fused_odd(a, b, c), _F32, mode))
+        return _float_step(bind, instruction, _fused_flushed if instruction.has("ftz") else fused_f32)
     if kind.startswith("bf16"):
         return _float_step(bind, instruction, _fused_odd)
     return _float_step(bind, instruction, lambda a, b, c: _fused_odd(a, b, c).astype(np.float16))
@@ -203,6 +200,13 @@ def _fused_odd(a: Array, b: Array, c: Array) -> Array:
     back = total - product
     error = (product - (total - back)) + (addend - back)
     return _odd(total, np.nan_to_num(error))
+
+
+def _fused_flushed(a: Array, b: Array, c: Array) -> Array:
+    """As ``fused_f32``, for results that are flushed: how a tiny one rounds does not matter."""
+    total = np.asarray(a.astype(np.float64) * b + c)
+    ties = np.equal(np.bitwise_and(total.view(np.uint64), _LOW_BITS), _TIE)
+    return (_fused_odd(a, b, c) if np.logical_or.reduce(ties, axis=None) else total).astype(np.float32)
 
 
 _TIE, _LOW_BITS = np.uint64(1 << 28), np.uint64((1 << 29) - 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pagedcore_kernels.ptxsim.batch import WARP
+from pagedcore_kernels.ptxsim.batch import WARP, Batch
 from pagedcore_kernels.ptxsim.binder import Binder, split_vector
 from pagedcore_kernels.ptxsim.errors import UnsupportedPtx
 from pagedcore_kernels.ptxsim.formats import bf16_to_f32, fp8_to_f32
@@ -101,39 +101,64 @@ _ELEMENTS: dict[str, tuple[type[np.generic], Callable[[Array], Array]]] = {
 """How elements are stored in a fragment's registers, and their values."""
 
 
-def unpack_a(registers: Array, kind: str) -> Array:
-    """Values [warps, 16, K] of A fragments, uint32[warps, 32, registers]."""
+Registers = list[Array]
+"""The registers of a fragment: uint32[warps, 8, 4] each, by group and place in the group."""
+
+
+def _spread(register: Array, kind: str, out: Array) -> None:
+    """Values of the elements of one register, into out[warps, 8, 4, elements]."""
+    if kind == "bf16":
+        bits = out.view(np.uint32)
+        np.left_shift(register, np.uint32(16), out=bits[..., 0])
+        np.bitwise_and(register, np.uint32(0xFFFF0000), out=bits[..., 1])
+        return
     stored, value = _ELEMENTS[kind]
-    per = 4 // np.dtype(stored).itemsize
-    warps, _, count = registers.shape
-    parts = value(np.ascontiguousarray(registers).view(stored)).reshape(warps, 8, 4, count // 2, 2, per)
-    return parts.transpose(0, 4, 1, 3, 2, 5).reshape(warps, 16, 2 * count * per)
+    elements = np.ascontiguousarray(register).view(stored)
+    out[...] = value(elements).reshape(out.shape)
 
 
-def unpack_b(registers: Array, kind: str) -> Array:
-    """Values [warps, K, 8] of B fragments, uint32[warps, 32, registers]."""
-    stored, value = _ELEMENTS[kind]
-    per = 4 // np.dtype(stored).itemsize
-    warps, _, count = registers.shape
-    parts = value(np.ascontiguousarray(registers).view(stored)).reshape(warps, 8, 4, count, per)
-    return parts.transpose(0, 3, 2, 4, 1).reshape(warps, 4 * count * per, 8)
+def _value_type(kind: str) -> type[np.generic]:
+    return np.int32 if kind in ("s8", "u8") else np.float32
 
 
-def _unpack_c(registers: Array, kind: str) -> Array:
+def unpack_a(registers: Registers, kind: str) -> Array:
+    """Values [warps, 16, K] of A fragments."""
+    per = 4 // np.dtype(_ELEMENTS[kind][0]).itemsize
+    warps, halves = len(registers[0]), len(registers) // 2
+    out = np.empty((warps, 2, 8, halves, 4, per), _value_type(kind))
+    for i, register in enumerate(registers):
+        _spread(register, kind, out[:, i & 1, :, i >> 1])
+    return out.reshape(warps, 16, 4 * halves * per)
+
+
+def unpack_b(registers: Registers, kind: str) -> Array:
+    """Values [warps, K, 8] of B fragments: a transposed view of rows that are contiguous in K."""
+    per = 4 // np.dtype(_ELEMENTS[kind][0]).itemsize
+    warps, count = len(registers[0]), len(registers)
+    out = np.empty((warps, 8, count, 4, per), _value_type(kind))
+    for i, register in enumerate(registers):
+        _spread(register, kind, out[:, :, i])
+    return out.reshape(warps, 8, 4 * count * per).transpose(0, 2, 1)
+
+
+def _unpack_c(registers: Registers, kind: str) -> Array:
     """Values [warps, 16, 8] of C fragments: four words, or two words of half pairs."""
-    warps = len(registers)
+    out = np.empty((len(registers[0]), 2, 8, 4, 2), np.int32 if kind == "s32" else np.float32)
+    for i, register in enumerate(registers):
+        if kind == "f16":
+            out[:, i] = np.ascontiguousarray(register).view(np.float16).reshape(-1, 8, 4, 2)
+        else:
+            out[:, i >> 1, :, :, i & 1] = register.view(out.dtype)
+    return out.reshape(-1, 16, 8)
+
+
+def _pack_d(values: Array, kind: str) -> Registers:
+    """uint32[threads] of each register of D values [warps, 16, 8]."""
+    parts = values.reshape(-1, 2, 8, 4, 2)
     if kind == "f16":
-        values = np.ascontiguousarray(registers).view(np.float16).astype(np.float32)
-    else:
-        values = registers.view(np.int32 if kind == "s32" else np.float32)
-    return values.reshape(warps, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(warps, 16, 8)
-
-
-def _pack_d(values: Array, kind: str) -> Array:
-    """uint32[warps, 32, registers] of D values [warps, 16, 8]."""
-    warps = len(values)
-    parts = np.ascontiguousarray(values.reshape(warps, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4)).reshape(warps, WARP, 4)
-    return parts.astype(np.float16).view(np.uint32) if kind == "f16" else parts.view(np.uint32)
+        halves = np.ascontiguousarray(parts.astype(np.float16)).view(np.uint32)
+        return [halves[:, i].reshape(-1) for i in range(2)]
+    return [parts[:, i >> 1, :, :, i & 1].reshape(-1).view(np.uint32) for i in range(4)]
 
 
 @operation("mma")
@@ -151,11 +176,8 @@ def _mma(bind: Binder, instruction: Instruction, position: int) -> Step:
     writers = [bind.lane_writer(target, _U32) for target in split_vector(instruction.operands[0])]
     saturate = instruction.has("satfinite") and d_kind == "s32"
 
-    def fragment(sources: list[Array]) -> Array:
-        registers = np.empty((len(batch.lanes), len(sources)), np.uint32)
-        for i, source in enumerate(sources):
-            registers[:, i] = source if batch.full or source.ndim == 0 else source[batch.lanes]
-        return registers.reshape(-1, WARP, len(sources))
+    def fragment(sources: list[Array]) -> Registers:
+        return [_of_active(source, batch) for source in sources]
 
     def step() -> None:
         left, right = unpack_a(fragment(a), a_kind), unpack_b(fragment(b), b_kind)
@@ -164,8 +186,15 @@ def _mma(bind: Binder, instruction: Instruction, position: int) -> Step:
             exact = left.astype(np.int64) @ right.astype(np.int64) + addend
             result = np.clip(exact, -(2**31), 2**31 - 1).astype(np.int32)
         else:
-            result = left @ right + addend
-        words = _pack_d(result, d_kind)
-        for i, write in enumerate(writers):
-            write(words[:, :, i].reshape(-1))
+            result = left @ right
+            result += addend
+        for write, word in zip(writers, _pack_d(result, d_kind), strict=True):
+            write(word)
     return whole_warps(batch, position, step)
+
+
+def _of_active(source: Array, batch: Batch) -> Array:
+    """A register of the active warps, uint32[warps, 8, 4]; a literal is the same in every thread."""
+    if source.ndim == 0:
+        return np.full((len(batch.lanes) // WARP, 8, 4), source)
+    return (source if batch.full else source[batch.lanes]).reshape(-1, 8, 4)

@@ -116,17 +116,17 @@ def _ld(bind: Binder, instruction: Instruction, position: int) -> Step:
 
 
 def _ld_param(bind: Binder, instruction: Instruction) -> Step:
-    """Kernel parameters are the same for all threads and for the whole launch."""
+    """Kernel parameters are the same for all threads, and read anew in each launch."""
     dtype = numpy_type(instruction.types[-1])
     name, offset = bind.address(instruction.operands[1])
-    content = bind.batch.symbols.parameters.get(name)
-    if content is None:
+    batch = bind.batch
+    if name not in batch.symbols.parameters:
         raise UnsupportedPtx(f"{name} is no parameter of the kernel")
     targets = split_vector(instruction.operands[0])
-    values = np.frombuffer(content, dtype, len(targets), offset)
     writers = [bind.writer(target, dtype) for target in targets]
 
     def step() -> None:
+        values = np.frombuffer(batch.symbols.parameters[name], dtype, len(targets), offset)
         for write, value in zip(writers, values, strict=True):
             write(np.asarray(value))
     return step

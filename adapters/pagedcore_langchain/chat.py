@@ -1,0 +1,120 @@
+"""``ChatPagedCore``: LangChain's chat model over the engine's chat door. Read ``settings.py`` for its fields."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
+from typing_extensions import override
+
+from pagedcore_langchain.background import BACKGROUND
+from pagedcore_langchain.batching import Configs, invoke_all
+from pagedcore_langchain.messages import to_chat
+from pagedcore_langchain.results import Chunks, chat_result
+from pagedcore_langchain.settings import PagedCoreSettings
+
+
+class ChatPagedCore(PagedCoreSettings, BaseChatModel):
+    """A chat model whose calls, from any thread, task or chain, share one engine and are batched together.
+
+    ``batch``, ``generate`` and their asynchronous kin have all their inputs in flight at once. Send the whole history
+    with every call; nothing is kept between calls, and ``usage_metadata["input_token_details"]["cache_read"]`` says
+    how many of its tokens did not have to be computed again. Tools, structured output and images are not offered.
+
+    Leaving a stream early aborts its request. After a plain ``break`` out of ``async for`` that happens when the
+    generator is collected; with ``contextlib.aclosing`` at once. Errors are those of pagedcore.
+    """
+
+    # Why: of several bases the last one's configuration counts, and LangChain's ignores what it does not know.
+    model_config = PagedCoreSettings.model_config
+
+    streaming: bool = False
+    """Tell callbacks each token also where the caller waits for the whole answer."""
+
+    @property
+    @override
+    def _llm_type(self) -> str:
+        return "pagedcore-chat"
+
+    @property
+    @override
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model": self.model, "engine_settings": self.engine_settings, **self._settings()}
+
+    @override
+    def _generate(
+        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> ChatResult:
+        outputs = self._answer([to_chat(messages)], *self._resolve(stop, kwargs))
+        return chat_result(outputs[0], self.model)
+
+    @override
+    async def _agenerate(
+        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> ChatResult:
+        outputs = await self._answer_on_loop([to_chat(messages)], *self._resolve(stop, kwargs))
+        return chat_result(outputs[0], self.model)
+
+    @override
+    def _stream(
+        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        chunks = Chunks(self.model)
+        with closing(self._deltas(to_chat(messages), *self._resolve_stream(stop, kwargs))) as deltas:
+            for delta in deltas:
+                if chunk := chunks.message(delta):
+                    if run_manager:
+                        run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                    yield chunk
+
+    @override
+    async def _astream(
+        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        chunks = Chunks(self.model)
+        await self.host.ready()
+        async with aclosing(self._deltas_on_loop(to_chat(messages), *self._resolve_stream(stop, kwargs))) as deltas:
+            async for delta in deltas:
+                if chunk := chunks.message(delta):
+                    if run_manager:
+                        await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                    yield chunk
+
+    @override
+    def generate(self, messages: list[list[BaseMessage]], *args: Any, **kwargs: Any) -> LLMResult:
+        if len(messages) < 2 or BACKGROUND.is_here:
+            return super().generate(messages, *args, **kwargs)
+        return BACKGROUND.run(self.agenerate(messages, *args, **kwargs))
+
+    @override
+    def batch(
+        self, inputs: list[LanguageModelInput], config: Configs = None, *, return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        if len(inputs) < 2 or BACKGROUND.is_here:
+            return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+        return BACKGROUND.run(invoke_all(self, inputs, config, return_exceptions, kwargs))
+
+    @override
+    async def abatch(
+        self, inputs: list[LanguageModelInput], config: Configs = None, *, return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        return await invoke_all(self, inputs, config, return_exceptions, kwargs)
+
+    @override
+    def get_token_ids(self, text: str) -> list[int]:
+        return self.engine.encode(text)
+
+    @override
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Any = None) -> int:
+        return len(self.engine.encode(to_chat(messages)))

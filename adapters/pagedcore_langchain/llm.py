@@ -1,0 +1,106 @@
+"""``PagedCoreLLM``: LangChain's completion model over the engine's text door. Read ``settings.py`` for its fields."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import GenerationChunk, LLMResult
+from typing_extensions import override
+
+from pagedcore import RequestOutput
+from pagedcore_langchain.background import BACKGROUND
+from pagedcore_langchain.batching import Configs, invoke_all
+from pagedcore_langchain.results import Chunks, llm_output, text_generations
+from pagedcore_langchain.settings import PagedCoreSettings
+
+
+class PagedCoreLLM(PagedCoreSettings, BaseLLM):
+    """A completion model whose calls, from any thread, task or chain, share one engine and are batched together.
+
+    ``batch``, ``generate`` and their asynchronous kin have all their inputs in flight at once. The prompt is taken as
+    it is, without a chat template. ``generation_info`` has the finish reason, the usage and, if asked for, the
+    log-probabilities. Leaving a stream early aborts its request, as with ``ChatPagedCore``.
+    """
+
+    # Why: of several bases the last one's configuration counts, and LangChain's ignores what it does not know.
+    model_config = PagedCoreSettings.model_config
+
+    @property
+    @override
+    def _llm_type(self) -> str:
+        return "pagedcore"
+
+    @property
+    @override
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model": self.model, "engine_settings": self.engine_settings, **self._settings()}
+
+    @override
+    def _generate(
+        self, prompts: list[str], stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> LLMResult:
+        return self._result(self._answer(prompts, *self._resolve(stop, kwargs)))
+
+    @override
+    async def _agenerate(
+        self, prompts: list[str], stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> LLMResult:
+        return self._result(await self._answer_on_loop(prompts, *self._resolve(stop, kwargs)))
+
+    def _result(self, outputs: list[RequestOutput]) -> LLMResult:
+        generations = [text_generations(output, self.model) for output in outputs]
+        return LLMResult(generations=generations, llm_output=llm_output(outputs, self.model))
+
+    @override
+    def _stream(
+        self, prompt: str, stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        chunks = Chunks(self.model)
+        with closing(self._deltas(prompt, *self._resolve_stream(stop, kwargs))) as deltas:
+            for delta in deltas:
+                if chunk := chunks.text(delta):
+                    if run_manager:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    @override
+    async def _astream(
+        self, prompt: str, stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        chunks = Chunks(self.model)
+        await self.host.ready()
+        async with aclosing(self._deltas_on_loop(prompt, *self._resolve_stream(stop, kwargs))) as deltas:
+            async for delta in deltas:
+                if chunk := chunks.text(delta):
+                    if run_manager:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    @override
+    def batch(
+        self, inputs: list[LanguageModelInput], config: Configs = None, *, return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        if len(inputs) < 2 or BACKGROUND.is_here:
+            return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+        return BACKGROUND.run(invoke_all(self, inputs, config, return_exceptions, kwargs))
+
+    @override
+    async def abatch(
+        self, inputs: list[LanguageModelInput], config: Configs = None, *, return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        return await invoke_all(self, inputs, config, return_exceptions, kwargs)
+
+    @override
+    def get_token_ids(self, text: str) -> list[int]:
+        return self.engine.encode(text)

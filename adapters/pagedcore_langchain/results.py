@@ -1,0 +1,128 @@
+"""Answers of the engine in LangChain's words: generations, chunks, usage and metadata. Never talks to an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, GenerationChunk
+
+from pagedcore import CompletionOutput, Delta, RequestOutput, TokenLogprobs, Usage
+
+
+def usage_of(output: RequestOutput) -> Usage:
+    """Count what a request took, all its answers together."""
+    num_output_tokens = sum(len(answer.token_ids) for answer in output.outputs)
+    return Usage(len(output.prompt_token_ids), output.num_cached_tokens, num_output_tokens)
+
+
+def usage_metadata(usage: Usage) -> UsageMetadata:
+    """Say it as LangChain does; "cache_read" is the part of the input that did not have to be computed."""
+    return UsageMetadata(
+        input_tokens=usage.num_prompt_tokens,
+        output_tokens=usage.num_output_tokens,
+        total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
+        input_token_details=InputTokenDetails(cache_read=usage.num_cached_tokens),
+    )
+
+
+def chat_result(output: RequestOutput, model: str) -> ChatResult:
+    """Make one generation per answer; the first message carries the usage of them all."""
+    generations = [_chat_generation(answer, model) for answer in output.outputs]
+    usage = usage_metadata(usage_of(output))
+    first = generations[0].message
+    if isinstance(first, AIMessage):
+        first.usage_metadata = usage
+    return ChatResult(generations=generations, llm_output={"token_usage": _token_usage(usage), "model_name": model})
+
+
+def _chat_generation(answer: CompletionOutput, model: str) -> ChatGeneration:
+    info = _info(answer.finish_reason, answer.logprobs or ())
+    message = AIMessage(content=answer.text, response_metadata=_origin(model))
+    return ChatGeneration(message=message, generation_info=info)
+
+
+def text_generations(output: RequestOutput, model: str) -> list[Generation]:
+    """Make one generation per answer; the first one's info carries the usage of them all."""
+    generations = [
+        Generation(text=answer.text, generation_info=_info(answer.finish_reason, answer.logprobs or ()))
+        for answer in output.outputs
+    ]
+    generations[0].generation_info = {
+        **(generations[0].generation_info or {}), **_origin(model), "usage_metadata": usage_metadata(usage_of(output)),
+    }
+    return generations
+
+
+def llm_output(outputs: list[RequestOutput], model: str) -> dict[str, Any]:
+    """Sum the usage of several requests."""
+    each = [_token_usage(usage_metadata(usage_of(output))) for output in outputs]
+    total = {name: sum(one[name] for one in each) for name in (each[0] if each else {})}
+    return {"token_usage": total, "model_name": model}
+
+
+class Chunks:
+    """Turns the deltas of one answer into chunks, whose sum says what the whole answer would have said.
+
+    Invariant: log-probabilities of tokens whose text is still held back go out with the next chunk.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def text(self, delta: Delta) -> GenerationChunk | None:
+        """Return the next chunk of a completion, or ``None`` if there is nothing to say yet.
+
+        Raises:
+            RequestFailed: the answer ended with an error.
+        """
+        info = self._next_info(delta)
+        if info is None:
+            return None
+        if delta.usage is not None:
+            info |= {**_origin(self._model), "usage_metadata": usage_metadata(delta.usage)}
+        return GenerationChunk(text=delta.text, generation_info=info or None)
+
+    def message(self, delta: Delta) -> ChatGenerationChunk | None:
+        """Return the next chunk of a chat answer, or ``None`` if there is nothing to say yet. Raises as ``text``."""
+        info = self._next_info(delta)
+        if info is None:
+            return None
+        message = AIMessageChunk(content=delta.text)
+        if delta.usage is not None:
+            message.usage_metadata = usage_metadata(delta.usage)
+            message.response_metadata = _origin(self._model)
+            message.chunk_position = "last"
+        return ChatGenerationChunk(message=message, generation_info=info or None)
+
+    def _next_info(self, delta: Delta) -> dict[str, Any] | None:
+        if delta.error is not None:
+            raise delta.error
+        self._logprobs += delta.logprobs or ()
+        if not delta.text and delta.finish_reason is None:
+            return None
+        logprobs, self._logprobs = self._logprobs, ()
+        return _info(delta.finish_reason, logprobs)
+
+
+def _origin(model: str) -> dict[str, Any]:
+    return {"model_name": model, "model_provider": "pagedcore"}
+
+
+def _info(finish_reason: str | None, logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+    info: dict[str, Any] = {"finish_reason": finish_reason} if finish_reason else {}
+    if logprobs:
+        info["logprobs"] = {"content": [_logprob(token) for token in logprobs]}
+    return info
+
+
+def _logprob(token: TokenLogprobs) -> dict[str, Any]:
+    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top]
+    return {"token_id": token.token_id, "logprob": token.logprob, "top_logprobs": top}
+
+
+def _token_usage(usage: UsageMetadata) -> dict[str, int]:
+    return {"prompt_tokens": usage["input_tokens"], "completion_tokens": usage["output_tokens"],
+            "total_tokens": usage["total_tokens"]}

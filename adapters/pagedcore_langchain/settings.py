@@ -1,0 +1,173 @@
+"""What both models have in common: the fields a user sets and the engine behind them.
+
+Turns fields and call arguments into ``SamplingParams``; what these mean and whether they are allowed is decided by
+pagedcore, and a name it does not know is refused. Read ``chat.py`` and ``llm.py`` for the two doors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
+from pagedcore.errors import InvalidRequest, TooManySequences
+from pagedcore_langchain.host import EngineHost
+from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
+
+Prompt = str | list[dict[str, str]]
+
+_OF_REMOTE_MODELS: Final = {"api_key", "max_retries"}
+"""What LangChain passes to every chat model; left out, because nothing here is remote and no secret is to be kept."""
+_SAMPLING_FIELDS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs")
+
+
+class PagedCoreSettings(BaseModel):
+    """Fields of a model. Every name of ``SamplingParams`` may also be given per call or by ``bind``, and wins there.
+
+    Invariant: copies, bindings and reconfigured variants of a model share its ``host``, so they share its engine.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    model: str = "pagedcore"
+    """``"demo"``, a directory or a hub id; with an engine of your own, the name to report."""
+    engine_settings: dict[str, Any] = Field(default_factory=dict)
+    """Fields of ``EngineConfig`` for the engine that this model builds."""
+    max_tokens: int | None = None
+    """Most tokens of an answer; ``None``: as many as the context has room for."""
+    temperature: float = 0.0
+    """0 always takes the most likely token."""
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    """Where the randomness starts; the same seed gives the same answer."""
+    stop: list[str] | None = None
+    """An answer ends before the first of these texts."""
+    logprobs: int | None = None
+    """Report each token's log-probability and this many alternatives."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of ``SamplingParams`` by name."""
+    timeout: PositiveFloat | None = None
+    """Longest time for an answer, in seconds; then ``RequestTimeout``, and the request is aborted."""
+    wait_for_room: bool = True
+    """Whether a request waits while the engine's queue is full; otherwise ``EngineOverloaded``."""
+    host: EngineHost = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]  # Why: set below.
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_standard_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kept = {name: value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
+        if isinstance(kept.get("engine"), AsyncEngine):
+            kept["host"] = EngineHost(None, {}, kept.pop("engine"))
+        return kept
+
+    @model_validator(mode="after")
+    def _make_host(self) -> Self:
+        if self.host is None:
+            self.host = EngineHost(self.model, self.engine_settings)
+            self.model_fields_set.discard("host")
+        return self
+
+    @classmethod
+    def from_engine(cls, engine: AsyncEngine, **fields: Any) -> Self:
+        """Build a model on an engine that somebody else owns, shares and closes."""
+        return cls(host=EngineHost(None, {}, engine), **fields)
+
+    @classmethod
+    def around(cls, model: Any, settings: Mapping[str, Any]) -> Self:
+        """Build the engine now; names in ``settings`` that are no fields of this class go to the engine."""
+        own = {name: value for name, value in settings.items() if name in cls.model_fields}
+        if isinstance(model, AsyncEngine):
+            return cls.from_engine(model, **dict(settings))
+        name = model if isinstance(model, str) else type(model).__name__
+        engine_settings = {name: value for name, value in settings.items() if name not in own}
+        host = EngineHost(model, engine_settings | own.pop("engine_settings", {}))
+        chosen = cls(**{"model": name, "host": host, **own})
+        _ = host.engine
+        return chosen
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine, built now if it is not there yet. Raises ``InvalidConfig`` as ``from_pretrained``."""
+        return self.host.engine
+
+    def close(self) -> None:
+        """Close the engine, for all copies of this model, unless it was handed over."""
+        self.host.close()
+
+    async def aclose(self) -> None:
+        """Close without blocking the event loop."""
+        await asyncio.to_thread(self.host.close)
+
+    def _settings(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        return {name: value for name, value in given.items() if value is not None} | self.sampling
+
+    def _resolve(self, stop: Sequence[str] | None, call: Mapping[str, Any]) -> tuple[SamplingParams, float | None]:
+        """Return the parameters and the time limit of one call. Raises ``InvalidRequest``."""
+        values = self._settings() | {name: value for name, value in call.items() if value is not None}
+        values.pop("stream", None)
+        timeout_s = _positive(values.pop("timeout", self.timeout))
+        if (model := values.pop("model", self.model)) != self.model:
+            raise InvalidRequest("model", model, "this model's own name", "Build another model object for it.")
+        if stop is not None:
+            values["stop"] = list(stop)
+        return SamplingParams.from_mapping(_with_logprobs(values)), timeout_s
+
+    def _resolve_stream(
+        self, stop: Sequence[str] | None, call: Mapping[str, Any]
+    ) -> tuple[SamplingParams, float | None]:
+        params, timeout_s = self._resolve(stop, call)
+        if params.n != 1:
+            raise TooManySequences("n", params.n, "1 for a stream")
+        return params, timeout_s
+
+    def _deltas(
+        self, prompt: Prompt, params: SamplingParams, timeout_s: float | None
+    ) -> Generator[Delta, None, None]:
+        return self.host.engine.generate_sync(
+            prompt, params, timeout_s=timeout_s, wait_for_room=self.wait_for_room
+        )
+
+    def _deltas_on_loop(
+        self, prompt: Prompt, params: SamplingParams, timeout_s: float | None
+    ) -> AsyncGenerator[Delta, None]:
+        return self.host.engine.generate(prompt, params, timeout_s=timeout_s, wait_for_room=self.wait_for_room)
+
+    def _answer(
+        self, prompts: Iterable[Prompt], params: SamplingParams, timeout_s: float | None
+    ) -> list[RequestOutput]:
+        engine = self.host.engine
+        with in_flight(partial(engine.submit, params=params, wait_for_room=self.wait_for_room), prompts) as futures:
+            return wait_for(futures, timeout_s)
+
+    async def _answer_on_loop(
+        self, prompts: Iterable[Prompt], params: SamplingParams, timeout_s: float | None
+    ) -> list[RequestOutput]:
+        engine = await self.host.ready()
+        with in_flight(partial(engine.submit, params=params, wait_for_room=self.wait_for_room), prompts) as futures:
+            return await wait_for_on_loop(futures, timeout_s)
+
+
+def _with_logprobs(values: dict[str, Any]) -> dict[str, Any]:
+    """Understand ``logprobs=True, top_logprobs=n``, the way other chat models are asked."""
+    num_top = values.pop("top_logprobs", 0)
+    wanted = values.get("logprobs")
+    if isinstance(wanted, bool):
+        values["logprobs"] = num_top if wanted else None
+    return values
+
+
+def _positive(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise InvalidRequest("timeout", timeout, "a finite number of seconds above 0, or None")
+    return float(timeout)

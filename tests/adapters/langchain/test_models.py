@@ -1,0 +1,410 @@
+"""The two LangChain models: answers, batches, metadata, errors and what they refuse, over the demo model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
+from langchain_core.load import dumps
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import ConfigurableField, RunnableLambda
+
+from doubles import FlakyBackend
+from engine_builders import make_engine
+from pagedcore import AsyncEngine, expose
+from pagedcore.demo_model.questions import demo_questions, is_correct
+from pagedcore.errors import (
+    EngineClosed,
+    EngineOverloaded,
+    InvalidPrompt,
+    InvalidRequest,
+    MissingDependency,
+    PromptTooLong,
+    RequestTimeout,
+    StepFailed,
+    TooManySequences,
+    UnknownParameter,
+)
+from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
+from pagedcore_langchain.background import BACKGROUND
+from pagedcore_langchain.in_flight import in_flight, wait_for
+
+QUESTIONS = demo_questions(40)
+PROMPTS = [question.prompt for question in QUESTIONS]
+MODELS = [ChatPagedCore, PagedCoreLLM]
+
+
+def build(kind: Any, engine: AsyncEngine, **fields: Any) -> Any:
+    return kind.from_engine(engine, **{"model": "demo", "max_tokens": 96, **fields})
+
+
+def texts(answers: list[Any]) -> list[str]:
+    return [answer if isinstance(answer, str) else answer.content for answer in answers]
+
+
+def all_right(answers: list[Any]) -> bool:
+    return [is_correct(*pair) for pair in zip(QUESTIONS, texts(answers), strict=True)] == [True] * len(QUESTIONS)
+
+
+def steps_of(engine: AsyncEngine, call: Any) -> int:
+    """How many steps the engine took for ``call``."""
+    before = engine.stats().num_steps
+    call()
+    return engine.stats().num_steps - before
+
+
+class Log(BaseCallbackHandler):
+    """Writes down what a model tells its callbacks."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.errors: list[BaseException] = []
+        self.ends: list[Any] = []
+
+    def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+        self.tokens.append(token)
+
+    def on_llm_error(self, error: BaseException, **kwargs: Any) -> None:
+        self.errors.append(error)
+
+    def on_llm_end(self, response: Any, **kwargs: Any) -> None:
+        self.ends.append(response)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_way_of_asking_gives_the_right_answers(engine: AsyncEngine, kind: Any) -> None:
+    """Batch, abatch, generate, agenerate and threads: every question is answered right, in order."""
+    model = build(kind, engine)
+    inputs = PROMPTS if kind is PagedCoreLLM else [[HumanMessage(prompt)] for prompt in PROMPTS]
+    assert all_right(model.batch(PROMPTS))
+    assert all_right(asyncio.run(model.abatch(PROMPTS)))
+    assert all_right([one[0].text for one in model.generate(inputs).generations])
+    assert all_right([one[0].text for one in asyncio.run(model.agenerate(inputs)).generations])
+    assert all_right([model.invoke(prompt) for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_whole_batches_are_in_flight_together(engine: AsyncEngine, kind: Any) -> None:
+    """Sixteen prompts at once take about as many steps as one of them, whichever call brings them."""
+    model = build(kind, engine, max_tokens=24, sampling={"ignore_eos": True})
+    inputs = PROMPTS[:16] if kind is PagedCoreLLM else [[HumanMessage(prompt)] for prompt in PROMPTS[:16]]
+    chain = RunnableLambda(lambda text: text) | model | StrOutputParser()
+    calls = [
+        lambda: model.batch(PROMPTS[:16]), lambda: asyncio.run(model.abatch(PROMPTS[:16])),
+        lambda: model.generate(inputs), lambda: asyncio.run(model.agenerate(inputs)),
+        lambda: chain.batch(PROMPTS[:16]), lambda: asyncio.run(chain.abatch(PROMPTS[:16])),
+    ]
+    for call in calls:
+        assert steps_of(engine, call) < 3 * 24
+
+
+def test_a_batch_may_be_larger_than_the_queue() -> None:
+    """Forty prompts pass through a queue of two; the model that must not wait is told EngineOverloaded."""
+    with AsyncEngine.from_pretrained("demo", num_kv_blocks=64, max_num_seqs=2, max_num_waiting=2) as engine:
+        assert all_right(build(ChatPagedCore, engine).batch(PROMPTS))
+        with pytest.raises(EngineOverloaded):
+            build(ChatPagedCore, engine, wait_for_room=False).batch(PROMPTS)
+
+
+def test_threads_share_one_engine_on_one_thread(engine: AsyncEngine) -> None:
+    """Callers on eight threads get their own answers, and no second engine thread appears."""
+    chat = build(ChatPagedCore, engine)
+    answers: dict[int, str] = {}
+
+    def ask(index: int) -> None:
+        answers[index] = chat.invoke(PROMPTS[index]).content
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    names = [thread.name for thread in threading.enumerate()]
+    for thread in threads:
+        thread.join()
+    assert names.count("pagedcore-engine") == 1
+    assert [is_correct(QUESTIONS[index], answers[index]) for index in range(8)] == [True] * 8
+
+
+def test_a_lazily_built_engine_is_shared_by_copies_and_closed_once() -> None:
+    """Copies, bindings and reconfigured variants use the engine of the original, and close() ends it for all."""
+    chat = ChatPagedCore(model="demo", max_tokens=32, engine_settings={"num_kv_blocks": 16})
+    variant = chat.configurable_fields(max_tokens=ConfigurableField(id="length"))
+    copies = [chat.model_copy(), chat.model_copy(deep=True)]
+    assert variant.invoke("What is 2 + 3?", {"configurable": {"length": 3}}).usage_metadata["output_tokens"] == 3
+    assert [copy.engine for copy in copies] == [chat.engine] * 2
+    assert chat.engine.stats().num_blocks == 16
+    asyncio.run(chat.aclose())
+    with pytest.raises(EngineClosed):
+        copies[0].invoke("What is 2 + 3?")
+
+
+def test_an_engine_of_somebody_else_stays_open(engine: AsyncEngine) -> None:
+    """``close`` of a model closes only what the model built."""
+    build(ChatPagedCore, engine).close()
+    assert engine.is_alive
+
+
+def test_expose_makes_both_models_by_name() -> None:
+    """Names of the model are its fields, all others go to the engine; unknown ones are refused at once."""
+    chat = expose("langchain", model="demo", max_tokens=32, num_kv_blocks=16)
+    llm = expose("langchain-llm", model=chat.engine, max_tokens=32)
+    assert (type(chat), type(llm)) == (ChatPagedCore, PagedCoreLLM)
+    assert chat.invoke("What is 2 + 3?").content == llm.invoke("What is 2 + 3?").strip() == "2 + 3 = 5."
+    assert llm.engine is chat.engine
+    assert chat.engine.stats().num_blocks == 16
+    chat.close()
+    with pytest.raises(ValueError, match="max_tokenz"):
+        expose("langchain", model="demo", max_tokenz=3)
+    with pytest.raises(ValueError, match="max_tokenz"):
+        ChatPagedCore(model="demo", max_tokenz=3)
+
+
+def test_what_only_remote_models_need_is_not_kept(engine: AsyncEngine) -> None:
+    """A key that LangChain hands to every model is accepted and appears nowhere in this one."""
+    chat = build(ChatPagedCore, engine, api_key="canary", max_retries=2)
+    assert "canary" not in repr(chat) + repr(vars(chat)) + str(chat.asdict())
+
+
+def test_a_missing_langchain_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without LangChain the error says what to install."""
+    monkeypatch.delitem(sys.modules, "pagedcore_langchain.chat")
+    monkeypatch.setitem(sys.modules, "langchain_core.callbacks", None)
+    with pytest.raises(MissingDependency, match=r"pagedcore\[langchain\]"):
+        expose("langchain", model="demo")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_streams_say_what_invoke_says(engine: AsyncEngine, kind: Any) -> None:
+    """Chunks of both kinds of stream add up to the answer, and there are several of them."""
+    model = build(kind, engine)
+    whole = texts([model.invoke(PROMPTS[0])])[0]
+
+    async def read() -> list[Any]:
+        return [chunk async for chunk in model.astream(PROMPTS[0])]
+
+    for chunks in (list(model.stream(PROMPTS[0])), asyncio.run(read())):
+        assert "".join(texts(chunks)) == whole
+        assert len(chunks) > 3
+
+
+def test_usage_and_metadata_are_the_same_on_every_path(engine: AsyncEngine) -> None:
+    """Tokens, cached tokens, finish reason, model and log-probabilities: the sum of a stream says what invoke says."""
+    chat = build(ChatPagedCore, engine).bind(logprobs=True, top_logprobs=2)
+    whole = chat.invoke("What is 2 + 3?")
+    first, *rest = list(chat.stream("What is 2 + 3?"))
+    total = sum(rest, first)
+    assert whole.usage_metadata["output_tokens"] == total.usage_metadata["output_tokens"] == 9
+    assert whole.usage_metadata["input_tokens"] == total.usage_metadata["input_tokens"] > 9
+    assert whole.usage_metadata["input_token_details"]["cache_read"] >= 0
+    assert total.usage_metadata["input_token_details"]["cache_read"] >= 0
+    for name in ("finish_reason", "model_name", "model_provider", "logprobs"):
+        assert whole.response_metadata[name] == total.response_metadata[name], name
+    assert whole.response_metadata["finish_reason"] == "stop"
+    content = whole.response_metadata["logprobs"]["content"]
+    assert len(content) == 9
+    assert all(token["logprob"] <= 0 and len(token["top_logprobs"]) == 2 for token in content)
+
+
+def test_completions_carry_usage_and_logprobs(engine: AsyncEngine) -> None:
+    """``generation_info`` of a completion, and the sum over a batch in ``llm_output``."""
+    result = build(PagedCoreLLM, engine, logprobs=0).generate(["What is 2 + 3?", "What is 9 - 5?"])
+    infos = [one[0].generation_info for one in result.generations]
+    for info in infos:
+        assert info["finish_reason"] == "stop"
+        assert len(info["logprobs"]["content"]) == info["usage_metadata"]["output_tokens"]
+    total = sum(info["usage_metadata"]["total_tokens"] for info in infos)
+    assert result.llm_output["token_usage"]["total_tokens"] == total
+
+
+def test_stop_seed_and_temperature_reach_the_engine(engine: AsyncEngine) -> None:
+    """A stop text cuts, a call's own one wins over the field, and a seed fixes a sampled answer."""
+    chat = build(ChatPagedCore, engine, stop=["="])
+    assert chat.invoke("What is 2 + 3?").content == "2 + 3 "
+    assert chat.invoke("What is 2 + 3?", stop=["+"]).content == "2 "
+    assert "".join(texts(list(chat.stream("What is 2 + 3?", stop=["+"])))) == "2 "
+    wild = build(ChatPagedCore, engine, temperature=5.0, max_tokens=20)
+    assert texts(wild.batch([PROMPTS[0]] * 4, seed=7)) == texts([wild.invoke(PROMPTS[0], seed=7)]) * 4
+    assert len(set(texts(wild.batch([PROMPTS[0]] * 4)))) > 1
+
+
+def test_several_answers_to_one_prompt(engine: AsyncEngine) -> None:
+    """``n`` gives as many generations; a stream has one answer and says so."""
+    chat = build(ChatPagedCore, engine, temperature=5.0, max_tokens=20, sampling={"n": 3})
+    (generations,) = chat.generate([[HumanMessage(PROMPTS[0])]]).generations
+    assert len({generation.text for generation in generations}) == 3
+    with pytest.raises(TooManySequences):
+        list(chat.stream(PROMPTS[0]))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_callbacks_hear_every_chunk_and_the_end(engine: AsyncEngine, kind: Any) -> None:
+    """Run managers are told each piece of a stream, once, sync and async."""
+    for is_async in (False, True):
+        log, model = Log(), build(kind, engine)
+
+        async def read(log: Log = log, model: Any = model) -> list[Any]:
+            return [chunk async for chunk in model.astream(PROMPTS[0], {"callbacks": [log]})]
+
+        chunks = asyncio.run(read()) if is_async else list(model.stream(PROMPTS[0], {"callbacks": [log]}))
+        assert log.tokens == texts(chunks)
+        assert len(log.ends) == 1
+
+
+def test_streaming_tells_callbacks_also_in_a_batch(engine: AsyncEngine) -> None:
+    """With ``streaming=True`` the callbacks hear tokens although the caller waits for whole answers."""
+    log, chat = Log(), build(ChatPagedCore, engine, streaming=True)
+    answers = chat.batch(PROMPTS[:3], {"callbacks": [log]})
+    assert sorted("".join(log.tokens)) == sorted("".join(texts(answers)))
+    assert len(log.tokens) > 9
+
+
+def test_context_of_the_caller_reaches_a_blocking_batch(engine: AsyncEngine) -> None:
+    """A usage callback kept in a context variable counts what ran on the background loop."""
+    with get_usage_metadata_callback() as usage:
+        answers = build(ChatPagedCore, engine).batch(PROMPTS[:5])
+    counted = sum(answer.usage_metadata["total_tokens"] for answer in answers)
+    assert usage.usage_metadata["demo"]["total_tokens"] == counted
+
+
+def test_a_blocking_batch_on_the_background_loop_itself_does_not_hang(engine: AsyncEngine) -> None:
+    """Called where waiting for the loop would never end, a batch falls back to threads."""
+    chat = build(ChatPagedCore, engine)
+
+    async def inside() -> list[Any]:
+        return chat.batch(PROMPTS)
+
+    assert all_right(BACKGROUND.run(inside()))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_bad_input_of_a_batch(engine: AsyncEngine, kind: Any) -> None:
+    """It is raised with its type and takes the others with it, or comes back in its own place."""
+    model = build(kind, engine)
+    inputs = [PROMPTS[0], "word " * 9000, PROMPTS[1]]
+    with pytest.raises(InvalidRequest):
+        model.batch(inputs)
+    first, bad, last = model.batch(inputs, return_exceptions=True)
+    assert isinstance(bad, InvalidRequest)
+    assert [is_correct(QUESTIONS[i], text) for i, text in enumerate(texts([first, last]))] == [True, True]
+    with pytest.raises(InvalidRequest):
+        asyncio.run(model.abatch(inputs))
+
+
+def test_max_concurrency_is_kept(engine: AsyncEngine) -> None:
+    """With at most two at a time, sixteen prompts take several times the steps."""
+    chat = build(ChatPagedCore, engine, max_tokens=10, sampling={"ignore_eos": True})
+    assert steps_of(engine, lambda: chat.batch(PROMPTS[:16], {"max_concurrency": 2})) >= 8 * 10
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_errors_keep_their_types(engine: AsyncEngine, kind: Any) -> None:
+    """What pagedcore refuses is raised as it is, from every way of asking, and callbacks hear it."""
+    log, model = Log(), build(kind, engine)
+    for call in (model.invoke, lambda *a, **k: list(model.stream(*a, **k))):
+        with pytest.raises(PromptTooLong):
+            call("a b " * 2000, {"callbacks": [log]})
+        with pytest.raises(UnknownParameter):
+            call(PROMPTS[0], tools=[{"name": "x"}])
+        with pytest.raises(InvalidRequest, match="model"):
+            call(PROMPTS[0], model="another")
+        with pytest.raises(InvalidRequest, match="timeout"):
+            call(PROMPTS[0], timeout=-1)
+    assert [type(error) for error in log.errors] == [PromptTooLong] * 2
+
+
+def test_a_failed_step_is_raised_by_every_path() -> None:
+    """The error of an answer that ended with "error" reaches the caller; the next call is answered."""
+    llm = PagedCoreLLM.from_engine(AsyncEngine(make_engine(FlakyBackend(raise_on_step=1))), max_tokens=2)
+    futures = in_flight(lambda prompt: llm.engine.submit(prompt), [[1]])
+    with futures as sent, pytest.raises(StepFailed):
+        wait_for(sent, None)
+    llm.engine.close()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_time_limits_end_every_kind_of_call(engine: AsyncEngine, kind: Any) -> None:
+    """RequestTimeout, from a field or a call, and nothing of the request is left in the engine."""
+    model = build(kind, engine, max_tokens=2000, sampling={"ignore_eos": True}, timeout=0.05)
+
+    async def read() -> None:
+        async for _ in model.astream(PROMPTS[0]):
+            pass
+
+    calls = [
+        lambda: model.invoke(PROMPTS[0]), lambda: model.batch(PROMPTS[:4]), lambda: list(model.stream(PROMPTS[0])),
+        lambda: asyncio.run(model.ainvoke(PROMPTS[0])), lambda: asyncio.run(read()),
+    ]
+    for call in calls:
+        with pytest.raises(RequestTimeout, match=r"0\.05"):
+            call()
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
+    assert build(kind, engine).invoke(PROMPTS[0], timeout=60)
+
+
+def test_chat_messages_of_all_kinds(engine: AsyncEngine) -> None:
+    """System, human, ai and custom roles, plain or as text parts, are counted as the engine's own chat door does."""
+    chat = build(ChatPagedCore, engine)
+    messages = [
+        SystemMessage("Be brief."), HumanMessage([{"type": "text", "text": "Hi"}, "!"], name="ann"),
+        AIMessage("Hello."), ChatMessage(role="critic", content="Hm."), HumanMessage("What is 2 + 3?"),
+    ]
+    plain = [
+        {"role": role, "content": content} for role, content in (
+            ("system", "Be brief."), ("user", "Hi!"), ("assistant", "Hello."), ("critic", "Hm."),
+            ("user", "What is 2 + 3?"),
+        )
+    ]
+    expected = len(engine.encode(plain))
+    assert chat.invoke(messages).usage_metadata["input_tokens"] == expected
+    assert chat.get_num_tokens_from_messages(messages) == expected
+    assert chat.get_num_tokens("2 + 3") == len(engine.encode("2 + 3"))
+
+
+@pytest.mark.parametrize("message", [
+    HumanMessage([{"type": "image_url", "image_url": {"url": "http://localhost/secret.png"}}]),
+    HumanMessage([{"type": "text", "text": "What is this?"}, {"type": "audio", "base64": "AAAA"}]),
+    ToolMessage("5", tool_call_id="1"),
+    AIMessage("", tool_calls=[{"name": "add", "args": {}, "id": "1"}]),
+])
+def test_what_is_no_text_is_refused_without_network(engine: AsyncEngine, message: Any) -> None:
+    """Images, audio and tool messages are InvalidPrompt, counting tokens included; no socket is opened for them."""
+    chat, opened = build(ChatPagedCore, engine), []
+    sys.addaudithook(lambda event, _: opened.append(event) if event == "socket.connect" else None)
+    for call in (lambda: chat.invoke([message]), lambda: list(chat.stream([message])),
+                 lambda: chat.get_num_tokens_from_messages([message])):
+        with pytest.raises(InvalidPrompt) as refused:
+            call()
+        assert "secret" not in str(refused.value)
+    assert opened == []
+
+
+def test_tools_and_structured_output_are_not_offered(engine: AsyncEngine) -> None:
+    """LangChain's own refusal, before anything runs."""
+    chat = build(ChatPagedCore, engine)
+    with pytest.raises(NotImplementedError):
+        chat.bind_tools([])
+    with pytest.raises(NotImplementedError):
+        chat.with_structured_output({"title": "x", "type": "object"})
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_is_not_serialised(engine: AsyncEngine, kind: Any) -> None:
+    """``dumps`` writes a note that it cannot, and nothing of the engine."""
+    written = json.loads(dumps(build(kind, engine)))
+    assert written["type"] == "not_implemented"
+    assert "host" not in repr(build(kind, engine))
+
+
+def test_a_chain_of_template_model_and_parser(engine: AsyncEngine) -> None:
+    """The usual chain, blocking and streaming."""
+    template = ChatPromptTemplate.from_messages([("human", "{question}")])
+    chain = template | build(ChatPagedCore, engine) | StrOutputParser()
+    assert all_right(chain.batch([{"question": prompt} for prompt in PROMPTS]))
+    assert is_correct(QUESTIONS[0], "".join(chain.stream({"question": PROMPTS[0]})))
