@@ -209,13 +209,6 @@ class BlockManager:
             self.cache.discard(block_id)
         return self._cut(sequence.sequence_id, table, 0)
 
-    def distrust(self, sequence: Sequence) -> int:
-        """Forget the blocks of a sequence, and in either memory whatever goes back to what it computed."""
-        first_block = tuple(sequence.token_ids[: min(sequence.num_computed_tokens, self.block_size)])
-        for cache in (self.cache,) if self.host is None else (self.cache, self.host.cache):
-            cache.discard_beginnings(sequence.cache_root, first_block)
-        return self.forget(sequence.sequence_id)
-
     def take_table(self, sequence_id: int) -> tuple[int, ...]:
         """Take a sequence's blocks out of its table; the references pass to the caller."""
         table = self._tables.pop(sequence_id)

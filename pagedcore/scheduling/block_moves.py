@@ -123,7 +123,7 @@ class BlockMoves:
         """
         self.abandon(sequence)
         if not is_trusted:
-            self._blocks.distrust(sequence)
+            self._distrust(sequence)
         elif not is_movable or not self._begin_swap_out(sequence, is_pinned=False):
             self._blocks.release(sequence)
         sequence.forget_computed()
@@ -179,6 +179,14 @@ class BlockMoves:
         self.abandon(sequence)
         self._blocks.drop(sequence)
         sequence.forget_computed()
+
+    def _distrust(self, sequence: Sequence) -> None:
+        """Forget the blocks of a sequence, and in either memory whatever goes back to what it computed."""
+        blocks = self._blocks
+        first_block = tuple(sequence.token_ids[: min(sequence.num_computed_tokens, blocks.block_size)])
+        for cache in (blocks.cache,) if blocks.host is None else (blocks.cache, blocks.host.cache):
+            cache.discard_beginnings(sequence.cache_root, first_block)
+        blocks.forget(sequence.sequence_id)
 
     def abandon(self, sequence: Sequence) -> None:
         """Drop what the host keeps for a sequence, and what is on its way for it."""

@@ -113,3 +113,60 @@ def test_tokens_and_logits_are_the_same_bytes_as_alone(alone: tuple[str, dict[in
     for i in ALL:
         assert results[i][0] == expected[i][0], f"tokens of request {i}"
         assert results[i][1] == expected[i][1], f"logits of request {i}"
+
+
+#: Ways to the same answers: what is found, and what happens when blocks are lacking.
+TIGHT: dict[str, Any] = {"num_kv_blocks": 6, "max_num_batched_tokens": 64}
+WAYS: dict[str, dict[str, Any]] = {
+    "shared beginnings": {},
+    "nothing shared": {"enable_prefix_caching": False},
+    "swapped": {**TIGHT, "preemption": "swap", "host_kv_memory": "4MiB"},
+    "recomputed": {**TIGHT, "preemption": "recompute"},
+    "shrunk": {**TIGHT, "preemption": "shrink"},
+    "waited": {**TIGHT, "preemption": "wait"},
+    "the cheapest way": {**TIGHT, "preemption": "auto", "host_kv_memory": "4MiB"},
+}
+
+
+def ask_twice(dtype: str, **settings: Any) -> tuple[list[Any], Any]:
+    """Answer requests with a common beginning together, then all again; return tokens, logits and the statistics."""
+    rng = random.Random(8)
+    beginning = [rng.randrange(3, VOCAB) for _ in range(19)]
+    prompts = [[*beginning, *(rng.randrange(3, VOCAB) for _ in range(rng.choice((1, 7, 13))))] for _ in range(4)]
+    requests = [(prompt, SamplingParams(max_tokens=20, ignore_eos=True)) for prompt in prompts]
+    with Engine.from_pretrained(tiny_model(), dtype=dtype, block_size=16, max_num_waiting=16, **settings) as engine:
+        recorder = Recorder(engine._runner._backend)
+        engine._runner._backend = recorder
+        results = []
+        for _ in range(2):
+            handles = [engine.add_request(*request) for request in requests]
+            run(engine)
+            for handle in handles:
+                sequence = handle.sequences[0]
+                rows = {pos: data for (sid, pos), data in recorder.logits.items() if sid == sequence.sequence_id}
+                results.append((list(handle.output().outputs[0].token_ids), rows))
+        stats = engine.stats()
+        assert_all_free(engine)
+    return results, stats
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def cold(request: pytest.FixtureRequest) -> tuple[str, list[Any]]:
+    """The answers of an engine in which nobody finds anything and nobody lacks a block."""
+    return request.param, ask_twice(request.param, enable_prefix_caching=False)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reuse_and_every_kind_of_preemption_change_no_bit(cold: tuple[str, list[Any]], way: str) -> None:
+    """Cold, found, swapped, shrunk, recomputed or kept waiting: the same tokens from the same logits, byte for byte."""
+    dtype, expected = cold
+    results, stats = ask_twice(dtype, **WAYS[way])
+    kinds = stats.num_preemptions_by_kind
+    assert (stats.num_cached_tokens > 0) == (way != "nothing shared")
+    assert {"swapped": kinds["swap"] > 0, "recomputed": kinds["recompute"] > 0, "shrunk": kinds["shrink"] > 0}.get(
+        way, True
+    ), kinds
+    assert (stats.swapped_in_bytes > 0) or way != "swapped"
+    for number, (result, answer) in enumerate(zip(results, expected, strict=True)):
+        assert result[0] == answer[0], f"tokens of request {number}"
+        assert result[1] == answer[1], f"logits of request {number}"
