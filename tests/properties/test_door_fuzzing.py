@@ -170,7 +170,8 @@ def test_what_passes_all_checks_can_run(params, min_tokens, num_prompt_tokens):
     if refusal_of(validation.resolve_max_tokens, params, num_prompt_tokens, MAX_MODEL_LEN) is not None:
         return
     max_tokens = validation.resolve_max_tokens(params, num_prompt_tokens, MAX_MODEL_LEN)
-    if refusal_of(validation.check_fits_pool, num_prompt_tokens, max_tokens, params.num_sequences, POOL_TOKENS) is not None:
+    shape = num_prompt_tokens, max_tokens, params.num_sequences
+    if refusal_of(validation.check_fits_pool, *shape, POOL_TOKENS) is not None:
         return
     assert params.min_tokens <= max_tokens
     assert 1 <= max_tokens <= MAX_MODEL_LEN - num_prompt_tokens
