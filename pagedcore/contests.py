@@ -39,6 +39,7 @@ class BestOf:
     def __init__(self, request: Request, contenders: list[Sequence]) -> None:
         self.request = request
         self.contenders = contenders
+        self._num_known = len(contenders[0].token_ids)
         self.branches: list[tuple[Sequence, Sequence]] = []
         """Always empty: every contender is there from the beginning."""
 
@@ -49,12 +50,13 @@ class BestOf:
 
     def results(self) -> list[Chosen]:
         """Return the ``n`` best, best first, the first of equal ones first."""
-        ranked = [
-            Chosen(tuple(one.output_token_ids), one.finish_reason or "stop", _mean(one.logprobs), tuple(one.logprobs))
-            for one in self.contenders
-        ]
-        ranked.sort(key=lambda chosen: -chosen.score)
+        ranked = sorted(map(self._describe, self.contenders), key=lambda chosen: -chosen.score)
         return ranked[: self.request.params.n]
+
+    def _describe(self, contender: Sequence) -> Chosen:
+        reason, logprobs = contender.finish_reason or "stop", tuple(contender.logprobs)
+        mean = sum(one.logprob for one in logprobs) / len(logprobs)
+        return Chosen(tuple(contender.token_ids[self._num_known :]), reason, mean, logprobs)
 
 
 @dataclass(slots=True)
@@ -112,7 +114,8 @@ class Contests:
             self._contests[request.request_id] = BestOf(request, contenders)
             return contenders
         rules = BeamRules(
-            params.beam_width, first.max_tokens, params.min_tokens, first.stop_token_ids, params.length_penalty,
+            params.beam_width, first.max_tokens - first.num_output_tokens,
+            max(0, params.min_tokens - first.num_output_tokens), first.stop_token_ids, params.length_penalty,
             params.early_stopping,
         )
         self._contests[request.request_id] = Beams(request, BeamSearch(rules), contenders)
@@ -184,10 +187,6 @@ class Contests:
         self._scheduler.forget(sequence)
         self._answers.close(sequence)
         self._requests.strike(sequence)
-
-
-def _mean(logprobs: list[TokenLogprobs]) -> float:
-    return sum(one.logprob for one in logprobs) / len(logprobs)
 
 
 def _choose(hypothesis: Hypothesis, stop_token_ids: frozenset[int]) -> Chosen:

@@ -190,8 +190,8 @@ class Outcomes:
         ]
 
     def _deliver(self, request: Request, sequence: Sequence, chosen: Chosen) -> Delta:
-        sequence.score, sequence.logprobs = chosen.score, list(chosen.logprobs)
-        text = ""
+        sequence.score, text = chosen.score, ""
+        sequence.logprobs.extend(chosen.logprobs)
         for token_id in chosen.token_ids:
             sequence.token_ids.append(token_id)
             text += self._answers.add_token(sequence, token_id)[0]

@@ -269,6 +269,23 @@ def test_a_conversation_goes_on_from_the_answer_that_was_chosen() -> None:
     assert request.output().outputs[0].score is None
 
 
+@pytest.mark.parametrize("params", [beams(6, 3), SamplingParams(max_tokens=6, best_of=3, temperature=1.0, seed=4)])
+def test_a_session_completes_a_contest_that_was_cut_off(params: SamplingParams) -> None:
+    """Nothing of an aborted contest was known, so completing it is the whole contest, in the session or its fork."""
+    engine = make_engine(UntiedBackend(), num_kv_blocks=64)
+    expected = tokens_of(engine.session(params).ask([5, 6, 7]))
+    session = engine.session(params)
+    request = session.extend([5, 6, 7])
+    for _ in range(3):
+        engine.step()
+    fork = session.fork()
+    request.abort()
+    assert tokens_of(session.ask(None)) == tokens_of(fork.ask(None)) == expected
+    for one in (session, fork):
+        one.close()
+    assert_all_free(engine)
+
+
 def test_what_cannot_fit_is_refused_at_the_door() -> None:
     """Memory is asked for as if sequences shared nothing; places in the queue for those that start."""
     engine = make_engine(num_kv_blocks=8, max_num_waiting=2)
