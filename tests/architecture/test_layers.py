@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("answers", "intake", "scheduling"),
     ("plugins", "execution"),
     ("assembly", "kv_memory", "outcomes", "request_book", "offline", "engine"),
-    ("stream", "whole_answer"),
+    ("stream", "whole_answer", "health"),
     ("engine_thread",),
     ("async_engine",),
     ("bench", "observability", "sizing"),
@@ -32,9 +32,9 @@ RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 ENGINE = LAYERS[9]
 """The engine is one thing in several files, which know each other."""
 KERNELS_MAY_IMPORT = {"errors", "ports"}
-ADAPTERS = {"pagedcore_asyncgen", "pagedcore_langchain"}
-PUBLIC_MODULES = {"pagedcore.errors", "pagedcore.plugins.hookspecs"}
-"""What adapters may import besides the public names: errors to raise and catch, and the mark of a plugin."""
+ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain"}
+PUBLIC_MODULES = {"pagedcore.errors", "pagedcore.observability.metrics", "pagedcore.plugins.hookspecs"}
+"""What adapters may import besides the public names: errors to raise and catch, metrics, and the mark of a plugin."""
 OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai"}
 
 
