@@ -34,7 +34,7 @@ ENGINE = LAYERS[9]
 KERNELS_MAY_IMPORT = {"errors", "ports"}
 ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain"}
 PUBLIC_MODULES = {"pagedcore.errors", "pagedcore.observability.metrics", "pagedcore.plugins.hookspecs"}
-"""What adapters may import besides the public names: errors to raise and catch, metrics, and the mark of a plugin."""
+"""What adapters may import besides the public names: errors to raise and catch, metrics, the mark of a plugin."""
 OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai"}
 
 
