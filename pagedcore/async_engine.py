@@ -20,6 +20,7 @@ from pagedcore.clock import MonotonicClock
 from pagedcore.engine import Engine
 from pagedcore.engine_thread import Command, Commands, EngineThread, Sink
 from pagedcore.errors import EngineClosed, InvalidConfig, describe
+from pagedcore.health import Health
 from pagedcore.intake import Prompt
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.plugins.manager import PluginManager
@@ -61,6 +62,7 @@ class AsyncEngine:
         self._read_session = engine.sessions.read
         self._commands = Commands()
         worker = EngineThread(engine, self._commands, Pacer(stream_interval_s, MonotonicClock()))
+        self._progress = worker.progress
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
         # Why: the thread must not keep this object alive, so that losing it closes the engine.
         self._finalizer = weakref.finalize(self, _close, self._commands, self._thread)
@@ -180,6 +182,17 @@ class AsyncEngine:
         manager = PluginManager()
         manager.add(plugin, type(plugin).__name__)
         self._send(lambda worker: worker.engine._hooks.add(manager))
+
+    def health(self, *, degraded_after_s: float = 10.0, dead_after_s: float = 60.0) -> Health:
+        """Say whether the engine gets on, by the time since its last step or idle check ended; never waits.
+
+        Args:
+            degraded_after_s: longer than the longest step, or a long step looks like a standstill.
+            dead_after_s: when to give the engine up.
+        """
+        return self._progress.judge(
+            is_alive=self._thread.is_alive(), degraded_after_s=degraded_after_s, dead_after_s=dead_after_s
+        )
 
     @property
     def is_alive(self) -> bool:

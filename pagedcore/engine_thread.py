@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from pagedcore.engine import Engine
 from pagedcore.errors import EngineClosed, PagedcoreError
+from pagedcore.health import IDLE_CHECK_S, Progress
 from pagedcore.intake import PreparedPrompt
 from pagedcore.outputs import Delta, Usage
 from pagedcore.request import Request
@@ -48,9 +49,12 @@ class Commands:
                 self._queue.put(command)
             return not self._is_closed
 
-    def wait(self) -> Command:
-        """Return the next command, sleeping until there is one."""
-        return self._queue.get()
+    def wait(self, timeout_s: float) -> Command | None:
+        """Return the next command, sleeping until there is one, but no longer than ``timeout_s`` seconds."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except Empty:
+            return None
 
     def take_all(self) -> Iterator[Command]:
         """Yield the commands that are there, without sleeping."""
@@ -72,6 +76,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, commands: Commands, pacer: Pacer) -> None:
         self.engine = engine
+        self.progress = Progress()
         self._pacer = pacer
         self._commands = commands
         self._sinks: dict[str, tuple[Request, Sink]] = {}
@@ -86,11 +91,14 @@ class EngineThread:
             while not self._is_stopping:
                 self._admit_held()
                 self._take_commands()
-                self._deliver(self.engine.step())
+                deltas = self.engine.step()
+                self._deliver(deltas)
+                self.progress.step_ended(deltas)
         except BaseException as error:
             cause = error
             raise
         finally:
+            self.progress.thread_ended()
             self._shut_down(cause)
 
     def stop(self) -> None:
@@ -143,8 +151,8 @@ class EngineThread:
             self.accept(*self._held.popleft(), may_wait=False)
 
     def _take_commands(self) -> None:
-        if not self.engine.has_pending_requests():
-            self._commands.wait()(self)
+        if not self.engine.has_pending_requests() and (command := self._commands.wait(IDLE_CHECK_S)):
+            command(self)
         for command in self._commands.take_all():
             command(self)
 

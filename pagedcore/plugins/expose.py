@@ -10,7 +10,7 @@ from typing import Any
 from pagedcore.plugins.manager import create_plugin_manager
 
 
-def expose(name: str, *, model: Any, **settings: Any) -> Any:
+def expose(name: str, /, *, model: Any, **settings: Any) -> Any:
     """Build the adapter called ``name`` around a model.
 
     ``expose("async-generator", model="demo")`` returns a callable that produces async generators;

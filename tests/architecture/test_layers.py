@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plugins", "execution"),
     ("assembly", "kv_memory", "outcomes", "contests", "request_book", "offline", "engine", "history", "turns",
      "parking", "session", "session_book", "session_file"),
-    ("stream", "whole_answer"),
+    ("stream", "whole_answer", "health"),
     ("engine_thread",),
     ("async_session",),
     ("async_engine",),
@@ -34,9 +34,9 @@ RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 ENGINE = LAYERS[9]
 """The engine is one thing in several files, which know each other."""
 KERNELS_MAY_IMPORT = {"errors", "ports"}
-ADAPTERS = {"pagedcore_asyncgen", "pagedcore_langchain"}
-PUBLIC_MODULES = {"pagedcore.errors", "pagedcore.plugins.hookspecs"}
-"""What adapters may import besides the public names: errors to raise and catch, and the mark of a plugin."""
+ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain"}
+PUBLIC_MODULES = {"pagedcore.errors", "pagedcore.observability.metrics", "pagedcore.plugins.hookspecs"}
+"""What adapters may import besides the public names: errors to raise and catch, metrics, the mark of a plugin."""
 OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai"}
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import pagedcore
-from architecture.sources import PACKAGE_PARENTS, ROOT
+from architecture.sources import PACKAGE_PARENTS, PACKAGES, ROOT
 
 PUBLIC = ["AsyncEngine", "CompletionOutput", "Delta", "Engine", "EngineConfig", "MemoryBudget", "Request",
           "RequestOutput", "SamplingParams", "Session", "TokenLogprobs", "Usage", "engine_metrics",
@@ -84,7 +84,7 @@ def test_help_does_not_import_torch() -> None:
     assert run(code).splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("module", ["pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_langchain"])
+@pytest.mark.parametrize("module", PACKAGES[1:])
 def test_the_other_packages_can_be_imported(module: str) -> None:
     """Kernels and adapters are packages of their own, importable from a checkout."""
     assert importlib.import_module(module).__doc__

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture.sources import ROOT
+from architecture.sources import PACKAGES, ROOT
 
 hatchling = pytest.importorskip("hatchling.builders.wheel")
 
@@ -25,7 +25,7 @@ def test_the_wheel_has_only_our_top_levels(wheel: Path) -> None:
     """Nothing is installed under a name that belongs to another distribution."""
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     packages = {top for top in tops if not top.endswith(".dist-info")}
-    assert packages == {"pagedcore", "pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_langchain"}
+    assert packages == set(PACKAGES)
 
 
 def test_the_wheel_has_the_demo_model_and_its_licence(wheel: Path) -> None:
@@ -33,7 +33,7 @@ def test_the_wheel_has_the_demo_model_and_its_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for file in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
         assert f"pagedcore/demo_model/{file}" in names
-    for package in ("pagedcore", "pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_langchain"):
+    for package in PACKAGES:
         assert f"{package}/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

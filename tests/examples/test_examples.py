@@ -27,7 +27,7 @@ def test_examples_are_numbered_and_short() -> None:
 
 def test_every_example_has_a_test() -> None:
     """A new example needs a test below."""
-    assert len(NUMBERED) == 7
+    assert len(NUMBERED) == 8
 
 
 def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,3 +86,14 @@ def test_langchain_chat(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [int(number) for number in re.findall(r"(\d+) tokens in, \d+ of them cached", out)]
     assert len(lengths) == 3
     assert lengths == sorted(set(lengths))
+
+
+def test_bentoml_service(capsys: pytest.CaptureFixture[str]) -> None:
+    """The service answers whole and as a stream, refuses with the limit, and has an endpoint of its own."""
+    pytest.importorskip("bentoml")
+    out = output_of(8, capsys)
+    assert "whole: 2 + 3 = 5." in out
+    assert "'num_output_tokens': " in out
+    assert "refused: 400 temperature: got 99, allowed is" in out
+    assert "its own: 12 + 30 = 42." in out
+    assert out.endswith("ready: 200\n")

@@ -1,0 +1,49 @@
+"""A BentoML service around a pagedcore engine: the engine lives in the service's own process.
+
+    from pagedcore_bentoml import create_service
+
+    LLM = create_service("demo")                 # then: bentoml serve service:LLM
+
+Owns the door of BentoML and nothing of the engine; uses only public names of pagedcore. BentoML is imported when one of
+the names below is first used. Read ``runner.py`` for the service, ``wire.py`` for what goes over the wire.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from pagedcore.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from pagedcore_bentoml.events import Event, EventParser, parse_events
+    from pagedcore_bentoml.runner import PagedCoreRunner
+    from pagedcore_bentoml.service import create_service
+    from pagedcore_bentoml.wire import BatchCompletion, Completion
+
+__all__ = ["BatchCompletion", "Completion", "Event", "EventParser", "PagedCoreRunner", "create_service", "parse_events"]
+
+_HOMES: Final = {
+    "BatchCompletion": "wire",
+    "Completion": "wire",
+    "Event": "events",
+    "EventParser": "events",
+    "PagedCoreRunner": "runner",
+    "create_service": "service",
+    "parse_events": "events",
+}
+_BROUGHT_BY_THE_EXTRA: Final = ("bentoml", "_bentoml_sdk", "starlette", "pydantic")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pagedcore_bentoml' has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(f"pagedcore_bentoml.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _BROUGHT_BY_THE_EXTRA:
+            raise
+        raise MissingDependency(f"pagedcore_bentoml needs {error.name}. Install pagedcore[bentoml].") from error
+    globals()[name] = value
+    return value

@@ -1,0 +1,62 @@
+"""Server-sent events: how the deltas of a stream are written, and how a reader gets them back.
+
+The format is the HTML standard's ("Server-sent events", section 9.2). Every event is one line of JSON in ASCII, so that
+a client may cut the bytes anywhere. Events without a name are deltas; the last one is called "done" or "error", and
+a stream that ends with neither was cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+WAITING: Final = ": waiting\n\n"
+"""A comment, which every reader skips: it shows that the connection lives."""
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def frame(data: Any, name: str = "") -> str:
+    """Write one event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {_encode(data)}\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a stream."""
+
+    name: str
+    """"" for a delta, "done" for the end, "error" for a failure."""
+    data: Any
+    """Of a delta: index, text, token_ids and, on an answer's last one, finish_reason."""
+
+
+class EventParser:
+    """Turns pieces of text, cut anywhere, into events.
+
+    Invariant: what is kept between two calls is less than one event.
+    """
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events that ``text`` completes."""
+        *blocks, self._rest = (self._rest + text).split("\n\n")
+        return [event for block in blocks if (event := _parse(block)) is not None]
+
+
+async def parse_events(chunks: AsyncIterable[str]) -> AsyncGenerator[Event, None]:
+    """Yield the events of a stream as BentoML's asynchronous client, or a service named by ``depends``, returns it."""
+    parser = EventParser()
+    async for chunk in chunks:
+        for event in parser.feed(chunk):
+            yield event
+
+
+def _parse(block: str) -> Event | None:
+    fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+    return Event(fields.get("event", ""), json.loads(fields["data"])) if "data" in fields else None

@@ -1,0 +1,61 @@
+"""Making a service in one line, as ``expose("bentoml", model=...)`` does. Next: ``runner.py``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+import bentoml
+
+from pagedcore.errors import InvalidConfig, describe
+from pagedcore_bentoml.runner import PagedCoreRunner
+
+TIMEOUT_S: Final = 300
+"""BentoML's limit for a whole answer, and for the first byte of a stream, in seconds."""
+
+
+def create_service(
+    model: Any,
+    *,
+    name: str = "pagedcore",
+    runner: type[PagedCoreRunner] = PagedCoreRunner,
+    service: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> bentoml.Service[PagedCoreRunner]:
+    """Make a BentoML service around a model; assign it to a name of a module and serve that.
+
+    Args:
+        model: what ``AsyncEngine.from_pretrained`` takes; nothing is loaded before the service starts.
+        name: the service's name.
+        runner: a subclass with further endpoints or other limits.
+        service: keywords of ``bentoml.service``, such as ``traffic`` and ``resources``.
+        **settings: keywords of ``AsyncEngine.from_pretrained``.
+
+    Raises:
+        InvalidConfig: ``service`` asks for more than one worker. Settings are looked at when the service starts.
+    """
+    options = {"traffic": {"timeout": TIMEOUT_S}, **(service or {})}
+    # Why: every worker is a process with a model and a KV pool of its own, which divides a batch instead of growing it.
+    if options.setdefault("workers", 1) != 1:
+        given = describe(options["workers"])
+        raise InvalidConfig(f"workers: got {given}, allowed is 1; for more, deploy the service several times.")
+    inner = type(runner.__name__, (runner,), {"model": model, "settings": settings, "__doc__": runner.__doc__,
+                                              "__module__": runner.__module__})
+    made: bentoml.Service[PagedCoreRunner] = bentoml.service(inner, name=name, **options)
+    _belongs_to(made, _caller())
+    return made
+
+
+def _belongs_to(made: Any, module: str) -> None:
+    # Why: BentoML takes the module that calls ``bentoml.service`` for the one that holds the service, which is wrong
+    # for a service made on another's behalf; ``bentoml.serve`` and ``Service.serve_http`` look it up there.
+    if hasattr(made, "_caller_module"):
+        made._caller_module = module
+
+
+def _caller() -> str:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0].startswith("pagedcore"):
+        frame = frame.f_back
+    return "__main__" if frame is None else str(frame.f_globals["__name__"])

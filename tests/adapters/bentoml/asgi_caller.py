@@ -1,0 +1,111 @@
+"""Calls a BentoML application in this process, message by message, so that a test decides when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from bentoml import get_current_service
+
+from pagedcore.async_engine import AsyncEngine
+from pagedcore_bentoml import PagedCoreRunner, create_service
+
+JSON_TYPE = [(b"content-type", b"application/json")]
+
+
+@dataclass
+class Exchange:
+    """One call: what came back so far, and a way to leave."""
+
+    task: asyncio.Task[None]
+    leaving: asyncio.Event
+    news: asyncio.Event
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    async def leave(self) -> None:
+        """Close the client's end and wait until the application has noticed."""
+        self.leaving.set()
+        await self.task
+
+    async def until_text(self, text: str) -> None:
+        """Wait until the response holds ``text``."""
+        async with asyncio.timeout(60.0):
+            while text not in self.text:
+                self.news.clear()
+                await self.news.wait()
+
+    @property
+    def status(self) -> int:
+        return int(self.messages[0]["status"])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode(): value.decode() for name, value in self.messages[0]["headers"]}
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.messages[1:]).decode()
+
+    @property
+    def error(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(self.text)["error"]
+        return told
+
+
+@dataclass
+class App:
+    """A started application, its runner and its engine."""
+
+    asgi: Any
+    runner: PagedCoreRunner
+    engine: AsyncEngine
+
+    def begin(self, path: str, body: Any, headers: Any = JSON_TYPE, client: Any = ("127.0.0.1", 1)) -> Exchange:
+        """Start a call; ``body`` is bytes, or what becomes JSON."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = iter([{"type": "http.request", "body": content, "more_body": False}])
+        leaving, news = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            message = next(sent, None)
+            if message is None:
+                await leaving.wait()
+                message = {"type": "http.disconnect"}
+            return message
+
+        async def send(message: dict[str, Any]) -> None:
+            exchange.messages.append(message)
+            news.set()
+
+        scope = {"type": "http", "http_version": "1.1", "asgi": {"version": "3.0", "spec_version": "2.3"},
+                 "method": "POST" if content != b"GET" else "GET", "scheme": "http", "path": path,
+                 "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": list(headers),
+                 "client": client, "server": ("127.0.0.1", 80), "state": {}}
+        exchange = Exchange(asyncio.ensure_future(self.asgi(scope, receive, send)), leaving, news)
+        return exchange
+
+    async def call(self, path: str, body: Any = b"GET", **how: Any) -> Exchange:
+        """Do a whole call."""
+        exchange = self.begin(path, body, **how)
+        await exchange.task
+        return exchange
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs, waits or holds a block, by the first look after the step in flight."""
+        stats = self.engine.stats()
+        return (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
+
+
+@asynccontextmanager
+async def serving(engine: AsyncEngine, is_main: bool = True, **limits: Any) -> AsyncIterator[App]:
+    """Start the application around an engine that the caller owns."""
+    runner = type("LLM", (PagedCoreRunner,), limits)
+    # Why: BentoML registers its metrics once per process, and the tests start many applications in one.
+    service = create_service(engine, runner=runner, service={"metrics": {"enabled": False}})
+    asgi: Any = service.to_asgi(is_main=is_main)
+    async with asgi.router.lifespan_context(asgi):
+        yield App(asgi, get_current_service(), engine)

@@ -1,0 +1,85 @@
+"""Runs ``bentoml`` as a user does, in processes of its own that are gone when a test is over."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from architecture.sources import PACKAGE_PARENTS
+
+START_LIMIT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that answers."""
+
+    url: str
+    log: Path
+
+    def errors(self) -> list[str]:
+        """Lines of the log that tell of an error."""
+        return re.findall(r"^.*(?:\[ERROR\]|Traceback).*$", self.log.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def environment() -> dict[str, str]:
+    """What the processes get: this checkout, no telemetry."""
+    paths = os.pathsep.join(map(str, PACKAGE_PARENTS))
+    return {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "BENTOML_DO_NOT_TRACK": "True"}
+
+
+def free_port() -> int:
+    """A port that the system has just handed out and taken back."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def bentoml_serve(target: str, folder: Path) -> Iterator[Served]:
+    """Serve ``target`` from ``folder`` until the block is left, then end it as a supervisor would."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as log:
+        command = [sys.executable, "-m", "bentoml", "serve", target, "--host", "127.0.0.1", "--port", str(port)]
+        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log,
+                                   start_new_session=True)
+    served = Served(url, Path(log.name))
+    try:
+        _wait_until_ready(process, served)
+        yield served
+    finally:
+        _end(process)
+        served.log.unlink()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], served: Served) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{served.url}/readyz", timeout=5.0).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not become ready:\n{served.log.read_text(encoding='utf-8')[-4000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=30.0)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

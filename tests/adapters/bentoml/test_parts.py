@@ -1,0 +1,97 @@
+"""The parts of the BentoML adapter that need no server: events, the service factory, lazy imports, the plugin."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import bentoml
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from architecture.sources import PACKAGE_PARENTS
+from pagedcore import expose
+from pagedcore.errors import InvalidConfig
+from pagedcore_bentoml import EventParser, PagedCoreRunner, create_service
+from pagedcore_bentoml.doorkeeper import Doorkeeper
+from pagedcore_bentoml.events import WAITING, frame
+from pagedcore_bentoml.refusals import NotServing, refusal_of
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "done", "error"]), st.text()), max_size=8), st.integers(1, 7))
+def test_events_survive_any_cut(events: list[tuple[str, str]], size: int) -> None:
+    """Whatever the text, and wherever the bytes are cut, the reader gets the events that were written."""
+    data = WAITING.join(frame({"text": text}, name) for name, text in events).encode("ascii")
+    parser = EventParser()
+    pieces = [data[start : start + size].decode("ascii") for start in range(0, len(data), size)]
+    found = [(event.name, event.data["text"]) for piece in pieces for event in parser.feed(piece)]
+    assert found == events
+
+
+@pytest.mark.parametrize("workers", [2, "cpu_count", 0, None])
+def test_more_than_one_worker_is_refused(workers: object) -> None:
+    """Workers would each load the model and divide the batch."""
+    with pytest.raises(InvalidConfig, match="workers"):
+        create_service("demo", service={"workers": workers})
+
+
+def test_the_factory_makes_services_apart_from_each_other() -> None:
+    """Two services have their own model and settings, and belong to the module that asked for them."""
+    first, second = create_service("demo", name="first"), expose("bentoml", model="other", name="second", seed=3)
+    assert isinstance(second, bentoml.Service)
+    assert (first.inner.model, first.inner.settings) == ("demo", {})
+    assert (second.inner.model, second.inner.settings) == ("other", {"seed": 3})
+    assert (first._caller_module, second._caller_module) == (__name__, __name__)
+    assert first.config["traffic"] == {"timeout": 300}
+
+
+def test_a_runner_without_a_model_says_so() -> None:
+    """The class form needs a model; the message names it."""
+    with pytest.raises(InvalidConfig, match="model"):
+        _ = PagedCoreRunner().engine
+
+
+async def test_a_doorkeeper_waits_for_those_inside_and_no_longer_than_told() -> None:
+    """Draining lets nobody in, ends when all have left, and gives up after its time."""
+    door = Doorkeeper()
+    with door.call():
+        assert await door.drain(timeout_s=0.01) == 1
+        with pytest.raises(NotServing), door.call():
+            pass
+        waiting = asyncio.create_task(door.drain(timeout_s=60.0))
+        await asyncio.sleep(0)
+    assert await waiting == 0
+
+
+def test_an_unforeseen_error_is_told_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
+    """What a library raises may hold anything; the caller gets a status, the log the rest."""
+    refusal = refusal_of(RuntimeError("a path, a prompt"))
+    assert refusal.status == 500
+    assert "path" not in str(refusal.body)
+    assert "unforeseen" in caplog.text
+
+
+def test_the_plugin_is_listed_without_importing_bentoml() -> None:
+    """Listing adapters imports none of their frameworks; importing the package does not either."""
+    code = ("import sys, pagedcore_bentoml, pagedcore_bentoml.plugin as plugin\n"
+            "from pagedcore.plugins.manager import create_plugin_manager\n"
+            "manager = create_plugin_manager([plugin], entry_points=False)\n"
+            "print('bentoml' in manager.registry.adapters, 'bentoml' in sys.modules, 'starlette' in sys.modules)")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PACKAGE_PARENTS))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False", "False"]
+
+
+def test_without_bentoml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing a name where BentoML is missing says what to install."""
+    code = ("import sys; sys.modules['bentoml'] = None; sys.modules['starlette'] = None\n"
+            "import pagedcore_bentoml\n"
+            "try: pagedcore_bentoml.PagedCoreRunner\n"
+            "except Exception as error: print(type(error).__name__, error)")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PACKAGE_PARENTS))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("MissingDependency")
+    assert "pagedcore[bentoml]" in done.stdout

@@ -1,0 +1,125 @@
+"""Health is judged by progress: a thread that exists but does not get on is not healthy."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
+from engine.test_async_engine import answer, broken_step, wait_until
+from engine_builders import make_engine
+from pagedcore.async_engine import AsyncEngine
+from pagedcore.errors import EngineClosed, QueueTimeout, StepFailed
+from pagedcore.health import IDLE_CHECK_S, MAX_FAILED_STEPS, Health, Progress
+from pagedcore.outputs import Delta
+
+
+def judge(progress: Progress, is_alive: bool = True) -> Health:
+    return progress.judge(is_alive=is_alive, degraded_after_s=10.0, dead_after_s=60.0)
+
+
+def delta_with(error: Exception | None) -> Delta:
+    return Delta("r", 0, "", (), "stop" if error is None else "error", None, error)
+
+
+class BlockedBackend(ToyBackend):
+    """A toy whose forward begins and does not end before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def forward(self, batch):  # type: ignore[no-untyped-def]
+        self.go_on.wait()
+        return super().forward(batch)
+
+
+@pytest.fixture
+def blocked() -> Iterator[BlockedBackend]:
+    """A backend that hangs until the test is over."""
+    backend = BlockedBackend()
+    yield backend
+    backend.go_on.set()
+
+
+def test_silence_makes_degraded_then_dead_and_progress_makes_ready_again() -> None:
+    """The verdict depends on the time since the last mark alone."""
+    clock = FakeClock()
+    progress = Progress(clock)
+    seen = []
+    for seconds in (9.0, 2.0, 49.5, 1.0):
+        clock.advance(seconds)
+        seen.append(judge(progress).status)
+    progress.step_ended([])
+    assert [*seen, judge(progress).status] == ["ready", "degraded", "dead", "dead", "ready"]
+
+
+def test_failed_steps_in_a_row_degrade_and_one_good_step_heals() -> None:
+    """A model that fails step after step is said so; a request that waited too long is not the model's fault."""
+    progress = Progress(FakeClock())
+    for _ in range(MAX_FAILED_STEPS):
+        assert judge(progress).status == "ready"
+        progress.step_ended([delta_with(StepFailed("the device is gone"))])
+        progress.step_ended([])
+    assert judge(progress) == Health("degraded", f"the last {MAX_FAILED_STEPS} steps failed", 0.0, MAX_FAILED_STEPS)
+    progress.step_ended([delta_with(None)])
+    for _ in range(MAX_FAILED_STEPS):
+        progress.step_ended([delta_with(QueueTimeout("waited too long"))])
+    assert judge(progress).status == "ready"
+
+
+async def test_health_turns_bad_when_loop_thread_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose thread ended by a defect is dead at once, without waiting for a limit."""
+    inner = make_engine()
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine = AsyncEngine(inner)
+    assert engine.health().status == "ready"
+    monkeypatch.setattr(inner, "step", broken_step)
+    with pytest.raises(EngineClosed):
+        await answer(engine, [1], 5)
+    assert engine.health().status == "dead"
+    await asyncio.to_thread(wait_until, lambda: not engine.is_alive)
+
+
+async def test_health_turns_bad_when_loop_thread_hangs(blocked: BlockedBackend) -> None:
+    """A thread that exists but sits in one step is degraded, then dead, and ready again when it gets on."""
+    with AsyncEngine(make_engine(blocked)) as engine:
+        hanging = asyncio.create_task(answer(engine, [1], 3))
+        await asyncio.to_thread(
+            wait_until, lambda: engine.health(degraded_after_s=0.05, dead_after_s=60.0).status == "degraded"
+        )
+        assert engine.is_alive
+        assert engine.health(degraded_after_s=0.01, dead_after_s=0.02).status == "dead"
+        blocked.go_on.set()
+        assert await hanging == toy_answer([1], 3)
+        assert engine.health().status == "ready"
+
+
+def test_an_idle_engine_keeps_showing_progress() -> None:
+    """Nothing to do is not a standstill: the thread looks around and leaves its mark."""
+    with AsyncEngine(make_engine()) as engine:
+        wait_until(lambda: engine.health().silent_s > 0.5 * IDLE_CHECK_S)
+        wait_until(lambda: engine.health().silent_s < 0.5 * IDLE_CHECK_S)
+
+
+async def test_a_model_that_fails_every_step_is_degraded() -> None:
+    """The engine survives each failed step, but says that the model is at fault."""
+    class Broken(FlakyBackend):
+        def forward(self, batch):  # type: ignore[no-untyped-def]
+            raise RuntimeError("the device is gone")
+
+    with AsyncEngine(make_engine(Broken())) as engine:
+        for _ in range(MAX_FAILED_STEPS):
+            assert engine.health().status == "ready"
+            await answer(engine, [1], 3)
+        await asyncio.to_thread(wait_until, lambda: engine.health().status == "degraded")
+
+
+def test_a_closed_engine_is_dead() -> None:
+    """After closing there is nothing left to hope for."""
+    engine = AsyncEngine(make_engine())
+    engine.close()
+    assert engine.health().status == "dead"
