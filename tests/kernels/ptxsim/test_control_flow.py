@@ -84,7 +84,7 @@ def test_early_exits() -> None:
     {STORE}
     """, out, block=64, module=TILE)
     assert out.tolist() == [t ^ 1 for t in range(40)] + [0] * 24
-    assert set(report.counts.values()) == {1, 2, 4}  # each instruction once, of which two lines hold several
+    assert report.opcodes["setp.ge.u32"] == 1
 
 
 def test_blocks_of_no_whole_warps() -> None:
