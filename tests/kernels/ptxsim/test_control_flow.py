@@ -75,7 +75,7 @@ NEXT:
 def test_early_exits() -> None:
     """Threads that return early do nothing more, and a barrier does not wait for them."""
     out = np.zeros(64, np.uint32)
-    run(f"""
+    report = run(f"""
     setp.ge.u32 %p1, %r1, 40;
     @%p1 ret;
     shl.b32 %r3, %r1, 2; mov.u32 %r4, tile; add.u32 %r4, %r4, %r3; st.shared.u32 [%r4], %r1;
@@ -84,6 +84,7 @@ def test_early_exits() -> None:
     {STORE}
     """, out, block=64, module=TILE)
     assert out.tolist() == [t ^ 1 for t in range(40)] + [0] * 24
+    assert report.opcodes["setp.ge.u32"] == 1
 
 
 def test_blocks_of_no_whole_warps() -> None:

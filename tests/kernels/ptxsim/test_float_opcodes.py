@@ -100,6 +100,23 @@ def test_flushing_and_saturation(name: str) -> None:
     assert same(apply(f"{name}.sat.f32 {{d}}, {{0}}, {{1}};", np.float32, x, y), clamped)
 
 
+@pytest.mark.parametrize("text", [
+    "mov.b32 %f1, {0}; add.ftz.f32 {d}, %f1, 0f00000000;",
+    "add.ftz.f32 %f2, 0f3F800000, 0f3F800000; mov.b32 %f1, {0}; mov.f32 %f2, %f1; add.ftz.f32 {d}, %f2, 0f00000000;",
+    "setp.eq.f32 %p1, 0f3F800000, 0f3F800000; mov.b32 %f1, {0}; mov.f32 %f2, 0f3F800000;"
+    "selp.f32 %f3, %f1, %f2, %p1; add.ftz.f32 {d}, %f3, 0f00000000;",
+    "add.ftz.f32 %f1, 0f3F800000, 0f3F800000; setp.eq.f32 %p1, %f1, 0f40000000; @%p1 mov.b32 %f1, {0};"
+    "mul.ftz.f32 {d}, %f1, 0f3F800000;",
+    "mul.f32 %f1, {0}, 0f3F800000; mov.b32 {{%rs1, %rs2}}, {0}; max.ftz.f32 {d}, %f1, %f1;",
+])
+def test_denormals_are_flushed_wherever_they_come_from(text: str) -> None:
+    """A denormal that reaches an .ftz operation through moves, selections or one of several writers is a zero."""
+    x = floats("f4", 90)
+    got = apply(text, np.float32, x)
+    want = flushed(x) + np.float32(0) if "add.ftz.f32 {d}" in text else flushed(x)
+    assert same(got, want)
+
+
 @pytest.mark.parametrize("kind", ["f4", "f8"])
 def test_minimum_and_maximum(kind: str) -> None:
     """NaN loses, -0 is below +0; .NaN makes it win."""

@@ -117,6 +117,14 @@ def test_wrong_addresses_fault(text: str, message: str) -> None:
     assert "of block (0, 0, 0)" in str(caught.value)
 
 
+def test_buffers_do_not_touch() -> None:
+    """One past the end of an array is out of bounds, also where another array was passed next to it."""
+    first, second = np.zeros(256, np.uint32), np.zeros(256, np.uint32)
+    for address in ("%rd1+1024", "%rd1+-4", "%rd2+1024", "%rd2+-4"):
+        with pytest.raises(MemoryFault, match="argument"):
+            run(f"ld.global.u32 %r2, [{address}];", first, second, block=1)
+
+
 def test_masked_threads_touch_nothing() -> None:
     """A predicate that is false keeps a wild address from being used, and the register from being written."""
     out = np.zeros(32, np.uint32)

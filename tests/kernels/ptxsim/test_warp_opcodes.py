@@ -158,6 +158,7 @@ def test_threads_that_come_by_different_ways_meet() -> None:
     mov.u32 %r4, 0; setp.lt.u32 %p1, %r1, 9;
     @%p1 bra LATE;
 MEET:
+    add.u32 %r4, %r4, 1;
     shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;
     add.s64 %rd6, %rd1, %rd10; add.u32 %r2, %r2, %r4; st.global.u32 [%rd6], %r2;
     ret;
@@ -165,4 +166,4 @@ LATE:
     mov.u32 %r4, 100;
     bra MEET;
     """, out)
-    assert out.tolist() == [(lane ^ 1) + (100 if lane < 9 else 0) for lane in range(32)]
+    assert out.tolist() == [(lane ^ 1) + (101 if lane < 9 else 1) for lane in range(32)]
