@@ -18,8 +18,9 @@ from simulation.laws import require_true_contents
 from simulation.simulator import Simulation
 
 SEEDS_PER_TEST = 150
+#: Not among them: blocks taken from a loaded sequence that waits, one life in 300; test_plan makes that happen.
 KINDS_OF_TROUBLE = {
-    "swap", "shrink", "recompute", "released", "reused", "evicted", "swapped out", "swapped in", "failed transfer",
+    "swap", "shrink", "recompute", "reused", "evicted", "swapped out", "swapped in", "failed transfer",
     "waited for blocks", "refused", "continued", "chunked", "fcfs", "priority", "static", "optimistic", "guaranteed",
     "auto", "wait", "lru", "lfu", "fifo",
 }
@@ -62,7 +63,6 @@ def test_the_simulation_gets_into_every_kind_of_trouble() -> None:
         stats = simulation.scheduler.stats()
         counters = stats.counters
         seen.update(kind.value for kind, times in counters.num_preemptions.items() if times)
-        seen["released"] += counters.num_released > 0
         seen["reused"] += counters.num_cached_tokens > 0
         seen["evicted"] += stats.num_evicted_blocks > 0
         seen["swapped out"] += counters.num_blocks_swapped_out > 0
