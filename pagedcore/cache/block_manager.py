@@ -188,12 +188,12 @@ class BlockManager:
         if sequence.sequence_id in self._tables:
             self._register(self._tables[sequence.sequence_id], sequence, sequence.num_computed_tokens)
 
-    def forget(self, sequence_id: int) -> int:
-        """Give up all blocks of a sequence, let nobody find what they hold, and return how many; none is no error."""
+    def forget(self, sequence_id: int, *, spares_shared: bool) -> int:
+        """Give up a sequence's blocks and return how many; nobody finds them, except shared ones if those are spared."""
         table = self._tables.get(sequence_id)
         if table is None:
             return 0
-        for block_id in table.block_ids.tolist():
+        for block_id in self.own_blocks_of(sequence_id) if spares_shared else table.block_ids.tolist():
             self.cache.discard(block_id)
         return self._cut(sequence_id, table, 0)
 

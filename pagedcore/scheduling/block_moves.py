@@ -186,7 +186,7 @@ class BlockMoves:
         first_block = tuple(sequence.token_ids[: min(sequence.num_computed_tokens, blocks.block_size)])
         for cache in (blocks.cache,) if blocks.host is None else (blocks.cache, blocks.host.cache):
             cache.discard_beginnings(sequence.cache_root, first_block)
-        blocks.forget(sequence.sequence_id)
+        blocks.forget(sequence.sequence_id, spares_shared=False)
 
     def abandon(self, sequence: Sequence) -> None:
         """Drop what the host keeps for a sequence, and what is on its way for it."""
@@ -228,7 +228,7 @@ class BlockMoves:
     def _give_up_blocks(self, preemption: Preemption) -> None:
         sequence = preemption.sequence
         if preemption.kind is PreemptionKind.RECOMPUTE:
-            self._blocks.forget(sequence.sequence_id)
+            self._blocks.forget(sequence.sequence_id, spares_shared=True)
         elif preemption.kind is PreemptionKind.SHRINK or not self._begin_swap_out(sequence, is_pinned=True):
             self._blocks.release(sequence)
 

@@ -106,7 +106,7 @@ def test_cancel_leaves_alone_what_was_freed_meanwhile() -> None:
     manager = BlockManager(8, 2)
     reserve(manager, (1, 3)).commit()
     reservation = reserve(manager, (1, 7), (2, 2), (3, 2))
-    assert (manager.forget(1), manager.forget(2)) == (4, 1)
+    assert (manager.forget(1, spares_shared=False), manager.forget(2, spares_shared=False)) == (4, 1)
     reserve(manager, (1, 1), (2, 1)).commit()
     before = dict(manager.snapshot().tables)
     reservation.cancel()
@@ -117,7 +117,7 @@ def test_cancel_leaves_alone_what_was_freed_meanwhile() -> None:
 def test_a_sequence_without_blocks_has_no_table() -> None:
     """Asking for it is a defect of the asker; releasing or forgetting it is none."""
     manager = BlockManager(2, 2)
-    assert (manager.forget(9), manager.release(make_sequence([1]))) == (0, 0)
+    assert (manager.forget(9, spares_shared=False), manager.release(make_sequence([1]))) == (0, 0)
     reserve(manager, (9, 0)).commit()
     with pytest.raises(InternalError, match="sequence 9 holds no blocks"):
         manager.table(9)
@@ -183,7 +183,7 @@ def test_what_is_forgotten_is_found_by_nobody() -> None:
     assert reservation is not None
     reservation.commit()
     manager.register(other, 6)
-    assert manager.forget(broken.sequence_id) == 2
+    assert manager.forget(broken.sequence_id, spares_shared=False) == 2
     assert manager.match(make_sequence([1, 2, 3, 4, 6, 7, 8])).num_tokens == 0
     assert manager.release(other) == 3
     assert manager.num_available_blocks == 8
@@ -215,5 +215,17 @@ def test_a_snapshot_does_not_change_with_the_manager() -> None:
     reserve(manager, (1, 3)).commit()
     snapshot = manager.snapshot()
     copy = comparable(snapshot)
-    manager.forget(1)
+    manager.forget(1, spares_shared=False)
     assert comparable(snapshot) == copy
+
+
+def test_what_others_hold_can_be_spared() -> None:
+    """A sequence that gives up everything takes only its own blocks out of reach, if so asked."""
+    manager = BlockManager(8, 2)
+    first, second = make_sequence([1, 2, 3, 4, 5]), make_sequence([1, 2, 9, 9, 9])
+    for sequence in (first, second):
+        manager.reserve([Demand(sequence.sequence_id, 4, manager.match(sequence))]).commit()
+        manager.register(sequence, 4)
+        sequence.num_computed_tokens = 4
+    assert manager.forget(second.sequence_id, spares_shared=True) == 2
+    assert (manager.match(first).num_tokens, manager.match(second).num_tokens) == (4, 2)
