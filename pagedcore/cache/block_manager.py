@@ -189,7 +189,7 @@ class BlockManager:
             self._register(self._tables[sequence.sequence_id], sequence, sequence.num_computed_tokens)
 
     def forget(self, sequence_id: int, *, spares_shared: bool) -> int:
-        """Give up a sequence's blocks and return how many; nobody finds them, except shared ones if those are spared."""
+        """Give up a sequence's blocks and return how many; nobody finds them, but shared ones if those are spared."""
         table = self._tables.get(sequence_id)
         if table is None:
             return 0
