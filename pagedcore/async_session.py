@@ -145,7 +145,14 @@ class AsyncSession:
 
     async def _finish_parking(self, file: ParkedFile | None, ttl_s: float | None) -> ParkedState:
         is_written = file is not None and await asyncio.to_thread(file.write)
-        return await self._call(lambda session: session.end_parking(file, ttl_s, is_written=is_written))
+        try:
+            return await self._engine.call(
+                lambda engine: self._of(engine).end_parking(file, ttl_s, is_written=is_written)
+            )
+        except EngineClosed:
+            if file is not None:
+                await asyncio.to_thread(file.remove)
+            raise
 
     async def _call(self, function: Callable[[Session], _T]) -> _T:
         if self._is_closed:

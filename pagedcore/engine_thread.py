@@ -144,7 +144,8 @@ class EngineThread:
         for request, other in list(self._sinks.values()):
             if other is sink:
                 request.abort()
-                self._release(request, sink)
+                # Why: a session may be closed by one task while another one reads its answer.
+                wake([self._release(request, sink)])
 
     def _admit_held(self) -> None:
         while self._held and self.engine.can_accept(self._held[0][0].params.num_newcomers):

@@ -60,6 +60,10 @@ class ParkedFile:
             return False
         return True
 
+    def remove(self) -> None:
+        """Remove the file, if it is there."""
+        self.path.unlink(missing_ok=True)
+
     def read(self) -> KVCopy | None:
         """Return what can be used of the file."""
         return read_kv(self.path, self.spec)
@@ -89,6 +93,11 @@ class Parking:
         self._disk = DiskTier(parts.config.disk_kv_dir)
         self._parked: dict[int, _Parked] = {}
         self._next_expiry_s = math.inf
+
+    @property
+    def num_files(self) -> int:
+        """Files that are there or being written."""
+        return self._disk.num_files
 
     def state(self, sequence: Sequence) -> ParkedState | None:
         """Say where a sequence is parked, if it is."""
@@ -143,10 +152,6 @@ class Parking:
         if file is not None:
             self._disk.forget(file.path)
         return self.park_tokens(sequence) if is_idle else ParkedState("tokens", 0)
-
-    def discard_file(self, file: ParkedFile) -> None:
-        """Remove a file that nobody waits for any more."""
-        self._disk.forget(file.path)
 
     def file_of(self, sequence: Sequence) -> ParkedFile | None:
         """Return the file that a sequence is parked in, if it is in one and that has not expired."""

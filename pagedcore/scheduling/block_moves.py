@@ -46,7 +46,7 @@ class BlockMoves:
     """
 
     __slots__ = (
-        "_blocks", "_costs", "_counters", "_due", "_moving", "_open", "_running", "_waiting", "decisions",
+        "_blocks", "_costs", "_counters", "_due", "_moving", "_open", "_running", "_waiting", "decisions", "parked",
     )
 
     def __init__(
@@ -64,6 +64,8 @@ class BlockMoves:
         self._costs = costs
         self.decisions: deque[Decision] = deque(maxlen=_NUM_REMEMBERED)
         """The last preemptions, oldest first, to look at."""
+        self.parked: set[int] = set()
+        """Ids of finished sequences that the host may keep blocks for."""
         self._open: dict[int, Decision] = {}
         self._moving: dict[int, Sequence] = {}
         self._due: list[Transfer] = []
@@ -135,12 +137,19 @@ class BlockMoves:
         """
         host = self._blocks.host
         assert host is not None  # Invariant: asked before
-        if num_arriving := host.pin_arriving(sequence.sequence_id):
-            return num_arriving
-        here, there = self.find(sequence)
-        if there.num_tokens >= here.num_tokens:
-            host.pin(sequence.sequence_id, there.block_ids)
-            return there.num_tokens
+        num_tokens = host.pin_arriving(sequence.sequence_id)
+        if not num_tokens:
+            here, there = self.find(sequence)
+            if there.num_tokens >= here.num_tokens:
+                host.pin(sequence.sequence_id, there.block_ids)
+                num_tokens = there.num_tokens
+            else:
+                num_tokens = self._copy_out(sequence, here)
+        if num_tokens:
+            self.parked.add(sequence.sequence_id)
+        return num_tokens
+
+    def _copy_out(self, sequence: Sequence, here: FoundBlocks) -> int:
         self._blocks.share(sequence, here)
         is_moving = self._begin_swap_out(sequence, is_pinned=True)
         if not is_moving:
@@ -163,7 +172,7 @@ class BlockMoves:
             return 0
         if match.host_blocks and not self._book(sequence, host.begin_swap_in(sequence, match)):
             return 0
-        host.abandon(sequence.sequence_id)
+        self._unpin(sequence)
         return match.num_tokens
 
     def find(self, sequence: Sequence) -> tuple[FoundBlocks, FoundBlocks]:
@@ -191,8 +200,7 @@ class BlockMoves:
     def abandon(self, sequence: Sequence) -> None:
         """Drop what the host keeps for a sequence, and what is on its way for it."""
         self._open.pop(sequence.sequence_id, None)
-        if self._blocks.host is not None:
-            self._blocks.host.abandon(sequence.sequence_id)
+        self._unpin(sequence)
 
     def note_found(self, sequence: Sequence, num_tokens: int) -> None:
         """Take note that a sequence starts with ``num_tokens`` positions that need not be computed."""
@@ -202,6 +210,10 @@ class BlockMoves:
             decision.actual_s += self._costs.compute_s(max(0, decision.num_computed_tokens - num_tokens))
             decision.is_settled = True
             self._costs.score(decision.estimated_s, decision.actual_s)
+        self._unpin(sequence)
+
+    def _unpin(self, sequence: Sequence) -> None:
+        self.parked.discard(sequence.sequence_id)
         if self._blocks.host is not None:
             self._blocks.host.abandon(sequence.sequence_id)
 
