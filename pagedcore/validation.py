@@ -220,10 +220,13 @@ def require_one_answer(params: SamplingParams) -> None:
     """Check that parameters ask for one answer, which a session can go on from.
 
     Raises:
-        TooManySequences: ``n`` is more than 1.
+        TooManySequences: ``n``, ``best_of`` or ``beam_width`` is more than 1.
     """
-    if params.n != 1:
-        raise TooManySequences("n", params.n, "1 in a session", "Fork the session to try several ways on.")
+    if params.num_sequences != 1:
+        raise TooManySequences(
+            "n, best_of or beam_width", params.num_sequences, "1 in a session",
+            "Fork the session to try several ways on.",
+        )
 
 
 def validate_ttl(ttl_s: object) -> float | None:

@@ -34,8 +34,11 @@ def test_the_readme_has_what_it_should() -> None:
 
 
 @pytest.mark.parametrize("text", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_snippet_runs(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_snippet_runs(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A Python snippet runs as it stands and prints something."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "snippet.py").write_text(text, encoding="utf-8")
     runpy.run_path(str(tmp_path / "snippet.py"), run_name="__main__")
     assert capsys.readouterr().out.strip()

@@ -27,7 +27,7 @@ def test_examples_are_numbered_and_short() -> None:
 
 def test_every_example_has_a_test() -> None:
     """A new example needs a test below."""
-    assert len(NUMBERED) == 8
+    assert len(NUMBERED) == 9
 
 
 def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,3 +97,14 @@ def test_bentoml_service(capsys: pytest.CaptureFixture[str]) -> None:
     assert "refused: 400 temperature: got 99, allowed is" in out
     assert "its own: 12 + 30 = 42." in out
     assert out.endswith("ready: 200\n")
+
+
+def test_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every turn is right and finds all that was computed before it, across a fork, a file and two engines."""
+    out = output_of(9, capsys)
+    for what, answer in (("first turn", 5), ("fork", 4), ("second turn", 42), ("imported", 12)):
+        assert re.search(rf"^{what} .*= {answer}\.", out, flags=re.MULTILINE), what
+    num_kept = int(re.findall(r"on disk, (\d+) positions kept", out)[0])
+    cached = [int(number) for number in re.findall(r"(\d+) of \d+ cached", out)]
+    assert cached[0] == 0 < num_kept == cached[1] <= cached[2] < cached[3]
+    assert "blocks still in use: 0\n" in out
