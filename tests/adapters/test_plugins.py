@@ -74,7 +74,7 @@ def states(manager: PluginManager) -> dict[str, str]:
 def test_builtin_tables_list_what_comes_with_pagedcore() -> None:
     """The built-in names are in their tables without anything being imported or installed."""
     registry = create_plugin_manager(entry_points=False).registry
-    assert registry.attention.names == ["numba-cpu", "reference"]
+    assert registry.attention.names == ["numba-cpu", "numba-cuda", "reference"]
     assert registry.schedulers.names == ["fcfs", "priority", "static"]
     assert registry.adapters.names == ["async-generator"]
 
