@@ -167,8 +167,13 @@ def test_a_loop_that_ends_under_its_streams(engine: AsyncEngine, kind: Any) -> N
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_interrupted_blocking_call_is_aborted(engine: AsyncEngine, kind: Any) -> None:
+def test_an_interrupted_blocking_call_is_aborted(
+    engine: AsyncEngine, kind: Any, request: pytest.FixtureRequest
+) -> None:
     """Ctrl-C while a thread waits for one answer or for a batch takes the requests out of the engine."""
+    # Why: a shell starts background jobs with the signal ignored, and Python leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     model = kind.from_engine(engine, **ENDLESS)
     for call in (model.invoke, lambda prompt: model.batch([prompt] * 3)):
         interrupter = threading.Thread(target=interrupt_main_thread, args=[engine])
