@@ -151,8 +151,17 @@ def explore_pools(pools: list[tuple[tuple[int, int, int], list[Requests]]], poli
             assert explore((num_blocks, block_size, num_host_blocks, policy, admission, requests)) > 50
 
 
-@pytest.mark.parametrize("admission", ["optimistic", "guaranteed"])
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "static"])
+@pytest.mark.parametrize(
+    ("policy", "admission"),
+    [
+        ("fcfs", "optimistic"),
+        ("priority", "guaranteed"),
+        pytest.param("priority", "optimistic", marks=pytest.mark.slow),
+        pytest.param("fcfs", "guaranteed", marks=pytest.mark.slow),
+        pytest.param("static", "optimistic", marks=pytest.mark.slow),
+        pytest.param("static", "guaranteed", marks=pytest.mark.slow),
+    ],
+)
 def test_every_reachable_state_keeps_the_laws_and_goes_on(policy: str, admission: str) -> None:
     """Whatever arrives, fails, is aborted or continued, and when: somebody goes on, or what he waits for is coming."""
     explore_pools(POOLS, policy, admission)
