@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from architecture.sources import PACKAGE_PARENTS
 
@@ -77,9 +78,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], served: Served) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    # Why: the workers have process groups of their own, so they are looked for before their parent is gone.
+    workers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(timeout=30.0)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    _, left = psutil.wait_procs([*workers, psutil.Process(process.pid)] if workers else [], timeout=10.0)
+    for worker in left:
+        worker.kill()
+    process.wait()
