@@ -271,20 +271,10 @@ def test_a_conversation_goes_on_from_the_answer_that_was_chosen() -> None:
 
 
 @pytest.mark.parametrize("params", [beams(6, 3), SamplingParams(max_tokens=6, best_of=3, temperature=1.0, seed=4)])
-def test_a_session_completes_a_contest_that_was_cut_off(params: SamplingParams) -> None:
-    """Nothing of an aborted contest was known, so completing it is the whole contest, in the session or its fork."""
-    engine = make_engine(UntiedBackend(), num_kv_blocks=64)
-    expected = tokens_of(engine.session(params).ask([5, 6, 7]))
-    session = engine.session(params)
-    request = session.extend([5, 6, 7])
-    for _ in range(3):
-        engine.step()
-    fork = session.fork()
-    request.abort()
-    assert tokens_of(session.ask(None)) == tokens_of(fork.ask(None)) == expected
-    for one in (session, fork):
-        one.close()
-    assert_all_free(engine)
+def test_a_session_has_one_way_on(params: SamplingParams) -> None:
+    """A conversation grows by one answer, so several sequences for it are refused by name, and it is forked instead."""
+    with make_engine(UntiedBackend()) as engine, pytest.raises(TooManySequences, match="Fork the session"):
+        engine.session(params)
 
 
 def test_what_cannot_fit_is_refused_at_the_door() -> None:

@@ -18,8 +18,8 @@ def prepared(backend: Any, prompts: list[int]) -> tuple[ModelRunner, BlockManage
     """A runner with rows that compute whole prompts."""
     manager = BlockManager(32, 4)
     backend.allocate_kv(32, 4)
-    rows = [ScheduledRow(make_sequence(n, sequence_id=i), n) for i, n in enumerate(prompts)]
-    reservation = manager.reserve([(row.sequence.sequence_id, row.end) for row in rows])
+    rows = [ScheduledRow(make_sequence(n, sequence_id=i), 0, n) for i, n in enumerate(prompts)]
+    reservation = manager.reserve([row.demand for row in rows])
     assert reservation is not None
     reservation.commit()
     return ModelRunner(backend, Sampler(ToyBackend.vocab_size)), manager, rows
@@ -28,7 +28,7 @@ def prepared(backend: Any, prompts: list[int]) -> tuple[ModelRunner, BlockManage
 def test_one_token_per_sampled_row_in_order() -> None:
     """Rows that reach their last token get the most likely next one; chunks get none."""
     runner, manager, rows = prepared(ToyBackend(), [5, 9, 2])
-    rows[1] = ScheduledRow(rows[1].sequence, 4)
+    rows[1] = ScheduledRow(rows[1].sequence, 0, 4)
     sampled = runner.execute(rows, manager)
     expected = [int(toy_logits(np.array(row.sequence.token_ids)).argmax()) for row in (rows[0], rows[2])]
     assert np.asarray(sampled.token_ids).tolist() == expected
@@ -37,7 +37,7 @@ def test_one_token_per_sampled_row_in_order() -> None:
 def test_nothing_is_sampled_of_chunks() -> None:
     """A step of prompt chunks alone computes and returns no token."""
     runner, manager, rows = prepared(ToyBackend(), [9])
-    assert len(runner.execute([ScheduledRow(rows[0].sequence, 4)], manager).token_ids) == 0
+    assert len(runner.execute([ScheduledRow(rows[0].sequence, 0, 4)], manager).token_ids) == 0
 
 
 def test_logits_of_another_shape_fail_the_step() -> None:

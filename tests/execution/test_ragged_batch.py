@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from doubles import make_sequence
 from pagedcore.cache.block_manager import BlockManager
+from pagedcore.cache.reservation import Demand
 from pagedcore.errors import InternalError
 from pagedcore.execution.ragged_batch import RaggedBatch, build_batch
 from pagedcore.request import Sequence
@@ -22,9 +23,9 @@ def make_rows(shapes: list[tuple[int, int, int]], block_size: int) -> tuple[list
     for number, (known, computed, count) in enumerate(shapes):
         sequence = make_sequence([100 * number + i for i in range(known)], sequence_id=7 + number)
         sequence.num_computed_tokens = computed
-        rows.append(ScheduledRow(sequence, count))
+        rows.append(ScheduledRow(sequence, computed, count))
     for positions in range(1, max(known for known, _, _ in shapes) + 1):
-        reservation = manager.reserve([(r.sequence.sequence_id, min(positions, r.end)) for r in rows])
+        reservation = manager.reserve([Demand(r.sequence.sequence_id, min(positions, r.end)) for r in rows])
         assert reservation is not None
         reservation.commit()
     return rows, manager
@@ -100,7 +101,7 @@ def test_a_table_that_is_too_short_is_an_error() -> None:
     """Positions without a block are refused and never read from another sequence's block."""
     rows, manager = make_rows([(9, 0, 4)], 4)
     with pytest.raises(InternalError, match="needs 3 blocks and its table has 1"):
-        build_batch([ScheduledRow(rows[0].sequence, 9)], manager)
+        build_batch([ScheduledRow(rows[0].sequence, 0, 9)], manager)
 
 
 @pytest.mark.slow

@@ -84,8 +84,9 @@ def test_a_large_vocabulary_is_sampled_as_the_reference_does(mode):
 tied_logits = st.lists(
     st.one_of(
         st.integers(-6, 6).map(lambda half: half / 2),
-        st.sampled_from([-np.inf, -0.0, 3e38, -3e38, 1e-45, -1e9]),
-        st.floats(-50, 50, width=32),
+        st.sampled_from([-np.inf, -0.0, 3e38, -3e38, -1e9]),
+        # Why: logits that differ by less than their probabilities can are a tie or not, as arithmetic has it.
+        st.floats(-50, 50, width=32).map(lambda value: round(value * 64) / 64),
     ),
     min_size=1,
     max_size=300,
