@@ -59,6 +59,8 @@ class NumbaCudaAttention:
     """
 
     name = "numba-cuda"
+    layout_type = TokenMajorLayout
+    devices = ("cuda",)
 
     def __init__(
         self, layout: TokenMajorLayout, pool: torch.Tensor, *, kv_scales: torch.Tensor | None = None,
@@ -245,7 +247,8 @@ def _check_layout(layout: TokenMajorLayout) -> None:
         if not supports(_FORMATS[layout.dtype], shape.key_head_size, shape.value_head_size):
             raise InvalidConfig(
                 f"head sizes: got {shape.key_head_size} and {shape.value_head_size}, allowed for {name} are multiples "
-                f"of {32 // layout.dtype.itemsize} from 16 to 256. Choose attention_backend='reference'."
+                f"of {32 // layout.dtype.itemsize} from 16 to 256. "
+                "Choose device='cpu' or attention_backend='reference'."
             )
 
 

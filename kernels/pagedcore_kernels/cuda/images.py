@@ -35,6 +35,8 @@ class KernelImage:
     registers: int
     toolchain: dict[str, str]
     cubin: bytes
+    local_bytes: int = 0
+    """Stack and spilled registers of a thread; 0 in everything that is shipped."""
 
     def to_bytes(self) -> bytes:
         """The file's content."""

@@ -69,5 +69,6 @@ def build_image(name: str, arch: str) -> KernelImage:
     """
     source, entry, cubin, resources = compile_kernel(name, arch)
     return KernelImage(
-        name, arch, entry, source.threads, source.shared_bytes, resources.registers, compiler_versions(), cubin
+        name, arch, entry, source.threads, source.shared_bytes, resources.registers, compiler_versions(), cubin,
+        resources.stack_bytes + resources.spill_bytes,
     )

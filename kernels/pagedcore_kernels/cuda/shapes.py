@@ -21,6 +21,23 @@ SEGMENT: Final = 512
 ROW_PADDING: Final = 16
 """Bytes after each row in shared memory; makes ldmatrix free of bank conflicts for every head size."""
 
+ROW_THREADS: Final = 256
+"""Threads of a CTA of the kernels that work on rows of hidden states and on whole blocks."""
+NORM_VECTORS: Final = (1, 2, 4, 8)
+"""Vectors of 16 bytes that a thread of a norm can hold; one kernel is made for each."""
+GATED_VECTORS: Final = 2
+"""Vectors of 16 bytes of the result that a thread of a gated activation computes."""
+SLICE_BYTES: Final = ROW_THREADS * 64
+"""Bytes of a block that one CTA of a gather or scatter moves at once: four vectors per thread."""
+SAMPLE_THREADS: Final = 512
+SAMPLE_WARPS: Final = SAMPLE_THREADS // 32
+SAMPLE_ROW_BYTES: Final = 48
+"""Parameters of one row of the sampler: scale, offset in two parts, top_k; top_p, seed; position, nothing."""
+SAMPLE_CANDIDATES: Final = 4096
+"""Logits that fit into the sampler's shared memory; a multiple of 128."""
+SAMPLE_SHARED_BYTES: Final = SAMPLE_CANDIDATES * 8 + SAMPLE_WARPS * 16
+"""Candidates' logits and ids, and a slot per warp."""
+
 
 class Format(Enum):
     """What an element of query, result or pool is."""

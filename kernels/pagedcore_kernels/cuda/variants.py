@@ -11,12 +11,26 @@ from dataclasses import dataclass
 from typing import Final
 
 from pagedcore.errors import InvalidConfig
-from pagedcore_kernels.cuda.shapes import THREADS, AttentionShape, Format
+from pagedcore_kernels.cuda.shapes import (
+    NORM_VECTORS,
+    ROW_THREADS,
+    SAMPLE_SHARED_BYTES,
+    SAMPLE_THREADS,
+    THREADS,
+    AttentionShape,
+    Format,
+)
 
 ATTENTION_PARAMETERS: Final = "QQQQQQQQQQQQQIIIiiiiiff"
 """Letters of ``struct``: 12 addresses, the bytes from block to block, and the sizes that ``device/decode.py`` names."""
 WRITE_PARAMETERS: Final = "QQQQQQQIIIIIii"
 COPY_PARAMETERS: Final = "QQQQI"
+ROTATE_PARAMETERS: Final = "QQQQQQQQQQQQIIIIIIIIIIIIIf"
+"""11 addresses, the bytes from block to block, and the sizes that ``device/rotate.py`` names."""
+NORM_PARAMETERS: Final = "QQQQif"
+GATED_PARAMETERS: Final = "QQII"
+SAMPLE_PARAMETERS: Final = "QQQQi"
+STAGING_PARAMETERS: Final = "QQQQII"
 
 HEAD_SIZES: Final = (64, 80, 96, 128, 256)
 """Head sizes that are built ahead and tested; others are compiled when a model needs them."""
@@ -44,7 +58,34 @@ def write_name(source: Format, pool: Format, key_size: int, value_size: int) -> 
     return f"write-{source.value}-{pool.value}-{key_size}-{value_size}"
 
 
+def rotate_name(source: Format, pool: Format, interleaved: bool) -> str:
+    """The name of the kernel that turns queries and keys and stores K and V."""
+    return f"rotate-{source.value}-{pool.value}-{'interleaved' if interleaved else 'halves'}"
+
+
+def norm_name(storage: Format, hidden: int) -> str:
+    """The name of the smallest RMS norm that holds rows of ``hidden`` elements.
+
+    Raises:
+        InvalidConfig: no kernel holds them.
+    """
+    for vectors in NORM_VECTORS:
+        if hidden <= ROW_THREADS * vectors * 8 and hidden % 8 == 0 and hidden > 0:
+            return f"norm-{storage.value}-{vectors}"
+    most = ROW_THREADS * NORM_VECTORS[-1] * 8
+    raise InvalidConfig(f"hidden size: got {hidden}, allowed for CUDA norms are multiples of 8 up to {most}.")
+
+
+def gated_name(storage: Format, activation: str) -> str:
+    """The name of a gated activation, which is one of ``ACTIVATIONS``."""
+    return f"gated-{storage.value}-{activation}"
+
+
 COPY_NAME: Final = "copy"
+SAMPLE_NAME: Final = "sample"
+GATHER_NAME: Final = "gather"
+SCATTER_NAME: Final = "scatter"
+ACTIVATIONS: Final = ("silu", "gelu_tanh")
 
 
 def make_source(name: str) -> Source:
@@ -69,9 +110,13 @@ def parameters_of(name: str) -> str:
 
 def shipped_names(capability: tuple[int, int]) -> list[str]:
     """Every kernel that ``pagedcore kernels build`` makes for cards of a compute capability, in a stable order."""
-    names = [COPY_NAME]
+    names = [COPY_NAME, GATHER_NAME, SCATTER_NAME, SAMPLE_NAME]
     for query in (Format.BF16, Format.F16):
+        names += [f"norm-{query.value}-{vectors}" for vectors in NORM_VECTORS]
+        names += [gated_name(query, activation) for activation in ACTIVATIONS]
         for pool in (query, Format.E4M3, Format.INT8):
+            if capability >= needed_capability(pool):
+                names += [rotate_name(query, pool, interleaved) for interleaved in (False, True)]
             for size in HEAD_SIZES:
                 if supports(pool, size, size) and capability >= needed_capability(pool):
                     shape = AttentionShape(size, size, query, pool)
@@ -125,9 +170,59 @@ def _make_copy(details: Sequence[str]) -> Source:
     return Source(copy_blocks, COPY_PARAMETERS, COPY_THREADS, 0, 1)
 
 
+def _make_rotate(details: Sequence[str]) -> Source:
+    from pagedcore_kernels.cuda.device.rotate import rotate_kernel
+
+    source, pool, pairing = details
+    interleaved = ("halves", "interleaved").index(pairing) == 1
+    kernel = rotate_kernel(Format(source), Format(pool), interleaved)
+    return Source(kernel, ROTATE_PARAMETERS, ROW_THREADS, 0, 3)
+
+
+def _make_norm(details: Sequence[str]) -> Source:
+    from pagedcore_kernels.cuda.device.rms_norm import rms_norm_kernel
+
+    storage, vectors = details
+    return Source(rms_norm_kernel(Format(storage), int(vectors)), NORM_PARAMETERS, ROW_THREADS, 0, 4)
+
+
+def _make_gated(details: Sequence[str]) -> Source:
+    from pagedcore_kernels.cuda.device.gated import gated_kernel
+
+    storage, activation = details
+    if activation not in ACTIVATIONS:
+        raise ValueError(activation)
+    return Source(gated_kernel(Format(storage), activation), GATED_PARAMETERS, ROW_THREADS, 0, 4)
+
+
+def _make_sample(details: Sequence[str]) -> Source:
+    from pagedcore_kernels.cuda.device.sample import sample_kernel
+
+    () = details
+    return Source(sample_kernel(), SAMPLE_PARAMETERS, SAMPLE_THREADS, SAMPLE_SHARED_BYTES, 1)
+
+
+def _make_gather(details: Sequence[str]) -> Source:
+    from pagedcore_kernels.cuda.device.staging import staging_kernel
+
+    () = details
+    return Source(staging_kernel(True), STAGING_PARAMETERS, ROW_THREADS, 0, 1)
+
+
+def _make_scatter(details: Sequence[str]) -> Source:
+    from pagedcore_kernels.cuda.device.staging import staging_kernel
+
+    () = details
+    return Source(staging_kernel(False), STAGING_PARAMETERS, ROW_THREADS, 0, 1)
+
+
 _MAKERS: Final[dict[str, Callable[[Sequence[str]], Source]]] = {
     "decode": _make_decode, "prefill": _make_prefill, "write": _make_write, "copy": _make_copy,
+    "rotate": _make_rotate, "norm": _make_norm, "gated": _make_gated, "sample": _make_sample,
+    "gather": _make_gather, "scatter": _make_scatter,
 }
 _PARAMETERS: Final = {
     "decode": ATTENTION_PARAMETERS, "prefill": ATTENTION_PARAMETERS, "write": WRITE_PARAMETERS, "copy": COPY_PARAMETERS,
+    "rotate": ROTATE_PARAMETERS, "norm": NORM_PARAMETERS, "gated": GATED_PARAMETERS, "sample": SAMPLE_PARAMETERS,
+    "gather": STAGING_PARAMETERS, "scatter": STAGING_PARAMETERS,
 }

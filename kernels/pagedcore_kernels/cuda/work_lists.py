@@ -67,36 +67,48 @@ def make_work_lists(plan: StepPlan, visibility: Visibility, kv_heads: int, num_c
         num_ctas: CTAs that run at once on the device; contexts are split until about so many have work.
     """
     packed = plan.query_lens * visibility.group
-    few = (packed <= DECODE_ROWS) | ((packed <= PREFILL_ROWS) & (plan.kv_lens >= LONG_CONTEXT))
+    few = packed <= DECODE_ROWS
+    if not few.all():
+        few |= (packed <= PREFILL_ROWS) & (plan.kv_lens >= LONG_CONTEXT)
     decode, num_partials = _decode_items(plan, visibility, packed, few, max(1, num_ctas // kv_heads))
     return WorkLists(decode, _prefill_items(plan, visibility, packed, ~few), num_partials)
 
 
 def _row_tiles(packed: Int64Array, chosen: npt.NDArray[np.bool_], size: int) -> tuple[Int64Array, Int64Array]:
     """The row and the first packed query row of each tile of the chosen rows."""
-    tiles = np.where(chosen, -(-packed // size), 0)
-    rows = np.repeat(np.arange(len(packed)), tiles)
-    first = np.arange(len(rows)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    return rows, first * size
+    rows = np.flatnonzero(chosen & (packed > 0))
+    tiles = (packed[rows] + (size - 1)) // size
+    if len(rows) == 0 or tiles.max() == 1:
+        return rows, np.zeros_like(rows)
+    starts = np.cumsum(tiles)
+    starts -= tiles
+    first = np.arange(int(tiles.sum()))
+    first -= np.repeat(starts, tiles)
+    return np.repeat(rows, tiles), first * size
 
 
 def _span(
-    plan: StepPlan, visibility: Visibility, rows: Int64Array, first: Int64Array, size: int
+    plan: StepPlan, visibility: Visibility, packed: Int64Array, rows: Int64Array, first: Int64Array, size: int
 ) -> tuple[Int64Array, Int64Array]:
     """The first key that each tile sees, and the end of what it sees."""
     past = (plan.kv_lens - plan.query_lens)[rows]
-    last = np.minimum(first + size, plan.query_lens[rows] * visibility.group) - 1
-    begin = visibility.first_visible(past + first // visibility.group)
-    return begin, past + last // visibility.group + 1
+    last = np.minimum(first + size, packed[rows]) - 1
+    end = past + last // visibility.group + 1
+    if not (visibility.window or visibility.chunk):
+        return np.zeros_like(end), end
+    return visibility.first_visible(past + first // visibility.group), end
 
 
 def _prefill_items(
     plan: StepPlan, visibility: Visibility, packed: Int64Array, chosen: npt.NDArray[np.bool_]
 ) -> Int32Array:
     rows, first = _row_tiles(packed, chosen, PREFILL_ROWS)
-    begin, end = _span(plan, visibility, rows, first, PREFILL_ROWS)
-    order = np.argsort(begin - end, kind="stable")
-    return np.stack([rows[order], first[order]], axis=1).astype(np.int32)
+    items = np.empty((len(rows), 2), np.int32)
+    if len(rows) == 0:
+        return items
+    begin, end = _span(plan, visibility, packed, rows, first, PREFILL_ROWS)
+    items[:, 0], items[:, 1] = rows, first
+    return items[np.argsort(begin - end, kind="stable")]
 
 
 def _decode_items(
@@ -104,24 +116,40 @@ def _decode_items(
 ) -> tuple[Int32Array, int]:
     """Split each tile's segments into runs of nearly equal length, about as many runs as run at once."""
     rows, first = _row_tiles(packed, chosen, DECODE_ROWS)
-    begin, end = _span(plan, visibility, rows, first, DECODE_ROWS)
+    if len(rows) == 0:
+        return np.empty((0, 8), np.int32), 0
+    begin, end = _span(plan, visibility, packed, rows, first, DECODE_ROWS)
     start = begin // SEGMENT
-    segments = -(-end // SEGMENT) - start
+    segments = (end + (SEGMENT - 1)) // SEGMENT - start
     longest = max(1, -(-int(segments.sum()) // num_items))
-    pieces = -(-segments // longest)
+    if segments.max() <= longest:
+        return _ordered((rows, first, start, start + segments, -1, 0, 0, 1), segments), 0
+    return _split_items(rows, first, start, segments, -(-segments // longest))
+
+
+def _split_items(
+    rows: Int64Array, first: Int64Array, start: Int64Array, segments: Int64Array, pieces: Int64Array
+) -> tuple[Int32Array, int]:
+    """Cut each tile's segments into so many pieces and give their partial results slots."""
     # The first run leaves one partial, each further segment one of its own.
-    partials = np.where(pieces > 1, 1 + segments - segments // np.maximum(pieces, 1), 0)
+    head = segments // np.maximum(pieces, 1)
+    partials = np.where(pieces > 1, 1 + segments - head, 0)
     first_slot = np.cumsum(partials) - partials
 
     tile = np.repeat(np.arange(len(rows)), pieces)
     piece = np.arange(len(tile)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    low = piece * segments[tile] // pieces[tile]
-    high = (piece + 1) * segments[tile] // pieces[tile]
-    head = segments[tile] // pieces[tile]
-    slot = np.where(pieces[tile] > 1, first_slot[tile] + np.where(piece > 0, 1 + low - head, 0), -1)
-    items = np.empty((len(tile), 8), np.int32)
-    columns = (rows[tile], first[tile], start[tile] + low, start[tile] + high, slot, first_slot[tile], partials[tile],
-               pieces[tile])
+    many, total = pieces[tile], segments[tile]
+    low = piece * total // many
+    high = (piece + 1) * total // many
+    slot = np.where(many > 1, first_slot[tile] + np.where(piece > 0, 1 + low - head[tile], 0), -1)
+    begin = start[tile]
+    columns = rows[tile], first[tile], begin + low, begin + high, slot, first_slot[tile], partials[tile], many
+    return _ordered(columns, high - low), int(partials.sum())
+
+
+def _ordered(columns: tuple[Int64Array | int, ...], sizes: Int64Array) -> Int32Array:
+    """Items of these columns, the largest first."""
+    items = np.empty((len(sizes), len(columns)), np.int32)
     for i, column in enumerate(columns):
         items[:, i] = column
-    return items[np.argsort(low - high, kind="stable")], int(partials.sum())
+    return items[np.argsort(-sizes, kind="stable")]

@@ -90,6 +90,8 @@ class Batch:
     def start(self, blocks: Index) -> None:
         """Put the threads of ``blocks`` at the beginning; as many blocks as the batch was made for."""
         self.blocks = blocks
+        if self.memory.handovers is not None:
+            self.memory.handovers.begin(blocks)
         self.shared = SharedMemory(len(blocks), self.threads, self.symbols.shared_size, self._granule)
         self.local = LocalMemory(self.count, self.symbols.local_size)
         for pool in self._pools:

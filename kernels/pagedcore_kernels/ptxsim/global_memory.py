@@ -13,6 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from pagedcore_kernels.ptxsim.errors import LaunchError, MemoryFault
+from pagedcore_kernels.ptxsim.handovers import HandoverDetector
 from pagedcore_kernels.ptxsim.scalar_types import UNSIGNED, Array, Index
 
 BASE = 0x7F0000000000
@@ -45,6 +46,7 @@ class GlobalMemory:
         self.bytes = np.zeros(0, np.uint8)
         self.flags = np.zeros(0, np.uint8)
         self._views: dict[int, Array] = {}
+        self.handovers: HandoverDetector | None = None
 
     def map(self, named: list[tuple[Array, str]]) -> list[int]:
         """Copy arrays in; returns their addresses (of element 0 each). Once per memory."""

@@ -16,6 +16,7 @@ import numpy as np
 from pagedcore_kernels.ptxsim.batch import Batch, Dim3, Geometry, Symbols
 from pagedcore_kernels.ptxsim.errors import LaunchError
 from pagedcore_kernels.ptxsim.global_memory import GlobalMemory
+from pagedcore_kernels.ptxsim.handovers import MAX_BLOCKS, HandoverDetector
 from pagedcore_kernels.ptxsim.ops import MAKERS
 from pagedcore_kernels.ptxsim.parser import parse
 from pagedcore_kernels.ptxsim.scalar_types import Array, Index, numpy_type
@@ -64,8 +65,9 @@ def launch(ptx: str, kernel_name: str | None, grid: int | Sequence[int], block: 
     grid, block: an integer or up to three. args: one per kernel parameter; a NumPy array is passed as the device
     address of its first element (views of one array overlap on the device too, read-only arrays may not be stored
     to), an integer or float as itself. dynamic_shared_bytes: as at a CUDA launch.
-    check_races: look for data races on shared memory. block_order: the order in which blocks start, a permutation of
-    their numbers. blocks_at_once: how many advance together. max_steps: instructions after which a batch is given up.
+    check_races: look for data races on shared memory, and for data that a block leaves to another in global memory
+    without a hand-over. block_order: the order in which blocks start, a permutation of their numbers.
+    blocks_at_once: how many advance together. max_steps: instructions after which a batch is given up.
 
     Raises ``LaunchError`` for wrong arguments, ``PtxSyntaxError`` and ``UnsupportedPtx`` for text it cannot run, and
     a ``PtxFault`` that quotes the PTX line for out-of-bounds and misaligned accesses, uninitialised shared reads,
@@ -78,6 +80,9 @@ def launch(ptx: str, kernel_name: str | None, grid: int | Sequence[int], block: 
     order = _order(block_order, geometry.blocks)
     memory = GlobalMemory()
     symbols = _symbols(program, kernel, args, geometry, memory)
+    if check_races and 1 < geometry.blocks <= MAX_BLOCKS:
+        granule = _granule(kernel, "shared")
+        memory.handovers = HandoverDetector(len(memory.bytes), geometry.blocks, geometry.threads, granule)
     tally = _Tally(kernel)
     for blocks in np.array_split(order, max(-(-len(order) // blocks_at_once), 1)):
         scheduler = _POOL.take(kernel, geometry, symbols, memory, len(blocks), check_races)
@@ -210,7 +215,7 @@ def _symbols(program: Program, kernel: Kernel, args: Sequence[Argument], geometr
     shared, size = _lay_out([v for v in variables if v.space == "shared"], geometry.dynamic_shared)
     local, local_size = _lay_out([v for v in variables if v.space == "local"], 0)
     return Symbols(shared, {v.name: address for v, address in zip(stored, of_argument, strict=True)}, values, local,
-                   size, local_size, _granule(kernel))
+                   size, local_size, _granule(kernel, "global"))
 
 
 def _content(variable: Variable) -> Array:
@@ -250,10 +255,10 @@ def _parameter_bytes(position: int, parameter: Parameter, value: Argument | byte
                       "pass an array, an integer or a float")
 
 
-def _granule(kernel: Kernel) -> int:
-    """Bytes of the narrowest access that may be to shared memory: how finely races are looked for."""
+def _granule(kernel: Kernel, other: str) -> int:
+    """Bytes of the narrowest access that may be to shared or global memory, whichever is not the ``other``."""
     widths = [_width(instruction) for instruction in kernel.code if instruction.name in _SHARED_ACCESSES
-              and not instruction.has("global", "param", "const", "local")]
+              and not instruction.has(other, "param", "const", "local")]
     return min([4, *widths])
 
 

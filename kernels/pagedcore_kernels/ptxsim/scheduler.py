@@ -179,6 +179,8 @@ class Scheduler:
             batch.arrived[block, number] = 0
             if wanted[block] in (0, batch.geometry.threads):
                 batch.shared.block_barrier(int(block))
+                if batch.memory.handovers is not None:
+                    batch.memory.handovers.block_barrier(int(block))
         self._reduce(here & ready[:, None])
         return True
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from kernels.cuda.simulated_driver import compiled
 from pagedcore_kernels.cuda.compiler import link, parse_arch
+from pagedcore_kernels.cuda.resources import KernelResources, read_resource_table
 from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.variants import shipped_names
 
@@ -16,7 +19,8 @@ pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pa
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 REGISTERS_PER_SM = 65536
 FAST = [("decode-bf16-bf16-64-64", "sm_90"), ("prefill-bf16-bf16-64-64", "sm_90"), ("write-bf16-bf16-64-64", "sm_90"),
-        ("copy", "sm_80")]
+        ("copy", "sm_80"), ("rotate-bf16-bf16-halves", "sm_90"), ("norm-bf16-1", "sm_90"), ("gated-bf16-silu", "sm_90"),
+        ("sample", "sm_90"), ("gather", "sm_90"), ("scatter", "sm_90")]
 EVERYTHING = [
     pytest.param(name, arch, marks=pytest.mark.kernels)
     for arch in ARCHITECTURES for name in shipped_names(parse_arch(arch)) if (name, arch) not in FAST
@@ -26,17 +30,54 @@ WANTED = {
     "prefill": ("mma.sync", "ldmatrix.sync", "cp.async.cg", "ex2.approx"),
     "write": ("ld.global.nc.v4.u32",),
     "copy": ("ld.global.v4.u32", "st.global.v4.u32"),
+    "rotate": ("ld.global.v4.u32", "ld.global.nc.v4.u32", "st.global.v4.u32"),
+    "norm": ("ld.global.v4.u32", "ld.global.nc.v4.u32", "st.global.v4.u32", "sqrt.rn.f32"),
+    "gated": ("ld.global.nc.v4.u32", "st.global.v4.u32", "ex2.approx"),
+    "sample": ("ld.global.nc.v4.u32", "ld.shared.v4.u32", "redux.sync", "mul.hi.u64", "ex2.approx"),
+    "gather": ("ld.global.nc.v4.u32", "st.global.v4.u32"),
+    "scatter": ("ld.global.nc.v4.u32", "st.global.v4.u32"),
 }
+MOST_SPILLED = {("sm_80", 256): 640}
+"""Bytes of stack and spills of attention, by architecture and head size; 0 for all others."""
+MORE_REGISTERS = 8
+"""Than in the table may a kernel have: releases of the tools differ by a few."""
+DOCUMENT = Path(__file__).parents[3] / "docs" / "cuda-kernels.md"
+
+
+@cache
+def documented() -> dict[tuple[str, str], KernelResources]:
+    """The table of docs/cuda-kernels.md."""
+    return read_resource_table(DOCUMENT.read_text(encoding="utf-8"))
+
+
+def most_spilled(name: str, arch: str) -> int:
+    """Bytes of stack and spills that a kernel may have."""
+    is_attention = name.startswith(("decode", "prefill"))
+    return MOST_SPILLED.get((arch, int(name.rpartition("-")[2])), 0) if is_attention else 0
+
+
+def test_every_shipped_kernel_is_in_the_table() -> None:
+    """The table has what is shipped and nothing else; heads of 256 on sm_80 spill, and no other kernel."""
+    assert set(documented()) == {(name, arch) for arch in ARCHITECTURES for name in shipped_names(parse_arch(arch))}
+    for (name, _), resources in documented().items():
+        assert resources.spilled_bytes <= max(most_spilled(name, arch) for arch in ARCHITECTURES)
+        assert resources.registers * resources.threads <= REGISTERS_PER_SM
 
 
 @pytest.mark.parametrize(("name", "arch"), [*FAST, *EVERYTHING])
 def test_a_shipped_kernel_fits_the_card(name: str, arch: str) -> None:
-    """It links, spills nothing, has no stack, and so few registers that as many CTAs run at once as was asked for."""
+    """It links, spills nothing, has no stack, and so few registers that as many CTAs run at once as was asked for.
+
+    Heads of 256 on sm_80 alone have a little of both.
+    """
     source, ptx = compiled(name, arch)
     cubin, resources = link(ptx, arch)
     assert cubin[:4] == b"\x7fELF"
-    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
+    assert resources.stack_bytes + resources.spill_bytes <= most_spilled(name, arch)
     assert resources.registers <= REGISTERS_PER_SM // (source.threads * source.ctas_per_sm)
+    limits = documented()[name, arch]
+    assert (source.threads, source.shared_bytes) == (limits.threads, limits.shared_bytes)
+    assert resources.registers <= limits.registers + MORE_REGISTERS
     missing = [text for text in WANTED[name.partition("-")[0]] if text not in ptx]
     assert not missing
     assert ".local" not in ptx

@@ -9,11 +9,9 @@ import torch
 
 from execution.families import VOCAB, tiny_model
 from execution.ragged_schedules import random_schedule, random_sequences, random_tables, run_schedule
-from kernels.cuda.simulated_driver import SimulatedDriver
+from kernels.cuda.simulated_driver import SimulatedAttention
 from pagedcore.execution.models.transformers_model import TransformersModel
-from pagedcore_kernels.cuda.backend import NumbaCudaAttention
 from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
-from pagedcore_kernels.layout import KVLayout, TokenMajorLayout
 from pagedcore_kernels.reference import ReferenceAttention
 
 pytestmark = [
@@ -22,12 +20,6 @@ pytestmark = [
 ]
 LENGTHS = (20, 7, 33)
 BLOCK, NUM_BLOCKS = 4, 40
-
-
-def simulated(layout: KVLayout, pool: torch.Tensor) -> NumbaCudaAttention:
-    """The CUDA backend over a pool of its own, on a card that is the interpreter."""
-    own = TokenMajorLayout(layout.block_size, layout.dtype, layout.layers)
-    return NumbaCudaAttention(own, own.allocate(len(pool)), driver=SimulatedDriver())
 
 
 # Why: no mixture of experts; in bfloat16 another rounding sends some token to another expert, with any backend.
@@ -41,7 +33,7 @@ def test_a_model_of_transformers_runs_on_the_compiled_kernels(family: str) -> No
     rng = random.Random(3)
     tables = random_tables(rng, LENGTHS, BLOCK, NUM_BLOCKS)
     steps = random_schedule(rng, LENGTHS)
-    for factory in (ReferenceAttention, simulated):
+    for factory in (ReferenceAttention, SimulatedAttention):
         backend = TransformersModel(model, factory, block_size=BLOCK, runs_self_test=False, is_private=False)
         backend.allocate_kv(NUM_BLOCKS, BLOCK)
         for found, wanted in zip(run_schedule(backend, sequences, steps, tables, BLOCK), expected, strict=True):

@@ -68,6 +68,7 @@ ldg64 = _instruction("ldg64", "ld.global.v2.u32 {$0,$1}, [$2];", [u32] * 2, [u64
 ldg32 = _instruction("ldg32", "ld.global.u32 $0, [$1];", [u32], [u64], ordered=True)
 ldg32_nc = _instruction("ldg32_nc", "ld.global.nc.u32 $0, [$1];", [u32], [u64])
 ldg16 = _instruction("ldg16", "ld.global.u16 $0, [$1];", [u16], [u64], ordered=True)
+ldgf32_nc = _instruction("ldgf32_nc", "ld.global.nc.f32 $0, [$1];", [f32], [u64])
 ldgf32 = _instruction("ldgf32", "ld.global.f32 $0, [$1];", [f32], [u64], ordered=True)
 stg128 = _instruction("stg128", "st.global.v4.u32 [$0], {$1,$2,$3,$4};", [], [u64] + [u32] * 4, ordered=True)
 stg64 = _instruction("stg64", "st.global.v2.u32 [$0], {$1,$2};", [], [u64] + [u32] * 2, ordered=True)
@@ -115,6 +116,9 @@ fadd = _instruction("fadd", "add.rn.f32 $0, $1, $2;", [f32], [f32] * 2)
 fmul = _instruction("fmul", "mul.rn.f32 $0, $1, $2;", [f32], [f32] * 2)
 ffma = _instruction("ffma", "fma.rn.f32 $0, $1, $2, $3;", [f32], [f32] * 3)
 fmax = _instruction("fmax", "max.f32 $0, $1, $2;", [f32], [f32] * 2)
+fmin = _instruction("fmin", "min.f32 $0, $1, $2;", [f32], [f32] * 2)
+fdiv = _instruction("fdiv", "div.rn.f32 $0, $1, $2;", [f32], [f32] * 2)
+fsqrt = _instruction("fsqrt", "sqrt.rn.f32 $0, $1;", [f32], [f32])
 ex2 = _instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", [f32], [f32])
 rcp = _instruction("rcp", "rcp.approx.ftz.f32 $0, $1;", [f32], [f32])
 rsqrt = _instruction("rsqrt", "rsqrt.approx.ftz.f32 $0, $1;", [f32], [f32])
@@ -128,10 +132,17 @@ unpack_e4m3 = _instruction("unpack_e4m3", "cvt.rn.f16x2.e4m3x2 $0, $1;", [u32], 
 prmt = _instruction("prmt", "prmt.b32 $0, $1, $2, $3;", [u32], [u32] * 3)
 sub_f16x2 = _instruction("sub_f16x2", "sub.rn.f16x2 $0, $1, $2;", [u32], [u32] * 2)
 round_to_int = _instruction("round_to_int", "cvt.rni.s32.f32 $0, $1;", [i32], [f32])
+round_to_u64 = _instruction("round_to_u64", "cvt.rni.u64.f32 $0, $1;", [u64], [f32])
+mul_high = _instruction("mul_high", "mul.hi.u64 $0, $1, $2;", [u64], [u64] * 2)
 f16_to_f32 = _instruction("f16_to_f32", "cvt.f32.f16 $0, $1;", [f32], [u16])
 
 # Between the threads of a warp.
 shfl_xor = _instruction("shfl_xor", "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", [f32], [f32, u32], ordered=True)
+
+shfl_up = _instruction("shfl_up", "shfl.sync.up.b32 $0, $1, $2, 0x0, 0xffffffff;", [u32], [u32, u32], ordered=True)
+redux_add = _instruction("redux_add", "redux.sync.add.u32 $0, $1, 0xffffffff;", [u32], [u32], ordered=True)
+redux_min = _instruction("redux_min", "redux.sync.min.u32 $0, $1, 0xffffffff;", [u32], [u32], ordered=True)
+redux_max = _instruction("redux_max", "redux.sync.max.u32 $0, $1, 0xffffffff;", [u32], [u32], ordered=True)
 
 
 def _bitcast(name: str, source: Any, target: Any) -> Any:

@@ -13,6 +13,7 @@ from pagedcore_kernels.ptxsim.batch import Batch
 from pagedcore_kernels.ptxsim.binder import SHARED_WINDOW, Binder
 from pagedcore_kernels.ptxsim.errors import UnsupportedPtx
 from pagedcore_kernels.ptxsim.formats import bf16_to_f32, f32_to_bf16
+from pagedcore_kernels.ptxsim.handovers import order_of
 from pagedcore_kernels.ptxsim.ops.memory import space_of
 from pagedcore_kernels.ptxsim.ops.registry import operation
 from pagedcore_kernels.ptxsim.scalar_types import Array, Index, numpy_type
@@ -63,12 +64,18 @@ def _atom(bind: Binder, instruction: Instruction, position: int) -> Step:
     if operands[1].startswith("{"):
         raise UnsupportedPtx("vector atomics")
     addresses, write = bind.addresses(operands[0]), bind.lane_writer(target, dtype)
+    order, is_wide = order_of(instruction) or "relaxed", not instruction.has("cta", "cluster")
     values = [bind.source(operand, dtype) for operand in operands[1:3]]
     values += [values[0]] * (2 - len(values))
 
     def step() -> None:
         lanes = batch.lanes
         places, cells = _cells(batch, space, addresses(), dtype.itemsize, lanes)
+        watch = batch.memory.handovers
+        if watch is not None and cells is batch.memory.bytes:
+            watch.write(places * dtype.itemsize, dtype.itemsize, lanes)
+            if is_wide:
+                watch.synchronise(places * dtype.itemsize, lanes, order, loads=True, stores=True)
         value, other = (np.broadcast_to(each, batch.count)[lanes] for each in values)
         write(_apply(cells.view(dtype), places, update, value, other))
     return step
@@ -85,8 +92,7 @@ def _cells(batch: Batch, space: str, addresses: Array, size: int, lanes: Index) 
     if space == "shared":
         starts = batch.shared.locate(addresses, size, lanes)
         return starts // size, batch.shared.before_atomic(starts, size, lanes)
-    places = batch.memory.locate(addresses, size, lanes, True)
-    return places, batch.memory.bytes.view(f"u{size}")
+    return batch.memory.locate(addresses, size, lanes, True), batch.memory.bytes
 
 
 def _apply(cells: Array, places: Index, update: Update, value: Array, other: Array) -> Array:

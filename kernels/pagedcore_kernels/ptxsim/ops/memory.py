@@ -13,6 +13,7 @@ import numpy as np
 from pagedcore_kernels.ptxsim.batch import Batch
 from pagedcore_kernels.ptxsim.binder import LOCAL_WINDOW, SHARED_WINDOW, Binder, split_vector
 from pagedcore_kernels.ptxsim.errors import MemoryFault, UninitializedRead, UnsupportedPtx
+from pagedcore_kernels.ptxsim.handovers import order_of
 from pagedcore_kernels.ptxsim.ops.registry import operation
 from pagedcore_kernels.ptxsim.scalar_types import UNSIGNED, Array, Index, numpy_type
 from pagedcore_kernels.ptxsim.scheduler import Step
@@ -43,10 +44,15 @@ def _local_positions(batch: Batch, addresses: Array, size: int, lanes: Index) ->
     return (addresses + lanes * local.stride)[:, None] + np.arange(size)
 
 
-def loader(batch: Batch, space: str) -> Load:
-    """A function (addresses, size, lanes) -> uint8[n, size] for a state space."""
+def loader(batch: Batch, space: str, order: str = "") -> Load:
+    """A function (addresses, size, lanes) -> uint8[n, size] for a state space; ``order`` as from ``order_of``."""
     def from_global(addresses: Array, size: int, lanes: Index) -> Array:
-        return batch.memory.read(batch.memory.locate(addresses, size, lanes, False), size)
+        places, watch = batch.memory.locate(addresses, size, lanes, False), batch.memory.handovers
+        if watch is not None and order:
+            watch.synchronise(places * size, lanes, order, loads=True, stores=False)
+        elif watch is not None:
+            watch.read(places * size, size, lanes)
+        return batch.memory.read(places, size)
 
     def from_shared(addresses: Array, size: int, lanes: Index) -> Array:
         return batch.shared.read(batch.shared.locate(addresses, size, lanes), size, lanes)
@@ -68,10 +74,15 @@ def loader(batch: Batch, space: str) -> Load:
     return from_anywhere if space == "generic" else spaces[space]
 
 
-def storer(batch: Batch, space: str) -> Store:
-    """A function (addresses, size, lanes, uint8[n, size]) for a state space."""
+def storer(batch: Batch, space: str, order: str = "") -> Store:
+    """A function (addresses, size, lanes, uint8[n, size]) for a state space; ``order`` as from ``order_of``."""
     def to_global(addresses: Array, size: int, lanes: Index, data: Array) -> None:
-        batch.memory.write(batch.memory.locate(addresses, size, lanes, True), size, data)
+        places, watch = batch.memory.locate(addresses, size, lanes, True), batch.memory.handovers
+        if watch is not None:
+            watch.write(places * size, size, lanes)
+            if order:
+                watch.synchronise(places * size, lanes, order, loads=False, stores=True)
+        batch.memory.write(places, size, data)
 
     def to_shared(addresses: Array, size: int, lanes: Index, data: Array) -> None:
         batch.shared.write(batch.shared.locate(addresses, size, lanes), size, lanes, data)
@@ -105,7 +116,8 @@ def _ld(bind: Binder, instruction: Instruction, position: int) -> Step:
     dtype = numpy_type(instruction.types[-1])
     targets = split_vector(instruction.operands[0])
     writers = [bind.lane_writer(target, dtype) for target in targets]
-    addresses, load, batch = bind.addresses(instruction.operands[1]), loader(bind.batch, space), bind.batch
+    load = loader(bind.batch, space, order_of(instruction))
+    addresses, batch = bind.addresses(instruction.operands[1]), bind.batch
     size = dtype.itemsize * len(targets)
 
     def step() -> None:
@@ -151,7 +163,7 @@ def _st(bind: Binder, instruction: Instruction, position: int) -> Step:
     sources = split_vector(instruction.operands[1])
     data = store_data(bind, sources, UNSIGNED[dtype.itemsize])
     batch, addresses = bind.batch, bind.addresses(instruction.operands[0])
-    store = storer(batch, space_of(instruction))
+    store = storer(batch, space_of(instruction), order_of(instruction))
     size = dtype.itemsize * len(sources)
 
     def step() -> None:
@@ -159,8 +171,19 @@ def _st(bind: Binder, instruction: Instruction, position: int) -> Step:
     return step
 
 
-@operation("prefetch", "prefetchu", "discard", "applypriority", "membar", "fence", "nanosleep", "pmevent",
-           "griddepcontrol", "createpolicy", "setmaxnreg")
+@operation("membar", "fence")
+def _fence(bind: Binder, instruction: Instruction, position: int) -> Step:
+    """One sequentially consistent memory needs none, but whoever looks for missing ones wants to know."""
+    batch, is_wide = bind.batch, not instruction.has("cta", "cluster", "proxy", "mbarrier_init")
+
+    def step() -> None:
+        if is_wide and batch.memory.handovers is not None:
+            batch.memory.handovers.fence(batch.lanes)
+    return step
+
+
+@operation("prefetch", "prefetchu", "discard", "applypriority", "nanosleep", "pmevent", "griddepcontrol",
+           "createpolicy", "setmaxnreg")
 def _nothing(bind: Binder, instruction: Instruction, position: int) -> Step:
-    """Hints, and fences: one sequentially consistent memory needs none."""
+    """Hints."""
     return lambda: None

@@ -1,0 +1,165 @@
+"""Rotary embedding of the queries and keys of a step together with the write of its K and V into the pool.
+
+A group of lanes, a power of two, has one head of one token in its registers, two vectors of 16 bytes per lane: for
+halves that turn together one of each half, otherwise two neighbours. Queries are turned in place; keys and values go
+to their slots and nowhere else. With norms every query head and key head is RMS-normed first, with the sum taken over
+a lane's elements and then over the group as a tree. Every product is rounded to the storage format, as the modules of
+transformers round, so that this launch leaves the bits that separate ones would. Pools of 8 bits are quantised on the
+way, as in ``write_kv.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
+from pagedcore_kernels.cuda.device.rms_norm import inverse_rms, packer, sum_of_group
+from pagedcore_kernels.cuda.device.tiles import pair_unpackers
+from pagedcore_kernels.cuda.device.write_kv import quantiser
+from pagedcore_kernels.cuda.shapes import ROW_THREADS, Format
+
+
+def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
+    """Make the kernel for one storage format, pool format and manner of pairing elements.
+
+    Pairs are elements i and i + rotary_size / 2, or with ``interleaved`` elements 2 i and 2 i + 1.
+    """
+    INTERLEAVED = interleaved
+    NARROW = pool.itemsize == 1
+    CHUNK_BYTES = 8 * pool.itemsize
+    low, high = pair_unpackers(source)
+    pack = packer(source)
+    quantise = quantiser(pool)
+
+    @cuda.jit(device=True, inline="always")
+    def store_chunk(target, x, first, inverse):
+        """Store eight of the lane's elements in the format of the pool."""
+        if NARROW:
+            w0, w1, w2, w3 = x[first], x[first + 1], x[first + 2], x[first + 3]
+            ptx.stg64(target,
+                      quantise(ptx.fmul(low(w0), inverse), ptx.fmul(high(w0), inverse),
+                               ptx.fmul(low(w1), inverse), ptx.fmul(high(w1), inverse)),
+                      quantise(ptx.fmul(low(w2), inverse), ptx.fmul(high(w2), inverse),
+                               ptx.fmul(low(w3), inverse), ptx.fmul(high(w3), inverse)))
+        else:
+            ptx.stg128(target, x[first], x[first + 1], x[first + 2], x[first + 3])
+
+    @cuda.jit(device=True, inline="always")
+    def turned(x, y, cosine, sine):
+        """Both elements of a pair after the turn, not yet rounded."""
+        by_cosine = pack(ptx.fmul(x, cosine), ptx.fmul(y, cosine))
+        by_sine = pack(ptx.fmul(x, sine), ptx.fmul(y, sine))
+        return (ptx.fadd(low(by_cosine), f32(-high(by_sine))), ptx.fadd(high(by_cosine), low(by_sine)))
+
+    @cuda.jit(device=True, inline="always")
+    def turn(x, cosines, sines):
+        """Turn the lane's eight pairs by the angles at two addresses."""
+        for quarter in range(2):
+            c = ptx.ldg128_nc(cosines + u64(16 * quarter))
+            s = ptx.ldg128_nc(sines + u64(16 * quarter))
+            c0, c1, c2, c3 = ptx.as_f32(c[0]), ptx.as_f32(c[1]), ptx.as_f32(c[2]), ptx.as_f32(c[3])
+            s0, s1, s2, s3 = ptx.as_f32(s[0]), ptx.as_f32(s[1]), ptx.as_f32(s[2]), ptx.as_f32(s[3])
+            if INTERLEAVED:
+                i = 4 * quarter
+                p0 = turned(low(x[i]), high(x[i]), c0, s0)
+                p1 = turned(low(x[i + 1]), high(x[i + 1]), c1, s1)
+                p2 = turned(low(x[i + 2]), high(x[i + 2]), c2, s2)
+                p3 = turned(low(x[i + 3]), high(x[i + 3]), c3, s3)
+                x[i], x[i + 1] = pack(p0[0], p0[1]), pack(p1[0], p1[1])
+                x[i + 2], x[i + 3] = pack(p2[0], p2[1]), pack(p3[0], p3[1])
+            else:
+                i = 2 * quarter
+                p0 = turned(low(x[i]), low(x[i + 4]), c0, s0)
+                p1 = turned(high(x[i]), high(x[i + 4]), c1, s1)
+                p2 = turned(low(x[i + 1]), low(x[i + 5]), c2, s2)
+                p3 = turned(high(x[i + 1]), high(x[i + 5]), c3, s3)
+                x[i], x[i + 1] = pack(p0[0], p1[0]), pack(p2[0], p3[0])
+                x[i + 4], x[i + 5] = pack(p0[1], p1[1]), pack(p2[1], p3[1])
+
+    def rotate_and_write(query, key, value, positions, angles, query_norm, key_norm, slots, key_pool, value_pool,
+                         scales, page_stride, num_tokens, query_token, query_head, key_token, key_head, value_token,
+                         value_head, heads, kv_heads, head_size, rotary_size, group_shift, page_shift, epsilon):
+        """Turn query [T, H, D] in place by angles [positions, rotary_size], cosines and then sines in float32, and
+        write key and value [T, KVH, D] to their slots. Slots at address 0 mean that nothing is written.
+        """
+        index = u32(u32(u32(cuda.blockIdx.x) * u32(ROW_THREADS)) + u32(cuda.threadIdx.x))
+        item = u32(index >> u32(group_shift))
+        t = u32(index & u32(u32(u32(1) << u32(group_shift)) - u32(1)))
+        per_token = u32(u32(heads) + u32(u32(2) * u32(kv_heads)))
+        token = u32(item // per_token)
+        head = u32(item % per_token)
+        half_chunks = u32(u32(head_size) >> u32(4))
+        turning = u32(u32(rotary_size) >> u32(4))
+        works = token < u32(num_tokens) and t < half_chunks
+        is_query = head < u32(heads)
+        is_value = head >= u32(u32(heads) + u32(kv_heads))
+        kv_head = u32(head - u32(heads))
+        if is_query:
+            origin = query + u64(token) * u64(query_token) + u64(head) * u64(query_head)
+            norm = query_norm
+        elif is_value:
+            kv_head = u32(kv_head - u32(kv_heads))
+            origin = value + u64(token) * u64(value_token) + u64(kv_head) * u64(value_head)
+            norm = u64(0)
+        else:
+            origin = key + u64(token) * u64(key_token) + u64(kv_head) * u64(key_head)
+            norm = key_norm
+        turns = t < turning and not is_value
+        chunk_a = u32(t << u32(1))
+        chunk_b = u32(chunk_a + u32(1))
+        if turns and not INTERLEAVED:
+            chunk_a = t
+            chunk_b = u32(t + turning)
+        x = cuda.local.array(8, dtype=np.uint32)
+        for i in range(8):
+            x[i] = u32(0)
+        if works:
+            a = ptx.ldg128(origin + u64(u32(chunk_a << u32(4))))
+            b = ptx.ldg128(origin + u64(u32(chunk_b << u32(4))))
+            x[0], x[1], x[2], x[3] = a[0], a[1], a[2], a[3]
+            x[4], x[5], x[6], x[7] = b[0], b[1], b[2], b[3]
+        if query_norm != u64(0):
+            # Invariant: all lanes of the warp are here, those without work with zeros, as shuffles demand.
+            squares = f32(0)
+            for i in range(8):
+                squares = ptx.ffma(low(x[i]), low(x[i]), squares)
+                squares = ptx.ffma(high(x[i]), high(x[i]), squares)
+            scale = inverse_rms(sum_of_group(squares, group_shift), head_size, epsilon)
+            if works and not is_value:
+                a = ptx.ldg128_nc(norm + u64(u32(chunk_a << u32(4))))
+                b = ptx.ldg128_nc(norm + u64(u32(chunk_b << u32(4))))
+                w = (a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3])
+                for i in range(8):
+                    normed = pack(ptx.fmul(low(x[i]), scale), ptx.fmul(high(x[i]), scale))
+                    x[i] = pack(ptx.fmul(low(w[i]), low(normed)), ptx.fmul(high(w[i]), high(normed)))
+        if not works:
+            return
+        if turns:
+            position = ptx.ldg32_nc(positions + u64(token) * u64(4))
+            cosines = angles + u64(position) * u64(u32(u32(rotary_size) << u32(2))) + u64(u32(t << u32(5)))
+            turn(x, cosines, cosines + u64(u32(u32(rotary_size) << u32(1))))
+        if is_query:
+            ptx.stg128(origin + u64(u32(chunk_a << u32(4))), x[0], x[1], x[2], x[3])
+            ptx.stg128(origin + u64(u32(chunk_b << u32(4))), x[4], x[5], x[6], x[7])
+            return
+        if slots == u64(0):
+            return
+        slot = i32(ptx.ldg32_nc(slots + u64(token) * u64(4)))
+        if slot < 0:                                  # a token without a place: padding
+            return
+        page = u64(u32(u32(slot) >> u32(page_shift))) * page_stride
+        within = u32(u32(slot) & u32(u32(u32(1) << u32(page_shift)) - u32(1)))
+        row = u32(u32(u32(kv_head << u32(page_shift)) + within) * u32(u32(half_chunks << u32(1)) * u32(CHUNK_BYTES)))
+        target = (value_pool if is_value else key_pool) + page + u64(row)
+        inverse = f32(1)
+        if NARROW:
+            scale_at = u32(kv_head + u32(kv_heads)) if is_value else kv_head
+            inverse = ptx.rcp(ptx.ldgf32(scales + u64(scale_at) * u64(4)))
+        store_chunk(target + u64(u32(chunk_a * u32(CHUNK_BYTES))), x, 0, inverse)
+        store_chunk(target + u64(u32(chunk_b * u32(CHUNK_BYTES))), x, 4, inverse)
+
+    return rotate_and_write

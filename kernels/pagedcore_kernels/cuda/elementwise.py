@@ -1,0 +1,243 @@
+"""Everything in a decoder layer that is neither a matrix product nor attention, on NVIDIA cards.
+
+Owns the objects that launch the kernels of ``device/rms_norm.py``, ``gated.py`` and ``rotate.py``, and what they check
+first. They compute what the CPU's objects of the same names do, with the same roundings; they never see a model.
+
+Invariant: the bits of a row depend on that row and the weights alone.
+Invariant: a call is one launch on the stream that ``driver.begin_step`` noted; nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore_kernels.checks import check_pool
+from pagedcore_kernels.cuda.driver import Driver
+from pagedcore_kernels.cuda.shapes import GATED_VECTORS, ROW_THREADS, Format
+from pagedcore_kernels.cuda.variants import ACTIVATIONS, gated_name, needed_capability, norm_name, rotate_name
+from pagedcore_kernels.layout import TokenMajorLayout
+
+FORMATS: Final = {
+    torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float8_e4m3fn: Format.E4M3, torch.int8: Format.INT8,
+}
+_VECTOR: Final = 8
+"""Elements of 16 bits in a vector."""
+_MOST_UNITS: Final = 2**31 - 1
+"""Kernels number what they work on in 32 bits."""
+_MOST_HEAD: Final = 512
+"""Elements of a head at most: 16 for each lane of a warp."""
+
+
+class RmsNorm:
+    """``weight * x / rms(x)`` over rows, after an optional residual add.
+
+    Args:
+        weight: [hidden], bfloat16 or float16, the dtype of all rows.
+        epsilon: added to the mean of squares.
+        driver: the card.
+
+    Raises:
+        InvalidConfig: no kernel holds rows of this size or dtype.
+    """
+
+    def __init__(self, weight: torch.Tensor, epsilon: float, driver: Driver) -> None:
+        self._weight = weight.detach().clone(memory_format=torch.contiguous_format)
+        self._epsilon = epsilon
+        self._driver = driver
+        self._name = norm_name(_storage(weight.dtype), weight.numel())
+        driver.prepare(self._name)
+
+    def __call__(self, residual: torch.Tensor, addend: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Add ``addend`` to ``residual`` in place, if there is one, and write the norm of the sum to ``out``.
+
+        All are [T, hidden], contiguous, of the weight's dtype; ``out`` may not be ``addend`` or ``residual``.
+        """
+        for name, tensor in (("residual", residual), ("addend", addend), ("out", out)):
+            if tensor is not None:
+                _check_rows(name, tensor, (residual.shape[0], self._weight.numel()), self._weight)
+        if residual.shape[0]:
+            self._driver.launch(self._name, residual.shape[0], (
+                residual, addend, self._weight, out, self._weight.numel() // _VECTOR, self._epsilon,
+            ))
+
+
+class GatedActivation:
+    """``f(gate) * up`` over rows that hold gate and up side by side.
+
+    Args:
+        activation: one of ``ACTIVATIONS``.
+        dtype: of all rows, bfloat16 or float16.
+        driver: the card.
+
+    Raises:
+        InvalidConfig: there is no such kernel.
+    """
+
+    def __init__(self, activation: str, dtype: torch.dtype, driver: Driver) -> None:
+        if activation not in ACTIVATIONS:
+            raise InvalidConfig(f"activation: got {activation!r}, allowed are {', '.join(ACTIVATIONS)}.")
+        self._driver = driver
+        self._name = gated_name(_storage(dtype), activation)
+        self._like = torch.empty(0, dtype=dtype, device=driver.device)
+        driver.prepare(self._name)
+
+    def __call__(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """Read gate_up [T, 2 * intermediate] and write out [T, intermediate]; both contiguous."""
+        num_rows, size = out.shape
+        _check_rows("out", out, (num_rows, size), self._like)
+        _check_rows("gate_up", gate_up, (num_rows, 2 * size), self._like)
+        num_vectors = num_rows * size // _VECTOR
+        if num_vectors:
+            self._driver.launch(self._name, _ctas(num_vectors, ROW_THREADS * GATED_VECTORS), (
+                gate_up, out, size // _VECTOR, num_vectors,
+            ))
+
+
+class RotaryEmbedding:
+    """Rotary embedding of the queries and keys of a step, and the write of its K and V to their slots, in one launch.
+
+    Args:
+        layout: of the pool; heads of K and V of a layer have one size, a multiple of 16.
+        pool: uint8 [blocks, block_bytes].
+        driver: the card.
+        rotary_size: elements of a head that turn, its first ones, a multiple of 16; ``None`` for all.
+        interleaved: whether neighbours turn together, not the elements of two halves.
+        kv_scales: float32 [layers, 2, most KV heads] for pools of 8 bits, as for ``NumbaCudaAttention``.
+
+    Raises:
+        InvalidConfig: there is no kernel for these sizes, this card or these formats.
+    """
+
+    def __init__(
+        self, layout: TokenMajorLayout, pool: torch.Tensor, driver: Driver, *, rotary_size: int | None = None,
+        interleaved: bool = False, kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        check_pool(layout, pool)
+        if layout.block_size & (layout.block_size - 1):
+            raise InvalidConfig(f"block_size: got {layout.block_size}, allowed for CUDA kernels is a power of two.")
+        stored = FORMATS.get(layout.dtype)
+        if stored is None or driver.capability < needed_capability(stored):
+            raise InvalidConfig(f"KV dtype: got {layout.dtype}, which this card cannot store. Choose another.")
+        if (stored.itemsize == 1) != (kv_scales is not None):
+            given = "none" if kv_scales is None else "some"
+            raise InvalidConfig(f"kv_scales: got {given} for a KV pool of {layout.dtype}; pools of 8 bits need them.")
+        self._driver = driver
+        self._layout = layout
+        self._rotary_sizes = [_rotary_size(shape.key_head_size, rotary_size) for shape in layout.layers]
+        if any(shape.key_head_size != shape.value_head_size for shape in layout.layers):
+            raise InvalidConfig("head sizes: K and V differ, allowed for the fused rotary embedding is one size.")
+        layers = range(len(layout.layers))
+        self._keys = [layout.key_view(pool, layer).transpose(-1, -2) for layer in layers]
+        self._values = [layout.value_view(pool, layer) for layer in layers]
+        self._scales = [
+            None if kv_scales is None
+            else kv_scales[layer, :, : shape.num_kv_heads].to(pool.device, torch.float32).contiguous()
+            for layer, shape in enumerate(layout.layers)
+        ]
+        self._page_shift = layout.block_size.bit_length() - 1
+        self._name = rotate_name(_storage(layout.model_dtype), stored, interleaved)
+        driver.prepare(self._name)
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor,
+        angles: torch.Tensor, slots: torch.Tensor | None, *, norms: Sequence[torch.Tensor] | None = None,
+        epsilon: float = 0.0,
+    ) -> None:
+        """Turn query [T, H, D] in place; store key turned and value, both [T, KVH, D], which keep their contents.
+
+        Args:
+            layer: of the pool.
+            query: in the model's dtype, as key and value are; heads and tokens start at multiples of 16 bytes.
+            key: see there.
+            value: see there.
+            positions: int32 [T], each below the number of ``angles``; it is the caller who sees to that.
+            angles: float32 [positions, rotary_size], cosines and then sines, in the precision of the model's dtype.
+            slots: int32 [T], -1 for nowhere; ``None`` stores nothing.
+            norms: weights [D] of query heads and of key heads, which are RMS-normed first.
+            epsilon: of the norms.
+        """
+        shape, rotary = self._layout.layers[layer], self._rotary_sizes[layer]
+        num_tokens, heads, size = query.shape
+        self._check_heads("query", query, (num_tokens, heads, shape.key_head_size))
+        for name, tensor in (("key", key), ("value", value)):
+            self._check_heads(name, tensor, (num_tokens, shape.num_kv_heads, size))
+        _check_numbers("positions", positions, num_tokens)
+        if slots is not None:
+            _check_numbers("slots", slots, num_tokens)
+        is_table = angles.is_contiguous() and angles.data_ptr() % 16 == 0
+        if angles.shape[1:] != (rotary,) or angles.dtype != torch.float32 or not is_table:
+            raise InternalError(f"angles: {angles.dtype} {tuple(angles.shape)}, expected float32 [N, {rotary}].")
+        query_norm, key_norm = (self._weight(weight, size) for weight in norms) if norms else (None, None)
+        if not num_tokens:
+            return
+        group_shift = (size // 16 - 1).bit_length()
+        self._driver.launch(
+            self._name, _ctas(num_tokens * (heads + 2 * shape.num_kv_heads) << group_shift, ROW_THREADS), (
+                query, key, value, positions, angles, query_norm, key_norm, slots, self._keys[layer],
+                self._values[layer], self._scales[layer], self._layout.block_bytes, num_tokens, *_steps(query),
+                *_steps(key), *_steps(value), heads, shape.num_kv_heads, size, rotary, group_shift, self._page_shift,
+                epsilon,
+            ),
+        )
+
+    def _check_heads(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape or tensor.dtype != self._layout.model_dtype:
+            raise InternalError(
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected {self._layout.model_dtype} {shape}."
+            )
+        token, head = _steps(tensor)
+        if (token | head | tensor.data_ptr()) % 16 or tensor.stride(-1) != 1:
+            raise InternalError(f"{name}: strides {tensor.stride()}, expected heads at multiples of 16 bytes.")
+
+    def _weight(self, weight: torch.Tensor, size: int) -> torch.Tensor:
+        if tuple(weight.shape) != (size,) or weight.dtype != self._layout.model_dtype or weight.data_ptr() % 16:
+            raise InternalError(
+                f"norm weight: {weight.dtype} {tuple(weight.shape)}, expected {self._layout.model_dtype} [{size}]."
+            )
+        return weight
+
+
+def _storage(dtype: torch.dtype) -> Format:
+    found = FORMATS.get(dtype)
+    if found is None or found.itemsize != 2:
+        raise InvalidConfig(f"dtype: got {dtype}, allowed for CUDA kernels are bfloat16 and float16.")
+    return found
+
+
+def _rotary_size(head_size: int, wanted: int | None) -> int:
+    size = head_size if wanted is None else wanted
+    if head_size % 16 or head_size > _MOST_HEAD or size % 16 or not 0 <= size <= head_size:
+        raise InvalidConfig(
+            f"rotary size: got {size} of {head_size}, allowed are multiples of 16, and of a head at most {_MOST_HEAD}."
+        )
+    return size
+
+
+def _check_numbers(name: str, tensor: torch.Tensor, count: int) -> None:
+    if tuple(tensor.shape) != (count,) or tensor.dtype != torch.int32 or not tensor.is_contiguous():
+        raise InternalError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected int32 [{count}].")
+
+
+def _check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int], like: torch.Tensor) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != like.dtype or tensor.device != like.device:
+        raise InternalError(
+            f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, expected {like.dtype} {shape} on "
+            f"{like.device}."
+        )
+    if not tensor.is_contiguous() or tensor.data_ptr() % 16 or shape[1] % _VECTOR:
+        raise InternalError(f"{name}: rows of {shape[1]} elements, expected whole vectors of 16 bytes without gaps.")
+
+
+def _steps(tensor: torch.Tensor) -> tuple[int, int]:
+    """Bytes from token to token and from head to head."""
+    return tensor.stride(0) * tensor.itemsize, tensor.stride(1) * tensor.itemsize
+
+
+def _ctas(units: int, per_cta: int) -> int:
+    if units > _MOST_UNITS:
+        raise InternalError(f"CUDA launch: {units} pieces of work, expected at most {_MOST_UNITS}. Cut the batch.")
+    return -(-units // per_cta)

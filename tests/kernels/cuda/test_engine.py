@@ -1,0 +1,56 @@
+"""A whole engine on the compiled kernels: the PTX interpreter is the card, everything above it is what ships."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from device_stand_in import StandInBackends, use_stand_in
+from engine_builders import run
+from kernels.cuda import simulated_driver
+from pagedcore.demo_model.questions import demo_questions, is_correct
+from pagedcore.engine import Engine
+from pagedcore.sampling_params import SamplingParams
+from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
+
+pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
+
+PARAMS = SamplingParams(max_tokens=24)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the launches of each family from now on."""
+    families: Counter[str] = Counter()
+    inner = simulated_driver.SimulatedDriver.launch
+
+    def counted(self, name, num_ctas, arguments):  # type: ignore[no-untyped-def]
+        families[name.partition("-")[0]] += 1
+        inner(self, name, num_ctas, arguments)
+
+    monkeypatch.setattr(simulated_driver.SimulatedDriver, "launch", counted)
+    return families
+
+
+@pytest.mark.parametrize(("count", "preemption"), [
+    (2, "auto"), pytest.param(6, "swap", marks=pytest.mark.kernels),
+    pytest.param(6, "recompute", marks=pytest.mark.kernels),
+])
+def test_the_demo_model_answers_on_the_compiled_kernels(
+    count: int, preemption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks, decode rows and preempted requests in one batch: every answer is right, on every kernel."""
+    use_stand_in(monkeypatch)
+    families = launched(monkeypatch)
+    questions = demo_questions(count, seed=5)
+    with Engine.from_pretrained(
+        "demo", device="cuda", attention_backend="simulated", plugins=[StandInBackends()], max_num_batched_tokens=24,
+        max_num_seqs=4, block_size=4, num_kv_blocks=14 if count > 2 else 40, host_kv_memory="1MiB",
+        preemption=preemption,
+    ) as engine:
+        requests = [engine.add_request(question.prompt, PARAMS) for question in questions]
+        run(engine)
+        answers = [request.output().outputs[0].text for request in requests]
+        assert [(q.prompt, a) for q, a in zip(questions, answers, strict=True) if not is_correct(q, a)] == []
+        assert count == 2 or engine.stats().num_preemptions > 0
+    assert set(families) >= {"write", "decode", "prefill"}
