@@ -26,6 +26,7 @@ class ReferenceAttention:
     """
 
     name = "reference"
+    devices = ("cpu", "cuda")
 
     def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)

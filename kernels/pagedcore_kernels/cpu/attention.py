@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from pagedcore_kernels.cpu.microkernels import add_weighted_values, multiply_queries_and_keys, prefetch
+from pagedcore_kernels.cpu.microkernels import add_weighted_values, multiply_queries_and_keys
 from pagedcore_kernels.cpu.rows import (
     cap_row,
     exponentiate_row,
@@ -98,6 +98,19 @@ def _first_visible(position: int, window: int, chunk: int) -> int:
 
 
 @njit(inline="always")
+def _first_blocks(p: int, item: int, head_tiles: int, block_size: int) -> tuple[int, int, int]:
+    """Where in the block table a work item begins, how many blocks it has, and its KV head."""
+    num_kv_heads = load_int64(p, NUM_KV_HEADS)
+    tile = item // (num_kv_heads * head_tiles)
+    sequence, start = load_int64(load_int64(p, TILE_ROWS), tile), load_int64(load_int64(p, TILE_STARTS), tile)
+    num_tokens = load_int64(load_int64(p, QUERY_START), sequence + 1) - load_int64(load_int64(p, QUERY_START), sequence)
+    position = load_int64(load_int64(p, KV_LENS), sequence) - num_tokens + start
+    first = _first_visible(position, load_int64(p, WINDOW), load_int64(p, CHUNK)) // block_size
+    table = load_int64(p, BLOCK_TABLES) + (sequence * load_int64(p, TABLE_WIDTH) + first) * 4
+    return table, position // block_size + 1 - first, item // head_tiles - tile * num_kv_heads
+
+
+@njit(inline="always")
 def _update_row(
     scores: int, first: int, last: int, low: int, high: int, state: int, row: int, output: int, width: int
 ) -> None:
@@ -142,8 +155,7 @@ def attention_kernel(variant: Variant) -> Kernel:
     stride = (TILE + LANES) * 4
     score_floats, state_floats = rows * stride // 4, 2 * rows
     tile_blocks = TILE // block_size
-    # Blocks that a decode row asks memory for ahead of their use.
-    prefetch_distance = max(2, grouped)
+    num_ahead = 2 * grouped
     key_bytes, value_bytes = key_size * block_size * item_bytes, padded * block_size * item_bytes
 
     def attention(parameters: Any) -> None:
@@ -157,15 +169,15 @@ def attention_kernel(variant: Variant) -> Kernel:
         num_items = load_int64(p, NUM_TILES) * num_kv_heads * head_tiles
         query_rows, scores = stack_floats(query_floats), stack_floats(score_floats)
         outputs, state = stack_floats(output_floats), stack_floats(state_floats)
-        blocks = stack_int64(tile_blocks)
+        blocks, ahead = stack_int64(tile_blocks), stack_int64(num_ahead)
         # Rows without a query take part in the products; what they hold need only be numbers, not slow ones.
         fill_row(query_rows, 0, query_vectors, _ZERO)
         fill_row(outputs, 0, rows * width, _ZERO)
 
-        while True:
-            item = claim(load_int64(p, COUNTER))
-            if item >= num_items:
-                break
+        next_item = claim(load_int64(p, COUNTER))
+        while next_item < num_items:
+            # Why: claimed ahead, the item after this one is known, and its first keys can be asked for.
+            item, next_item = next_item, claim(load_int64(p, COUNTER))
             # Which heads, tokens and blocks the item is about.
             tile = item // (num_kv_heads * head_tiles)
             head_tile = item - tile * num_kv_heads * head_tiles
@@ -183,6 +195,8 @@ def attention_kernel(variant: Variant) -> Kernel:
             table = load_int64(p, BLOCK_TABLES) + sequence * load_int64(p, TABLE_WIDTH) * 4
             keys = load_int64(p, KEY_OFFSET) + kv_head * key_bytes
             values = load_int64(p, VALUE_OFFSET) + kv_head * value_bytes
+            next_table, num_next, next_head = _first_blocks(p, min(next_item, num_items - 1), head_tiles, block_size)
+            next_key_offset, num_next = load_int64(p, KEY_OFFSET) + next_head * key_bytes, min(num_next, grouped)
 
             # Row i * heads + h: token i and head h, scaled once; an empty softmax and output.
             for i in range(num_queries):
@@ -214,19 +228,21 @@ def attention_kernel(variant: Variant) -> Kernel:
                 # Scores. A single query is short of rows to fill the registers: it takes a group of blocks.
                 if num_queries == 1:
                     for g in range(first_group, last_group):
-                        for j in range(g * grouped, (g + 1) * grouped):
-                            if j + prefetch_distance < last_block:
-                                prefetch(key_bytes, 3, load_int64(blocks, j + prefetch_distance) + keys)
-                            prefetch(value_bytes, 2, load_int64(blocks, j) + values)
+                        # On the way the group's values are asked for, and the next keys.
+                        for j in range(grouped):
+                            block = g * grouped + j
+                            store_int64(ahead, 2 * j, load_int64(blocks, block) + values)
+                            block = min(block + grouped, last_group * grouped - 1)
+                            store_int64(ahead, 2 * j + 1, load_int64(blocks, block) + keys)
                         multiply_queries_and_keys(
-                            heads, key_size, block_size, grouped, budget, is_bf16,
-                            query_rows, blocks + g * grouped * 8, keys, scores + g * grouped * block_size * 4, stride,
+                            heads, key_size, block_size, grouped, budget, is_bf16, num_ahead, query_rows,
+                            blocks + g * grouped * 8, keys, scores + g * grouped * block_size * 4, stride, ahead,
                         )  # fmt: skip
                 else:
                     for j in range(first_block, last_block):
                         multiply_queries_and_keys(
-                            rows, key_size, block_size, 1, budget, is_bf16,
-                            query_rows, blocks + j * 8, keys, scores + j * block_size * 4, stride,
+                            rows, key_size, block_size, 1, budget, is_bf16, 0,
+                            query_rows, blocks + j * 8, keys, scores + j * block_size * 4, stride, ahead,
                         )  # fmt: skip
 
                 # Weights, in place of the scores.
@@ -246,21 +262,24 @@ def attention_kernel(variant: Variant) -> Kernel:
 
                 # Weighted values, and while they are added the next tile's first keys on their way.
                 for j in range(first_block, last_block):
-                    ahead = tile_start + TILE + (j - first_block) * block_size
-                    if num_queries == 1 and j < first_block + 2 * prefetch_distance and ahead < end:
-                        block = load_int32(table, ahead // block_size)
-                        prefetch(key_bytes, 3, pool + block * block_bytes + keys)
+                    next_keys = scores
+                    if tile_start + TILE + j * block_size < end:
+                        block = load_int32(table, (tile_start + TILE) // block_size + j)
+                        next_keys = pool + block * block_bytes + keys
+                    elif j + num_next >= last_block:
+                        block = load_int32(next_table, j + num_next - last_block)
+                        next_keys = pool + block * block_bytes + next_key_offset
                     skipped = max(low - j * block_size, 0)
                     count = min(block_size, high - j * block_size) - skipped
                     weights = scores + (j * block_size + skipped) * 4
                     block_values = load_int64(blocks, j) + values + skipped * padded * item_bytes
                     if num_queries == 1:
                         add_weighted_values(
-                            heads, padded, budget, is_bf16, weights, stride, block_values, outputs, count
+                            heads, padded, budget, is_bf16, weights, stride, block_values, outputs, count, next_keys
                         )
                     else:
                         add_weighted_values(
-                            rows, padded, budget, is_bf16, weights, stride, block_values, outputs, count
+                            rows, padded, budget, is_bf16, weights, stride, block_values, outputs, count, next_keys
                         )
                 tile_start += TILE
 

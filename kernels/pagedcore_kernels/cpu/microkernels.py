@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagedcore_kernels.cpu.simd import (
     FLOAT,
-    INT32,
     INT64,
     LANES,
     Builder,
@@ -33,7 +31,7 @@ from pagedcore_kernels.cpu.simd import (
     item_bytes,
     load,
     load_floats,
-    pointer,
+    prefetch_line,
     splat,
     store,
 )
@@ -63,19 +61,22 @@ def multiply_queries_and_keys(
     num_blocks: Any,
     budget: Any,
     is_bf16: Any,
+    num_ahead: Any,
     queries: Any,
     blocks: Any,
     key_offset: Any,
     scores: Any,
     score_stride: Any,
+    ahead: Any,
 ) -> Any:
     """scores[rows, num_blocks * block_size] = queries[rows, dim] @ K, for consecutive blocks of one sequence.
 
-    Literal: rows, dim, block_size, num_blocks, budget, is_bf16. ``blocks`` is the address of ``num_blocks``
-    block addresses, ``key_offset`` the bytes from there to K [dim, block_size]; ``score_stride`` in bytes.
+    Literal: rows, dim, block_size, num_blocks, budget, is_bf16, num_ahead. ``blocks`` is the address of ``num_blocks``
+    block addresses, ``key_offset`` the bytes from there to K [dim, block_size]; ``score_stride`` in bytes. ``ahead``
+    is the address of ``num_ahead`` addresses; as much memory as one K takes is asked for there on the way.
     """
-    fixed = (rows, dim, block_size, num_blocks, budget, is_bf16)
-    num_rows, size, tokens, count, registers, bf16 = _literals(*fixed)
+    fixed = (rows, dim, block_size, num_blocks, budget, is_bf16, num_ahead)
+    num_rows, size, tokens, count, registers, bf16, num_prefetched = _literals(*fixed)
     lanes = min(LANES, tokens)
     per_block = tokens // lanes
     vectors = count * per_block
@@ -83,10 +84,12 @@ def multiply_queries_and_keys(
     wide = vectors if vectors * num_rows <= registers else min(vectors, 2 if registers >= 8 else 1)
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        q, block_addresses, offset, s, stride = args[len(fixed) :]
+        q, block_addresses, offset, s, stride, wanted = args[len(fixed) :]
         item = item_bytes(bf16)
+        next_memory = [load(b, wanted, 8 * i, INT64, 8) for i in range(num_prefetched)]
 
         def tile(row_range: range, vector_range: range) -> None:
+            is_first = row_range.start == vector_range.start == 0
             sums = {(m, v): cgutils.alloca_once_value(b, constant(0.0, floats(lanes)))
                     for m in row_range for v in vector_range}  # fmt: skip
             keys = {}
@@ -98,6 +101,9 @@ def multiply_queries_and_keys(
                 for u in range(step):
                     d = b.add(b.mul(loop.index, int64(step)), int64(u))
                     row = b.mul(d, int64(tokens * item))
+                    for address in next_memory if is_first else ():
+                        for line in range(0, tokens * item, 64):
+                            prefetch_line(b, b.add(address, int64(line)), row)
                     key = {v: load_floats(b, keys[v], row, bf16, lanes) for v in vector_range}
                     for m in row_range:
                         element = load(b, q, b.add(b.mul(d, int64(4)), int64(m * size * 4)), FLOAT, 4)
@@ -113,7 +119,7 @@ def multiply_queries_and_keys(
                 tile(row_range, vector_range)
         return context.get_dummy_value()
 
-    addresses = [types.int64] * 5
+    addresses = [types.int64] * 6
     return types.void(*fixed, *addresses), codegen
 
 
@@ -129,23 +135,28 @@ def add_weighted_values(
     values: Any,
     outputs: Any,
     num_tokens: Any,
+    ahead: Any,
 ) -> Any:
     """outputs[rows, dim] += weights[rows, num_tokens] @ values[num_tokens, dim], dim a multiple of 16.
 
-    Literal: rows, dim, budget, is_bf16; ``weight_stride`` in bytes.
+    Literal: rows, dim, budget, is_bf16; ``weight_stride`` in bytes. On the way, as much memory as the values take is
+    asked for at the address ``ahead``.
     """
     fixed = (rows, dim, budget, is_bf16)
     num_rows, size, registers, bf16 = _literals(*fixed)
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        p, stride, v, o, tokens = args[len(fixed) :]
+        p, stride, v, o, tokens, wanted = args[len(fixed) :]
         item = item_bytes(bf16)
 
         def tile(row_range: range, vector_range: range) -> None:
             sums = {(m, j): cgutils.alloca_once_value(b, load(b, o, (m * size + j * LANES) * 4, floats(), 4))
                     for m in row_range for j in vector_range}  # fmt: skip
+            is_first = row_range.start == vector_range.start == 0
             with cgutils.for_range(b, tokens) as loop:
                 row = b.mul(loop.index, int64(size * item))
+                for line in range(0, size * item, 64) if is_first else ():
+                    prefetch_line(b, b.add(wanted, int64(line)), row)
                 value = {j: load_floats(b, v, b.add(row, int64(j * LANES * item)), bf16) for j in vector_range}
                 column = b.mul(loop.index, int64(4))
                 for m in row_range:
@@ -161,26 +172,5 @@ def add_weighted_values(
                 tile(row_range, vector_range)
         return context.get_dummy_value()
 
-    addresses = [types.int64] * 5
+    addresses = [types.int64] * 6
     return types.void(*fixed, *addresses), codegen
-
-
-@intrinsic(prefer_literal=True)
-def prefetch(typing: Typing, num_bytes: Any, locality: Any, address: Any) -> Any:
-    """``prefetch(literal bytes, literal locality, address)``: ask for memory ahead of its use; 3 keeps it close."""
-    size, level = num_bytes.literal_value, locality.literal_value
-    lines = -(-size // 64)
-    unroll = 8 if lines % 8 == 0 else 1
-
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        byte = ir.IntType(8)
-        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), INT32, INT32, INT32])
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-        read, near, data = (ir.Constant(INT32, number) for number in (0, level, 1))
-        with cgutils.for_range(b, int64(lines // unroll)) as loop:
-            for line in range(unroll):
-                offset = b.mul(b.add(b.mul(loop.index, int64(unroll)), int64(line)), int64(64))
-                b.call(function, [pointer(b, args[2], offset, byte), read, near, data])
-        return context.get_dummy_value()
-
-    return types.void(num_bytes, locality, types.int64), codegen

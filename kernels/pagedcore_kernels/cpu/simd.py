@@ -114,6 +114,15 @@ def store(b: Builder, value: Value, address: Value, offset: Value | int, align: 
     stored.align = align
 
 
+def prefetch_line(b: Builder, address: Value, offset: Value) -> None:
+    """Ask for a cache line ahead of its use; the second level is near enough, the first is full of what is in use."""
+    byte = ir.IntType(8)
+    kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), INT32, INT32, INT32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    read, near, data = (ir.Constant(INT32, number) for number in (0, 2, 1))
+    b.call(function, [pointer(b, address, offset, byte), read, near, data])
+
+
 def item_bytes(is_bf16: int) -> int:
     """Bytes of an element of a kernel's storage dtype."""
     return 2 if is_bf16 else 4

@@ -1,0 +1,183 @@
+"""Matrix products of float32 or bfloat16 rows with packed weights, on processors with vectors of 512 bits.
+
+Owns the arrangement of the weights and the kernel that reads each of them once per step from memory. A step of a few
+dozen rows is bound by memory and by arithmetic at once, so while one chunk of a panel is multiplied the next one is on
+its way: each tile asks for a share of it. That is what makes it faster there than oneDNN, whose products it replaces.
+Read ``matmul_tiles.py`` for the arithmetic.
+
+Invariant: an output's bits depend on its row, its weights and its bias alone: not on the other rows, the row's place or
+the number of threads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import torch
+from numba.core import config
+
+from pagedcore.errors import InternalError
+from pagedcore_kernels.cpu.matmul_tiles import (
+    PANEL,
+    ROW_STEP_BYTES,
+    STEP_BYTES,
+    SUM_BYTES,
+    TILE_ROWS,
+    multiply_tile,
+    store_sums,
+)
+from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats
+from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
+
+#: Steps whose products are summed up in registers: 64 KiB of a panel, which stays in the second cache level while all
+#: rows of a work item pass. Part of the order of additions: another number gives other bits.
+CHUNK_STEPS = 256
+#: Rows of a work item, whose sums take 16 KiB.
+_ITEM_ROWS = 64
+#: Work items per thread that are enough to share the work evenly.
+_ITEMS_PER_THREAD = 4
+
+
+def can_multiply(dtype: torch.dtype, num_inputs: int) -> bool:
+    """Whether products of this number format and size run here."""
+    # Why: told to compile for another processor, LLVM would not know the instructions.
+    if config.CPU_NAME or config.CPU_FEATURES:
+        return False
+    features = llvmlite.binding.get_host_cpu_features()
+    if dtype == torch.bfloat16:
+        # Why: matrix units multiply many times faster than vectors, and oneDNN uses them.
+        is_fastest = features.get("avx512bf16", False) and not features.get("amx-bf16", False)
+        return is_fastest and num_inputs % _inputs_per_step(dtype) == 0
+    return dtype == torch.float32 and features.get("avx512f", False)
+
+
+def _inputs_per_step(dtype: torch.dtype) -> int:
+    return ROW_STEP_BYTES // dtype.itemsize
+
+
+class PackedMatmul:
+    """``rows @ weight.T + bias`` with a weight that was rearranged once.
+
+    Args:
+        weight: float32 or bfloat16 [out, in], any strides; not kept.
+        bias: [out] of the same format, or ``None``; not kept.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._num_outputs, self._num_inputs = weight.shape
+        if not can_multiply(weight.dtype, self._num_inputs):
+            raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
+        self._num_panels = -(-self._num_outputs // PANEL)
+        self.weight = _panels(weight, self._num_panels)
+        self._bias = weight.new_zeros(self._num_panels * PANEL)
+        if bias is not None:
+            self._bias[: self._num_outputs] = bias
+        self._kernel = matmul_kernel(int(weight.dtype == torch.bfloat16))
+        self._parameters = ParameterBlock(9)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the packed weight."""
+        return self.weight.data_ptr(), self.weight.nbytes
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous, of the weight's format, and return [M, out]."""
+        num_rows = len(rows)
+        # Safety: the kernel reads raw memory.
+        kind, size = self.weight.dtype, self._num_inputs
+        if rows.shape != (num_rows, size) or rows.dtype != kind or not rows.is_contiguous():
+            raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {kind} [M, {size}]")
+        out = rows.new_empty(num_rows, self._num_outputs)
+        self._parameters.fill(
+            rows.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
+            self._num_outputs, self._num_inputs, self._num_panels, self._num_shares(num_rows),
+        )  # fmt: skip
+        self._kernel.run(self._parameters)
+        return out
+
+    def _num_shares(self, num_rows: int) -> int:
+        """Into how many work items the rows of each panel are cut: one unless the panels are too few."""
+        wanted = -(-_ITEMS_PER_THREAD * torch.get_num_threads() // self._num_panels)
+        return max(1, min(wanted, -(-num_rows // _ITEM_ROWS)))
+
+
+def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
+    """Return [num_panels, steps, PANEL, inputs of a step], filled up with zeros."""
+    num_outputs, num_inputs = weight.shape
+    inputs = _inputs_per_step(weight.dtype)
+    num_whole, num_steps = num_outputs // PANEL, num_inputs // inputs
+    panels = weight.new_empty(num_panels, num_steps, PANEL, inputs)
+    steps = weight.reshape(num_outputs, num_steps, inputs)
+    panels[:num_whole] = steps[: num_whole * PANEL].reshape(num_whole, PANEL, num_steps, inputs).transpose(1, 2)
+    if num_whole < num_panels:
+        rest = steps[num_whole * PANEL :].transpose(0, 1)
+        panels[num_whole, :, : rest.shape[1]], panels[num_whole, :, rest.shape[1] :] = rest, 0
+    return panels
+
+
+@cache
+def matmul_kernel(is_bf16: int) -> Kernel:
+    """Compile the kernel, or take it from the cache; its parameters are those that ``PackedMatmul`` fills in."""
+    panel_outputs, step_bytes, row_step_bytes, sum_bytes = PANEL, STEP_BYTES, ROW_STEP_BYTES, SUM_BYTES
+    chunk, item_rows, num_sums, tile_rows = CHUNK_STEPS, _ITEM_ROWS, _ITEM_ROWS * PANEL, TILE_ROWS
+    item_bytes = 2 if is_bf16 else 4
+
+    def matmul(parameters: Any) -> None:
+        p = address_of(parameters)
+        counter, rows, weight = load_int64(p, 0), load_int64(p, 1), load_int64(p, 2)
+        bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
+        num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * item_bytes // row_step_bytes
+        num_panels, num_shares = load_int64(p, 8), load_int64(p, 9)
+        row_bytes, panel_bytes = num_steps * row_step_bytes, num_steps * step_bytes
+        first_bytes = min(chunk, num_steps) * step_bytes
+        sums = stack_floats(num_sums)
+        next_item = claim(counter)
+        while next_item < num_panels * num_shares:
+            # Why: claimed ahead, the panel after this one is known, and its first chunk can be asked for.
+            item, next_item = next_item, claim(counter)
+            next_panel = weight + min(next_item // num_shares, num_panels - 1) * panel_bytes
+            panel = item // num_shares
+            first_row = (item - panel * num_shares) * item_rows
+            while first_row < num_rows:
+                count = min(item_rows, num_rows - first_row)
+                num_tiles = (count + tile_rows - 1) // tile_rows
+                start = 0
+                while start < num_steps:
+                    steps = min(chunk, num_steps - start)
+                    here = weight + panel * panel_bytes + start * step_bytes
+                    ahead, ahead_bytes = here + steps * step_bytes, steps * step_bytes
+                    if start + chunk >= num_steps:
+                        ahead, ahead_bytes = next_panel, first_bytes
+                    for tile in range(num_tiles):
+                        # Tiles of even sizes: the smaller ones are slower for their size.
+                        row, end = tile * count // num_tiles, (tile + 1) * count // num_tiles
+                        source = rows + (first_row + row) * row_bytes + start * row_step_bytes
+                        sums_here, is_first = sums + row * sum_bytes, int(start == 0)
+                        # Why 64: a cache line with every step, sooner than the share would need it, was faster.
+                        share, step = ahead + tile * ahead_bytes // num_tiles, max(64, step_bytes // num_tiles)
+                        if end - row == 4:
+                            multiply_tile(
+                                is_bf16, 4, source, row_bytes, here, steps, sums_here, is_first, share, step
+                            )
+                        elif end - row == 3:
+                            multiply_tile(
+                                is_bf16, 3, source, row_bytes, here, steps, sums_here, is_first, share, step
+                            )
+                        elif end - row == 2:
+                            multiply_tile(
+                                is_bf16, 2, source, row_bytes, here, steps, sums_here, is_first, share, step
+                            )
+                        else:
+                            multiply_tile(
+                                is_bf16, 1, source, row_bytes, here, steps, sums_here, is_first, share, step
+                            )
+                    start += chunk
+                column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
+                for i in range(count):
+                    target = out + ((first_row + i) * num_outputs + column) * item_bytes
+                    store_sums(is_bf16, sums + i * sum_bytes, bias + column * item_bytes, target, wanted)
+                first_row += num_shares * item_rows
+
+    return compile_kernel(matmul)
