@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pagedcore.engine import Engine
     from pagedcore.memory import MemoryBudget
     from pagedcore.observability.metrics import engine_metrics, engine_metrics_text
-    from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, Usage
+    from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
     from pagedcore.plugins.expose import expose
     from pagedcore.request import Request
     from pagedcore.sampling_params import SamplingParams
@@ -39,6 +39,7 @@ __all__ = [
     "SamplingParams",
     "Session",
     "TokenLogprobs",
+    "TokenText",
     "Usage",
     "engine_metrics",
     "engine_metrics_text",
@@ -57,6 +58,7 @@ _HOMES: Final = {
     "SamplingParams": "pagedcore.sampling_params",
     "Session": "pagedcore.session",
     "TokenLogprobs": "pagedcore.outputs",
+    "TokenText": "pagedcore.outputs",
     "Usage": "pagedcore.outputs",
     "engine_metrics": "pagedcore.observability.metrics",
     "engine_metrics_text": "pagedcore.observability.metrics",

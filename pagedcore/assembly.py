@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 from pagedcore.cache import eviction
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.config import EngineConfig
+from pagedcore.execution.calibration import measure_steps
 from pagedcore.execution.fingerprint import ModelFingerprint, backend_fingerprint, kv_format
 from pagedcore.execution.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.intake import Intake
 from pagedcore.kv_memory import KVMemory, context_length
+from pagedcore.limits import MAX_SCORED_BYTES
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.plugins.observers import EngineHooks
@@ -26,6 +28,8 @@ from pagedcore.scheduling.scheduler import Scheduler
 from pagedcore.stats import Counters, EngineStats
 
 if TYPE_CHECKING:
+    from pagedcore.clock import Clock
+    from pagedcore.execution.block_mover import BlockMover
     from pagedcore.ports import CacheStore, ModelBackend, Tokenizer
 
 
@@ -45,6 +49,17 @@ class EngineParts:
     fingerprint: ModelFingerprint
     kv_format: str
     """What KV blocks of another process have to match to be of use here."""
+
+    def calibrate(self, mover: BlockMover, clock: Clock) -> None:
+        """Measure what moving and computing cost here, before anything is in the pool; needs a host tier."""
+        blocks, costs = self.block_manager, self.scheduler.costs
+        assert blocks.host is not None  # Invariant: asked before
+        mover.calibrate(costs, min(blocks.num_blocks, blocks.host.num_blocks))
+        most_tokens = min(
+            blocks.num_blocks * blocks.block_size, self.info.max_model_len, self.config.max_num_batched_tokens
+        )
+        measured = measure_steps(self.runner.backend, clock, blocks.block_size, most_tokens)
+        costs.step = measured if measured is not None else costs.step
 
     def stats(self, counters: Counters) -> EngineStats:
         """Put the engine's counters and the present occupancy together."""
@@ -115,13 +130,18 @@ def assemble(
     scheduler = Scheduler(
         block_manager, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
-        preemption=config.preemption,
+        preemption=config.preemption, max_scored_tokens=max_scored_tokens(backend.vocab_size),
     )
     return EngineParts(
         config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size)),
         EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
         backend_fingerprint(backend), kv_format(backend, memory.block_size),
     )
+
+
+def max_scored_tokens(vocab_size: int) -> int:
+    """Return how many rows of float32 logits a step may hold for prompts that are reported: 64 MiB of them."""
+    return max(1, MAX_SCORED_BYTES // (4 * vocab_size))
 
 
 def _as_tokenizer(tokenizer: Any) -> Tokenizer:

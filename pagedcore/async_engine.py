@@ -22,7 +22,7 @@ from pagedcore.engine_thread import Command, Commands, EngineThread, Sink
 from pagedcore.errors import EngineClosed, InvalidConfig, describe
 from pagedcore.health import Health
 from pagedcore.intake import Prompt
-from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.request import Request
 from pagedcore.sampling_params import SamplingParams
@@ -59,6 +59,7 @@ class AsyncEngine:
         """
         _require_interval(stream_interval_s)
         self._prepare = engine.prepare
+        self._token_text = engine.token_text
         self._read_session = engine.sessions.read
         self._commands = Commands()
         worker = EngineThread(engine, self._commands, Pacer(stream_interval_s, MonotonicClock()))
@@ -82,7 +83,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[Delta, None]:
         """Answer one prompt, delta by delta; the last delta of each answer has a finish reason.
 
-        The very last delta also has ``usage``: the tokens that the request took.
+        The very last delta also has ``usage``, the tokens that the request took, and ``prompt_logprobs`` if asked for.
 
         Args:
             prompt: text, token ids, or chat messages.
@@ -159,6 +160,10 @@ class AsyncEngine:
         """
         return self._prepare(prompt, SamplingParams(max_tokens=1)).token_ids
 
+    def token_text(self, token_id: int) -> TokenText:
+        """Say what a token stands for, without waiting. Raises ``InvalidRequest`` outside of the vocabulary."""
+        return self._token_text(token_id)
+
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.
 
@@ -181,7 +186,7 @@ class AsyncEngine:
         """
         manager = PluginManager()
         manager.add(plugin, type(plugin).__name__)
-        self._send(lambda worker: worker.engine._hooks.add(manager))
+        self._send(lambda worker: worker.engine.hooks.add(manager))
 
     def health(self, *, degraded_after_s: float = 10.0, dead_after_s: float = 60.0) -> Health:
         """Say whether the engine gets on, by the time since its last step or idle check ended; never waits.

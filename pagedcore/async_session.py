@@ -98,6 +98,8 @@ class AsyncSession:
 
     async def park(self, tier: Literal["host", "disk"] = "host", ttl_s: float | None = None) -> ParkedState:
         """Keep what was computed while the session is idle. Arguments, result and errors as ``Session.park``."""
+        if tier == "host" and await self._call(lambda session: session.parked_file()) is not None:
+            await self.resume()
         state, file = await self._call(lambda session: session.begin_parking(tier, ttl_s))
         if state is not None:
             return state

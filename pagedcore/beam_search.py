@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Literal
 
+from pagedcore.outputs import TokenLogprobs
+
 Candidates = ListOf[tuple[int, float]]
 """(token id, log-probability) pairs of what may follow one beam."""
 
@@ -34,6 +36,8 @@ class BeamRules:
     stop_token_ids: frozenset[int] = frozenset()
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    num_logprobs: int | None = None
+    """Keep each token's log-probability and this many of those it was chosen among; ``None``: keep none."""
 
     @property
     def num_candidates(self) -> int:
@@ -51,6 +55,7 @@ class Hypothesis:
 
     token_ids: tuple[int, ...]
     score: float
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class Survivor:
 class _Beam:
     token_ids: tuple[int, ...]
     log_probability: float
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class _Candidate:
     log_probability: float
     parent: int
     token_id: int
+    offered: float
+    """Its own part of ``log_probability``."""
 
 
 class BeamSearch:
@@ -96,17 +104,17 @@ class BeamSearch:
         """Finish a round.
 
         Args:
-            candidates: for each beam of the round, in order, the ``BeamRules.num_candidates`` likeliest tokens, or
-                all possible ones if they are fewer.
+            candidates: for each beam of the round, in order, the likeliest tokens, best first: at least
+                ``BeamRules.num_candidates`` of them, or all possible ones if they are fewer.
 
         Returns:
             The beams of the next round, in order; none when the search is done.
         """
         width = self._rules.width
         ranked = self._rank(candidates)
-        self._keep(one for one in ranked[:width] if self._ends(one))
+        self._keep((one for one in ranked[:width] if self._ends(one)), candidates)
         going_on = [one for one in ranked if not self._ends(one)][:width]
-        self._beams = [self._extend(one) for one in going_on]
+        self._beams = [self._extend(one, candidates) for one in going_on]
         self.is_done = not going_on or self._cannot_improve()
         return [] if self.is_done else [Survivor(one.parent, one.token_id) for one in going_on]
 
@@ -114,7 +122,7 @@ class BeamSearch:
         rules, num_tokens = self._rules, len(self._beams[0].token_ids)
         barred = rules.stop_token_ids if num_tokens < rules.min_tokens else frozenset()
         everyone = (
-            _Candidate(beam.log_probability + log_probability, parent, token_id)
+            _Candidate(beam.log_probability + log_probability, parent, token_id, log_probability)
             for parent, (beam, offered) in enumerate(zip(self._beams, candidates, strict=True))
             for token_id, log_probability in offered if token_id not in barred
         )
@@ -126,17 +134,21 @@ class BeamSearch:
         num_tokens = len(self._beams[candidate.parent].token_ids) + 1
         return candidate.token_id in self._rules.stop_token_ids or num_tokens == self._rules.max_tokens
 
-    def _keep(self, ended: Iterable[_Candidate]) -> None:
+    def _keep(self, ended: Iterable[_Candidate], candidates: ListOf[Candidates]) -> None:
         for candidate in ended:
-            beam = self._extend(candidate)
+            beam = self._extend(candidate, candidates)
             score = self._rules.score(beam.log_probability, len(beam.token_ids))
-            self.hypotheses.append(Hypothesis(beam.token_ids, score))
+            self.hypotheses.append(Hypothesis(beam.token_ids, score, beam.logprobs))
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self._rules.width :]
 
-    def _extend(self, candidate: _Candidate) -> _Beam:
-        parent = self._beams[candidate.parent]
-        return _Beam((*parent.token_ids, candidate.token_id), candidate.log_probability)
+    def _extend(self, candidate: _Candidate, candidates: ListOf[Candidates]) -> _Beam:
+        parent, num_top = self._beams[candidate.parent], self._rules.num_logprobs
+        token_ids, logprobs = (*parent.token_ids, candidate.token_id), parent.logprobs
+        if num_top is not None:
+            top = tuple(candidates[candidate.parent][:num_top])
+            logprobs = (*logprobs, TokenLogprobs(candidate.token_id, candidate.offered, top))
+        return _Beam(token_ids, candidate.log_probability, logprobs)
 
     def _cannot_improve(self) -> bool:
         rules, best = self._rules, self._beams[0]

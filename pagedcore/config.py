@@ -7,6 +7,7 @@ in ``Engine.stats()`` and in ``pagedcore doctor``.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -39,6 +40,13 @@ def _is_duration(value: object) -> bool:
     return (type(value) is int or type(value) is float) and 0 < value < math.inf
 
 
+_DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
+
+
+def _is_device(value: object) -> bool:
+    return isinstance(value, str) and _DEVICE.fullmatch(value) is not None
+
+
 def _or_none(rule: _Rule) -> _Rule:
     return lambda value: value is None or rule[0](value), f"{rule[1]}, or None"
 
@@ -48,7 +56,7 @@ _NAME: Final[_Rule] = _is_name, "a name"
 
 _RULES: Final[dict[str, _Rule]] = {
     "dtype": _one_of("auto", "float32", "bfloat16", "float16"),
-    "device": _one_of("auto", "cpu"),
+    "device": (_is_device, "one of auto, cpu, cuda, cuda:0, cuda:1, ..."),
     "block_size": _or_none(_COUNT),
     "num_kv_blocks": _or_none(_COUNT),
     "max_model_len": _or_none(_COUNT),
@@ -79,9 +87,9 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
-    """Weights and KV: "auto" takes bfloat16 where the machine computes in it, else float32."""
+    """Weights and KV: "auto" takes bfloat16 where the device computes in it, else float32."""
     device: str = "auto"
-    """Where the model runs: "cpu"."""
+    """Where the model runs: "cpu", or "cuda" for an NVIDIA card, "cuda:1" for its second; "auto" takes the CPU."""
     block_size: int | None = None
     """Tokens per KV block; ``None``: the attention backend's choice."""
     num_kv_blocks: int | None = None

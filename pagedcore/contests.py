@@ -110,13 +110,15 @@ class Contests:
         """Begin the contest for a request's answers; return the sequences to start, none of them among its answers."""
         first, params = request.sequences[0], request.params
         contenders = [self._requests.branch(first, index) for index in range(params.num_newcomers)]
+        # Why: what the first contender learns of the prompt is the request's at once; the others have it computed.
+        contenders[0].prompt_logprobs = first.prompt_logprobs
         if params.beam_width == 1:
             self._contests[request.request_id] = BestOf(request, contenders)
             return contenders
         rules = BeamRules(
             params.beam_width, first.max_tokens - first.num_output_tokens,
             max(0, params.min_tokens - first.num_output_tokens), first.stop_token_ids, params.length_penalty,
-            params.early_stopping,
+            params.early_stopping, params.logprobs,
         )
         self._contests[request.request_id] = Beams(request, BeamSearch(rules), contenders)
         return contenders
@@ -191,4 +193,4 @@ class Contests:
 
 def _choose(hypothesis: Hypothesis, stop_token_ids: frozenset[int]) -> Chosen:
     is_stopped = hypothesis.token_ids[-1] in stop_token_ids
-    return Chosen(hypothesis.token_ids, "stop" if is_stopped else "length", hypothesis.score)
+    return Chosen(hypothesis.token_ids, "stop" if is_stopped else "length", hypothesis.score, hypothesis.logprobs)

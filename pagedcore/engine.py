@@ -18,7 +18,7 @@ from pagedcore.errors import EngineClosed
 from pagedcore.execution.block_mover import BlockMover
 from pagedcore.intake import Intake, PreparedPrompt, Prompt
 from pagedcore.outcomes import Outcomes
-from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.parking import Parking
 from pagedcore.request import Request
 from pagedcore.request_book import RequestBook
@@ -29,6 +29,7 @@ from pagedcore.turns import Turns
 
 if TYPE_CHECKING:
     from pagedcore.assembly import EngineParts
+    from pagedcore.plugins.observers import EngineHooks
     from pagedcore.scheduling.plan import SchedulePlan
     from pagedcore.session import Session
 
@@ -59,9 +60,8 @@ class Engine:
             parts, self._requests, self._answers, self._outcomes.contests, self._counters, self._clock
         )
         self._mover = BlockMover(parts.store, parts.scheduler.moves, self._clock)
-        if (host := parts.block_manager.host) is not None:
-            num_blocks = min(parts.block_manager.num_blocks, host.num_blocks)
-            self._mover.calibrate(parts.scheduler.costs, num_blocks)
+        if parts.block_manager.host is not None and parts.config.preemption == "auto":
+            parts.calibrate(self._mover, self._clock)
         self._sessions = SessionBook(self, parts, self._turns, Parking(parts, self._mover, self._clock))
         self._is_closed = False
         self._hooks.engine_started(parts.info)
@@ -107,11 +107,7 @@ class Engine:
         return self.accept(self.prepare(prompt, params, priority=priority, cache_salt=cache_salt))
 
     def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
         cache_salt: str | bytes | None = None,
     ) -> PreparedPrompt:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
@@ -172,6 +168,10 @@ class Engine:
             for sequence in request.sequences:
                 self._scheduler.forget(sequence)
                 self._answers.close(sequence)
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Say what a token stands for, from any thread. Raises ``InvalidRequest`` outside of the vocabulary."""
+        return self._intake.token_text(token_id)
 
     def has_pending_requests(self) -> bool:
         """Whether any request waits or runs."""
@@ -254,6 +254,11 @@ class Engine:
     def requests(self) -> Iterable[Request]:
         """All requests that were not removed, oldest first."""
         return self._requests
+
+    @property
+    def hooks(self) -> EngineHooks:
+        """Who is told of what happens here; further observers may be added, on the engine's thread."""
+        return self._hooks
 
     @property
     def scheduler(self) -> Any:

@@ -164,7 +164,8 @@ class EngineThread:
             if delta.finish_reason is not None and self._sinks[delta.request_id][0].is_done:
                 ended[delta.request_id] = i
         for request_id, i in ended.items():
-            deltas[i] = replace(deltas[i], usage=_usage_of(self._sinks[request_id][0]))
+            request = self._sinks[request_id][0]
+            deltas[i] = replace(deltas[i], usage=_usage_of(request), prompt_logprobs=request.prompt_logprobs)
         sinks = [self._sinks[delta.request_id][1] for delta in deltas]
         for sink, delta in zip(sinks, deltas, strict=True):
             sink.put(delta)

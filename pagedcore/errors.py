@@ -12,6 +12,7 @@
           - ModelMismatch                 an exported session is another model's
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported             the architecture cannot run here, with the reason
+          - DeviceUnavailable             there is no such device here; the message says what is missing
           - MissingDependency             an optional package is absent; the message names the extra
           - MemoryBudgetExceeded          the budget shared with other engines has not that much left
       * EngineOverloaded                  capacity: try again later
@@ -178,6 +179,10 @@ class InvalidConfig(PagedcoreError, ValueError):
 
 class ModelNotSupported(InvalidConfig):
     """This architecture would give wrong answers or cannot run; the message says why."""
+
+
+class DeviceUnavailable(InvalidConfig):
+    """This process has no device of the kind asked for; nothing was loaded."""
 
 
 class MissingDependency(InvalidConfig, ImportError):

@@ -31,6 +31,8 @@ class History:
     finish_reason: FinishReason
     """How the latest answer ended; "abort" for one that was cut off and can be completed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """As far as they are known; they are in no file, and are computed again for a turn that asks for them."""
 
     @classmethod
     def of(cls, sequence: Sequence) -> History:
@@ -38,5 +40,5 @@ class History:
         return cls(
             token_ids=tuple(sequence.token_ids), num_prompt_tokens=sequence.num_prompt_tokens, params=sequence.params,
             max_tokens=sequence.max_tokens, seed=sequence.seed, finish_reason=sequence.finish_reason or "abort",
-            logprobs=tuple(sequence.logprobs),
+            logprobs=tuple(sequence.logprobs), prompt_logprobs=tuple(sequence.prompt_logprobs or ()),
         )

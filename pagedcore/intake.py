@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from pagedcore import validation
 from pagedcore.errors import InvalidPrompt, TooManySequences
+from pagedcore.outputs import TokenText
 from pagedcore.ports import ChatMessage, Tokenizer
 from pagedcore.sampling_params import SamplingParams
 
@@ -64,6 +65,21 @@ class Intake:
         """Check and resolve a further turn after ``known_token_ids``; only the new tokens are in the result."""
         token_ids = self._continuation_ids(prompt, known_token_ids)
         return self._resolve(token_ids, len(known_token_ids), params, priority)
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Say what a token stands for.
+
+        Raises:
+            InvalidRequest: it is not in the vocabulary.
+        """
+        validation.validate_prompt_ids([token_id], self.vocab_size, 2)
+        if self.tokenizer is None:
+            return TokenText("", None)
+        if (token_text := getattr(self.tokenizer, "token_text", None)) is not None:
+            return cast("TokenText", token_text(token_id))
+        # Why: a tokenizer of the user's own need not have more than its protocol says.
+        text = self.tokenizer.decode([token_id])
+        return TokenText(text, text.encode() if text and "\ufffd" not in text else None)
 
     def _resolve(self, token_ids: list[int], num_known: int, params: SamplingParams, priority: int) -> PreparedPrompt:
         validation.check_params_for_model(params, self.vocab_size)

@@ -42,11 +42,11 @@ class KVMemory:
         self._block_bytes = kv_block_bytes(backend, self.block_size)
         self._length = context_length(backend.max_model_len, config)
         self._lease: MemoryLease | None = None
-        free_bytes = free_memory_bytes()
+        free_bytes = free_kv_bytes(backend)
         self.num_blocks = self._choose_num_blocks(config, free_bytes)
         try:
             backend.allocate_kv(self.num_blocks, self.block_size)
-            self.num_host_blocks = self._allocate_host(config, free_bytes)
+            self.num_host_blocks = self._allocate_host(config)
         except BaseException:
             self._give_back()
             raise
@@ -72,8 +72,8 @@ class KVMemory:
         """What moves the blocks, where the backend has that."""
         return getattr(self._backend, "cache_store", None)
 
-    def _allocate_host(self, config: EngineConfig, free_bytes: int) -> int:
-        num_bytes = parse_memory(config.host_kv_memory, free_bytes=free_bytes, what="host_kv_memory")
+    def _allocate_host(self, config: EngineConfig) -> int:
+        num_bytes = parse_memory(config.host_kv_memory, free_bytes=free_memory_bytes(), what="host_kv_memory")
         if num_bytes is None:
             return 0
         if self.store is None:
@@ -137,6 +137,12 @@ class KVMemory:
                 "KV pool: its %s are more than the %s of memory that were free; lower kv_cache_memory or num_kv_blocks",
                 format_memory(self.num_bytes), format_memory(free_bytes),
             )
+
+
+def free_kv_bytes(backend: ModelBackend) -> int:
+    """Return the memory that a pool could take now: what the backend says of its device, or else this machine's."""
+    exact = getattr(backend, "free_kv_bytes", None)
+    return int(exact()) if exact is not None else free_memory_bytes()
 
 
 def kv_block_bytes(backend: ModelBackend, block_size: int) -> int:

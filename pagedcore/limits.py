@@ -18,6 +18,9 @@ MAX_REPETITION_PENALTY: Final = 10.0
 MAX_LENGTH_PENALTY: Final = 10.0
 #: Log-probabilities per token: bounds what one answer can copy out of a row.
 MAX_LOGPROBS: Final = 20
+#: Bytes of logits that a step may hold for prompts whose log-probabilities are reported; a row of them is as wide as
+#: the vocabulary, so a whole chunk of a prompt would be hundreds of megabytes.
+MAX_SCORED_BYTES: Final = 2**26
 #: Stop strings per request; matching is linear in their total length.
 MAX_STOP_STRINGS: Final = 8
 #: Characters of one stop string: bounds the text a stream may have to hold back.
@@ -46,5 +49,7 @@ MAX_SESSIONS: Final = 4096
 MAX_SESSION_FILE_BYTES: Final = 2**25
 #: Seconds that parked KV may be kept: thirty days. After that it is cheaper to compute it again.
 MAX_PARKING_S: Final = 2_592_000.0
+#: Seconds after which a transfer between the memories is believed no more: a thousand times what one takes.
+MAX_TRANSFER_S: Final = 10.0
 #: Share of the host's blocks that parked sessions may pin; the rest is for running requests that have to make room.
 MAX_PARKED_HOST_SHARE: Final = 0.5

@@ -6,7 +6,7 @@ The engine decides when; this module says what. Every way a request can end pass
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pagedcore.answers import AnswerBook
 from pagedcore.clock import Clock
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pagedcore.assembly import EngineParts
     from pagedcore.execution.sampler import SampledTokens
     from pagedcore.scheduling.plan import NewToken, SchedulePlan
+
+_NO_LOGITS: Final = "the model returned no usable logits for this request"
 
 
 class Outcomes:
@@ -50,12 +52,11 @@ class Outcomes:
 
     def commit(self, plan: SchedulePlan, sampled: SampledTokens) -> list[Delta]:
         """Make a computed step true; rows whose logits were unusable end first, and alone."""
-        deltas, tokens, contests = list[Delta](), dict[int, int | None](), dict[str, Contest]()
+        deltas, tokens, contests = self._note_prompts(plan, sampled), dict[int, int | None](), dict[str, Contest]()
         sequences = [row.sequence for row in plan.rows if row.is_sampled]
         for sequence, token_id, logprobs in zip(sequences, sampled.token_ids.tolist(), sampled.logprobs, strict=True):
             if token_id < 0:
-                error = InvalidLogits("the model returned no usable logits for this request")
-                deltas += self._end_all([sequence], "error", error)
+                deltas += self._end_all([sequence], "error", InvalidLogits(_NO_LOGITS))
             elif sequence.finish_reason is None:
                 tokens[sequence.sequence_id] = self._note_sampled(sequence, token_id, logprobs, contests)
         self.contests.steer(contests.values(), tokens)
@@ -100,6 +101,7 @@ class Outcomes:
             outputs=self._answers.completions(request),
             is_finished=request.is_done,
             num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
+            prompt_logprobs=request.prompt_logprobs,
             metrics=RequestMetrics(
                 timeline.arrival_s,
                 timeline.first_scheduled_s,
@@ -130,6 +132,17 @@ class Outcomes:
         self._scheduler.finish(sequence, reason)
         text, _ = self._answers.finish(sequence)
         return self._delta(request, sequence, text, ())
+
+    def _note_prompts(self, plan: SchedulePlan, sampled: SampledTokens) -> list[Delta]:
+        """Keep what was learnt of prompts; requests for which that cannot be told end."""
+        deltas: list[Delta] = []
+        for row in plan.rows if sampled.prompts else ():
+            scored = sampled.prompts.get(row.sequence.sequence_id, [])
+            if scored is None:
+                deltas += self._end_all([row.sequence], "error", InvalidLogits(_NO_LOGITS))
+            elif row.sequence.prompt_logprobs is not None:
+                row.sequence.prompt_logprobs += scored
+        return deltas
 
     def _note_sampled(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, contests: dict[str, Contest]

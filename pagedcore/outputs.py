@@ -10,12 +10,22 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one generated token under the model's own (unmodified) distribution."""
+    """Log-probabilities of one token under the model's own (unmodified) distribution."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The most likely (token id, log-probability) pairs, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """What one token stands for."""
+
+    text: str
+    """For people: U+FFFD for what is only a part of a character, the vocabulary's name for a token without text."""
+    utf8: bytes | None
+    """The bytes it adds to text before it; ``None`` where there are none, as of an end token, or none can be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,9 @@ class RequestOutput:
     num_cached_tokens: int
     """Prompt tokens whose keys and values were already in the cache when this turn began."""
     metrics: RequestMetrics
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Where ``SamplingParams.prompt_logprobs`` asks for them: one entry for each of ``prompt_token_ids``, as far as
+    they are computed. The first is ``None``, because nothing comes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +101,5 @@ class Delta:
     num_prompt_tokens: int = 0
     usage: Usage | None = None
     """On the last delta of a stream: what the whole request took."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """On the last delta of a stream, if asked for: as in ``RequestOutput``."""

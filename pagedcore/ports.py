@@ -124,8 +124,9 @@ class CacheStore(Protocol):
 
     A ``ModelBackend`` that has one offers it as ``cache_store``, from ``allocate_kv`` on. Without it, blocks are
     shared but never copied, and there is no host tier. Bytes move after everything that was computed before the call
-    and before everything that is computed after it, so a block may be read or written again once its transfer is
-    reported complete, and not earlier.
+    and before everything that is computed after it, so a block that a transfer writes to is used again once that is
+    reported complete, and not earlier. One that it only reads may be overwritten if it takes too long; what it brings
+    then is used by nobody.
     """
 
     @property
@@ -153,7 +154,8 @@ class CacheStore(Protocol):
         """Return (transfer id, success) of every transfer that ended since the last call, each once.
 
         Args:
-            wait: block until there is at least one, unless none is in flight.
+            wait: stand still until there is at least one, for a twentieth of a second at most; whoever waits looks
+                at its clock then. Without any in flight, return at once.
         """
         ...
 

@@ -43,12 +43,14 @@ class Sequence:
         for, stay true.
     Invariant: sequences with the same ``cache_root`` may share blocks, others never do.
     Invariant: moves between statuses are those of ``LEGAL_MOVES``.
+    Invariant: ``prompt_logprobs``, of the one sequence that reports its prompt, has the tokens from the second on, as
+        far as they were told; position ``len(prompt_logprobs)`` has to be computed for the next one.
     """
 
     __slots__ = (
         "arrival", "block_keys", "cache_root", "finish_reason", "logprobs", "max_tokens", "num_cached_tokens",
-        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "params", "priority", "score",
-        "seed", "sequence_id", "status", "stop_token_ids", "token_ids",
+        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "params", "priority",
+        "prompt_logprobs", "score", "seed", "sequence_id", "status", "stop_token_ids", "token_ids",
     )
 
     def __init__(
@@ -81,6 +83,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.score: float | None = None
 
     @property
@@ -104,10 +107,22 @@ class Sequence:
         return self.num_prompt_tokens + self.max_tokens
 
     @property
+    def is_scored(self) -> bool:
+        """Whether something of its prompt has to be told yet."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading positions that need not be computed if they are found: those whose logits nobody waits for."""
+        if self.prompt_logprobs is not None and self.is_scored:
+            return len(self.prompt_logprobs)
+        return len(self.token_ids) - 1
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many of the likeliest next tokens a step reports with the chosen one; ``None``: it reports nothing."""
         if self.params.beam_width > 1:
-            return self.params.beam_width + len(self.stop_token_ids)
+            return max(self.params.beam_width + len(self.stop_token_ids), self.params.logprobs or 0)
         return 0 if self.params.logprobs is None and self.params.is_contest else self.params.logprobs
 
     def branch(self, sequence_id: int, *, seed: int) -> Sequence:
@@ -144,6 +159,9 @@ class Sequence:
         """Continue a finished sequence: append a further prompt part; computed positions stay computed."""
         self.move_to(SequenceStatus.WAITING)
         self.token_ids.extend(new_token_ids)
+        if params.prompt_logprobs != self.params.prompt_logprobs:
+            # Why: else what was told of the turns before is still true, and only the rest is computed for it.
+            self.prompt_logprobs = None if params.prompt_logprobs is None else []
         self.params, self.max_tokens, self.stop_token_ids = params, max_tokens, stop_token_ids
         self.num_prompt_tokens = len(self.token_ids)
         if params.seed is not None:
@@ -230,6 +248,12 @@ class Request:
         """Everything before this turn's answer."""
         first = self.sequences[0]
         return first.token_ids[: first.num_prompt_tokens]
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Log-probabilities of ``prompt_token_ids`` as far as they are known, if asked for; of the first, ``None``."""
+        known = self.sequences[0].prompt_logprobs
+        return None if known is None else (None, *known)
 
     def begin_turn(self, params: SamplingParams, arrival_s: float) -> None:
         """Note that the engine continues this request; callers use ``extend``."""

@@ -60,6 +60,9 @@ class RequestBook:
             self._make_sequence(prepared, arrival, (first_seed + index * _SEED_STRIDE) % _SEED_RANGE, root)
             for index in range(prepared.params.n)
         ]
+        if prepared.params.prompt_logprobs is not None:
+            # Why: the first one reports the prompt for all of them; the others wait for what it computes.
+            sequences[0].prompt_logprobs = []
         request = Request(request_id, sequences, prepared.params, self._owner, prepared.priority)
         request.timeline.arrival_s = now_s
         return self._enter(request)
@@ -79,6 +82,8 @@ class RequestBook:
         sequence.move_to(SequenceStatus.FINISHED)
         sequence.num_prompt_tokens, sequence.finish_reason = history.num_prompt_tokens, history.finish_reason
         sequence.logprobs = list(history.logprobs)
+        if history.params.prompt_logprobs is not None:
+            sequence.prompt_logprobs = list(history.prompt_logprobs)
         return self._enter(Request(request_id, [sequence], history.params, self._owner, priority))
 
     def _enter(self, request: Request) -> Request:

@@ -82,7 +82,7 @@ class SamplingParams:
     tokens, of the log-probability under the model's own distribution, the first of equal ones; ``None``: ``n``."""
     beam_width: int = 1
     """Beam search with this many beams, ``n`` to 16, as ``generate(num_beams=)`` of transformers; 1: off. It is
-    deterministic, and what shapes a distribution, ``stop`` and ``logprobs`` cannot be combined with it."""
+    deterministic, and what shapes a distribution and ``stop`` cannot be combined with it."""
     length_penalty: float = 1.0
     """A beam's score is the sum of its log-probabilities divided by its length to this power, -10 to 10."""
     early_stopping: bool | Literal["never"] = False
@@ -90,6 +90,9 @@ class SamplingParams:
     can become better than these; "never", when at no length one can."""
     logprobs: int | None = None
     """Report each token's log-probability and this many alternatives, 0 to 20; ``None``: report nothing."""
+    prompt_logprobs: int | None = None
+    """Report the same of the prompt's tokens, once for the request (``RequestOutput.prompt_logprobs``), with this many
+    of the likeliest tokens at each place, 0 to 20. Such a prompt is computed, also where a cache has it."""
 
     if TYPE_CHECKING:
         # Why: more types are accepted than stored, and a dataclass declares one type per field.
@@ -116,6 +119,7 @@ class SamplingParams:
             length_penalty: float = 1.0,
             early_stopping: bool | Literal["never"] = False,
             logprobs: int | None = None,
+            prompt_logprobs: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -181,7 +185,7 @@ def _suggestion(name: Any) -> str:
 
 _NOT_WITH_BEAMS: Final = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "stop", "best_of", "logprobs",
+    "logit_bias", "stop", "best_of",
 )
 _NORMALISERS: Final[Mapping[str, normalisers.Normaliser]] = {
     "max_tokens": normalisers.integer(InvalidMaxTokens, 1, MAX_COUNT, is_optional=True),
@@ -204,4 +208,5 @@ _NORMALISERS: Final[Mapping[str, normalisers.Normaliser]] = {
     "length_penalty": normalisers.number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
     "early_stopping": normalisers.early_stopping,
     "logprobs": normalisers.integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
+    "prompt_logprobs": normalisers.integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
 }

@@ -135,6 +135,8 @@ class Session:
             SessionStateError: a turn is under way, or the session is closed.
             InvalidRequest: there is no such tier, or ``ttl_s`` is out of range.
         """
+        if tier == "host" and self.parked_file() is not None:
+            self.resume()
         state, file = self.begin_parking(tier, ttl_s)
         if state is not None:
             return state
@@ -228,12 +230,11 @@ class Session:
             return ParkedState("tokens", 0), None
         parking = self._book.parking
         present = parking.state(sequence)
-        if present is not None and present.tier == tier:
+        # Why: what did not come back from the disk as a whole stays there.
+        if present is not None and present.tier in (tier, "disk"):
             return parking.renew(sequence, ttl_s), None
         if tier == "host" and (state := parking.park_on_host(sequence, ttl_s)) is not None:
             return state, None
-        if present is not None and present.tier == "disk":
-            return parking.renew(sequence, ttl_s), None
         return None, parking.begin_file(sequence)
 
     def end_parking(self, file: ParkedFile | None, ttl_s: float | None, *, is_written: bool) -> ParkedState:

@@ -31,7 +31,7 @@ class EngineStats:
     num_computed_tokens: int
     """Positions computed, summed over all steps; recomputed ones count again."""
     num_prompt_tokens: int
-    """Prompt tokens accepted."""
+    """Prompt tokens accepted, counted once however many answers there are to a prompt."""
     num_generated_tokens: int
     num_finished: int
     """Requests that ended, whatever the reason."""

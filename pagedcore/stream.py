@@ -1,8 +1,8 @@
 """The bounded hand-over between the engine thread and one reader, on any event loop or on none.
 
-Unread deltas of an answer are merged, so that a slow reader costs at most one delta per answer, whose size the
-request's own ``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its request. ``Pacer`` says
-when a reader is woken.
+Unread deltas of an answer are joined, by the reader where it keeps up, so that a slow reader costs a few deltas per
+answer, whose size the request's own ``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its
+request. ``Pacer`` says when a reader is woken.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from pagedcore.clock import Clock, MonotonicClock
 from pagedcore.errors import RequestTimeout
@@ -19,12 +20,14 @@ from pagedcore.outputs import Delta
 
 Waiter = asyncio.Future[None] | threading.Event
 """A reader that sleeps: on its event loop, or on its own thread."""
+MOST_PARTS: Final = 64
+"""Unread deltas of one answer before they are joined on the engine thread."""
 
 
 class Stream:
     """Deltas of one request on their way to its reader.
 
-    Invariant: at most one unread delta per answer.
+    Invariant: at most ``MOST_PARTS`` unread deltas per answer, of which the reader gets one.
     Invariant: after ``end`` nothing is added.
     """
 
@@ -33,7 +36,7 @@ class Stream:
     def __init__(self) -> None:
         # Why: a plain lock, not a condition: this is taken twice per token, and a condition costs ten times as much.
         self._lock = threading.Lock()
-        self._unread: dict[int, Delta] = {}
+        self._unread: dict[int, list[Delta]] = {}
         self._waiter: Waiter | None = None
         self._error: Exception | None = None
         self.has_ended = False
@@ -43,8 +46,14 @@ class Stream:
     def put(self, delta: Delta) -> None:
         """Add a delta; it wakes nobody."""
         with self._lock:
-            unread = self._unread.get(delta.index)
-            self._unread[delta.index] = delta if unread is None else merge(unread, delta)
+            parts = self._unread.get(delta.index)
+            if parts is None:
+                self._unread[delta.index] = [delta]
+            elif len(parts) < MOST_PARTS:
+                # Why: joining a few deltas once costs less than joining each to those before, and is the reader's work.
+                parts.append(delta)
+            else:
+                parts[:] = [merge(parts), delta]
 
     def end(self, error: Exception | None = None) -> Waiter | None:
         """End the stream, with an error for the reader if there is one; return the sleeping reader as ``rouse``."""
@@ -77,19 +86,23 @@ class Stream:
             Exception: the error the stream ended with, after the last delta.
         """
         with self._lock:
-            deltas, self._unread = list(self._unread.values()), {}
-        if not deltas and self._error is not None:
+            unread, self._unread = self._unread, {}
+        if not unread and self._error is not None:
             raise self._error
-        return deltas
+        return [parts[0] if len(parts) == 1 else merge(parts) for parts in unread.values()]
 
 
-def merge(first: Delta, second: Delta) -> Delta:
-    """Join two consecutive deltas of one answer."""
-    logprobs = None if second.logprobs is None else (first.logprobs or ()) + second.logprobs
+def merge(deltas: Iterable[Delta]) -> Delta:
+    """Join consecutive deltas of one answer, at least one."""
+    text, token_ids, logprobs = "", list[int](), None
+    for delta in deltas:
+        text += delta.text
+        token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            logprobs = (logprobs or ()) + delta.logprobs
     return Delta(
-        second.request_id, second.index, first.text + second.text, first.token_ids + second.token_ids,
-        second.finish_reason, logprobs if logprobs is not None else first.logprobs, second.error,
-        second.num_prompt_tokens, second.usage,
+        delta.request_id, delta.index, text, tuple(token_ids), delta.finish_reason, logprobs, delta.error,
+        delta.num_prompt_tokens, delta.usage, delta.prompt_logprobs,
     )
 
 

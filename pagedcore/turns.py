@@ -49,7 +49,7 @@ class Turns:
         for sequence in starting:
             self._answers.open(sequence)
             self._scheduler.add(sequence)
-            self._counters.num_prompt_tokens += num_new_tokens
+        self._counters.num_prompt_tokens += num_new_tokens
 
     def prepare(
         self, prompt: Prompt, known_token_ids: SequenceOf[int], params: SamplingParams, priority: int

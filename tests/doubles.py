@@ -131,7 +131,8 @@ class ToyBackend:
 
 class ToyStore:
     """A ``CacheStore`` over a ``ToyBackend``'s slots. Transfers end at once, unless ``is_slow``: then they read and
-    write only when a test ends them, as late and in whatever order it likes, and may fail.
+    write only when a test ends them, as late and in whatever order it likes, and may fail. While it ``is_hung``,
+    waiting ends none of them either.
     """
 
     def __init__(self, backend: ToyBackend, block_size: int) -> None:
@@ -140,6 +141,7 @@ class ToyStore:
         self._host = np.full((0, 2, block_size), -1, dtype=np.int64)
         self._ended: list[tuple[int, bool]] = []
         self.is_slow = False
+        self.is_hung = False
         self.under_way: dict[int, tuple[bool, tuple[tuple[int, int], ...]]] = {}
 
     @property
@@ -187,7 +189,7 @@ class ToyStore:
 
     def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
         """Return what ended; whoever waits gets the oldest one ended."""
-        if wait and self.under_way and not self._ended:
+        if wait and not self.is_hung and self.under_way and not self._ended:
             self.end(min(self.under_way))
         ended, self._ended = self._ended, []
         return ended
@@ -304,6 +306,7 @@ def make_scheduler(
     num_host_blocks: int = 0,
     eviction: str = "lru",
     copies_blocks: bool = True,
+    max_scored_tokens: int = 4,
 ) -> Scheduler:
     """Build a small scheduler with a pool of its own."""
     return Scheduler(
@@ -317,6 +320,7 @@ def make_scheduler(
         max_num_waiting=max_num_waiting,
         admission=admission,
         preemption=preemption,
+        max_scored_tokens=max_scored_tokens,
     )
 
 

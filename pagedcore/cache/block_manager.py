@@ -141,7 +141,8 @@ class BlockManager:
 
     def match(self, sequence: Sequence) -> PrefixMatch:
         """Find the longest beginning of a sequence that the device or the host holds."""
-        match = find_prefix(self.hasher, sequence, self.cache, self.host.cache if self.host is not None else None)
+        there = self.host.cache if self.host is not None and not self.host.is_stuck else None
+        match = find_prefix(self.hasher, sequence, self.cache, there)
         return match if self._copies_blocks else match.without_tail(self.block_size)
 
     def reserve(self, demands: Iterable[Demand]) -> Reservation | None:

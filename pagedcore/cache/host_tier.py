@@ -31,9 +31,11 @@ class HostTier:
 
     Invariant: a sequence has at most one transfer that is meant for it, and no table while it has one.
     Invariant: a pinned sequence has no table.
+    Invariant: while a transfer that was given up has not ended, none begins, so that a store that stands still costs
+        the blocks of what was under way and no others.
     """
 
-    __slots__ = ("_device", "_in_flight", "_num_transfers", "_orphans", "_pins", "_pool", "cache")
+    __slots__ = ("_device", "_in_flight", "_num_transfers", "_orphans", "_overdue", "_pins", "_pool", "cache")
 
     def __init__(self, device: BlockManager, num_blocks: int, policy: EvictionPolicy) -> None:
         self._device = device
@@ -42,6 +44,7 @@ class HostTier:
         self._pins: dict[int, tuple[int, ...]] = {}
         self._in_flight: dict[int, Transfer] = {}
         self._orphans: set[int] = set()
+        self._overdue: set[int] = set()
         self._num_transfers = 0
 
     @property
@@ -70,6 +73,21 @@ class HostTier:
         return tuple(self._in_flight.values())
 
     @property
+    def has_awaited(self) -> bool:
+        """Whether a transfer is under way that has not been given up."""
+        return len(self._in_flight) > len(self._overdue)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a transfer has been given up and has not ended; the host is then of no use."""
+        return bool(self._overdue)
+
+    @property
+    def withholds_blocks(self) -> bool:
+        """Whether such a transfer keeps device blocks."""
+        return any(self._in_flight[transfer_id].device_blocks for transfer_id in self._overdue)
+
+    @property
     def num_leaving_blocks(self) -> int:
         """Device blocks that will be available when the outgoing transfers have completed."""
         return sum(len(one.device_blocks) for one in self._in_flight.values() if one.direction is Direction.OUT)
@@ -87,12 +105,14 @@ class HostTier:
         return sum(self.cache.find(content) is None for content in known)
 
     def begin_swap_out(self, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
-        """Hand a sequence's table to a transfer to the host, or change nothing when the host has too little room.
+        """Hand a sequence's table to a transfer to the host, or change nothing when it has too little room or is stuck.
 
         Args:
             sequence: holds blocks for exactly its computed positions.
             is_pinned: keep the copies for this sequence until it takes them back; else only while there is room.
         """
+        if self.is_stuck:
+            return None
         num_tokens = sequence.num_computed_tokens
         known = list(contents(self._device.hasher, sequence, num_tokens))
         present = [self.cache.find(content) for content in known]
@@ -163,6 +183,29 @@ class HostTier:
         self._release(self._pins.pop(sequence_id, ()))
         self._orphans |= {one.transfer_id for one in self._in_flight.values() if one.sequence_id == sequence_id}
 
+    def give_up(self, transfer_id: int) -> None:
+        """Believe a transfer no more: it keeps what it may still write to, what it only reads is free.
+
+        Its sequence goes on without it. What could not be loaded is found on the host no more.
+
+        Raises:
+            InternalError: it is not in flight, or was given up before.
+        """
+        transfer = self._in_flight.get(transfer_id)
+        if transfer is None or transfer_id in self._overdue:
+            raise InternalError(f"transfer {transfer_id} is not in flight")
+        is_out, written = transfer.direction is Direction.OUT, transfer.written_blocks
+        kept = replace(transfer, device_blocks=() if is_out else written, host_blocks=written if is_out else ())
+        self._in_flight[transfer_id] = kept
+        self._overdue.add(transfer_id)
+        if not is_out:
+            for move in transfer.moves:
+                self.cache.discard(move.source)
+        self._release([block_id for block_id in transfer.host_blocks if block_id not in kept.host_blocks])
+        self._release_on_device([one for one in transfer.device_blocks if one not in kept.device_blocks])
+        if transfer_id not in self._orphans:
+            self.abandon(transfer.sequence_id)
+
     def complete(self, transfer_id: int, *, is_ok: bool) -> tuple[Transfer, bool]:
         """Book the end of a transfer; return it, and whether its sequence now has what the transfer was for.
 
@@ -174,6 +217,11 @@ class HostTier:
             raise InternalError(f"transfer {transfer_id} is not in flight")
         is_wanted = transfer_id not in self._orphans
         self._orphans.discard(transfer_id)
+        if transfer_id in self._overdue:
+            self._overdue.discard(transfer_id)
+            self._release(transfer.host_blocks)
+            self._release_on_device(transfer.device_blocks)
+            return transfer, False
         if transfer.direction is Direction.OUT:
             self._arrive_on_host(transfer, is_ok=is_ok, is_wanted=is_wanted)
         else:
@@ -206,8 +254,7 @@ class HostTier:
             self._pins[transfer.sequence_id] = host_blocks
         else:
             self._release(host_blocks)
-        for block_id in reversed(transfer.device_blocks):
-            self._device.cache.release(block_id)
+        self._release_on_device(transfer.device_blocks)
 
     def _publish(self, move: BlockMove) -> int:
         """Register a block that has arrived; return the one that can be found from now on, with the reference to it."""
@@ -232,8 +279,7 @@ class HostTier:
         if is_ok and is_wanted:
             self._device.give_table(transfer.sequence_id, transfer.device_blocks, num_registered)
         else:
-            for block_id in reversed(transfer.device_blocks):
-                device.release(block_id)
+            self._release_on_device(transfer.device_blocks)
         self._release(transfer.host_blocks)
         if is_wanted:
             self._release(self._pins.pop(transfer.sequence_id, ()))
@@ -241,3 +287,7 @@ class HostTier:
     def _release(self, host_blocks: tuple[int, ...] | list[int]) -> None:
         for block_id in reversed(host_blocks):
             self.cache.release(block_id)
+
+    def _release_on_device(self, device_blocks: tuple[int, ...] | list[int]) -> None:
+        for block_id in reversed(device_blocks):
+            self._device.cache.release(block_id)

@@ -14,7 +14,7 @@ from pagedcore.request import Sequence
 class PrefixMatch:
     """The longest beginning of a sequence that need not be computed.
 
-    Invariant: at least the last known position is left to compute, for its logits are wanted.
+    Invariant: positions whose logits are wanted are left to compute, at least the last known one.
     Invariant: there are host blocks or a tail, not both.
     """
 
@@ -88,7 +88,7 @@ def find_blocks(hasher: BlockHasher, sequence: Sequence, num_tokens: int, cache:
 
 def find_prefix(hasher: BlockHasher, sequence: Sequence, device: PrefixCache, host: PrefixCache | None) -> PrefixMatch:
     """Find what the device holds of a sequence, or what the host adds to it if it has more."""
-    limit = len(sequence.token_ids) - 1
+    limit = sequence.num_reusable_tokens
     here = _walk(hasher, sequence, device, limit)
     if host is not None:
         there = _walk(hasher, sequence, host, limit)

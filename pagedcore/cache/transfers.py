@@ -1,7 +1,8 @@
 """Blocks on their way between two memories: who owns them meanwhile, and what happens when they have arrived.
 
 A transfer holds a reference to every block it reads and every block it writes, so nothing it touches can be given to
-anybody else before it has completed, late or failed, whatever became of the sequence it was made for.
+anybody else before it has completed, late or failed, whatever became of the sequence it was made for. One that takes
+too long is given up: it keeps what it may still write to until it ends, and nothing that comes of it is believed.
 Source: the state machine of vLLM's KV offloading and the race reports about it (prepare, complete, publish).
 """
 
@@ -33,7 +34,7 @@ class BlockMove:
 class Transfer:
     """Copies of whole blocks that start together and complete together.
 
-    Invariant: every block in it carries one reference of the transfer until ``BlockManager.complete``.
+    Invariant: every block in it carries one reference of the transfer until ``HostTier.complete``.
     """
 
     transfer_id: int
@@ -48,6 +49,11 @@ class Transfer:
     """Positions of the sequence that are complete when the transfer is."""
     is_pinned: bool = False
     """Of an outgoing transfer: whether the host keeps the blocks for the sequence until it takes them back."""
+
+    @property
+    def written_blocks(self) -> tuple[int, ...]:
+        """The blocks that it writes to, in the memory that it goes to."""
+        return tuple(move.destination for move in self.moves)
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:

@@ -44,8 +44,16 @@ def machine_facts(machine: Machine) -> dict[str, str]:
         "number formats": ", ".join(machine.dtypes),
         "memory": f"{machine.memory_bytes / _GIB:.1f} GiB",
         "graphics cards": _graphics_cards() or "none found",
+        'device="cuda"': cuda_device(),
         "CUDA kernels": cuda_kernels(),
     }
+
+
+def cuda_device() -> str:
+    """Say whether an engine could compute on a graphics card."""
+    from pagedcore.execution.devices import why_no_cuda
+
+    return why_no_cuda() or "available; not tested on a card yet"
 
 
 def cuda_kernels() -> str:
@@ -96,7 +104,7 @@ def _graphics_cards() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return "nvidia-smi does not answer"
     cards = "; ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
-    return f"{cards} (not used: this version computes on the CPU)" if done.returncode == 0 and cards else ""
+    return f'{cards} (used with device="cuda")' if done.returncode == 0 and cards else ""
 
 
 def _facts(title: str, facts: dict[str, str]) -> Table:

@@ -26,20 +26,26 @@ def build(
         list[str] | None, typer.Option(help="Only kernels whose name starts so, such as decode-bf16-bf16-128.")
     ] = None,
 ) -> None:
-    """Write a directory of compiled kernels that a machine with a card and without a compiler can run."""
+    """Write a directory of compiled kernels that a machine with a card and without a compiler can run.
+
+    Beside them it writes RESOURCES.md, what each of them takes of a card.
+    """
     from pagedcore_kernels.cuda.compiler import parse_arch
     from pagedcore_kernels.cuda.images import ImageStore
     from pagedcore_kernels.cuda.library import build_image
+    from pagedcore_kernels.cuda.resources import RESOURCES_FILE, resource_table
     from pagedcore_kernels.cuda.variants import shipped_names
 
     starts = tuple(only or [""])
     wanted = [(name, each) for each in arch for name in shipped_names(parse_arch(each)) if name.startswith(starts)]
     if not wanted:
         raise InvalidConfig(f"--only: got {', '.join(only or [])}, allowed is how the name of a kernel starts.")
-    store = ImageStore(out)
+    store, images = ImageStore(out), []
     with error_console().status("compiling ...") as status:
         for name, each in wanted:
             status.update(f"compiling {name} for {each} ...")
             image = store.read(name, each) or build_image(name, each)
+            images.append(image)
             console().print(f"{store.write(image).name}  {image.registers} registers", soft_wrap=True)
+    (out / RESOURCES_FILE).write_text(resource_table(images), encoding="utf-8")
     console().print(f"{len(wanted)} kernels in {out}")

@@ -1,19 +1,25 @@
 """Carries out the transfers that the scheduler books: starts them, measures them, reports their ends.
 
-Decides nothing. A store that cannot start a transfer has failed it, and nobody else. Read ``kv_storage`` for how bytes
+Decides nothing. A store that cannot start a transfer has failed it, and nobody else; one that does not end a transfer
+in time has failed it too, and is waited for by nobody. Read ``kv_storage`` for how bytes
 move.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from pagedcore.cache.transfers import Direction, Transfer
 from pagedcore.clock import Clock
+from pagedcore.errors import InvalidConfig
+from pagedcore.limits import MAX_TRANSFER_S
 from pagedcore.ports import CacheStore
 from pagedcore.scheduling.block_moves import BlockMoves
 from pagedcore.scheduling.cost_model import CostModel
+
+_log = logging.getLogger("pagedcore")
 
 _CALIBRATION_BLOCKS: Final = (1, 8)
 
@@ -21,16 +27,21 @@ _CALIBRATION_BLOCKS: Final = (1, 8)
 class BlockMover:
     """The moving half of one engine.
 
-    Invariant: every transfer that was started is reported to the scheduler exactly once.
+    Invariant: every transfer that was started is reported to the scheduler exactly once when it ends, and before that
+        given up exactly once if it takes longer than ``longest_s`` seconds.
     """
 
-    __slots__ = ("_clock", "_moves", "_started_s", "_store")
+    __slots__ = ("_clock", "_longest_s", "_moves", "_overdue", "_started_s", "_store")
 
-    def __init__(self, store: CacheStore | None, moves: BlockMoves, clock: Clock) -> None:
+    def __init__(
+        self, store: CacheStore | None, moves: BlockMoves, clock: Clock, longest_s: float = MAX_TRANSFER_S
+    ) -> None:
         self._store = store
         self._moves = moves
         self._clock = clock
+        self._longest_s = longest_s
         self._started_s: dict[int, float] = {}
+        self._overdue: set[int] = set()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks before the next step computes."""
@@ -46,11 +57,23 @@ class BlockMover:
         self.settle()
 
     def settle(self, *, wait: bool = False) -> None:
-        """Book the transfers that have ended; with ``wait``, stand still until one has."""
-        if not self._started_s or self._store is None:
+        """Book the transfers that have ended, and those that should have; ``wait``: let a moment pass for one."""
+        if self._store is None or not (self._started_s or self._overdue):
             return
         for transfer_id, is_ok in self._store.poll_transfers(wait=wait):
             self._report(transfer_id, is_ok=is_ok)
+        self._give_up_overdue()
+
+    def _give_up_overdue(self) -> None:
+        latest_s = self._clock.now() - self._longest_s
+        for transfer_id in [one for one, started_s in self._started_s.items() if started_s < latest_s]:
+            _log.warning(
+                "host KV: a transfer has not ended in %g s; its sequence goes on without it, and the host tier rests "
+                "until it ends", self._longest_s,
+            )
+            del self._started_s[transfer_id]
+            self._overdue.add(transfer_id)
+            self._moves.give_up(transfer_id)
 
     def calibrate(self, costs: CostModel, num_blocks: int) -> None:
         """Measure transfers of a few blocks each way, before the pool holds anything."""
@@ -70,7 +93,12 @@ class BlockMover:
         start = self._store.start_swap_out if direction is Direction.OUT else self._store.start_swap_in
         before = self._clock.now()
         start(0, pairs)
-        self._store.poll_transfers(wait=True)
+        while not self._store.poll_transfers(wait=True):
+            if self._clock.now() - before > self._longest_s:
+                raise InvalidConfig(
+                    f"host_kv_memory: the cache_store has not moved {len(pairs)} blocks in {self._longest_s:g} s. "
+                    "Leave host_kv_memory, or look after the store."
+                )
         return self._clock.now() - before
 
     def _try_start(self, transfer: Transfer) -> bool:
@@ -84,5 +112,7 @@ class BlockMover:
         return True
 
     def _report(self, transfer_id: int, *, is_ok: bool) -> None:
-        seconds = self._clock.now() - self._started_s.pop(transfer_id)
+        self._overdue.discard(transfer_id)
+        now_s = self._clock.now()
+        seconds = now_s - self._started_s.pop(transfer_id, now_s)
         self._moves.complete(transfer_id, seconds, is_ok=is_ok)

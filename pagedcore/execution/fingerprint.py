@@ -66,15 +66,20 @@ def backend_fingerprint(backend: ModelBackend) -> ModelFingerprint:
 def kv_format(backend: ModelBackend, block_size: int) -> str:
     """Describe how a backend's KV blocks are computed and laid out: a digest, 64 hexadecimal digits.
 
-    Why: with other kernels or another processor the same tokens may give other bits; then they are computed again.
+    Why: with other kernels, another processor or card, the same tokens may give other bits; they are computed again.
     """
     import torch
+
+    from pagedcore import __version__
 
     layout = getattr(backend, "layout", None)
     parts = [
         type(backend).__name__, block_size, backend.kv_bytes_per_token, getattr(backend, "attention_name", ""),
-        layout(block_size) if layout is not None else "", torch.__version__, this_machine().instruction_sets,
+        layout(block_size) if layout is not None else "", __version__, torch.__version__,
+        this_machine().instruction_sets,
     ]
+    if (card := getattr(backend, "card_name", "")):
+        parts.append(card)
     return _digest([repr(part).encode() for part in parts])
 
 
@@ -85,7 +90,7 @@ def _samples(model: Any) -> Iterator[bytes]:
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
         flat = tensor.detach().reshape(-1)
         for start in (0, flat.numel() // 2, max(0, flat.numel() - _SAMPLE)):
-            yield flat[start : start + _SAMPLE].contiguous().view(torch.uint8).numpy().tobytes()
+            yield flat[start : start + _SAMPLE].contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _digest(parts: Iterator[bytes] | list[bytes]) -> str:

@@ -23,15 +23,8 @@ def use_huge_pages(tensor: torch.Tensor) -> None:
     _advise(tensor.data_ptr(), tensor.nbytes, _MADV_HUGEPAGE)
 
 
-def collapse_packed_weight(weight: torch.Tensor) -> None:
-    """Move a weight that oneDNN has packed into huge pages now.
-
-    Args:
-        weight: of a ``PackedLinear``.
-    """
-    if not hasattr(torch.ops.mkldnn, "data_ptr") or not hasattr(torch.ops.mkldnn, "_nbytes"):
-        return
-    address, num_bytes = torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight)
+def move_to_huge_pages(address: int, num_bytes: int) -> None:
+    """Move memory that has its contents already into huge pages now."""
     _advise(address, num_bytes, _MADV_HUGEPAGE)
     _advise(address, num_bytes, _MADV_COLLAPSE)
 

@@ -1,7 +1,8 @@
 """Owns the memory of one model's KV blocks, on the device and on the host, and moves whole blocks about in it.
 
 It never decides who gets a block or where one goes; ``cache/`` and ``scheduling/`` do. The meaning of the bytes is
-``pagedcore_kernels.layout``'s. On a CPU a transfer is a copy in memory and has ended when it was started.
+``pagedcore_kernels.layout``'s. On a CPU a transfer is a copy in memory and has ended when it was started; read
+``device_storage.py`` for a card's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from pagedcore_kernels.layout import KVLayout
+    from pagedcore_kernels.layout import BlockLayout
 
 BlockPairs = Sequence[tuple[int, int]]
 
@@ -30,15 +31,15 @@ class KVStorage:
 
     __slots__ = ("_ended", "_host", "layout", "num_blocks", "pool")
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        """Allocate the pool.
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        """Allocate the pool on a device.
 
         Raises:
             InvalidConfig: there is not one block, or the memory for them cannot be had.
         """
         self.layout = layout
         self.num_blocks = num_blocks
-        self.pool: torch.Tensor = _allocate(layout, num_blocks, "num_kv_blocks", "kv_cache_memory")
+        self.pool: torch.Tensor = _allocate(layout, num_blocks, device, "num_kv_blocks", "kv_cache_memory")
         self._host: torch.Tensor | None = None
         self._ended: list[tuple[int, bool]] = []
 
@@ -58,7 +59,7 @@ class KVStorage:
         Raises:
             InvalidConfig: the memory for them cannot be had.
         """
-        self._host = _allocate(self.layout, num_blocks, "host_kv_memory", "host_kv_memory")
+        self._host = _allocate(self.layout, num_blocks, "cpu", "host_kv_memory", "host_kv_memory")
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Copy device blocks (source, destination)."""
@@ -106,18 +107,21 @@ class KVStorage:
         return self._host
 
 
-def _allocate(layout: KVLayout, num_blocks: int, what: str, setting: str) -> torch.Tensor:
+def _allocate(
+    layout: BlockLayout, num_blocks: int, device: torch.device | str, what: str, setting: str
+) -> torch.Tensor:
     if num_blocks < 1:
         raise InvalidConfig(f"{what}: got {num_blocks} blocks, allowed is at least 1. Raise {setting}.")
     try:
-        memory = layout.allocate(num_blocks)
-        use_huge_pages(memory)
+        memory = layout.allocate(num_blocks, device)
+        if memory.device.type == "cpu":
+            use_huge_pages(memory)
         return memory
     # Why: beyond 2**63 bytes torch complains about the type of the number.
     except (RuntimeError, MemoryError, TypeError):
         raise InvalidConfig(
             f"{what}: got {num_blocks} blocks, which are {num_blocks * layout.block_bytes} bytes, more than this "
-            f"machine gives. Lower {setting}."
+            f"{'machine' if str(device) == 'cpu' else 'card'} gives. Lower {setting}."
         ) from None
 
 
@@ -127,6 +131,6 @@ def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) ->
         destination[there].copy_(source[here])
 
 
-def num_blocks_for(layout: KVLayout, num_bytes: int) -> int:
+def num_blocks_for(layout: BlockLayout, num_bytes: int) -> int:
     """Return how many whole blocks fit into ``num_bytes``; 0 if not even one does."""
     return num_bytes // layout.block_bytes

@@ -1,10 +1,10 @@
-"""Linear layers with weights rearranged once for the matrix multiplication that runs on this CPU.
+"""Linear layers with weights rearranged once for the matrix product that runs on this CPU.
 
 Owns ``PackedLinear`` and the walk over a module tree that puts it in the place of ``nn.Linear`` and of GPT-2's
 ``Conv1D``, one layer at a time so that memory never holds two copies of the model. It never touches a module of
 another type. Read ``invariance.py`` next.
 
-The arithmetic is oneDNN's. No batch-size hint is given when packing: a hint of 1 makes every other size slow.
+Two products do the arithmetic: ``pagedcore_kernels/cpu/matmul.py`` where vectors are wide enough, oneDNN elsewhere.
 """
 
 from __future__ import annotations
@@ -12,20 +12,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from pagedcore.execution.huge_pages import move_to_huge_pages
+from pagedcore_kernels.cpu.matmul import PackedMatmul, can_multiply
+
+
+class Matmul(Protocol):
+    """``rows @ weight.T + bias`` for one weight and bias that it keeps in its own arrangement."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous and M at least 2, and return [M, out]."""
+        ...
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it is kept."""
+        ...
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the weight."""
+        ...
+
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is stored in oneDNN's own arrangement.
+    """A linear layer whose weight is rearranged for the product that runs here.
 
     Invariant: the product runs over two rows or more; a lone row is doubled and the copy dropped, so that a row's
     result does not depend on whether it was alone.
     """
-
-    weight: torch.Tensor
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Pack a weight of shape [out, in]; neither tensor is kept.
@@ -36,25 +55,57 @@ class PackedLinear(nn.Module):
         """
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # Why: a plain attribute, not a buffer: the packed form cannot be moved, cast or saved.
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
-        self.bias = None if bias is None else bias.detach().clone()
+        #: What computes; called directly by who has two rows or more, [M, in] and contiguous.
+        self.multiply: Matmul = _matmul(weight.detach(), None if bias is None else bias.detach())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The packed weight: some modules ask their layers' weights for number format and device, all that is left."""
+        return self.multiply.weight
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [..., in] and return [..., out]."""
-        flat = rows.reshape(-1, self.in_features)
+        flat = rows.reshape(-1, self.in_features).contiguous()
         if flat.shape[0] == 1:
             return self.multiply(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
         return self.multiply(flat).view(*rows.shape[:-1], self.out_features)
 
-    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply ``rows`` [M, in], contiguous and M at least 2, and return [M, out]."""
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
-        return product
+    def use_huge_pages(self) -> None:
+        """Move the weight into huge pages, where the system has them."""
+        move_to_huge_pages(*self.multiply.memory)
 
     def extra_repr(self) -> str:
-        """Describe the layer as ``nn.Linear`` does."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        """Describe the layer's shape and what computes it."""
+        return f"{self.in_features}, {self.out_features}, {type(self.multiply).__name__}"
+
+
+class OneDnnMatmul:
+    """A product by oneDNN, with the weight in its own arrangement.
+
+    No batch-size hint is given when packing: a hint of 1 makes every other size slow.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self._bias = None if bias is None else bias.clone()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply; see ``Matmul``."""
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self._bias, "none", [], "")
+        return product
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the weight; no bytes if torch does not tell."""
+        operations = torch.ops.mkldnn
+        if not hasattr(operations, "data_ptr") or not hasattr(operations, "_nbytes"):
+            return 0, 0
+        return operations.data_ptr(self.weight), operations._nbytes(self.weight)
+
+
+def _matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
+    is_ours = can_multiply(weight.dtype, weight.shape[1])
+    return PackedMatmul(weight, bias) if is_ours else OneDnnMatmul(weight, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pagedcore.errors import InvalidConfig, describe
 from pagedcore.ports import AttentionBackend, ModelBackend, Tokenizer
 
 if TYPE_CHECKING:
+    from pagedcore.execution.devices import Device
     from pagedcore.execution.models.blueprint import Blueprint
     from pagedcore.execution.models.transformers_model import TransformersModel
 
@@ -34,22 +35,19 @@ def resolve_backend(
 
     Args:
         model: "demo", a directory, a hub name, a loaded ``PreTrainedModel`` (taken over), or a ``ModelBackend``.
-        config: number format, block size, attention backend and trust.
+        config: number format, device, block size, attention backend and trust.
         load_attention: returns the attention factory of a name.
 
     Raises:
         InvalidConfig: it is none of these, or it cannot run here.
+        DeviceUnavailable: the device is not here; nothing was loaded.
     """
     if isinstance(model, str | os.PathLike):
-        from pagedcore.execution.models.pretrained import load_pretrained
-
-        loaded = load_pretrained(
-            _source(model), dtype=config.dtype, trust_remote_code=config.trust_remote_code
-        )
-        return _take_over(loaded, config, load_attention, is_private=True)
+        return _take_over(lambda device: _loaded(model, config, device), config, load_attention, is_private=True)
     if is_pretrained_model(model):
-        return _take_over(_converted(model, config.dtype), config, load_attention, is_private=False)
+        return _take_over(lambda _: _converted(model, config.dtype), config, load_attention, is_private=False)
     if isinstance(model, ModelBackend):
+        _require_no_device(config)
         return model
     raise InvalidConfig(
         f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
@@ -64,8 +62,8 @@ def plan_backend(
     from pagedcore.execution.models.blueprint import read_blueprint
 
     return read_blueprint(
-        _source(model), load_attention(_attention_name(config)), dtype=config.dtype, block_size=config.block_size,
-        trust_remote_code=config.trust_remote_code,
+        _source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), dtype=config.dtype,
+        block_size=config.block_size, trust_remote_code=config.trust_remote_code,
     )
 
 
@@ -112,16 +110,44 @@ def _converted(model: Any, dtype: str) -> Any:
     return model if dtype == "auto" else model.to(resolve_dtype(dtype))
 
 
+def _loaded(model: str | os.PathLike[str], config: EngineConfig, device: Device) -> Any:
+    from pagedcore.execution.models.pretrained import load_pretrained
+
+    dtype = device.default_dtype if config.dtype == "auto" else config.dtype
+    return load_pretrained(_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
+
+
 def _take_over(
-    model: Any, config: EngineConfig, load_attention: Callable[[str], AttentionFactory], *, is_private: bool
+    get_model: Callable[[Device], Any], config: EngineConfig, load_attention: Callable[[str], AttentionFactory], *,
+    is_private: bool,
 ) -> TransformersModel:
+    """Find the device and the attention backend, and only then get the model."""
+    from pagedcore.execution import devices
     from pagedcore.execution.models.transformers_model import TransformersModel
 
-    name = _attention_name(config)
+    device = devices.find_device(config.device)
+    name = _attention_name(config, device.default_attention)
+    attention = load_attention(name)
+    _require_same_device(name, attention, device)
     return TransformersModel(
-        model, load_attention(name), block_size=config.block_size, is_private=is_private, attention_name=name
+        get_model(device), attention, block_size=config.block_size, is_private=is_private, attention_name=name,
+        device=device,
     )
 
 
-def _attention_name(config: EngineConfig) -> str:
-    return DEFAULT_ATTENTION if config.attention_backend == "auto" else config.attention_backend
+def _attention_name(config: EngineConfig, default: str) -> str:
+    return default if config.attention_backend == "auto" else config.attention_backend
+
+
+def _require_same_device(name: str, attention: AttentionFactory, device: Device) -> None:
+    kinds: tuple[str, ...] = getattr(attention, "devices", ("cpu",))
+    if device.kind not in kinds:
+        raise InvalidConfig(
+            f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
+            f"Leave it at 'auto', or set device={kinds[0]!r}."
+        )
+
+
+def _require_no_device(config: EngineConfig) -> None:
+    if config.device.startswith("cuda"):
+        raise InvalidConfig("device: got a card for a model backend of your own, which decides itself. Leave it.")

@@ -7,6 +7,7 @@ sequence or a block; the engine commits what this returns.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,8 +28,14 @@ class ModelRunner:
         self._backend = backend
         self._sampler = sampler
 
+    @property
+    def backend(self) -> ModelBackend:
+        """The model."""
+        return self._backend
+
     def execute(self, rows: Seq[ScheduledRow], block_manager: BlockTables) -> SampledTokens:
-        """Compute ``rows`` and sample one token for each row that reaches its last known token, in their order.
+        """Compute ``rows``, sample one token for each row that reaches its last known token, in their order, and score
+        the tokens of prompts that are reported.
 
         Raises:
             StepFailed: the model returned logits of another shape or type than its protocol says.
@@ -37,8 +44,11 @@ class ModelRunner:
         batch = build_batch(rows, block_manager)
         logits = self._backend.forward(batch)
         sequences = [row.sequence for row in rows if row.is_sampled]
-        _require_logits(logits, (len(sequences), self._backend.vocab_size))
-        return self._sampler.sample(logits, sequences)
+        _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
+        if len(batch.logits_rows) == len(sequences):
+            return self._sampler.sample(logits, sequences)
+        prompts = self._sampler.score(logits[len(sequences) :], [row for row in rows if row.scored_positions])
+        return replace(self._sampler.sample(logits[: len(sequences)], sequences), prompts=prompts)
 
 
 def _require_logits(logits: object, shape: tuple[int, int]) -> None:

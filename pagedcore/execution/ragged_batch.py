@@ -7,7 +7,7 @@ and never touches a device. Read ``model_runner.py`` next.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -63,7 +63,7 @@ class RaggedBatch:
 
 
 def build_batch(rows: Seq[ScheduledRow], block_manager: BlockTables) -> RaggedBatch:
-    """Flatten scheduled rows; logits are wanted of the last token of every sampled row.
+    """Flatten scheduled rows; logits are wanted of the last token of every sampled row, then of all scored positions.
 
     Args:
         rows: at least one; tokens of each follow its first uncomputed position.
@@ -80,13 +80,22 @@ def build_batch(rows: Seq[ScheduledRow], block_manager: BlockTables) -> RaggedBa
     else:
         tokens = list(chain.from_iterable(row.sequence.token_ids[row.start : row.end] for row in rows))
     known = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
-    return assemble(
+    batch = assemble(
         np.array(tokens, dtype=np.int64), starts, counts,
         seq_ids=np.array([sequence.sequence_id for sequence in sequences], dtype=np.int64),
         tables=[block_manager.table(sequence.sequence_id).block_ids for sequence in sequences],
         block_size=block_manager.block_size,
         is_sampled=starts + counts == known,
     )
+    return batch if all(one.prompt_logprobs is None for one in sequences) else _with_scored(batch, rows)
+
+
+def _with_scored(batch: RaggedBatch, rows: Seq[ScheduledRow]) -> RaggedBatch:
+    scored = [
+        np.arange(first, first + len(row.scored_positions)) + row.scored_positions.start - row.start
+        for first, row in zip(batch.query_start.tolist(), rows, strict=False)
+    ]
+    return replace(batch, logits_rows=np.concatenate((batch.logits_rows, *scored)))
 
 
 def assemble(

@@ -7,8 +7,10 @@ Nothing here changes a sequence or keeps what could not be computed again from i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.ports import FloatArray, Int64Array
 from pagedcore.request import Sequence
+from pagedcore.scheduling.plan import ScheduledRow
 from pagedcore_kernels.cpu.sampling import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ class SampledTokens:
     """Shape [S]; false where the model returned NaN, plus infinity or nothing finite, or a mask left nothing."""
     logprobs: list[TokenLogprobs | None]
     """One entry per row; ``None`` where none were asked for or the row is not valid."""
+    prompts: Mapping[int, list[TokenLogprobs] | None] = field(default_factory=dict)
+    """What was learnt of prompts that are reported, by sequence id; ``None`` where a row of logits is not valid."""
 
 
 class Sampler:
@@ -71,6 +76,34 @@ class Sampler:
                 logprobs[i] = report.describe(int(token_ids[i]), rows[i])
         return SampledTokens(token_ids, token_ids >= 0, logprobs)
 
+    def score(
+        self, logits: FloatArray | torch.Tensor, rows: Seq[ScheduledRow]
+    ) -> dict[int, list[TokenLogprobs] | None]:
+        """Say how likely the tokens of prompts were, each after those before it.
+
+        Memory: the planner bounds the positions that are scored in a step, so that their logits stay within some tens
+        of megabytes however large the vocabulary is. A prompt that is reported is computed in shorter chunks for it.
+
+        Args:
+            logits: float32 [P, vocab_size] on the CPU, of the ``scored_positions`` of all rows one after the other.
+            rows: those that have any.
+
+        Returns:
+            The entries of each sequence by its id; ``None`` where a row of its logits is not valid.
+        """
+        positions = [(row.sequence, position) for row in rows for position in row.scored_positions]
+        counts = {i: one.params.prompt_logprobs or 0 for i, (one, _) in enumerate(positions)}
+        array = _as_array(logits)
+        reports, scores = self._make_reports(array, counts), dict[int, list[TokenLogprobs] | None]()
+        for i, (sequence, position) in enumerate(positions):
+            scored = reports[i].describe(sequence.token_ids[position + 1], array[i])
+            known = scores.setdefault(sequence.sequence_id, [])
+            if math.isnan(scored.logprob):
+                scores[sequence.sequence_id] = None
+            elif known is not None:
+                known.append(scored)
+        return scores
+
     def _choose(self, rows: FloatArray, sequences: Seq[Sequence]) -> Int64Array:
         params = [sequence.params for sequence in sequences]
         temperatures = [one.temperature for one in params]
@@ -96,7 +129,11 @@ class Sampler:
         self._adjusters = adjusters
 
     def _report_logprobs(self, rows: FloatArray, sequences: Seq[Sequence]) -> dict[int, _Report]:
-        wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
+        return self._make_reports(
+            rows, {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
+        )
+
+    def _make_reports(self, rows: FloatArray, wanted: dict[int, int]) -> dict[int, _Report]:
         if not wanted:
             return {}
         normalisers, ids, values = self._report(rows, np.fromiter(wanted, np.int64), max(wanted.values()))

@@ -207,4 +207,4 @@ def _attach(engine: Engine | AsyncEngine, metrics: EngineMetrics) -> None:
     else:
         manager = PluginManager()
         manager.add(metrics, "metrics")
-        engine._hooks.add(manager)
+        engine.hooks.add(manager)

@@ -94,6 +94,7 @@ class Admission:
         for option in (match, match.without_tail(self._blocks.block_size)):
             start = candidate.num_computed_tokens if self._holds(candidate) else option.num_tokens
             num_tokens = min(len(candidate.token_ids) - start, plan.budget)
+            num_tokens = plan.num_scorable_of(candidate, num_tokens)
             needed = self._num_new_blocks(candidate, start + num_tokens, option)
             if num_tokens == 0:
                 plan.admitted.append(candidate)
@@ -159,7 +160,7 @@ class Admission:
             return False
         size = self._blocks.block_size
         next_block = match.num_tokens // size
-        if (next_block + 1) * size >= len(candidate.token_ids):
+        if (next_block + 1) * size > candidate.num_reusable_tokens:
             return False
         self._blocks.hasher.extend(
             candidate.block_keys, candidate.cache_root, candidate.token_ids, next_block + 1

@@ -33,6 +33,8 @@ class Decision:
     num_computed_tokens: int
     """Positions that were computed when it was decided."""
     estimated_s: float
+    num_left_tokens: int = 0
+    """Positions that were left to be found."""
     actual_s: float = 0.0
     """Seconds of the transfers so far, and of computing again what was lost once that is known."""
     is_settled: bool = False
@@ -72,8 +74,13 @@ class BlockMoves:
 
     @property
     def in_flight(self) -> bool:
-        """Whether any transfer has not completed."""
-        return self._blocks.host is not None and bool(self._blocks.host.in_flight)
+        """Whether any transfer has neither completed nor been given up."""
+        return self._blocks.host is not None and self._blocks.host.has_awaited
+
+    @property
+    def withholds_blocks(self) -> bool:
+        """Whether a transfer that was given up still keeps device blocks that nobody else may have."""
+        return self._blocks.host is not None and self._blocks.host.withholds_blocks
 
     def take_due(self) -> list[Transfer]:
         """Return the transfers to start, each once."""
@@ -92,8 +99,20 @@ class BlockMoves:
             self._load(swap_in)
         return self.take_due()
 
+    def give_up(self, transfer_id: int) -> None:
+        """Let a sequence go on without a transfer that takes too long; it counts as failed now, not when it ends.
+
+        Raises:
+            InternalError: there is no such transfer in flight, or it was given up before.
+        """
+        host = self._blocks.host
+        assert host is not None  # Invariant: only a host tier makes transfers
+        host.give_up(transfer_id)
+        del self._moving[transfer_id]
+        self._counters.num_failed_transfers += 1
+
     def complete(self, transfer_id: int, seconds: float, *, is_ok: bool) -> None:
-        """Book the end of a transfer that took so many seconds.
+        """Book the end of a transfer that took so many seconds; one that was given up only lets its blocks go.
 
         Raises:
             InternalError: there is no such transfer in flight.
@@ -101,7 +120,9 @@ class BlockMoves:
         host = self._blocks.host
         assert host is not None  # Invariant: only a host tier makes transfers
         transfer, is_served = host.complete(transfer_id, is_ok=is_ok)
-        sequence = self._moving.pop(transfer_id)
+        sequence = self._moving.pop(transfer_id, None)
+        if sequence is None:
+            return
         if not is_ok:
             self._counters.num_failed_transfers += 1
             return
@@ -140,10 +161,10 @@ class BlockMoves:
         num_tokens = host.pin_arriving(sequence.sequence_id)
         if not num_tokens:
             here, there = self.find(sequence)
-            if there.num_tokens >= here.num_tokens:
+            if there.num_tokens >= max(1, here.num_tokens):
                 host.pin(sequence.sequence_id, there.block_ids)
                 num_tokens = there.num_tokens
-            else:
+            elif here.num_tokens:
                 num_tokens = self._copy_out(sequence, here)
         if num_tokens:
             self.parked.add(sequence.sequence_id)
@@ -165,6 +186,8 @@ class BlockMoves:
         """
         host = self._blocks.host
         assert host is not None  # Invariant: asked before
+        if host.is_stuck:
+            return 0
         match = self._blocks.match(sequence)
         num_idle = sum(not self._blocks.is_held(block_id) for block_id in match.device_blocks)
         # Why: every running sequence may need a block in the next step, and nobody waits for the idle ones.
@@ -209,6 +232,8 @@ class BlockMoves:
         if (decision := self._open.pop(sequence.sequence_id, None)) is not None:
             decision.actual_s += self._costs.compute_s(max(0, decision.num_computed_tokens - num_tokens))
             decision.is_settled = True
+            if decision.num_left_tokens:
+                self._costs.observe_loss(max(0.0, 1 - num_tokens / decision.num_left_tokens))
             self._costs.score(decision.estimated_s, decision.actual_s)
         self._unpin(sequence)
 
@@ -225,7 +250,8 @@ class BlockMoves:
     def _preempt(self, preemption: Preemption) -> None:
         sequence = preemption.sequence
         decision = Decision(
-            sequence.sequence_id, preemption.kind, sequence.num_computed_tokens, preemption.estimated_s
+            sequence.sequence_id, preemption.kind, sequence.num_computed_tokens, preemption.estimated_s,
+            preemption.num_left_tokens,
         )
         self._open[sequence.sequence_id] = decision
         self.decisions.append(decision)

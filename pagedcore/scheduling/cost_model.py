@@ -1,6 +1,6 @@
 """What it costs to take blocks away: seconds of moving them, of computing them again, of letting somebody wait.
 
-Starts from what was calibrated and learns from every step and transfer. Step times follow
+Starts from what was measured at the start and learns from every step and transfer. Step times follow
 ``fixed + tokens * per_token``, fitted by recursive least squares with forgetting; transfers follow
 ``fixed + blocks * per_block`` the same way. Holds no clock: whoever measures tells it. Read ``preemption`` next.
 """
@@ -14,6 +14,8 @@ from pagedcore.cache.transfers import Direction
 
 _FORGETTING: Final = 0.98
 """Weight of the past at each observation: about the last 50 count."""
+_LOSS_RATE: Final = 0.2
+"""Weight of one more observation of what became of the rest of a shrunk sequence: about the last 5 count."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,8 @@ class CostModel:
         default_factory=lambda: {direction: Line(2e-5, 5e-5) for direction in Direction}
     )
     """Seconds of a transfer by blocks, each way."""
+    loss_share: float = 0.5
+    """Share of what a shrunk sequence leaves behind that is gone when it runs again, 0 to 1."""
     num_estimates: int = 0
     sum_relative_error: float = 0.0
 
@@ -72,6 +76,17 @@ class CostModel:
     def compute_s(self, num_tokens: int) -> float:
         """Seconds of computing tokens in steps that take place anyway."""
         return num_tokens * self.step.per_unit_s
+
+    def shrink_s(self, num_lost: int, num_left: int) -> float:
+        """Seconds of computing again what is taken from a sequence's end, and what others take of the rest."""
+        return self.compute_s(num_lost) + self.loss_share * self.compute_s(num_left)
+
+    def observe_loss(self, share: float) -> None:
+        """Learn what share of a shrunk sequence's rest was gone when it ran again.
+
+        Where blocks are lacking, whoever stays takes what was left next; how much of it depends on the load.
+        """
+        self.loss_share += _LOSS_RATE * (share - self.loss_share)
 
     def wait_s(self, num_steps: int, num_running: int, block_size: int) -> float:
         """Seconds lost when one of ``num_running`` sequences stands still for ``num_steps`` steps.

@@ -34,6 +34,14 @@ class ScheduledRow:
         return self.end == len(self.sequence.token_ids)
 
     @property
+    def scored_positions(self) -> range:
+        """Positions whose logits say how likely the prompt's next token was, of those that were not told yet."""
+        sequence = self.sequence
+        if sequence.prompt_logprobs is None:
+            return range(0)
+        return range(max(self.start, len(sequence.prompt_logprobs)), min(self.end, sequence.num_prompt_tokens - 1))
+
+    @property
     def is_decode(self) -> bool:
         """Whether this row computes one generated token, not a part of a prompt."""
         return self.num_tokens == 1 and self.start >= self.sequence.num_prompt_tokens
@@ -63,6 +71,8 @@ class Preemption:
     kind: PreemptionKind
     estimated_s: float = 0.0
     """Seconds of work that the preemption is expected to cost."""
+    num_left_tokens: int = 0
+    """Positions that a shrunk sequence leaves to be found, by itself or by whoever needs the room."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class PlanningRules:
     """Whether admission counts the longest answer of everybody, so that nobody is ever preempted."""
     policy: Policy
     preemption: PreemptionRules
+    max_scored_tokens: int
+    """Positions of a step whose logits are reported, besides one for each sequence: a row of logits is large."""
 
 
 class StepPlanner:
@@ -58,6 +60,7 @@ class StepPlanner:
         self.waiting = list(waiting)
         self.free = blocks.num_available_blocks
         self.budget = rules.max_num_batched_tokens
+        self._num_scorable = rules.max_scored_tokens
         self.admitted: list[Sequence] = []
         self.swap_ins: list[SwapIn] = []
         self._rows: dict[int, ScheduledRow] = {}
@@ -91,10 +94,17 @@ class StepPlanner:
             block_id not in self._adopted and not self.blocks.is_held(block_id) for block_id in match.held_blocks
         )
 
+    def num_scorable_of(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of the next ``num_tokens`` of a sequence that reports its prompt this step may compute."""
+        # Why: at least one, so that everybody gets on however many prompts are reported at a time.
+        return min(num_tokens, max(1, self._num_scorable)) if sequence.is_scored else num_tokens
+
     def add_row(self, sequence: Sequence, start: int, num_tokens: int, num_blocks: int, match: PrefixMatch) -> None:
         """Plan a row that needs ``num_blocks`` new blocks besides what it shares."""
         self._rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, match)
         self.budget -= num_tokens
+        if sequence.prompt_logprobs is not None and sequence.is_scored:
+            self._num_scorable -= num_tokens
         self.free -= num_blocks + self.num_blocks_taken(match)
         self._adopted.update(match.held_blocks)
 
@@ -129,6 +139,8 @@ class StepPlanner:
         for sequence in sequences:
             start = sequence.num_computed_tokens
             num_tokens = min(len(sequence.token_ids) - start, self.budget)
+            if sequence.prompt_logprobs is not None:
+                num_tokens = self.num_scorable_of(sequence, num_tokens)
             if num_tokens == 0:
                 return
             if sequence.sequence_id in self._preempted:
@@ -180,9 +192,10 @@ class StepPlanner:
         return self.num_planned_blocks(victim) + len(self.blocks.own_blocks_of(victim.sequence_id))
 
     def _num_blocks_to_host(self, victim: Sequence) -> int | None:
-        if self.blocks.host is None or not self.blocks.num_blocks_of(victim.sequence_id):
+        host = self.blocks.host
+        if host is None or host.is_stuck or not self.blocks.num_blocks_of(victim.sequence_id):
             return None
-        missing = self.blocks.host.num_missing_blocks(victim)
+        missing = host.num_missing_blocks(victim)
         return missing if missing <= self._room_on_host else None
 
     def _num_steps_to_wait(self, asker: Sequence) -> int | None:

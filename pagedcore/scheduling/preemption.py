@@ -111,9 +111,10 @@ class PreemptionRules:
                 return
         num_computed = victim.sequence.num_computed_tokens
         num_left = max(0, victim.num_held_blocks - lacking) * self.block_size
-        # Why: a tail is all that is lost, unless it is everything; a host without room leaves just that.
+        num_left = min(num_computed, num_left)
+        # Why: a tail is all that is lost at once, unless it is everything; a host without room leaves just that.
         if num_left and self.mode != "recompute":
-            lost_s = self.costs.compute_s(num_computed - min(num_computed, num_left))
-            yield Preemption(victim.sequence, PreemptionKind.SHRINK, lost_s)
+            lost_s = self.costs.shrink_s(num_computed - num_left, num_left)
+            yield Preemption(victim.sequence, PreemptionKind.SHRINK, lost_s, num_left)
         else:
             yield Preemption(victim.sequence, PreemptionKind.RECOMPUTE, self.costs.compute_s(num_computed))

@@ -1,8 +1,7 @@
 """Where every sequence is, and the one transaction that moves them: schedule, reserve, then commit or roll back.
 
-Decides with ``planner``, counts blocks with ``cache.block_manager``, and knows no device, no clock and no text. What
-has to move between the memories before a step is in ``block_moves``. Read ``invariants`` next for the laws that hold
-between any two calls.
+Decides with ``planner``, counts blocks with ``cache.block_manager``, knows no device, no clock and no text. What moves
+between the memories before a step is in ``block_moves``, the laws that hold between any two calls in ``invariants``.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class Scheduler:
     Invariant: a live sequence is waiting or running; a finished one holds no device blocks, only what it computed may
         be found again.
     Invariant: ``schedule`` changes nothing; between ``reserve`` and ``commit`` or ``rollback`` one step is in flight.
-    Invariant: if anything waits or runs and nothing is on its way, ``schedule`` returns a plan that computes
-        something or makes room for it.
+    Invariant: if anything waits or runs, and nothing is on its way or kept by a store that stands still, a plan
+        computes something or makes room for it.
     Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
     """
 
@@ -51,12 +50,13 @@ class Scheduler:
         max_num_waiting: int,
         admission: str = "optimistic",
         preemption: str = "auto",
+        max_scored_tokens: int,
     ) -> None:
         self.block_manager = block_manager
         self.costs = CostModel()
         self.rules = PlanningRules(
             max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy,
-            PreemptionRules(preemption, self.costs, block_manager.block_size),
+            PreemptionRules(preemption, self.costs, block_manager.block_size), max_scored_tokens,
         )
         self._waiting = WaitingQueue(policy.order, max_num_waiting)
         self._running = PolicyOrder(policy.order)
@@ -85,7 +85,7 @@ class Scheduler:
         return self._in_flight.rows if self._in_flight is not None else []
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence that grows to ``num_tokens`` positions fits the pool when it is alone."""
+        """Whether a sequence that grows to ``num_tokens`` positions fits the pool when alone."""
         return self.block_manager.blocks_for(num_tokens) <= self.block_manager.num_blocks
 
     def require_room(self, num_tokens: int, num_sequences: int = 1) -> None:
@@ -170,7 +170,8 @@ class Scheduler:
         plan = self._plan(may_wait=True)
         if plan.is_empty and not plan.moves_blocks and self.has_work and not self.moves.in_flight:
             plan = self._plan(may_wait=False)
-            if plan.is_empty and not plan.moves_blocks:
+            # Why: a store that stands still may keep the blocks that are lacking; then only its end can help.
+            if plan.is_empty and not plan.moves_blocks and not self.moves.withholds_blocks:
                 raise InternalError(
                     f"no progress: {len(self._running)} running, {len(self._waiting)} waiting, "
                     f"{self.block_manager.num_available_blocks} of {self.block_manager.num_blocks} blocks available"

@@ -33,6 +33,7 @@ class SchedulerCounters:
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0
     num_failed_transfers: int = 0
+    """Transfers that failed or took too long."""
 
     def count_row(self, row: ScheduledRow) -> None:
         """Count a row that is about to be committed."""

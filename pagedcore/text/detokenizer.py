@@ -66,6 +66,10 @@ class ByteLevelDetokenizer:
         bytes_of = self._bytes_of
         return self._decoder.push(b"".join([bytes_of(token_id, b"") for token_id in token_ids]))
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of one token, ``None`` for one without text."""
+        return self._bytes_of(token_id)
+
     def finish(self) -> str:
         """Return U+FFFD if the answer ends within a character, else nothing."""
         return self._decoder.finish()

@@ -17,7 +17,8 @@ from pagedcore.text.detokenizer import ByteLevelDetokenizer, Decode, byte_table
 from pagedcore.text.piece_detokenizer import PieceDetokenizer, PieceTable, byte_of_token
 from pagedcore.text.window_detokenizer import WindowDetokenizer
 
-DetokenizerFactory = Callable[[], Detokenizer]
+AnyDetokenizer = ByteLevelDetokenizer | PieceDetokenizer | WindowDetokenizer
+DetokenizerFactory = Callable[[], AnyDetokenizer]
 
 _NUM_SHORT: Final = 384
 _SHORT: Final = 12

@@ -106,6 +106,11 @@ class PieceDetokenizer:
             out.append(piece if self._opening is None else self._settle([token_id], piece))
         return "".join(out)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes that one token adds to text before it, ``None`` for one without text."""
+        piece = self._pieces[token_id]
+        return bytes((piece,)) if isinstance(piece, int) else piece.encode() if piece else None
+
     def finish(self) -> str:
         """Return the last byte run, or the answer's only text if nothing was returned so far."""
         text = self._end_run()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagedcore.errors import InvalidConfig, InvalidText, describe
+from pagedcore.outputs import TokenText
 from pagedcore.ports import ChatMessage, Detokenizer
 from pagedcore.text.chat_template import apply_chat_template, render_turn
 from pagedcore.text.detokenizer_choice import choose_detokenizer
@@ -129,6 +130,13 @@ class HFTokenizer:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Say what one token stands for; the bytes of an answer's tokens are the answer's, but for a leading space."""
+        utf8 = self._new_detokenizer().token_bytes(token_id)
+        if utf8 is None:
+            return TokenText(str(self._tokenizer.convert_ids_to_tokens(token_id) or ""), None)
+        return TokenText(utf8.decode("utf-8", "replace"), utf8)
 
     def new_detokenizer(self) -> Detokenizer:
         """Start an incremental decoding, of the kind that was found exact when the tokenizer was loaded."""

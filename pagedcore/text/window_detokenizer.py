@@ -64,6 +64,11 @@ class WindowDetokenizer:
             certain = _common_prefix(certain, self._decode([*window, probe]))
         return self._return(certain.rstrip("\ufffd"), text)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of one token's own decoding, ``None`` where that is nothing or no whole characters."""
+        text = self._decode([token_id])
+        return text.encode() if text and "\ufffd" not in text else None
+
     def finish(self) -> str:
         """Return what was held back.
 

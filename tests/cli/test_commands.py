@@ -9,6 +9,7 @@ import pytest
 
 from cli.runner import invoke, run
 from pagedcore.plugins.manager import create_plugin_manager
+from pagedcore_kernels.cuda.resources import RESOURCES_FILE, read_resource_table
 from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
 
 COMMANDS = ["demo", "generate", "chat", "size", "plugins", "doctor", "bench", "kernels"]
@@ -105,4 +106,5 @@ def test_kernels_are_built_into_a_directory(tmp_path: Path) -> None:
     for _ in range(2):
         out = invoke("kernels", "build", "--arch", "sm_90", "--only", "copy", "--out", str(tmp_path / "built"))
         assert "1 kernels in" in out
-    assert [path.name.partition(".")[0] for path in (tmp_path / "built").iterdir()] == ["copy"]
+    assert list(read_resource_table((tmp_path / "built" / RESOURCES_FILE).read_text())) == [("copy", "sm_90")]
+    assert [path.name.partition(".")[0] for path in (tmp_path / "built").glob("*.kernel")] == ["copy"]

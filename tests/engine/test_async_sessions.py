@@ -108,6 +108,20 @@ async def test_parked_resumed_forked_and_exported(tmp_path: Path) -> None:
             await engine.import_session(tmp_path / "chat.json")
 
 
+async def test_from_disk_to_the_host() -> None:
+    """Parked on the host after the disk, a session is read from its file first, on another thread."""
+    async with make() as engine:
+        session = engine.session(PARAMS)
+        await ask(session, 1, 2, 3)
+        num_tokens = len(session.token_ids) - 1
+        assert (await session.park("disk")).tier == "disk"
+        await flood(engine)
+        state = await session.park("host")
+        assert (state.tier, state.num_tokens_kept) == ("host", num_tokens)
+        await flood(engine)
+        assert await ask(session, 4) == num_tokens
+
+
 async def test_leaving_early_aborts_the_turn_only() -> None:
     """A stream that is left and an ask that is cancelled end their turn; the session goes on from there."""
     async with make() as engine, engine.session(PARAMS) as session:

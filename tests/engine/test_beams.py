@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from pagedcore.assembly import assemble
 from pagedcore.beam_search import BeamRules, BeamSearch
 from pagedcore.engine import Engine
 from pagedcore.errors import InvalidLogits, QueueTimeout, RequestTooLarge, StepFailed, TooManySequences
-from pagedcore.outputs import RequestOutput
+from pagedcore.outputs import CompletionOutput, RequestOutput
 from pagedcore.ports import FloatArray, RaggedRows
 from pagedcore.request import Request
 from pagedcore.sampling_params import SamplingParams
@@ -251,6 +252,59 @@ def test_a_contest_that_is_never_started_times_out_once() -> None:
     assert all(isinstance(answer.error, QueueTimeout) for answer in request.output().outputs)
     run(engine)
     assert_all_free(engine)
+
+
+@pytest.mark.parametrize("num_top", [0, 2, 20])
+def test_the_tokens_of_beams_have_their_log_probabilities(num_top: int) -> None:
+    """Each returned token has the model's own, and the best at its place; they sum to the score, which nobody changed.
+
+    Beams are preempted, dropped and branched on the way.
+    """
+    rng = random.Random(6)
+    engine = make_engine(UntiedBackend(), num_kv_blocks=22, max_num_seqs=5, max_num_batched_tokens=9,
+                         max_num_waiting=64, preemption="recompute")
+    requests = []
+    for _ in range(8):
+        shape = replace(random_beams(rng), logprobs=num_top)
+        requests.append(engine.add_request([rng.randrange(20) for _ in range(rng.randint(1, 9))], shape))
+    run(engine)
+    for request in requests:
+        assert_beams_are_right(request)
+        for answer in request.output().outputs:
+            assert_logprobs_of(request.prompt_token_ids, answer, num_top)
+            total = sum(one.logprob for one in answer.logprobs or ())
+            length = len(answer.token_ids) ** request.params.length_penalty
+            assert answer.score == pytest.approx(total / length, abs=1e-6)
+    assert_all_free(engine)
+
+
+def assert_logprobs_of(prompt: list[int], answer: CompletionOutput, num_top: int) -> None:
+    """Compare with the toy model's own distribution after each beginning of the answer."""
+    assert [one.token_id for one in answer.logprobs or ()] == list(answer.token_ids)
+    for i, one in enumerate(answer.logprobs or ()):
+        logits = untied(toy_logits(np.array([*prompt, *answer.token_ids[:i]], np.int64))).astype(np.float64)
+        expected = logits - np.log(np.exp(logits).sum())
+        best = np.argsort(-expected)[:num_top].tolist()
+        assert one.logprob == pytest.approx(expected[one.token_id], abs=1e-5)
+        assert [token_id for token_id, _ in one.top] == best
+        assert [value for _, value in one.top] == pytest.approx(expected[best], abs=1e-5)
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(max_tokens=4, n=3, temperature=1.0), SamplingParams(max_tokens=4, n=2, best_of=4, temperature=1.0),
+    beams(4, 3, n=2),
+])  # fmt: skip
+def test_a_prompt_counts_once_for_all_answers(params: SamplingParams) -> None:
+    """However many sequences there are, the engine's counter, the output and a further turn count each token once."""
+    engine = make_engine(num_kv_blocks=64)
+    request = engine.add_request([5] * 7, params)
+    run(engine)
+    assert engine.stats().num_prompt_tokens == len(request.output().prompt_token_ids) == 7
+    single = engine.add_request([5], SamplingParams(max_tokens=2, ignore_eos=True))
+    run(engine)
+    single.extend([3, 4], replace(params, n=1))
+    run(engine)
+    assert engine.stats().num_prompt_tokens == 7 + 1 + 2
 
 
 def test_a_conversation_goes_on_from_the_answer_that_was_chosen() -> None:

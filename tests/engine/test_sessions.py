@@ -175,6 +175,37 @@ def test_parked_sessions_take_at_most_half_of_the_host() -> None:
     assert [ask(session, 9) for session in sessions] == [7, 7, 7, 7]
 
 
+def test_from_disk_to_the_host() -> None:
+    """Parked on the host after the disk, a session is brought back whole first; without room for that it stays."""
+    engine = make(num_kv_blocks=8)
+    session, similar = engine.session(PARAMS), engine.session(PARAMS)
+    ask(session, *range(1, 15))
+    session.park("disk")
+    flood(engine)
+    ask(similar, 1, 2, 3, 4, 5)
+    request = engine.add_request([2] * 24, SamplingParams(max_tokens=8, ignore_eos=True))
+    while len(request.sequences[0].output_token_ids) < 2:
+        engine.step()
+    assert session.park("host").tier == "disk"
+    request.abort()
+    assert session.park("host").tier == "host"
+    assert engine.sessions.parking.num_files == 0
+    flood(engine)
+    assert ask(session, 4) == 18
+
+
+def test_with_nothing_to_keep_nothing_is_kept() -> None:
+    """A session whose KV is gone everywhere, or was never trusted, is parked as tokens and breaks no law."""
+    engine = make()
+    session = engine.session(PARAMS)
+    ask(session, 1, 2, 3)
+    flood(engine)
+    for tier in ("host", "disk"):
+        assert session.park(tier).tier == "tokens"  # type: ignore[arg-type]
+        assert check(snapshot(engine.scheduler)) == []
+    assert ask(session, 4) == 0
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 1])
 def test_without_a_host_parking_goes_to_disk(num_host_blocks: int) -> None:
     """No host tier, or one too small, is no error: the KV is kept on disk, and the result says so."""
@@ -378,6 +409,44 @@ def test_resume_takes_no_room_from_others() -> None:
     assert session.resume() == 18
     assert session.parked is None
     assert (ask(session, 4), ask(on_disk, 4)) == (18, 18)
+
+
+def test_a_block_is_left_for_everybody_who_runs() -> None:
+    """What is brought back leaves a block for each running request, which may need one in the next step."""
+    engine = make(num_kv_blocks=12)
+    on_host, on_disk = engine.session(PARAMS), engine.session(PARAMS)
+    ask(on_host, *range(1, 15))
+    ask(on_disk, *range(15, 29))
+    on_host.park("host")
+    on_disk.park("disk")
+    flood(engine)
+    request = engine.add_request([2] * 24, SamplingParams(max_tokens=12, ignore_eos=True))
+    while request.sequences[0].num_computed_tokens < 26:
+        engine.step()
+    assert engine.scheduler.block_manager.num_available_blocks == 5
+    assert (on_host.resume(), on_disk.resume()) == (0, 16)
+    while engine.has_pending_requests():
+        engine.step()
+    assert engine.stats().num_preemptions == 0
+    assert (on_host.resume(), on_disk.resume()) == (18, 18)
+
+
+def test_the_same_words_on_their_way_twice() -> None:
+    """Of two sessions with the same words, moved to the host at the same time, the parked one keeps what it has even
+    when the copy of the other one, which came first, would be evicted."""
+    engine = make()
+    store = store_of(engine)
+    store.is_slow = True
+    first, second = engine.session(PARAMS), engine.session(PARAMS)
+    requests = [session.extend([1, 2, 3]) for session in (first, second)]
+    while not all(request.is_done for request in requests):
+        engine.step()
+    assert second.park("host").num_tokens_kept == 7
+    for transfer_id in sorted(store.under_way):
+        store.end(transfer_id)
+    store.is_slow = False
+    flood(engine)
+    assert ask(second, 4) == 7
 
 
 def test_a_turn_that_is_refused_changes_nothing() -> None:

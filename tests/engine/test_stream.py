@@ -20,7 +20,7 @@ def delta(text: str, *token_ids: int, index: int = 0, reason: str | None = None)
 
 def test_merging_deltas_concatenates_text_and_tokens() -> None:
     """Two unread deltas of one answer become one that says the same."""
-    merged = merge(delta("a", 1), delta("b", 2, reason="stop"))
+    merged = merge([delta("a", 1), delta("b", 2, reason="stop")])
     assert (merged.text, merged.token_ids, merged.finish_reason) == ("ab", (1, 2), "stop")
 
 
@@ -28,9 +28,9 @@ def test_merging_keeps_what_only_one_of_them_has() -> None:
     """Log-probabilities are joined, and the usage that comes with the last delta is not lost."""
     scored = TokenLogprobs(1, -0.5)
     first, last = replace(delta("a", 1), logprobs=(scored,)), replace(delta("b", 2), usage=Usage(3, 0, 2))
-    assert merge(first, last).logprobs == (scored,)
-    assert merge(first, replace(last, logprobs=(scored,))).logprobs == (scored, scored)
-    assert merge(first, last).usage == Usage(3, 0, 2)
+    assert merge([first, last]).logprobs == (scored,)
+    assert merge([first, replace(last, logprobs=(scored,))]).logprobs == (scored, scored)
+    assert merge([first, last]).usage == Usage(3, 0, 2)
 
 
 def test_unread_deltas_do_not_accumulate() -> None:

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from pagedcore.execution import huge_pages
-from pagedcore.execution.huge_pages import collapse_packed_weight, use_huge_pages
+from pagedcore.execution.huge_pages import use_huge_pages
 from pagedcore.execution.linears import PackedLinear
 
 
-def test_products_keep_their_bits() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_keep_their_bits(dtype: torch.dtype) -> None:
     """A packed weight of several huge pages multiplies as before after it was moved."""
     generator = torch.Generator().manual_seed(0)
-    layer = PackedLinear(torch.randn(2048, 1024, generator=generator), None)
-    rows = torch.randn(3, 1024, generator=generator)
+    layer = PackedLinear(torch.randn(2048, 2048, generator=generator).to(dtype), None)
+    rows = torch.randn(3, 2048, generator=generator).to(dtype)
     before = layer(rows)
-    collapse_packed_weight(layer.weight)
+    layer.use_huge_pages()
     assert torch.equal(layer(rows), before)
 
 

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from execution.families import tiny_model
 from pagedcore.execution.invariance import probe_invariance
-from pagedcore.execution.linears import PackedLinear, can_pack, pack_linears
+from pagedcore.execution.linears import OneDnnMatmul, PackedLinear, can_pack, pack_linears
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this processor cannot pack bfloat16 weights")
@@ -145,13 +144,22 @@ def test_the_probe_finds_products_that_depend_on_company(kind: Any) -> None:
     assert probe_invariance(layers) == ((24, 40, torch.float32),)
 
 
-def test_bias_is_added() -> None:
-    """The bias is kept apart from the packed weight."""
-    plain = linear(bias=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_is_added(dtype: torch.dtype) -> None:
+    """A row of zeros gives the bias itself, which later changes of the original do not reach."""
+    plain = linear(dtype=dtype)
+    expected = plain.bias.detach().clone()
     packed = PackedLinear(plain.weight, plain.bias)
     with torch.no_grad():
         plain.bias.zero_()
-    rows = torch.zeros(2, 40)
-    assert packed.bias is not None
-    torch.testing.assert_close(packed(rows), functional.linear(rows, plain.weight, packed.bias))
-    assert packed(rows).abs().sum() > 0
+    assert torch.equal(packed(torch.zeros(2, 40, dtype=dtype)), expected.expand(2, -1))
+    assert expected.abs().sum() > 0
+
+
+def test_what_our_product_cannot_do_is_left_to_onednn() -> None:
+    """An odd number of inputs has no pairs; the layer computes all the same."""
+    plain = linear(24, 41, torch.bfloat16)
+    packed = PackedLinear(plain.weight, plain.bias)
+    assert isinstance(packed.multiply, OneDnnMatmul)
+    rows = torch.randn(5, 41).bfloat16()
+    torch.testing.assert_close(packed(rows), plain(rows))

@@ -283,7 +283,7 @@ def test_engines_are_kept_apart() -> None:
 def test_without_metrics_nothing_is_recorded_and_nothing_imported() -> None:
     """An engine that nobody watches has no observers, and the package does not need prometheus-client."""
     with make_engine() as engine:
-        assert not engine._hooks.observes_steps
+        assert not engine.hooks.observes_steps
     code = "import sys, pagedcore; pagedcore.engine_metrics; print('prometheus_client' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"

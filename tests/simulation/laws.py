@@ -48,7 +48,7 @@ def _require_true(registered: Mapping[bytes, Known], memory: np.ndarray, where: 
 def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
     """What every plan has to respect, whatever the state."""
     rules, running = scheduler.rules, list(scheduler.running)
-    can_rest = scheduler.moves.in_flight or not scheduler.has_work
+    can_rest = scheduler.moves.in_flight or scheduler.moves.withholds_blocks or not scheduler.has_work
     require(bool(plan.rows) or plan.moves_blocks or can_rest, "nothing is planned although there is work")
     require(plan.num_tokens <= rules.max_num_batched_tokens, f"{plan.num_tokens} tokens are over the budget")
     require(len(running) + len(plan.admitted) <= rules.max_num_seqs, "more sequences than rows")

@@ -27,18 +27,38 @@ from simulation.laws import SimulationFailure, describe, require, require_lawful
 
 #: Few different tokens, so that sequences resemble each other and a mixed-up block is not lucky to be noticed.
 PROMPT_TOKENS = 3
+#: Seconds, two steps on average, after which a transfer is given up.
+LONGEST_TRANSFER_S = 1.0
 
 
 class MoodyStore(ToyStore):
-    """A ``ToyStore`` that refuses to start a transfer, if it is allowed to."""
+    """A ``ToyStore`` that refuses to start a transfer, or lets one hang, if it is allowed to."""
 
-    def __init__(self, backend: FlakyBackend, block_size: int, refuses: Callable[[], bool]) -> None:
+    def __init__(
+        self, backend: FlakyBackend, block_size: int, refuses: Callable[[], bool], hangs: Callable[[], bool]
+    ) -> None:
         super().__init__(backend, block_size)
         self._refuses = refuses
+        self._hangs = hangs
+        self.hanging: set[int] = set()
+
+    def end(self, transfer_id: int, *, is_ok: bool = True) -> None:
+        """Let a transfer end, even one that hung."""
+        self.hanging.discard(transfer_id)
+        super().end(transfer_id, is_ok=is_ok)
+
+    def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
+        """Return what ended; whoever waits gets the oldest one ended that does not hang."""
+        able = self.under_way.keys() - self.hanging
+        if wait and able and not self._ended:
+            self.end(min(able))
+        return super().poll_transfers(wait=False)
 
     def _start(self, transfer_id: int, is_out: bool, pairs: object) -> None:
         if self._refuses():
             raise OSError("no transfers today")
+        if self.is_slow and self._hangs():
+            self.hanging.add(transfer_id)
         super()._start(transfer_id, is_out, pairs)  # type: ignore[arg-type]
 
 
@@ -147,13 +167,21 @@ class Simulation:
         )
         self.backend = FlakyBackend()
         self.backend.allocate_kv(world.num_blocks, world.block_size)
-        self.store = MoodyStore(self.backend, world.block_size, lambda: self._has_fault(0.1))
+        # Why: a chance of its own, so that lives in which nothing hangs are what they would be without it.
+        self.fate = random.Random(f"hanging {self.seed}")
+        self.may_hang = self.fate.random() < 0.6
+        self.store = MoodyStore(
+            self.backend, world.block_size, lambda: self._has_fault(0.1),
+            lambda: self.may_hang and self.fate.random() < 0.4,
+        )
         self.store.is_slow = world.has_slow_transfers
         self.store.allocate_host(world.num_host_blocks)
         self.clock = FakeClock()
-        self.mover = BlockMover(self.store, self.scheduler.moves, self.clock)
+        self.mover = BlockMover(self.store, self.scheduler.moves, self.clock, LONGEST_TRANSFER_S)
         self.turns: dict[int, Turn] = {}
         self.num_arrived = 0
+        self.known_transfers: frozenset[int] | None = None
+        """Those under way when the host was last seen stuck; ``None``: it was not."""
 
     def run(self) -> Simulation:
         """Live to the end.
@@ -186,11 +214,16 @@ class Simulation:
             require(not any(stats.counters.num_preemptions.values()), "a guaranteed sequence was preempted")
 
     def _drain(self) -> None:
-        """Without further arrivals and faults all work ends: in every step somebody advances or a transfer ends."""
+        """Without further arrivals and faults all work ends: in every step somebody advances or a transfer ends.
+
+        What hangs goes on hanging: it is given up, and ends only where it keeps blocks without which nothing moves.
+        """
         self.has_faults, had_faults = False, self.has_faults
+        self.may_hang = False
         live = [turn.sequence for turn in self.turns.values() if turn.sequence.finish_reason is None]
-        bound = 5 * sum(sequence.max_total_tokens for sequence in live) + 5
-        for _ in range(bound):
+        num_hanging = len(self.store.hanging)
+        bound = 5 * sum(sequence.max_total_tokens for sequence in live) + 5 + 8 * LONGEST_TRANSFER_S * num_hanging
+        for _ in range(int(bound)):
             if not self.scheduler.has_work:
                 break
             self._step()
@@ -302,7 +335,7 @@ class Simulation:
     def _step(self) -> None:
         before = self._now = snapshot(self.scheduler)
         self.clock.advance(self.rng.random())
-        if self.scheduler.moves.in_flight:
+        if self.store.under_way:
             self._end_some_transfers()
         self._settle()
         self._check(before)
@@ -313,6 +346,8 @@ class Simulation:
             plan = self._plan()
         if plan.is_empty:
             self.mover.settle(wait=self.scheduler.has_work)
+            if not self.scheduler.moves.in_flight:
+                self._end_what_hangs(1.0)
             return
         copies = self.scheduler.reserve(plan)
         self._check(before)
@@ -323,9 +358,18 @@ class Simulation:
         self._check(before)
 
     def _end_some_transfers(self) -> None:
-        for transfer_id in self.rng.sample(list(self.store.under_way), len(self.store.under_way)):
+        able = [transfer_id for transfer_id in self.store.under_way if transfer_id not in self.store.hanging]
+        for transfer_id in self.rng.sample(able, len(able)):
             if self.rng.random() < 0.5:
                 self.store.end(transfer_id, is_ok=not self._has_fault(0.2))
+        if self.may_hang:
+            self._end_what_hangs(0.2)
+
+    def _end_what_hangs(self, probability: float) -> None:
+        """Late or too late, well or badly: whoever it was for may have gone on, or be gone."""
+        for transfer_id in sorted(self.store.hanging):
+            if self.fate.random() < probability:
+                self.store.end(transfer_id, is_ok=self.fate.random() < 0.7)
 
     def _settle(self) -> None:
         self.mover.settle()
@@ -383,7 +427,19 @@ class Simulation:
         self._now = snapshot(self.scheduler)
         violations = check(self._now, before)
         require(not violations, f"{violations}")
+        self._require_rest()
         require_true_contents(self._now, self.store)
+
+    def _require_rest(self) -> None:
+        """While a transfer that was given up has not ended, no other one begins."""
+        host = self.scheduler.block_manager.host
+        if host is None:
+            return
+        is_stuck = bool(host._overdue)
+        under_way = frozenset(one.transfer_id for one in host.in_flight)
+        if self.known_transfers is not None and is_stuck:
+            require(under_way <= self.known_transfers, "a transfer began although the host is stuck")
+        self.known_transfers = under_way if is_stuck else None
 
 
 if __name__ == "__main__":

@@ -228,6 +228,32 @@ def moving_sequences_start(patch: Patch) -> None:
     patch.setattr(HostTier, "is_moving", lambda self, sequence_id: False)
 
 
+def overdue_transfer_believed(patch: Patch) -> None:
+    """What a transfer brings after it was given up is published."""
+    complete = HostTier.complete
+
+    def late(self: HostTier, transfer_id: int, *, is_ok: bool) -> tuple[Transfer, bool]:
+        self._overdue.discard(transfer_id)
+        return complete(self, transfer_id, is_ok=is_ok)
+
+    patch.setattr(HostTier, "complete", late)
+
+
+def overdue_blocks_handed_out(patch: Patch) -> None:
+    """A transfer that is given up keeps nothing, although it may still write."""
+    patch.setattr(Transfer, "written_blocks", ())
+
+
+def overdue_load_tried_again(patch: Patch) -> None:
+    """A host that stands still is asked again."""
+    patch.setattr(HostTier, "is_stuck", False)
+
+
+def never_given_up(patch: Patch) -> None:
+    """A transfer that does not end is waited for as long as it takes."""
+    patch.setattr(BlockMover, "_give_up_overdue", lambda self: None)
+
+
 # Scheduling -----------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +371,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     registered_before_computed, past_not_compared, salts_ignored, slots_shifted,
     published_before_arrival, device_blocks_free_before_departure,
     failed_transfer_believed, forgotten_pin, host_blocks_leak, late_arrival_revives, moving_sequences_start,
+    overdue_transfer_believed, overdue_blocks_handed_out, overdue_load_tried_again, never_given_up,
     preempted_remembers, preempted_lost, budget_overrun, blocks_not_counted, adopted_blocks_not_counted,
     promises_forgotten, holders_never_asked, overtaking, match_not_used, gone_still_counts, prompts_before_decodes,
     stop_ignored, ends_twice,

@@ -20,7 +20,7 @@ from simulation.simulator import Simulation
 SEEDS_PER_TEST = 150
 #: Not among them: blocks taken from a loaded sequence that waits, one life in 300; test_plan makes that happen.
 KINDS_OF_TROUBLE = {
-    "swap", "shrink", "recompute", "reused", "evicted", "swapped out", "swapped in", "failed transfer",
+    "swap", "shrink", "recompute", "reused", "evicted", "swapped out", "swapped in", "failed transfer", "hung",
     "waited for blocks", "refused", "continued", "chunked", "fcfs", "priority", "static", "optimistic", "guaranteed",
     "auto", "wait", "lru", "lfu", "fifo",
 }
@@ -68,6 +68,7 @@ def test_the_simulation_gets_into_every_kind_of_trouble() -> None:
         seen["swapped out"] += counters.num_blocks_swapped_out > 0
         seen["swapped in"] += counters.num_blocks_swapped_in > 0
         seen["failed transfer"] += counters.num_failed_transfers > 0
+        seen["hung"] += not simulation.has_faults and counters.num_failed_transfers > 0
         seen["waited for blocks"] += any(line == "||||" for line in simulation.trace)
         seen["refused"] += len(simulation.turns) < simulation.num_arrived
         seen["continued"] += any(turn.sequence.arrival >= 1000 for turn in simulation.turns.values())

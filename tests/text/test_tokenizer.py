@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 import pagedcore
 from pagedcore.errors import InvalidConfig, InvalidPrompt, InvalidText
+from pagedcore.outputs import TokenText
 from pagedcore.ports import Detokenizer
 from pagedcore.ports import Tokenizer as TokenizerPort
 from pagedcore.text.chat_template import _ANSWER
@@ -54,6 +55,24 @@ def test_the_port_is_implemented() -> None:
 def test_a_tokenizer_without_an_end_token_says_so() -> None:
     """No end-of-sequence token: no ids, not a guess."""
     assert HFTokenizer(make_fast("word_piece")).eos_token_ids == frozenset()
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "unigram", "word_piece"])
+def test_the_bytes_of_tokens_are_the_bytes_of_their_text(kind: str) -> None:
+    """Put together they decode to the text but for its leading space, also where a character is several tokens."""
+    tokenizer = HFTokenizer.from_transformers(make_fast(kind))
+    ids = tokenizer.encode("the quick Größe 日本語 lazy dog", add_special_tokens=False)
+    texts = [tokenizer.token_text(token_id) for token_id in ids]
+    joined = b"".join(one.utf8 or b"" for one in texts).decode()
+    assert joined.lstrip(" ") == tokenizer.decode(ids).lstrip(" ")
+    assert all(one.text == one.utf8.decode("utf-8", "replace") for one in texts if one.utf8 is not None)
+
+
+def test_a_token_without_text_is_called_by_its_name() -> None:
+    """An end token has no bytes; one that the vocabulary does not have has no name either."""
+    tokenizer = chat_tokenizer()
+    assert tokenizer.token_text(2) == TokenText("<|im_end|>", None)
+    assert tokenizer.token_text(10**6) == TokenText("", None)
 
 
 def test_each_answer_has_its_own_detokenizer() -> None:

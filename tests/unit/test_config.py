@@ -16,7 +16,7 @@ NOT_A_COUNT = [0, -1, MAX_COUNT + 1, 10**400, True, 1.0, "1", NAN, np.int64(8), 
 
 ACCEPTED = {
     "dtype": ["auto", "float32", "bfloat16", "float16"],
-    "device": ["auto", "cpu"],
+    "device": ["auto", "cpu", "cuda", "cuda:1"],
     "block_size": [None, 1, MAX_COUNT],
     "num_kv_blocks": [None, 1, MAX_COUNT],
     "kv_cache_memory": [None, 1, 2**31, "2GiB", 0.5, BUDGET, BUDGET.share(1)],
@@ -40,7 +40,7 @@ ACCEPTED = {
 
 REFUSED = {
     "dtype": ["int8", "", None, 1, np.array(["auto", "float32"])],
-    "device": ["cuda:0", "", None, 1],
+    "device": ["cuda:", "cuda:x", "cuda:-1", "CUDA", "gpu", "", None, 1],
     "block_size": NOT_A_COUNT,
     "num_kv_blocks": NOT_A_COUNT,
     "kv_cache_memory": [0, -1, 2**63, True, 0.0, 1.0, 1.5, NAN, INF, "", "0", "-1GiB", "2 parsecs", "nanGiB", [1]],

@@ -75,6 +75,16 @@ def test_waiting_costs_more_the_longer_and_less_the_more_others_run() -> None:
     assert costs.wait_s(4, 16, 16) < costs.wait_s(4, 2, 16)
 
 
+def test_what_shrinking_loses_is_learned() -> None:
+    """A tail costs its tokens; the rest costs the share of it that was gone the last times."""
+    costs = CostModel(Line(0.0, 0.01))
+    for share in (1.0, 0.0):
+        for _ in range(40):
+            costs.observe_loss(share)
+        assert costs.loss_share == pytest.approx(share, abs=0.01)
+        assert costs.shrink_s(10, 100) == pytest.approx(0.1 + share, abs=0.02)
+
+
 def test_scores_are_relative_errors() -> None:
     """A hit scores 0, a miss by half 0.5, and nothing scored is no error."""
     costs = CostModel()

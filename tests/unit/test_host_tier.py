@@ -169,6 +169,51 @@ def test_a_failed_swap_in_is_not_tried_again() -> None:
     assert (manager.num_used_blocks, manager.num_cached_blocks, host.num_used_blocks, host.pins) == (0, 0, 0, {})
 
 
+@pytest.mark.parametrize("is_ok", [True, False])
+def test_an_outgoing_transfer_that_is_given_up_keeps_what_it_writes_to(is_ok: bool) -> None:
+    """Its device blocks can be found and taken at once, its host blocks by nobody until it ends; none is published."""
+    manager, host = make_tier()
+    sequence = compute(manager, TOKENS)
+    transfer = swap_out(host, sequence)
+    host.give_up(transfer.transfer_id)
+    assert (manager.num_used_blocks, host.num_used_blocks, host.is_moving(sequence.sequence_id)) == (0, 3, False)
+    assert (host.is_stuck, host.has_awaited, host.withholds_blocks) == (True, False, False)
+    assert manager.match(sequence).num_tokens == 5
+    assert host.begin_swap_out(compute(manager, [7, 8, 9]), is_pinned=True) is None
+    assert host.complete(transfer.transfer_id, is_ok=is_ok)[1] is False
+    assert (host.num_used_blocks, host.cache.registered, host.pins, host.is_stuck) == (0, (), {}, False)
+
+
+@pytest.mark.parametrize("is_ok", [True, False])
+def test_a_load_that_is_given_up_keeps_what_it_writes_to(is_ok: bool) -> None:
+    """What it shares and reads is free at once and found on the host no more; its own blocks are free when it ends."""
+    manager, host = make_tier()
+    sequence = compute(manager, TOKENS)
+    host.complete(swap_out(host, sequence).transfer_id, is_ok=True)
+    forget_device(manager)
+    manager.release(compute(manager, TOKENS[:3]))
+    transfer = host.begin_swap_in(sequence, manager.match(sequence))
+    assert transfer is not None
+    host.give_up(transfer.transfer_id)
+    assert (manager.num_used_blocks, host.num_used_blocks, host.pins) == (2, 0, {})
+    assert (host.is_stuck, host.withholds_blocks, len(host.cache.registered)) == (True, True, 1)
+    assert manager.match(sequence).num_tokens == 2
+    assert host.complete(transfer.transfer_id, is_ok=is_ok)[1] is False
+    assert (manager.num_used_blocks, manager.num_cached_blocks, manager.snapshot().tables) == (0, 1, {})
+
+
+def test_a_transfer_is_given_up_once() -> None:
+    """A second time, or for one that has ended, is a defect of the caller."""
+    manager, host = make_tier()
+    transfer = swap_out(host, compute(manager, TOKENS))
+    host.give_up(transfer.transfer_id)
+    for _ in range(2):
+        with pytest.raises(InternalError, match="not in flight"):
+            host.give_up(transfer.transfer_id)
+        if host.is_stuck:
+            host.complete(transfer.transfer_id, is_ok=True)
+
+
 def test_a_load_without_room_changes_nothing() -> None:
     """Too few device blocks: no transfer, and what was matched is not held."""
     manager, host = make_tier(num_blocks=3)

@@ -69,10 +69,22 @@ def test_auto_compares_moving_with_computing(block_s: float, token_s: float, kin
     assert chosen.estimated_s == pytest.approx(min(6 * block_s, 6 * token_s))
 
 
-def test_a_tail_costs_only_its_tokens() -> None:
-    """Shrinking by one of three blocks is priced at one block of tokens."""
-    (chosen,) = choose(rules("shrink"), 1, [victim(3)])
-    assert chosen.estimated_s == pytest.approx(2.0)
+@pytest.mark.parametrize(("loss_share", "estimated_s"), [(0.0, 2.0), (0.5, 4.0), (1.0, 6.0)])
+def test_a_tail_costs_its_tokens_and_what_is_lost_of_the_rest(loss_share: float, estimated_s: float) -> None:
+    """Shrinking by one of three blocks is priced at one block of tokens, and a share of the other two."""
+    some = rules("shrink")
+    some.costs.loss_share = loss_share
+    (chosen,) = choose(some, 1, [victim(3)])
+    assert chosen.estimated_s == pytest.approx(estimated_s)
+    assert chosen.num_left_tokens == 4
+
+
+@pytest.mark.parametrize(("loss_share", "kind"), [(0.0, SHRINK), (1.0, SWAP)])
+def test_auto_moves_what_would_not_be_left(loss_share: float, kind: PreemptionKind) -> None:
+    """Where others take what a shrunk sequence leaves, moving all of it is cheaper, although the tail alone is not."""
+    some = rules(block_s=0.5)
+    some.costs.loss_share = loss_share
+    assert kinds(choose(some, 1, [victim(3, on_host=3)])) == [kind]
 
 
 def test_one_cheap_victim_is_better_than_several() -> None:

@@ -36,6 +36,7 @@ ACCEPTED = {
     "length_penalty": [-10, -10.0, 0, 1, 10, 10.0],
     "early_stopping": [False, True, "never"],
     "logprobs": [None, 0, 20],
+    "prompt_logprobs": [None, 0, 20],
 }
 
 NOT_A_NUMBER = [None, True, "1", NAN, INF, -INF, 10**400, -(10**400), np.float64(0.5), np.float32(0.5), 1j, [1], b"1"]
@@ -70,6 +71,7 @@ REFUSED = {
     "length_penalty": (errors.InvalidSampling, [-10.000001, 10.000001, *NOT_A_NUMBER]),
     "early_stopping": (errors.InvalidSampling, [None, 0, 1, "true", "Never", b"never", 1.0]),
     "logprobs": (errors.TooManyLogprobs, [-1, 21, *NOT_AN_INTEGER]),
+    "prompt_logprobs": (errors.TooManyLogprobs, [-1, 21, *NOT_AN_INTEGER]),
 }  # fmt: skip
 
 
@@ -176,7 +178,7 @@ def test_what_starts_and_what_runs_at_the_same_time():
 
 @pytest.mark.parametrize("other", [
     {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"presence_penalty": 1}, {"best_of": 4},
-    {"frequency_penalty": 1}, {"repetition_penalty": 2}, {"logit_bias": {1: 1.0}}, {"stop": "a"}, {"logprobs": 0},
+    {"frequency_penalty": 1}, {"repetition_penalty": 2}, {"logit_bias": {1: 1.0}}, {"stop": "a"},
 ])  # fmt: skip
 def test_beams_follow_the_models_own_distribution(other):
     """A parameter that beam search would have to ignore is refused with it, by name."""

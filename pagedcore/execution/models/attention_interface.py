@@ -84,18 +84,22 @@ class PagedStep:
         layers: by the number that a module gives itself (``layer_idx``).
         batch: the rows to compute.
         dtype: number format of the KV pool; calls in another one are converted.
+        positions: int64 [T] of the batch where the model computes; by default on the CPU.
+
+    ``slots`` [T] are the batch's, on the CPU.
     """
 
     __slots__ = ("_dtype", "_layers", "attention", "positions", "slots")
 
     def __init__(
-        self, attention: AttentionBackend, layers: Mapping[int, AttentionLayer], batch: RaggedRows, dtype: torch.dtype
+        self, attention: AttentionBackend, layers: Mapping[int, AttentionLayer], batch: RaggedRows, dtype: torch.dtype,
+        positions: torch.Tensor | None = None,
     ) -> None:
         attention.plan(batch)
         self.attention = attention
         self._layers = layers
         self._dtype = dtype
-        self.positions = torch.from_numpy(batch.positions)
+        self.positions = torch.from_numpy(batch.positions) if positions is None else positions
         self.slots = torch.from_numpy(batch.slot_mapping)
 
     def attend(

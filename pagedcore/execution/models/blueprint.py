@@ -20,17 +20,18 @@ from pagedcore.execution.models.pretrained import load_config, resolve_dtype
 from pagedcore.execution.models.transformers_model import (
     AttentionFactory,
     kv_shapes,
+    layout_for,
     preferred_block_size,
     redirect_attention,
 )
-from pagedcore_kernels.layout import KVLayout
+from pagedcore_kernels.layout import BlockLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
     """A model without its weights."""
 
-    layout: KVLayout
+    layout: BlockLayout
     """Of blocks as an engine would make them, one shape per layer that keeps K and V."""
     max_model_len: int
     num_parameters: int
@@ -62,7 +63,7 @@ def read_blueprint(
     shapes = kv_shapes(_layers_of(model))
     size = block_size or preferred_block_size(attention_factory, number_format)
     return Blueprint(
-        KVLayout(size, number_format, shapes), model_facts.max_model_len(config),
+        layout_for(attention_factory, size, number_format, shapes), model_facts.max_model_len(config),
         sum(parameter.numel() for parameter in model.parameters()), _weight_bytes(model, number_format),
     )
 

@@ -76,6 +76,31 @@ class ModuleDecoder:
             return call_model(self._model, token_ids, positions, rows)
 
 
+class PlainDecoder:
+    """Any architecture, on a device whose matrix products torch's libraries choose: transformers' own modules as is.
+
+    Which kernel they choose depends on the number of rows, so nothing is promised about a row's bits.
+    """
+
+    products: tuple[PackedLinear, ...] = ()
+    other_matrices: tuple[str, ...] = ()
+
+    def __init__(
+        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._model = model
+
+    def fallback(self) -> None:
+        """Nothing relies on less than the model's own modules."""
+
+    def __call__(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a batch; see ``Decoder``."""
+        with attention_step(step):
+            return call_model(self._model, token_ids, positions, rows)
+
+
 def call_model(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Call a causal language model of transformers on one flat row; return logits [S, vocabulary]."""
     output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)

@@ -84,15 +84,15 @@ def check_modules(model: nn.Module, name: str) -> None:
             raise _refusal(name, f"{_STATE} ({type(module).__name__})")
 
 
-def check_device(model: nn.Module) -> None:
-    """Refuse weights that are not in this machine's memory: on an accelerator, or not loaded at all.
+def check_device(model: nn.Module, allowed: str = "cpu") -> None:
+    """Refuse weights that are neither in this machine's memory nor on the device that will run the model.
 
     Raises:
         InvalidConfig: with the device.
     """
     for parameter in model.parameters():
-        if parameter.device.type != "cpu":
-            raise InvalidConfig(f"model: it has weights on {parameter.device.type!r}, allowed is 'cpu'. Move it there.")
+        if (kind := parameter.device.type) not in ("cpu", allowed):
+            raise InvalidConfig(f"model: it has weights on {kind!r}, allowed is {allowed!r}. Move it there.")
 
 
 def check_attention_was_taken(config: Any) -> None:

@@ -15,24 +15,24 @@ import numpy as np
 import torch
 
 from pagedcore.errors import InternalError, ModelNotSupported
+from pagedcore.execution.devices import CPU, Device
 from pagedcore.execution.file_pages import FileMappings
 from pagedcore.execution.fingerprint import model_fingerprint
-from pagedcore.execution.huge_pages import collapse_packed_weight
 from pagedcore.execution.invariance import probe_invariance
 from pagedcore.execution.kv_storage import KVStorage
 from pagedcore.execution.models import guards, model_facts, self_test
 from pagedcore.execution.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
 from pagedcore.execution.models.attention_layers import AttentionLayer, RecordingStep, layers_of
-from pagedcore.execution.models.decoder import Decoder, DecoderFactory, call_model
+from pagedcore.execution.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.execution.models.fused_decoder import best_decoder
 from pagedcore.ports import AttentionBackend, RaggedRows
-from pagedcore_kernels.layout import KVLayout, LayerShape
+from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Makes an attention backend for a layout over a pool that the layout has allocated.
-AttentionFactory = Callable[[KVLayout, torch.Tensor], AttentionBackend]
+#: Makes an attention backend for a layout over a pool that the layout has allocated: ``(layout, pool)``.
+AttentionFactory = Callable[..., AttentionBackend]
 
 _DEFAULT_BLOCK_SIZE: Final = 16
 
@@ -54,19 +54,21 @@ class TransformersModel:
         block_size: int | None = None,
         is_private: bool = False,
         runs_self_test: bool = True,
-        decoder_factory: DecoderFactory = best_decoder,
+        decoder_factory: DecoderFactory | None = None,
         attention_name: str = "unnamed",
+        device: Device = CPU,
     ) -> None:
         """Take a model over: it cannot be used by itself any more.
 
         Args:
-            model: on the CPU, all weights in memory or mapped.
+            model: on the CPU, all weights in memory or mapped, or already on the device.
             attention_factory: makes the attention backend.
             block_size: tokens per KV block; ``None``: what the attention backend prefers.
             is_private: nobody else has the model or its weights, so that mapped pages may be dropped early.
             runs_self_test: compare twelve tokens with a plain forward first.
-            decoder_factory: makes what computes a batch.
+            decoder_factory: makes what computes a batch; ``None``: the best for model and device.
             attention_name: what ``attention_factory`` is called, for people.
+            device: where the model computes.
 
         Raises:
             ModelNotSupported: the architecture cannot run here, or the self-test failed.
@@ -74,6 +76,7 @@ class TransformersModel:
         """
         self.name = str(model.config.model_type)
         self.attention_name = attention_name
+        self._device = device
         self._attention_factory = attention_factory
         self._dtype: torch.dtype = model.dtype
         self._block_size = block_size or preferred_block_size(attention_factory, self._dtype)
@@ -81,12 +84,13 @@ class TransformersModel:
         self._attention: AttentionBackend | None = None
         guards.check_config(model.config.to_dict())
         guards.check_modules(model, self.name)
-        guards.check_device(model)
+        guards.check_device(model, device.kind)
         self._max_model_len = model_facts.max_model_len(model.config)
         self._eos_token_ids = model_facts.eos_token_ids(model)
         self.fingerprint = model_fingerprint(model)
+        factory = decoder_factory or (best_decoder if device.kind == "cpu" else PlainDecoder)
         with torch.inference_mode():
-            self._take_over(model.eval(), decoder_factory, is_private, runs_self_test)
+            self._take_over(device.take(model.eval()), factory, is_private, runs_self_test)
 
     @property
     def vocab_size(self) -> int:
@@ -128,9 +132,14 @@ class TransformersModel:
         """The attention layers by the model's own numbers."""
         return self._layers
 
-    def layout(self, block_size: int) -> KVLayout:
+    @property
+    def card_name(self) -> str:
+        """What the card that computes is called; empty for the CPU."""
+        return self._device.card_name
+
+    def layout(self, block_size: int) -> BlockLayout:
         """Return the layout of blocks of so many tokens."""
-        return KVLayout(block_size, self._dtype, kv_shapes(self._layers))
+        return layout_for(self._attention_factory, block_size, self._dtype, kv_shapes(self._layers))
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of so many tokens over all layers, padding included."""
@@ -150,8 +159,12 @@ class TransformersModel:
         """
         if self._storage is not None:
             raise InternalError("allocate_kv: the model has its KV pool already")
-        self._storage = KVStorage(self.layout(block_size), num_blocks)
+        self._storage = self._device.new_storage(self.layout(block_size), num_blocks)
         self._attention = self._attention_factory(self._storage.layout, self._storage.pool)
+
+    def free_kv_bytes(self) -> int:
+        """Bytes of memory that a KV pool could take now."""
+        return self._device.free_bytes()
 
     def release_kv(self) -> None:
         """Free the KV pool, if there is one; another can be made then."""
@@ -159,7 +172,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedRows) -> torch.Tensor:
-        """Compute a batch; return float32 logits [S, vocab_size] of its ``logits_rows``.
+        """Compute a batch; return float32 logits [S, vocab_size] of its ``logits_rows``, on the CPU.
 
         Raises:
             InternalError: there is no KV pool yet.
@@ -169,11 +182,11 @@ class TransformersModel:
         return self._compute(self._attention, batch)
 
     def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
-        step = PagedStep(attention, self._layers, batch, self._dtype)
-        wanted = batch.logits_rows
+        send, wanted = self._device.send, batch.logits_rows
+        step = PagedStep(attention, self._layers, batch, self._dtype, send(batch.positions))
         rows = np.repeat(wanted, 2) if len(wanted) == 1 else wanted
-        logits = self._decoder(step, torch.from_numpy(batch.token_ids), step.positions, torch.from_numpy(rows))
-        return logits[: len(wanted)].float().contiguous()
+        logits = self._decoder(step, send(batch.token_ids), step.positions, send(rows))
+        return logits[: len(wanted)].float().contiguous().cpu()
 
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool
@@ -186,7 +199,7 @@ class TransformersModel:
         self._decoder: Decoder = decoder_factory(model, self._layers, mappings.release if is_private else _keep)
         mappings.detach(model)
         for product in self._decoder.products:
-            collapse_packed_weight(product.weight)
+            product.use_huge_pages()
         is_reproducible = expected is None or self._settle_decoder(expected, tokens)
         self._is_schedule_invariant = (
             is_reproducible and not self._decoder.other_matrices and bool(self._decoder.products)
@@ -206,7 +219,7 @@ class TransformersModel:
 
     def _passes_self_test(self, expected: torch.Tensor, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
         """Run the test on a small pool of its own; raise if it fails, return whether schedules made no difference."""
-        storage = KVStorage(self.layout(self._block_size), self_test.num_blocks(self._block_size))
+        storage = self._device.new_storage(self.layout(self._block_size), self_test.num_blocks(self._block_size))
         attention = self._attention_factory(storage.layout, storage.pool)
         return self_test.check_against(
             expected, lambda batch: self._compute(attention, batch), tokens, self._block_size, self._dtype
@@ -219,14 +232,23 @@ def preferred_block_size(attention_factory: AttentionFactory, dtype: torch.dtype
     return int(preferred(dtype)) if preferred is not None else _DEFAULT_BLOCK_SIZE
 
 
+def layout_for(
+    attention_factory: AttentionFactory, block_size: int, dtype: torch.dtype, layers: tuple[LayerShape, ...]
+) -> BlockLayout:
+    """Return the layout that an attention backend's kernels want: its class names one, or else it is the CPU's."""
+    layout_type: type[BlockLayout] = getattr(attention_factory, "layout_type", KVLayout)
+    return layout_type(block_size, dtype, layers)
+
+
 def _keep(weight: torch.Tensor) -> None:
     """Leave a weight that somebody else may have alone."""
 
 
 def _plain_logits(model: Any, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
     """Return logits [n, vocabulary] of one sequence, by the model as it came."""
-    logits: torch.Tensor = model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
-    return logits
+    input_ids = torch.from_numpy(tokens)[None].to(model.device)
+    logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
+    return logits.cpu()
 
 
 def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
@@ -242,7 +264,7 @@ def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
     guards.check_attention_was_taken(model.config)
     step = RecordingStep()
     with attention_step(step):
-        two = torch.arange(2)
+        two = torch.arange(2, device=model.device)
         logits = call_model(model, two, two, two)
     layers = layers_of(step.calls, model.config)
     guards.check_num_attention_layers(model.config, len(layers))
