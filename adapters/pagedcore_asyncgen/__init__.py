@@ -37,9 +37,10 @@ class AsyncTextGenerator:
     ) -> AsyncGenerator[Delta, None]:
         """Answer one prompt, delta by delta; arguments and errors as ``AsyncEngine.generate``.
 
-        A delta has ``text``, ``token_ids``, ``logprobs`` if ``params`` ask for them, at the end of an answer its
-        ``finish_reason``, and at the end of the stream ``usage``. After a plain ``break`` the request is aborted
-        when the generator is collected, with ``contextlib.aclosing`` at once.
+        A delta has ``text``, ``token_ids``, ``logprobs`` if ``params`` ask for them, at the end of an answer
+        its ``finish_reason``, and at the end of the stream ``usage`` and, if asked for, ``prompt_logprobs``.
+        After a plain ``break`` the request is aborted when the generator is collected, with
+        ``contextlib.aclosing`` at once.
         """
         return self.engine.generate(
             prompt, params, priority=priority, timeout_s=timeout_s, wait_for_room=wait_for_room

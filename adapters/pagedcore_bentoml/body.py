@@ -94,6 +94,8 @@ def _refuse_constant(name: str) -> None:
 def _is_deeper_than(value: Any, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
+        if not level:
+            return False
         inside = [child for holder in level for child in (holder.values() if isinstance(holder, dict) else holder)]
         level = [child for child in inside if isinstance(child, dict | list)]
     return bool(level)

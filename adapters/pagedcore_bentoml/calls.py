@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -102,9 +102,7 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
     return BatchCompletion(completions=[completion_of(output) for output in outputs])
 
 
-async def deltas_of(engine: AsyncEngine, prompt: Any, call: Call) -> AsyncGenerator[Delta, None]:
-    """Answer one prompt delta by delta; closing this aborts the request. Raises as ``AsyncEngine.generate``."""
-    deltas = engine.generate(prompt, call.params(), priority=call.priority, timeout_s=call.timeout_s)
-    async with aclosing(deltas):
-        async for delta in deltas:
-            yield delta
+def deltas_of(engine: AsyncEngine, prompt: Any, call: Call) -> AsyncGenerator[Delta, None]:
+    """Answer one prompt delta by delta; closing the generator aborts the request. Raises as ``AsyncEngine.generate``,
+    some of it at once."""
+    return engine.generate(prompt, call.params(), priority=call.priority, timeout_s=call.timeout_s)

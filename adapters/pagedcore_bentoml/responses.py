@@ -103,8 +103,9 @@ class EventStream(StreamingResponse):
                 patience_s = KEEP_ALIVE_S
         finally:
             # Why: a generator can only be closed when nobody is inside it any more.
-            first.cancel()
-            await asyncio.wait({first})
+            if not first.done():
+                first.cancel()
+                await asyncio.wait({first})
         await self._send(first.result(), send)
         async for event in events:
             await self._send(event, send)

@@ -22,6 +22,7 @@ from pagedcore_bentoml.body import MAX_BODY_BYTES
 from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
 from pagedcore_bentoml.doorkeeper import Doorkeeper
 from pagedcore_bentoml.events import frame
+from pagedcore_bentoml.farewell import Farewell
 from pagedcore_bentoml.refusals import CLIENT_CLOSED_REQUEST, NotServing, refusal_of
 from pagedcore_bentoml.responses import ClientGone, EventText, run_until_disconnect
 from pagedcore_bentoml.wire import (
@@ -32,6 +33,7 @@ from pagedcore_bentoml.wire import (
     Completion,
     PromptInput,
     logprobs_of,
+    prompt_logprobs_of,
 )
 
 T = TypeVar("T")
@@ -61,8 +63,9 @@ class PagedCoreRunner:
     """What ``AsyncEngine.from_pretrained`` takes, or an ``AsyncEngine`` that somebody else closes."""
     settings: ClassVar[Mapping[str, Any]] = {}
     """Keywords of ``AsyncEngine.from_pretrained``; ``stream_interval_s`` is ``STREAM_INTERVAL_S`` if not given."""
-    drain_s: ClassVar[float] = 30.0
-    """Longest wait for calls in flight when the service ends, in seconds."""
+    drain_s: ClassVar[float] = 25.0
+    """Longest wait for calls in flight when the service ends, in seconds; ``bentoml serve`` kills a worker that is
+    still there 30 seconds after it was told to end."""
     max_body_bytes: ClassVar[int] = MAX_BODY_BYTES
     """Largest request body."""
     degraded_after_s: ClassVar[float] = 10.0
@@ -74,6 +77,7 @@ class PagedCoreRunner:
         self._engine: AsyncEngine | None = None
         self._starting = threading.Lock()
         self._door = Doorkeeper()
+        self._farewell = Farewell(lambda: self._door.drain(self.drain_s))
 
     @property
     def engine(self) -> AsyncEngine:
@@ -107,10 +111,15 @@ class PagedCoreRunner:
         if output.outputs[0].error is not None:
             raise output.outputs[0].error
         engine_metrics(engine)
+        self._farewell.install()
 
     @bentoml.on_shutdown
     async def pagedcore_stop(self) -> None:
-        """Refuse new calls, wait up to ``drain_s`` seconds for those in flight, then close the engine."""
+        """Refuse new calls, wait up to ``drain_s`` seconds for those in flight, then close the engine.
+
+        Where a signal ends the process, all of that but the last has happened by then, before the listener was closed.
+        """
+        self._farewell.remove()
         await self._door.drain(self.drain_s)
         if self._engine is not None and self._engine is not self.model:
             await self._engine.aclose()
@@ -174,14 +183,14 @@ class PagedCoreRunner:
         """Answer one prompt as server-sent events: deltas as they come, then "done" with the usage, or "error"."""
         _raise_what_was_refused(ctx)
         with self._door.call():
-            usage = None
+            last = None
             async with aclosing(deltas_of(self._live_engine(), prompt, Call(sampling, priority, timeout_s))) as deltas:
                 async for delta in deltas:
-                    usage = delta.usage
+                    last = delta
                     yield frame(_delta_data(delta))
                     if delta.error is not None:
                         raise delta.error
-        yield frame({"usage": None if usage is None else _usage_data(usage)}, "done")
+        yield frame(_end_data(last), "done")
 
     async def _answer(self, ctx: bentoml.Context | None, work: Callable[[AsyncEngine], Coroutine[Any, Any, T]]) -> T:
         if ctx is None:
@@ -226,6 +235,14 @@ def _delta_data(delta: Delta) -> dict[str, Any]:
     if delta.logprobs is not None:
         data["logprobs"] = [logprobs_of(entry).model_dump() for entry in delta.logprobs]
     return data
+
+
+def _end_data(last: Delta | None) -> dict[str, Any]:
+    usage = None if last is None or last.usage is None else _usage_data(last.usage)
+    if last is None or last.prompt_logprobs is None:
+        return {"usage": usage}
+    entries = prompt_logprobs_of(last.prompt_logprobs)
+    return {"usage": usage, "prompt_logprobs": [None if one is None else one.model_dump() for one in entries]}
 
 
 def _usage_data(usage: Usage) -> dict[str, int]:

@@ -13,6 +13,8 @@ from pagedcore_bentoml.runner import PagedCoreRunner
 
 TIMEOUT_S: Final = 300
 """BentoML's limit for a whole answer, and for the first byte of a stream, in seconds."""
+UNTRACED: Final = "/stream$"
+"""Requests without OpenTelemetry spans unless ``service`` says otherwise, as a regular expression of addresses."""
 
 
 def create_service(
@@ -29,13 +31,14 @@ def create_service(
         model: what ``AsyncEngine.from_pretrained`` takes; nothing is loaded before the service starts.
         name: the service's name.
         runner: a subclass with further endpoints or other limits.
-        service: keywords of ``bentoml.service``, such as ``traffic`` and ``resources``.
+        service: keywords of ``bentoml.service``, such as ``traffic`` and ``resources``. Streams are not traced unless
+            there is ``tracing`` among them: BentoML makes a span of every event, which costs more than the event.
         **settings: keywords of ``AsyncEngine.from_pretrained``.
 
     Raises:
         InvalidConfig: ``service`` asks for more than one worker. Settings are looked at when the service starts.
     """
-    options = {"traffic": {"timeout": TIMEOUT_S}, **(service or {})}
+    options = {"traffic": {"timeout": TIMEOUT_S}, "tracing": {"excluded_urls": UNTRACED}, **(service or {})}
     # Why: every worker is a process with a model and a KV pool of its own, which divides a batch instead of growing it.
     if options.setdefault("workers", 1) != 1:
         given = describe(options["workers"])

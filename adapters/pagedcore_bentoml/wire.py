@@ -6,6 +6,7 @@ never taken for a number. A body that cannot be read is noted in the request's s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
 from bentoml import IODescriptor, get_current_service
@@ -18,6 +19,7 @@ from pagedcore_bentoml.body import MAX_BODY_BYTES, read_fields
 
 REFUSAL_KEY: Final = "pagedcore_bentoml.refusal"
 """Where a request's scope holds the error of a body that was refused."""
+LEAST_LOGPROB: Final = -9999.0
 _PICKLE: Final = "application/vnd.bentoml+pickle"
 
 Prompt = Annotated[Any, WithJsonSchema({
@@ -93,7 +95,7 @@ class BatchInput(EndpointInput):
 
 
 class Logprobs(BaseModel):
-    """Log-probabilities of one generated token."""
+    """Log-probabilities of one token; JSON has no infinity, so -9999 stands for a token that cannot be."""
 
     token_id: int
     logprob: float
@@ -127,6 +129,8 @@ class Completion(IODescriptor):
     request_id: str
     outputs: list[Answer]
     usage: TokenUsage
+    prompt_logprobs: list[Logprobs | None] = Field(default_factory=list)
+    """One entry per token of the prompt when asked for; of the first, null."""
 
 
 class BatchCompletion(IODescriptor):
@@ -147,9 +151,17 @@ def completion_of(output: RequestOutput) -> Completion:
         num_prompt_tokens=len(output.prompt_token_ids), num_cached_tokens=output.num_cached_tokens,
         num_output_tokens=sum(len(answer.token_ids) for answer in answers),
     )
-    return Completion(request_id=output.request_id, outputs=answers, usage=usage)
+    return Completion(
+        request_id=output.request_id, outputs=answers, usage=usage,
+        prompt_logprobs=prompt_logprobs_of(output.prompt_logprobs),
+    )
 
 
 def logprobs_of(entry: Any) -> Logprobs:
     """Write one token's log-probabilities for the wire."""
-    return Logprobs(token_id=entry.token_id, logprob=entry.logprob, top=list(entry.top))
+    return Logprobs(token_id=entry.token_id, logprob=max(entry.logprob, LEAST_LOGPROB), top=list(entry.top))
+
+
+def prompt_logprobs_of(entries: Iterable[Any] | None) -> list[Logprobs | None]:
+    """Write those of a prompt, nothing where they were not asked for."""
+    return [None if entry is None else logprobs_of(entry) for entry in entries or ()]

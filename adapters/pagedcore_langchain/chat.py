@@ -52,7 +52,7 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:
         outputs = self._answer([to_chat(messages)], *self._resolve(stop, kwargs))
-        return chat_result(outputs[0], self.model)
+        return chat_result(outputs[0], self.model, self.engine.token_text)
 
     @override
     async def _agenerate(
@@ -60,14 +60,14 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:
         outputs = await self._answer_on_loop([to_chat(messages)], *self._resolve(stop, kwargs))
-        return chat_result(outputs[0], self.model)
+        return chat_result(outputs[0], self.model, self.engine.token_text)
 
     @override
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        chunks = Chunks(self.model)
+        chunks = Chunks(self.model, self.engine.token_text)
         with closing(self._deltas(to_chat(messages), *self._resolve_stream(stop, kwargs))) as deltas:
             for delta in deltas:
                 if chunk := chunks.message(delta):
@@ -80,8 +80,8 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        chunks = Chunks(self.model)
-        await self.host.ready()
+        engine = await self.host.ready()
+        chunks = Chunks(self.model, engine.token_text)
         async with aclosing(self._deltas_on_loop(to_chat(messages), *self._resolve_stream(stop, kwargs))) as deltas:
             async for delta in deltas:
                 if chunk := chunks.message(delta):

@@ -39,7 +39,7 @@ def wait_for(futures: list[Future[RequestOutput]], timeout_s: float | None) -> l
         PagedcoreError: the first error among them.
     """
     done, waiting = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
-    outputs = [_output(future) for future in futures if future in done]
+    outputs = [_checked(future.result()) for future in futures if future in done]
     if waiting:
         raise RequestTimeout(timeout_s or 0.0)
     return outputs
@@ -47,6 +47,9 @@ def wait_for(futures: list[Future[RequestOutput]], timeout_s: float | None) -> l
 
 async def wait_for_on_loop(futures: list[Future[RequestOutput]], timeout_s: float | None) -> list[RequestOutput]:
     """Do the same on the running event loop."""
+    if timeout_s is None and len(futures) == 1:
+        # Why: the calls of a batch come here one by one, and a gathering of one costs as much as one of many.
+        return [_checked(await asyncio.wrap_future(futures[0]))]
     try:
         async with asyncio.timeout(timeout_s) as limit:
             await asyncio.gather(*map(asyncio.wrap_future, futures))
@@ -54,11 +57,10 @@ async def wait_for_on_loop(futures: list[Future[RequestOutput]], timeout_s: floa
         if not limit.expired():
             raise
         raise RequestTimeout(timeout_s or 0.0) from None
-    return [_output(future) for future in futures]
+    return [_checked(future.result()) for future in futures]
 
 
-def _output(future: Future[RequestOutput]) -> RequestOutput:
-    output = future.result()
+def _checked(output: RequestOutput) -> RequestOutput:
     for answer in output.outputs:
         if answer.error is not None:
             raise answer.error

@@ -55,7 +55,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         return self._result(await self._answer_on_loop(prompts, *self._resolve(stop, kwargs)))
 
     def _result(self, outputs: list[RequestOutput]) -> LLMResult:
-        generations = [text_generations(output, self.model) for output in outputs]
+        generations = [text_generations(output, self.model, self.engine.token_text) for output in outputs]
         return LLMResult(generations=generations, llm_output=llm_output(outputs, self.model))
 
     @override
@@ -63,7 +63,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         self, prompt: str, stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        chunks = Chunks(self.model)
+        chunks = Chunks(self.model, self.engine.token_text)
         with closing(self._deltas(prompt, *self._resolve_stream(stop, kwargs))) as deltas:
             for delta in deltas:
                 if chunk := chunks.text(delta):
@@ -76,8 +76,8 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         self, prompt: str, stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        chunks = Chunks(self.model)
-        await self.host.ready()
+        engine = await self.host.ready()
+        chunks = Chunks(self.model, engine.token_text)
         async with aclosing(self._deltas_on_loop(prompt, *self._resolve_stream(stop, kwargs))) as deltas:
             async for delta in deltas:
                 if chunk := chunks.text(delta):

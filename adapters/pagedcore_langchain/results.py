@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, GenerationChunk
 
-from pagedcore import CompletionOutput, Delta, RequestOutput, TokenLogprobs, Usage
+from pagedcore import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
+
+Spell = Callable[[int], TokenText]
+"""Says what a token stands for."""
+_LEAST_LOGPROB: Final = -9999.0
+"""What OpenAI's format has for a token that is as good as impossible; JSON has no infinity."""
 
 
 def usage_of(output: RequestOutput) -> Usage:
@@ -27,9 +33,10 @@ def usage_metadata(usage: Usage) -> UsageMetadata:
     )
 
 
-def chat_result(output: RequestOutput, model: str) -> ChatResult:
-    """Make one generation per answer; the first message carries the usage of them all."""
-    generations = [_chat_generation(answer, model) for answer in output.outputs]
+def chat_result(output: RequestOutput, model: str, spell: Spell) -> ChatResult:
+    """Make one generation per answer; the first one carries the usage of them all, and what was asked of the prompt."""
+    generations = [_chat_generation(answer, model, spell) for answer in output.outputs]
+    generations[0].generation_info = (generations[0].generation_info or {}) | _prompt_info(output, spell)
     usage = usage_metadata(usage_of(output))
     first = generations[0].message
     if isinstance(first, AIMessage):
@@ -37,20 +44,21 @@ def chat_result(output: RequestOutput, model: str) -> ChatResult:
     return ChatResult(generations=generations, llm_output={"token_usage": _token_usage(usage), "model_name": model})
 
 
-def _chat_generation(answer: CompletionOutput, model: str) -> ChatGeneration:
-    info = _info(answer.finish_reason, answer.logprobs or ())
+def _chat_generation(answer: CompletionOutput, model: str, spell: Spell) -> ChatGeneration:
+    info = _info(answer.finish_reason, answer.logprobs or (), spell)
     message = AIMessage(content=answer.text, response_metadata=_origin(model))
     return ChatGeneration(message=message, generation_info=info)
 
 
-def text_generations(output: RequestOutput, model: str) -> list[Generation]:
-    """Make one generation per answer; the first one's info carries the usage of them all."""
+def text_generations(output: RequestOutput, model: str, spell: Spell) -> list[Generation]:
+    """Make one generation per answer; the first one's info carries the usage of them all, and the prompt's."""
     generations = [
-        Generation(text=answer.text, generation_info=_info(answer.finish_reason, answer.logprobs or ()))
+        Generation(text=answer.text, generation_info=_info(answer.finish_reason, answer.logprobs or (), spell))
         for answer in output.outputs
     ]
     generations[0].generation_info = {
         **(generations[0].generation_info or {}), **_origin(model), "usage_metadata": usage_metadata(usage_of(output)),
+        **_prompt_info(output, spell),
     }
     return generations
 
@@ -68,8 +76,9 @@ class Chunks:
     Invariant: log-probabilities of tokens whose text is still held back go out with the next chunk.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, spell: Spell) -> None:
         self._model = model
+        self._spell = spell
         self._logprobs: tuple[TokenLogprobs, ...] = ()
 
     def text(self, delta: Delta) -> GenerationChunk | None:
@@ -104,23 +113,39 @@ class Chunks:
         if not delta.text and delta.finish_reason is None:
             return None
         logprobs, self._logprobs = self._logprobs, ()
-        return _info(delta.finish_reason, logprobs)
+        info = _info(delta.finish_reason, logprobs, self._spell)
+        return info if delta.prompt_logprobs is None else info | _prompt_info(delta, self._spell)
 
 
 def _origin(model: str) -> dict[str, Any]:
     return {"model_name": model, "model_provider": "pagedcore"}
 
 
-def _info(finish_reason: str | None, logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+def _info(finish_reason: str | None, logprobs: Iterable[TokenLogprobs], spell: Spell) -> dict[str, Any]:
     info: dict[str, Any] = {"finish_reason": finish_reason} if finish_reason else {}
-    if logprobs:
-        info["logprobs"] = {"content": [_logprob(token) for token in logprobs]}
+    if content := [_scored(token, spell) for token in logprobs]:
+        info["logprobs"] = {"content": content}
     return info
 
 
-def _logprob(token: TokenLogprobs) -> dict[str, Any]:
-    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top]
-    return {"token_id": token.token_id, "logprob": token.logprob, "top_logprobs": top}
+def _prompt_info(answered: RequestOutput | Delta, spell: Spell) -> dict[str, Any]:
+    if answered.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": [None if one is None else _scored(one, spell) for one in answered.prompt_logprobs]}
+
+
+def _scored(token: TokenLogprobs, spell: Spell) -> dict[str, Any]:
+    """Say it in OpenAI's format, with the token's id as well."""
+    top = [_token(token_id, logprob, spell) for token_id, logprob in token.top]
+    return {**_token(token.token_id, token.logprob, spell), "top_logprobs": top}
+
+
+def _token(token_id: int, logprob: float, spell: Spell) -> dict[str, Any]:
+    text = spell(token_id)
+    return {
+        "token": text.text, "bytes": None if text.utf8 is None else list(text.utf8),
+        "logprob": max(logprob, _LEAST_LOGPROB), "token_id": token_id,
+    }
 
 
 def _token_usage(usage: UsageMetadata) -> dict[str, int]:

@@ -49,7 +49,8 @@ class PagedCoreSettings(BaseModel):
     stop: list[str] | None = None
     """An answer ends before the first of these texts."""
     logprobs: int | None = None
-    """Report each token's log-probability and this many alternatives."""
+    """Report each token's log-probability and this many alternatives: ``response_metadata["logprobs"]["content"]`` of a
+    message has them in OpenAI's format, and beside it are the ``prompt_logprobs`` that ``sampling`` may ask for."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Further fields of ``SamplingParams`` by name."""
     timeout: PositiveFloat | None = None

@@ -54,6 +54,15 @@ async def test_a_delta_carries_text_tokens_reason_usage_and_logprobs(demo: Async
     assert usage.num_output_tokens == len(offline.outputs[0].token_ids)
 
 
+async def test_the_log_probabilities_of_a_prompt_come_at_the_end(demo: AsyncTextGenerator) -> None:
+    """The last delta has an entry for each token of the prompt but the first, and ``complete`` returns the same."""
+    wanted = SamplingParams(max_tokens=4, prompt_logprobs=1)
+    *others, last = [delta async for delta in demo("What is 2 + 3?", wanted)]
+    assert {delta.prompt_logprobs for delta in others} <= {None}
+    assert len(last.prompt_logprobs or ()) == last.num_prompt_tokens
+    assert (await demo.complete("What is 2 + 3?", wanted)).prompt_logprobs == last.prompt_logprobs
+
+
 async def test_without_asking_there_are_no_logprobs(demo: AsyncTextGenerator) -> None:
     """Log-probabilities cost something, so they come only on request."""
     assert {delta.logprobs async for delta in demo("What is 2 + 3?")} == {None}

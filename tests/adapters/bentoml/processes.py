@@ -29,6 +29,11 @@ class Served:
 
     url: str
     log: Path
+    pid: int
+
+    def tell_to_end(self) -> None:
+        """Do what a supervisor does first."""
+        os.kill(self.pid, signal.SIGTERM)
 
     def errors(self) -> list[str]:
         """Lines of the log that tell of an error."""
@@ -36,8 +41,8 @@ class Served:
 
 
 def environment() -> dict[str, str]:
-    """What the processes get: this checkout, no telemetry."""
-    paths = os.pathsep.join(map(str, PACKAGE_PARENTS))
+    """What the processes get: this checkout and what its tests share, no telemetry."""
+    paths = os.pathsep.join(map(str, [*PACKAGE_PARENTS, Path(__file__).parents[2]]))
     return {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "BENTOML_DO_NOT_TRACK": "True"}
 
 
@@ -56,7 +61,7 @@ def bentoml_serve(target: str, folder: Path) -> Iterator[Served]:
         command = [sys.executable, "-m", "bentoml", "serve", target, "--host", "127.0.0.1", "--port", str(port)]
         process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log,
                                    start_new_session=True)
-    served = Served(url, Path(log.name))
+    served = Served(url, Path(log.name), process.pid)
     try:
         _wait_until_ready(process, served)
         yield served

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import bentoml
 
+from doubles import ToyBackend
+from pagedcore.ports import FloatArray, RaggedRows
 from pagedcore_bentoml import PagedCoreRunner
 
 
@@ -22,6 +25,23 @@ class LLM(PagedCoreRunner):
     async def stats(self) -> dict[str, Any]:
         """The engine's counters."""
         return dataclasses.asdict(self.engine.stats())
+
+
+class StepwiseBackend(ToyBackend):
+    """A toy model that takes its time over each step."""
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        """Sleep, and compute."""
+        time.sleep(0.02)
+        return super().forward(batch)
+
+
+@bentoml.service(traffic={"timeout": 300}, workers=1)
+class Slow(PagedCoreRunner):
+    """A model whose long answers outlast the telling of the process to end."""
+
+    model = StepwiseBackend()
+    settings = {"num_kv_blocks": 512}  # noqa: RUF012
 
 
 @bentoml.service(traffic={"timeout": 300}, workers=1)

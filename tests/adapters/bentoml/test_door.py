@@ -44,6 +44,13 @@ async def test_a_whole_answer_a_batch_and_a_stream_say_the_same(app: App) -> Non
     assert stream.headers["content-type"].startswith("text/event-stream")
 
 
+async def test_streams_have_no_trace(app: App) -> None:
+    """The default of ``create_service`` reaches BentoML: only what is traced has the id of a trace's span."""
+    whole = await app.call("/generate", {"prompt": [1, 2], "sampling": short()})
+    stream = await app.call("/stream", {"prompt": [1, 2], "sampling": short()})
+    assert ("x-bentoml-request-id" in whole.headers, "x-bentoml-request-id" in stream.headers) == (True, False)
+
+
 async def test_several_answers_and_logprobs_pass_the_stream(app: App) -> None:
     """With n answers every delta has its index, and log-probabilities come when they are asked for."""
     several = {**short(), "n": 2, "temperature": 1.0, "logprobs": 2}
@@ -51,6 +58,24 @@ async def test_several_answers_and_logprobs_pass_the_stream(app: App) -> None:
     deltas = [event.data for event in EventParser().feed(stream.text) if not event.name]
     assert {delta["index"] for delta in deltas if "finish_reason" in delta} == {0, 1}
     assert all(len(entry["top"]) == 2 for delta in deltas for entry in delta["logprobs"])
+
+
+async def test_prompt_logprobs_pass_every_door_and_a_prompt_counts_once(app: App) -> None:
+    """Whole, in a batch and at the end of a stream: an entry per token of the prompt, which usage counts once for n."""
+    several = {**short(), "n": 3, "temperature": 1.0, "prompt_logprobs": 1}
+    whole = json.loads((await app.call("/generate", {"prompt": [1, 2, 3], "sampling": several})).text)
+    batch = json.loads((await app.call("/batch", {"prompts": [[1, 2, 3]], "sampling": several})).text)
+    stream = await app.call("/stream", {"prompt": [1, 2, 3], "sampling": several})
+    done = EventParser().feed(stream.text)[-1].data
+    for answered in (whole, batch["completions"][0], done):
+        assert answered["usage"]["num_prompt_tokens"] == 3
+        assert answered["usage"]["num_output_tokens"] == 12
+        first, *others = answered["prompt_logprobs"]
+        assert (first, [entry["token_id"] for entry in others]) == (None, [2, 3])
+        assert [len(entry["top"]) for entry in others] == [1, 1]
+    assert whole["prompt_logprobs"] == done["prompt_logprobs"]
+    plain = json.loads((await app.call("/generate", {"prompt": [1, 2, 3], "sampling": short()})).text)
+    assert plain["prompt_logprobs"] == []
 
 
 REFUSED = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import signal
 import subprocess
 import sys
 
@@ -18,7 +20,52 @@ from pagedcore.errors import InvalidConfig
 from pagedcore_bentoml import EventParser, PagedCoreRunner, create_service
 from pagedcore_bentoml.doorkeeper import Doorkeeper
 from pagedcore_bentoml.events import WAITING, frame
+from pagedcore_bentoml.farewell import Farewell
 from pagedcore_bentoml.refusals import NotServing, refusal_of
+
+
+async def test_a_signal_waits_for_the_drain_and_a_second_one_does_not() -> None:
+    """The handler that was there hears the first signal when all have left, a further one at once; then it is back."""
+    heard: list[int] = []
+
+    def hear(number: int, _: object) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        everybody_left, told = asyncio.Event(), asyncio.Event()
+
+        async def drain() -> None:
+            told.set()
+            await everybody_left.wait()
+
+        farewell = Farewell(drain)
+        farewell.install()
+        signal.raise_signal(signal.SIGTERM)
+        await told.wait()
+        assert heard == []
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        everybody_left.set()
+        while len(heard) < 2:
+            await asyncio.sleep(0)
+        farewell.remove()
+        assert signal.getsignal(signal.SIGTERM) is hear
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def test_a_process_that_has_no_handler_ends_as_it_would_have() -> None:
+    """Where nobody is to be told afterwards, and on threads that get no signals, the signal is left alone."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        Farewell(asyncio.Event().wait).install()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.signal(signal.SIGTERM, print)
+        await asyncio.to_thread(Farewell(asyncio.Event().wait).install)
+        assert signal.getsignal(signal.SIGTERM) is print
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "done", "error"]), st.text()), max_size=8), st.integers(1, 7))
@@ -46,6 +93,16 @@ def test_the_factory_makes_services_apart_from_each_other() -> None:
     assert (second.inner.model, second.inner.settings) == ("other", {"seed": 3})
     assert (first._caller_module, second._caller_module) == (__name__, __name__)
     assert first.config["traffic"] == {"timeout": 300}
+
+
+def test_streams_are_traced_for_those_who_ask() -> None:
+    """Without a word about tracing, streams and nothing else are left out; whoever configures it gets all of it."""
+    (pattern,) = create_service("demo").config["tracing"].values()
+    paths = ("stream", "v1/stream", "generate", "streams", "stream/x")
+    addresses = [f"http://streams.example/{path}" for path in paths]
+    assert [address for address in addresses if re.search(pattern, address)] == addresses[:2]
+    asked = {"exporter_type": "in_memory", "sample_rate": 1.0}
+    assert create_service("demo", service={"tracing": asked}).config["tracing"] == asked
 
 
 def test_a_runner_without_a_model_says_so() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import bentoml
 import httpx
 import pytest
 
-from adapters.bentoml.processes import Served
+from adapters.bentoml.processes import Served, bentoml_serve
+from doubles import toy_answer
 from pagedcore.demo_model.questions import DemoQuestion, demo_questions, is_correct
 from pagedcore_bentoml import EventParser, parse_events
 
@@ -81,6 +83,37 @@ async def test_clients_that_leave_are_noticed_on_a_real_connection(http: httpx.A
     await asyncio.gather(*leavers)
     after = await until_idle(http)
     assert after["num_generated_tokens"] - before["num_generated_tokens"] < 5 * LONG["max_tokens"]
+
+
+async def test_a_server_that_is_told_to_end_sends_new_calls_elsewhere_and_finishes_old_ones() -> None:
+    """After SIGTERM new connections get 503 with Retry-After, the probe says not ready, and a stream is completed."""
+    with bentoml_serve("served:Slow", Path(__file__).parent) as served:
+        async with httpx.AsyncClient(base_url=served.url, timeout=LIMIT_S) as http:
+            body = {"prompt": [1], "sampling": {"max_tokens": 300, "ignore_eos": True}}
+            parser, tokens, names = EventParser(), [], []
+            async with http.stream("POST", "/stream", json=body) as got:
+                pieces = got.aiter_text()
+                events = parser.feed(await anext(pieces))
+                served.tell_to_end()
+                refused = await call_until_refused(served.url)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+                assert refused.json()["error"]["type"] == "NotServing"
+                assert httpx.get(f"{served.url}/readyz", timeout=LIMIT_S).status_code == 503
+                async for piece in pieces:
+                    events += parser.feed(piece)
+            for event in events:
+                names.append(event.name)
+                tokens += event.data.get("token_ids", [])
+        assert (names[-1], tokens) == ("done", toy_answer([1], 300))
+
+
+async def call_until_refused(url: str) -> httpx.Response:
+    """Make short calls, each on a connection of its own, until one is not answered."""
+    while True:
+        async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
+            answered = await http.post("/generate", json={"prompt": [2], "sampling": {"max_tokens": 1}})
+        if answered.status_code != 200:
+            return answered
 
 
 async def test_bentomls_asynchronous_client(served: Served) -> None:

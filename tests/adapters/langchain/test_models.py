@@ -18,7 +18,7 @@ from langchain_core.runnables import ConfigurableField, RunnableLambda
 
 from doubles import FlakyBackend
 from engine_builders import make_engine
-from pagedcore import AsyncEngine, expose
+from pagedcore import AsyncEngine, CompletionOutput, RequestOutput, TokenLogprobs, TokenText, expose
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.errors import (
     EngineClosed,
@@ -32,9 +32,11 @@ from pagedcore.errors import (
     TooManySequences,
     UnknownParameter,
 )
+from pagedcore.outputs import RequestMetrics
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.in_flight import in_flight, wait_for
+from pagedcore_langchain.results import chat_result
 
 QUESTIONS = demo_questions(40)
 PROMPTS = [question.prompt for question in QUESTIONS]
@@ -209,6 +211,50 @@ def test_usage_and_metadata_are_the_same_on_every_path(engine: AsyncEngine) -> N
     content = whole.response_metadata["logprobs"]["content"]
     assert len(content) == 9
     assert all(token["logprob"] <= 0 and len(token["top_logprobs"]) == 2 for token in content)
+
+
+def test_logprobs_are_in_openais_format(engine: AsyncEngine) -> None:
+    """Each token has its text and bytes, which together are the answer, and so has each alternative."""
+    answer = build(ChatPagedCore, engine).bind(logprobs=True, top_logprobs=2).invoke("What is 2 + 3?")
+    content = answer.response_metadata["logprobs"]["content"]
+    assert set(content[0]) == {"token", "bytes", "logprob", "token_id", "top_logprobs"}
+    assert bytes(byte for token in content for byte in token["bytes"] or ()).decode() == answer.content
+    assert "".join(token["token"] for token in content if token["bytes"] is not None) == answer.content
+    assert (content[-1]["bytes"], bool(content[-1]["token"])) == (None, True)
+    for token in content:
+        best = token["top_logprobs"][0]
+        assert set(best) == set(token) - {"top_logprobs"}
+        assert (best["token"], best["logprob"]) == (token["token"], token["logprob"])
+    assert json.loads(json.dumps(content)) == content
+
+
+def test_impossible_tokens_stay_within_json() -> None:
+    """A log-probability of minus infinity is written as OpenAI writes it."""
+    output = RequestOutput("", (1, 2), [CompletionOutput(0, "", ())], True, 0, RequestMetrics(0.0),
+                           (None, TokenLogprobs(2, float("-inf"))))
+    result = chat_result(output, "toy", lambda _: TokenText("x", b"x"))
+    assert (result.generations[0].generation_info or {})["prompt_logprobs"] == [
+        None, {"token": "x", "bytes": [120], "logprob": -9999.0, "token_id": 2, "top_logprobs": []},
+    ]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_prompt_logprobs_are_told_once_and_a_prompt_counts_once(engine: AsyncEngine, kind: Any) -> None:
+    """The first of several generations and the sum of a stream have the prompt's tokens; usage counts them once."""
+    model = build(kind, engine, temperature=1.0, sampling={"prompt_logprobs": 1})
+    prompt = "What is 2 + 3?"
+    result = model.generate([[HumanMessage(prompt)] if kind is ChatPagedCore else prompt], n=3)
+    first, *others = result.generations[0]
+    told = first.generation_info["prompt_logprobs"]
+    assert ["prompt_logprobs" in one.generation_info for one in others] == [False, False]
+    assert told[0] is None
+    usage = first.message.usage_metadata if kind is ChatPagedCore else first.generation_info["usage_metadata"]
+    assert usage["input_tokens"] == len(told)
+    text = "".join(one["token"] for one in told[1:])
+    assert prompt[1:] in text if kind is ChatPagedCore else prompt.endswith(text)
+    chunks = list(model.stream(prompt)) if kind is ChatPagedCore else []
+    if chunks:
+        assert sum(chunks[1:], chunks[0]).response_metadata["prompt_logprobs"] == told
 
 
 def test_completions_carry_usage_and_logprobs(engine: AsyncEngine) -> None:
