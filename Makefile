@@ -1,6 +1,8 @@
 # make demo    watch the batch answer questions        make check   lint and types
 # make test    the tests                               make slow    the long tests
 # make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a card
+# make gpu     everything there is to measure on an NVIDIA card; see benchmarks/h200.md
+# make bench-doors  the adapters against the bare engine, with the demo model and a larger one
 #
 # Without make, `make -n test` prints the plain commands.
 
@@ -8,7 +10,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check slow bench kernels
+.PHONY: demo test check slow bench bench-doors kernels gpu
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -22,6 +24,10 @@ slow: $(VENV)/.stamp-test
 kernels: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m kernels tests/kernels $(PYTEST_ARGS)
 
+gpu: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/gpu.py build
+	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
+
 check: $(VENV)/.stamp-test
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
@@ -29,6 +35,10 @@ check: $(VENV)/.stamp-test
 bench: $(VENV)/.stamp-plot
 	mkdir -p build
 	$(BIN)/pagedcore bench throughput --plot build/throughput.png $(BENCH_ARGS)
+
+bench-doors: $(VENV)/.stamp-test
+	for door in asyncgen langchain bentoml; do for model in "--model demo" "--model-size 80m"; do \
+		$(BIN)/python benchmarks/$${door}_door.py $$model $(BENCH_ARGS) || exit 1; done; done
 
 # The stamp's name is the extra's name.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt

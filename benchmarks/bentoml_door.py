@@ -1,155 +1,108 @@
-"""What the BentoML door costs: 64 streams over loopback HTTP against the bare engine, by turns, in one run.
+"""What the BentoML door costs: 64 event streams over loopback HTTP against the bare engine's step loop.
 
-    python benchmarks/bentoml_door.py [--random-weights tiny] [--repeats 9]
+    python benchmarks/bentoml_door.py [--rounds 9] [--model DIRECTORY | --model-size 80m]
 
-The bare engine is the step loop. The other side is ``bentoml serve`` in processes of its own; its client is in this
-process, opens 64 connections, and reads every stream to its last event. Both generate the same tokens of the same
-prompts, with the same settings. The figure is the median over the pairs of runs of the ratio of throughputs. It says
-something on an idle machine only; the CPU times of the bare engine, the server and its client, which are printed too,
-say also on a busy one where the time goes.
+``bentoml serve`` runs in processes of its own, and so does its client, ``bentoml_client.py``; on a machine of two cores
+both take from what the engine has. Read ``door_measuring.py`` for how the sides are compared.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
+from door_measuring import SETTINGS, WANTED, Run, model_of, parse, prompts, run_bare, show, take_turns
 
-from pagedcore import Engine, SamplingParams
-from pagedcore.bench.models import SHAPES, random_model
-from pagedcore.demo_model.questions import demo_questions
-from pagedcore_bentoml import EventParser
+from pagedcore import Engine
 
-NUM_REQUESTS = 64
-WANTED = {"max_tokens": 64, "ignore_eos": True}
-SETTINGS = {"max_num_seqs": 64, "num_kv_blocks": 1024}
 SERVICE = """
 import json, os
-from pagedcore.bench.models import random_model
 from pagedcore_bentoml import create_service
 
-weights = os.environ["DOOR_WEIGHTS"]
-model = random_model(weights, "float32") if weights else "demo"
-LLM = create_service(model, **json.loads(os.environ["DOOR_SETTINGS"]))
+LLM = create_service(os.environ["DOOR_MODEL"], **json.loads(os.environ["DOOR_SETTINGS"]))
 """
 
 
-def run_bare(engine: Engine, prompts: list[Any]) -> tuple[list[list[int]], float, float]:
-    """Step the engine in this thread until every prompt is answered; return tokens, seconds and CPU seconds."""
-    start, cpu = time.perf_counter(), time.process_time()
-    requests = [engine.add_request(prompt, SamplingParams(**WANTED)) for prompt in prompts]
-    while engine.has_pending_requests():
-        engine.step()
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    tokens = [list(request.output().outputs[0].token_ids) for request in requests]
-    for request in requests:
-        request.remove()
-    return tokens, seconds, cpu
+class Door:
+    """A server that answers, and its client."""
 
+    def __init__(self, server: psutil.Process, client: subprocess.Popen[str]) -> None:
+        self._server = server
+        self._client = client
 
-async def run_door(http: httpx.AsyncClient, prompts: list[Any]) -> tuple[list[list[int]], float, float, int]:
-    """Read every prompt's stream; return tokens, seconds, the client's CPU seconds and the number of events."""
-    num_events = 0
+    def run(self) -> Run:
+        """Have the client read every request's stream."""
+        bodies = [{"prompt": prompt, "sampling": WANTED} for prompt in prompts()]
+        before = self._server_cpu_s()
+        assert self._client.stdin is not None
+        assert self._client.stdout is not None
+        print(json.dumps(bodies), file=self._client.stdin, flush=True)
+        wall_s, client_s, streams = json.loads(self._client.stdout.readline())
+        used = {name: after - before[name] for name, after in self._server_cpu_s().items()}
+        return Run([tuple(tokens) for tokens, _ in streams], wall_s, {**used, "client": client_s})
 
-    async def read(prompt: Any) -> list[int]:
-        nonlocal num_events
-        parser, tokens = EventParser(), []
-        async with http.stream("POST", "/stream", json={"prompt": prompt, "sampling": WANTED}) as response:
-            async for text in response.aiter_text():
-                for event in parser.feed(text):
-                    num_events += 1
-                    tokens += event.data.get("token_ids", [])
-        return tokens
-
-    start, cpu = time.perf_counter(), time.process_time()
-    tokens = await asyncio.gather(*map(read, prompts))
-    return tokens, time.perf_counter() - start, time.process_time() - cpu, num_events
+    def _server_cpu_s(self) -> dict[str, float]:
+        """CPU seconds of the worker's event loop, and of all else: the engine's threads and BentoML's own processes."""
+        processes = [self._server, *self._server.children(recursive=True)]
+        total = sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+        # Why: the worker has the engine, hence the most threads; its first thread runs the loop.
+        worker = max(processes, key=lambda process: process.num_threads())
+        loop = next(thread for thread in worker.threads() if thread.id == worker.pid)
+        loop_s = loop.user_time + loop.system_time
+        return {"server's event loop": loop_s, "server's other threads": total - loop_s}
 
 
 @contextmanager
-def served(weights: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Serve the model from a folder of its own; yield the address and the process."""
-    with socket.socket() as listener, tempfile.TemporaryDirectory() as folder:
+def served(model: str) -> Iterator[Door]:
+    """Serve the model from a folder of its own until the block is left."""
+    with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        listener.close()
+        port = str(listener.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
         Path(folder, "service.py").write_text(SERVICE, encoding="utf-8")
-        env = {**os.environ, "DOOR_WEIGHTS": weights, "DOOR_SETTINGS": json.dumps(SETTINGS), "BENTOML_HOME": folder,
+        env = {**os.environ, "DOOR_MODEL": model, "DOOR_SETTINGS": json.dumps(SETTINGS), "BENTOML_HOME": folder,
                "BENTOML_DO_NOT_TRACK": "True", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, "-m", "bentoml", "serve", "service:LLM", "--host", "127.0.0.1", "--port", str(port)]
-        with subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL) as process:
+        command = [sys.executable, "-m", "bentoml", "serve", "service:LLM", "--host", "127.0.0.1", "--port", port]
+        log = Path(folder, "log")
+        with (log.open("w", encoding="utf-8") as output,
+              subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output) as server):
             try:
-                yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+                _wait_until_ready(server, port, log)
+                with subprocess.Popen([sys.executable, str(Path(__file__).with_name("bentoml_client.py")), port],
+                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+                    yield Door(psutil.Process(server.pid), client)
             finally:
-                process.terminate()
+                server.terminate()
 
 
-def cpu_seconds(server: psutil.Process) -> float:
-    """CPU time that the server's processes have taken."""
-    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
-
-
-async def compare(url: str, server: psutil.Process, engine: Engine, prompts: list[Any], repeats: int) -> list[float]:
-    """Take turns and return the ratio of each pair, the first pair left out as a warm-up."""
-    ratios = []
-    # Why: no connection is kept, because the server closes idle ones while the bare engine has its turn.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        while not await is_ready(http):
-            await asyncio.sleep(0.5)
-        for _ in range(repeats + 1):
-            expected, bare_s, bare_cpu_s = run_bare(engine, prompts)
-            before_s = cpu_seconds(server)
-            tokens, door_s, client_cpu_s, num_events = await run_door(http, prompts)
-            server_cpu_s = cpu_seconds(server) - before_s
-            if tokens != expected:
-                raise SystemExit("the door gave other tokens than the engine")
-            ratios.append(bare_s / door_s)
-            num_tokens = sum(map(len, tokens))
-            print(f"bare {num_tokens / bare_s:7.0f} tokens/s   door {num_tokens / door_s:7.0f} tokens/s   "
-                  f"ratio {ratios[-1]:.2f}   CPU s: bare {bare_cpu_s:.2f}, server {server_cpu_s:.2f}, "
-                  f"client {client_cpu_s:.2f}   {num_events} events")
-    return ratios[1:]
-
-
-async def is_ready(http: httpx.AsyncClient) -> bool:
-    """Whether the server answers yet."""
-    try:
-        return (await http.get("/readyz")).status_code == 200
-    except httpx.TransportError:
-        return False
+def _wait_until_ready(server: subprocess.Popen[bytes], port: str, log: Path) -> None:
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz"):
+                return
+        except urllib.error.URLError:
+            time.sleep(0.5)
+    raise SystemExit(f"the server ended at its start:\n{log.read_text(encoding='utf-8')[-2000:]}")
 
 
 def main() -> None:
-    """Compare and print the median."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--random-weights", choices=sorted(SHAPES), default="")
-    parser.add_argument("--repeats", type=int, default=9)
-    given = parser.parse_args()
-    weights = given.random_weights
-    model = random_model(weights, "float32") if weights else "demo"
-    prompts: list[Any] = [question.prompt for question in demo_questions(NUM_REQUESTS)]
-    if weights:
-        prompts = [[1 + (7 * row + place) % 100 for place in range(16)] for row in range(NUM_REQUESTS)]
-    with Engine.from_pretrained(model, **SETTINGS) as engine, served(weights) as (url, server):
-        ratios = asyncio.run(compare(url, server, engine, prompts, given.repeats))
-    print(f"median ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    """Compare and print."""
+    given, load = parse(__doc__), os.getloadavg()[0]
+    with model_of(given) as model, Engine.from_pretrained(model, **SETTINGS) as engine, served(model) as door:
+        ways = {"bare engine": lambda: run_bare(engine, prompts(), lambda answer: answer.token_ids),
+                "BentoML streams": door.run}
+        show("BentoML", given, take_turns(ways, given.rounds), load)
 
 
 if __name__ == "__main__":

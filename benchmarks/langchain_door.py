@@ -1,70 +1,68 @@
-"""What LangChain costs: the same requests through a bare engine and through the adapter, in one process, by turns.
+"""What LangChain costs: ``batch`` and ``abatch`` of a chat model against the bare engine's step loop.
 
-    python benchmarks/langchain_door.py --rounds 7
+    python benchmarks/langchain_door.py [--rounds 9] [--model DIRECTORY | --model-size 80m]
 
-Prints tokens per second of each way and, per round, its throughput as a share of the bare engine's; the median of
-these shares is the result. All ways decode greedily and have to bring the same number of tokens.
+The bare engine gets the same chats and renders them with the same template. Read ``door_measuring.py`` for how the
+sides are compared.
 """
 
-import argparse
+from __future__ import annotations
+
 import asyncio
-import statistics
+import os
 import time
 from collections.abc import Callable
+from typing import Any
 
-from pagedcore import AsyncEngine, Engine, SamplingParams
-from pagedcore.demo_model.questions import demo_questions
+from door_measuring import (
+    NUM_REQUESTS,
+    NUM_TOKENS,
+    SETTINGS,
+    Run,
+    model_of,
+    parse,
+    prompts,
+    run_bare,
+    show,
+    take_turns,
+)
+
+from pagedcore import AsyncEngine, Engine
 from pagedcore_langchain import ChatPagedCore
+from pagedcore_langchain.background import BACKGROUND
 
 
-def chat_of(prompt: str) -> list[dict[str, str]]:
-    """What the chat model makes of a text."""
-    return [{"role": "user", "content": prompt}]
+def run_door(engine: AsyncEngine, answer: Callable[[list[str]], list[Any]], loop_cpu_s: Callable[[], float]) -> Run:
+    """Answer all requests in one call."""
+    before_s = _cpu_of(engine), loop_cpu_s()
+    start_s = time.perf_counter()
+    messages = answer(prompts())
+    wall_s = time.perf_counter() - start_s
+    cpu_s = {"engine thread": _cpu_of(engine) - before_s[0], "event loop": loop_cpu_s() - before_s[1]}
+    if sum(message.usage_metadata["output_tokens"] for message in messages) != NUM_REQUESTS * NUM_TOKENS:
+        raise SystemExit("the door generated another number of tokens")
+    return Run([message.content for message in messages], wall_s, cpu_s)
 
 
-def ways(bare: Engine, chat: ChatPagedCore, prompts: list[str], max_tokens: int) -> dict[str, Callable[[], int]]:
-    """Return the ways to answer all prompts; each returns how many tokens it generated."""
-
-    def through_the_engine() -> int:
-        outputs = bare.generate([*map(chat_of, prompts)], SamplingParams(max_tokens=max_tokens), show_progress=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    def count(answers: list) -> int:
-        return sum(answer.usage_metadata["output_tokens"] for answer in answers)
-
-    return {
-        "engine": through_the_engine,
-        "batch": lambda: count(chat.batch(prompts)),
-        "abatch": lambda: count(asyncio.run(chat.abatch(prompts))),
-    }
+def _cpu_of(engine: AsyncEngine) -> float:
+    return asyncio.run(engine.call(lambda _: time.thread_time()))
 
 
-def measure(way: Callable[[], int]) -> tuple[float, int]:
-    """Return tokens per second, and tokens."""
-    start = time.perf_counter()
-    num_tokens = way()
-    return num_tokens / (time.perf_counter() - start), num_tokens
+async def _cpu_here() -> float:
+    return time.thread_time()
 
 
 def main() -> None:
-    """Warm up, take turns, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
-    prompts = [question.prompt for question in demo_questions(given.requests)]
-    with Engine.from_pretrained("demo") as bare, AsyncEngine.from_pretrained("demo") as engine:
-        chat = ChatPagedCore.from_engine(engine, max_tokens=given.max_tokens)
-        all_ways = ways(bare, chat, prompts, given.max_tokens)
-        if len({way() for way in all_ways.values()}) != 1:
-            raise SystemExit("the ways disagree about the number of tokens")
-        rounds = [{name: measure(way)[0] for name, way in all_ways.items()} for _ in range(given.rounds)]
-    for name in all_ways:
-        shares = [speeds[name] / speeds["engine"] for speeds in rounds]
-        speed = statistics.median(speeds[name] for speeds in rounds)
-        print(f"{name:8}{speed:8.0f} tokens/s  {statistics.median(shares):.2f} of the engine "
-              f"({min(shares):.2f} to {max(shares):.2f})")
+    """Compare and print."""
+    given, load = parse(__doc__), os.getloadavg()[0]
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts()]
+    with (model_of(given) as model, Engine.from_pretrained(model, **SETTINGS) as bare,
+          AsyncEngine.from_pretrained(model, **SETTINGS) as engine):
+        chat = ChatPagedCore.from_engine(engine, max_tokens=NUM_TOKENS, sampling={"ignore_eos": True})
+        ways = {"bare engine": lambda: run_bare(bare, chats, lambda answer: answer.text),
+                "batch": lambda: run_door(engine, chat.batch, lambda: BACKGROUND.run(_cpu_here())),
+                "abatch": lambda: run_door(engine, lambda inputs: asyncio.run(chat.abatch(inputs)), time.thread_time)}
+        show("LangChain", given, take_turns(ways, given.rounds), load)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Four times as much KV as there is room for: what each way of making room costs, on six workloads and their mix.
 
-    python benchmarks/memory_pressure.py [--rounds 3] [--json FILE]
+    python benchmarks/memory_pressure.py [--minutes 7] [--rounds 9] [--out TABLE.md] [--json FILE]
 
-Every mode answers the same requests with the same model and the same pool, in the same process, in alternating
-order; its time on a workload is the fastest of the rounds. "auto" chooses by its cost model; the others are forced.
-All modes have to give the same tokens, or the script stops. The model has random weights: its answers mean nothing,
-its work is real.
+"auto" chooses by its cost model; the others are forced. Every way answers the same requests with the same model and the
+same pool, in one process and in turn, as many rounds as there is time for; all have to give the same tokens, or the
+script stops. Times are compared within rounds. What was done (steps, tokens computed, bytes moved) hardly depends on
+the machine's noise; "priced" is what that would take at the prices the engine measured, the noise left out. The model
+has random weights: its answers mean nothing, its work is real.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from interleaved import Budget, markdown, median_and_spread, ratios, turns
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pagedcore import Engine, SamplingParams
+from pagedcore.cache.transfers import Direction
 
-MODES = ("auto", "swap", "shrink", "recompute", "wait")
+MODES = ("auto", "swap", "recompute", "wait")
 BLOCK_SIZE = 16
 OVERSUBSCRIPTION = 4
+MIB = 2**20
 Requests = list[tuple[list[int], int]]
 
 
@@ -44,6 +47,35 @@ class Workload:
         """The pool: a quarter of what up to 32 of the requests want at once, and room for the longest alone."""
         sizes = sorted((-(-(len(prompt) + answer) // BLOCK_SIZE) for prompt, answer in self.requests), reverse=True)
         return max(sizes[0], sum(sizes[:32]) // OVERSUBSCRIPTION)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One workload answered in one mode."""
+
+    seconds: float
+    num_steps: int
+    num_tokens: int
+    """Positions computed, those computed again included."""
+    out_bytes: int
+    in_bytes: int
+    num_stalled_rows: int
+    num_preemptions: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds that an engine has measured."""
+
+    step_s: float
+    token_s: float
+    out_byte_s: float
+    in_byte_s: float
+
+    def of(self, run: Run) -> float:
+        """Price what was done."""
+        moving_s = run.out_bytes * self.out_byte_s + run.in_bytes * self.in_byte_s
+        return run.num_steps * self.step_s + run.num_tokens * self.token_s + moving_s
 
 
 def workloads() -> list[Workload]:
@@ -80,13 +112,12 @@ def save_model(directory: str) -> None:
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
-def run(model: str, workload: Workload, mode: str) -> tuple[float, list[tuple[int, ...]], dict[str, int]]:
-    """Answer a workload; return seconds, tokens, and what was done about memory."""
-    engine = Engine.from_pretrained(
+def run(model: str, workload: Workload, mode: str) -> tuple[Run, list[tuple[int, ...]], Prices]:
+    """Answer a workload; return what was done, the tokens, and the engine's prices."""
+    with Engine.from_pretrained(
         model, num_kv_blocks=workload.num_blocks, block_size=BLOCK_SIZE, host_kv_memory="512MiB", preemption=mode,
         max_num_waiting=256,
-    )
-    with engine:
+    ) as engine:
         requests = [
             engine.add_request(prompt, SamplingParams(max_tokens=answer, min_tokens=answer, ignore_eos=True))
             for prompt, answer in workload.requests
@@ -95,57 +126,98 @@ def run(model: str, workload: Workload, mode: str) -> tuple[float, list[tuple[in
         while engine.has_pending_requests():
             engine.step()
         seconds = time.perf_counter() - before
+        stats, costs = engine.stats(), engine.scheduler.costs
+        done = Run(
+            seconds, stats.num_steps, stats.num_computed_tokens, stats.swapped_out_bytes, stats.swapped_in_bytes,
+            stats.num_stalled_rows, stats.num_preemptions_by_kind,
+        )
+        block_bytes = stats.kv_bytes // stats.num_blocks
+        byte_s = [costs.moves[way].per_unit_s / block_bytes for way in (Direction.OUT, Direction.IN)]
         tokens = [request.output().outputs[0].token_ids for request in requests]
-        stats = engine.stats()
-        return seconds, tokens, {**stats.num_preemptions_by_kind, "steps": stats.num_steps}
+        return done, tokens, Prices(costs.step.fixed_s, costs.step.per_unit_s, *byte_s)
 
 
-def measure(rounds: int) -> dict[str, dict[str, tuple[float, dict[str, int]]]]:
-    """Run everything; return (fastest seconds, what was done) by workload and mode."""
-    results = {}
+Results = dict[str, dict[str, list[Run]]]
+
+
+def measure(num_rounds: int, minutes: float) -> tuple[Results, Prices]:
+    """Run all workloads in all modes, round by round; return the runs by workload and mode, and the median prices."""
+    todo = workloads()
+    results: Results = {workload.name: {mode: [] for mode in MODES} for workload in todo}
+    answers: dict[str, list[tuple[int, ...]]] = {}
+    prices: list[Prices] = []
     with TemporaryDirectory() as directory:
         save_model(directory)
-        for workload in workloads():
-            results[workload.name] = measure_workload(directory, workload, rounds)
-    return results
+        run(directory, Workload("warm up", todo[0].requests[:4]), "auto")
+        budget = Budget(minutes)
+        for number, modes in enumerate(turns(MODES, num_rounds)):
+            if not budget.has_time_for_another(number):
+                break
+            for workload in todo:
+                for mode in modes:
+                    done, tokens, measured = run(directory, workload, mode)
+                    results[workload.name][mode].append(done)
+                    prices.append(measured)
+                    if answers.setdefault(workload.name, tokens) != tokens:
+                        raise SystemExit(f"{workload.name}: {mode} gives other tokens")
+    names = ("step_s", "token_s", "out_byte_s", "in_byte_s")
+    return results, Prices(*(statistics.median(getattr(one, name) for one in prices) for name in names))
 
 
-def measure_workload(model: str, workload: Workload, rounds: int) -> dict[str, tuple[float, dict[str, int]]]:
-    """Run one workload in every mode; return (fastest seconds, what was done) by mode."""
-    best: dict[str, tuple[float, dict[str, int]]] = {}
-    answers: dict[str, list[tuple[int, ...]]] = {}
-    for number in range(rounds):
-        for mode in MODES if number % 2 == 0 else reversed(MODES):
-            seconds, answers[mode], done = run(model, workload, mode)
-            if mode not in best or seconds < best[mode][0]:
-                best[mode] = seconds, done
-            if answers[mode] != answers[MODES[0] if number % 2 == 0 else MODES[-1]]:
-                raise SystemExit(f"{workload.name}: {mode} gives other tokens")
-    return best
+def compare(results: Results) -> str:
+    """Write how long "auto" took beside each of the others, and beside the best of them."""
+    rows = []
+    for name, runs in results.items():
+        seconds = {mode: [one.seconds for one in runs[mode]] for mode in MODES}
+        best = min(MODES[1:], key=lambda mode: statistics.median(seconds[mode]))
+        cells = [median_and_spread(ratios(seconds["auto"], seconds[mode])) for mode in MODES[1:]]
+        to_best = statistics.median(ratios(seconds["auto"], seconds[best]))
+        rows.append([name, f"{statistics.median(seconds['auto']):.2f}", *cells, f"{to_best:.3f} ({best})"])
+    return markdown(["workload", "auto, s", *(f"auto / {mode}" for mode in MODES[1:]), "auto / best"], rows)
 
 
-def show(results: dict[str, dict[str, tuple[float, dict[str, int]]]]) -> None:
-    """Print seconds, each relative to the best mode of its workload, and the preemptions of "auto"."""
-    table = Table(title=f"seconds (times the best), pool for 1/{OVERSUBSCRIPTION} of the demand")
-    for name in ("workload", *MODES, "auto did"):
-        table.add_column(name)
-    for workload, best in results.items():
-        fastest = min(seconds for seconds, _ in best.values())
-        cells = [f"{best[mode][0]:.2f} ({best[mode][0] / fastest:.2f})" for mode in MODES]
-        table.add_row(workload, *cells, " ".join(f"{kind} {count}" for kind, count in best["auto"][1].items()))
-    Console(width=150).print(table)
+def count(results: Results, prices: Prices) -> str:
+    """Write what was done, the median run by its price, and that price relative to the cheapest mode's."""
+    rows = []
+    for name, runs in results.items():
+        median = {mode: sorted(runs[mode], key=prices.of)[len(runs[mode]) // 2] for mode in MODES}
+        cheapest = min(prices.of(one) for one in median.values())
+        for mode, one in median.items():
+            preempted = " ".join(f"{kind} {times}" for kind, times in one.num_preemptions.items() if times)
+            moved = (one.out_bytes + one.in_bytes) / MIB
+            rows.append([
+                name, mode, str(one.num_steps), str(one.num_tokens), f"{moved:.1f}", str(one.num_stalled_rows),
+                preempted or "none", f"{prices.of(one):.2f}", f"{prices.of(one) / cheapest:.3f}",
+            ])
+    header = ["workload", "way", "steps", "tokens computed", "MiB moved", "rows stood still", "preempted"]
+    return markdown([*header, "priced, s", "/ cheapest"], rows)
 
 
 def main() -> None:
     """Measure, print, and keep the figures if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=7.0)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results = measure(arguments.rounds)
-    show(results)
+    results, prices = measure(arguments.rounds, arguments.minutes)
+    num_rounds = len(results["mix"]["auto"])
+    about = (
+        f"{num_rounds} rounds, pool for 1/{OVERSUBSCRIPTION} of the demand; prices: "
+        f"{prices.step_s * 1e3:.2f} ms a step, {prices.token_s * 1e3:.3f} ms a token, "
+        f"{prices.out_byte_s * 1e3 * MIB:.3f} and {prices.in_byte_s * 1e3 * MIB:.3f} ms a MiB out and in. "
+        "Ratios: median (smallest - largest)."
+    )
+    text = "\n\n".join([about, compare(results), count(results, prices)])
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=1))
+        runs = {
+            name: {mode: [asdict(one) for one in some] for mode, some in of.items()} for name, of in results.items()
+        }
+        arguments.json.write_text(json.dumps({"prices": asdict(prices), "runs": runs}, indent=1))
 
 
 if __name__ == "__main__":
