@@ -98,8 +98,8 @@ class AsyncSession:
 
     async def park(self, tier: Literal["host", "disk"] = "host", ttl_s: float | None = None) -> ParkedState:
         """Keep what was computed while the session is idle. Arguments, result and errors as ``Session.park``."""
-        if tier == "host" and await self._call(lambda session: session.parked_file()) is not None:
-            await self.resume()
+        if (file := await self._call(lambda session: session.file_to_move(tier))) is not None:
+            await self._unpark(file)
         state, file = await self._call(lambda session: session.begin_parking(tier, ttl_s))
         if state is not None:
             return state
@@ -111,8 +111,7 @@ class AsyncSession:
         file = await self._call(lambda session: session.parked_file())
         if file is None:
             return await self._call(lambda session: session.fetch())
-        kv = await asyncio.to_thread(file.read)
-        return await self._call(lambda session: session.unpark(file, kv))
+        return await self._unpark(file)
 
     async def fork(self) -> AsyncSession:
         """Return a second session with the same past. Errors as ``Session.fork``."""
@@ -155,6 +154,10 @@ class AsyncSession:
             if file is not None:
                 await asyncio.to_thread(file.remove)
             raise
+
+    async def _unpark(self, file: ParkedFile) -> int:
+        kv = await asyncio.to_thread(file.read)
+        return await self._call(lambda session: session.unpark(file, kv))
 
     async def _call(self, function: Callable[[Session], _T]) -> _T:
         if self._is_closed:

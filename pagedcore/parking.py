@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pagedcore.cache.disk_tier import DiskTier, KVCopy, KVSpec, read_kv, write_kv
+from pagedcore.cache.disk_tier import DiskTier, KVCopy, KVSpec, read_kv, remove_file, write_kv
 from pagedcore.cache.prefix_match import contents, find_blocks
 from pagedcore.clock import Clock
 from pagedcore.execution.block_mover import BlockMover
@@ -62,7 +62,7 @@ class ParkedFile:
 
     def remove(self) -> None:
         """Remove the file, if it is there."""
-        self.path.unlink(missing_ok=True)
+        remove_file(self.path)
 
     def read(self) -> KVCopy | None:
         """Return what can be used of the file."""
@@ -117,9 +117,18 @@ class Parking:
         parked.state = replace(parked.state, expires_s=self._expiry(ttl_s))
         return parked.state
 
+    def has_room_on_host(self, sequence: Sequence) -> bool:
+        """Whether there is a host tier, and a further parked sequence may pin its blocks there."""
+        if (host := self._blocks.host) is None:
+            return False
+        kept = host.blocks_kept_for(self._parked.keys())
+        # Why: counted as if it shared nothing, so that this need not look at every block twice.
+        needed = self._blocks.blocks_for(len(sequence.token_ids) - 1)
+        return len(kept) + needed <= MAX_PARKED_HOST_SHARE * host.num_blocks
+
     def park_on_host(self, sequence: Sequence, ttl_s: float | None) -> ParkedState | None:
         """Pin a finished sequence's KV on the host; ``None`` where there is too little room for parked ones."""
-        if self._blocks.host is None or not self._has_room_on_host(sequence):
+        if not self.has_room_on_host(sequence):
             return None
         num_tokens = self._moves.park(sequence)
         self._mover.start(self._moves.take_due())
@@ -232,14 +241,6 @@ class Parking:
         for parked in list(self._parked.values()):
             self.forget(parked.sequence)
         self._disk.close()
-
-    def _has_room_on_host(self, sequence: Sequence) -> bool:
-        host = self._blocks.host
-        assert host is not None  # Invariant: asked before
-        kept = host.blocks_kept_for(self._parked.keys())
-        # Why: counted as if it shared nothing, so that this need not look at every block twice.
-        needed = self._blocks.blocks_for(len(sequence.token_ids) - 1)
-        return len(kept) + needed <= MAX_PARKED_HOST_SHARE * host.num_blocks
 
     def _note(
         self, sequence: Sequence, tier: Tier, num_tokens: int, ttl_s: float | None, file: ParkedFile | None = None

@@ -79,7 +79,8 @@ class SamplingParams:
     """Answers to the same prompt, 1 to 16."""
     best_of: int | None = None
     """Compute this many answers, ``n`` to 16, and return the ``n`` best: those with the highest mean, over their
-    tokens, of the log-probability under the model's own distribution, the first of equal ones; ``None``: ``n``."""
+    tokens, of the log-probability under the model's own distribution, the first of equal ones; ``None``: ``n``. Nothing
+    is chosen among what is left: should one of them fail, the request fails."""
     beam_width: int = 1
     """Beam search with this many beams, ``n`` to 16, as ``generate(num_beams=)`` of transformers; 1: off. It is
     deterministic, and what shapes a distribution and ``stop`` cannot be combined with it."""

@@ -135,8 +135,8 @@ class Session:
             SessionStateError: a turn is under way, or the session is closed.
             InvalidRequest: there is no such tier, or ``ttl_s`` is out of range.
         """
-        if tier == "host" and self.parked_file() is not None:
-            self.resume()
+        if (file := self.file_to_move(tier)) is not None:
+            self.unpark(file, file.read())
         state, file = self.begin_parking(tier, ttl_s)
         if state is not None:
             return state
@@ -179,7 +179,7 @@ class Session:
 
         Raises:
             SessionStateError: the session is closed.
-            OSError: a file could not be written; what was there before is still there.
+            InvalidSessionFile, OSError: it would be too large to import, or cannot be written; what was there stays.
         """
         file = self.parked_file()
         stored = file.read() if file is not None and include_kv else None
@@ -246,6 +246,12 @@ class Session:
         """Return the file the session is parked in."""
         self._require_open("resume")
         return self._book.parking.file_of(self._request.sequences[0]) if self._request is not None else None
+
+    def file_to_move(self, tier: Any) -> ParkedFile | None:
+        """Return the file that has to be read before the session can be parked on ``tier``, where there is room."""
+        sequence, file = self._require_idle("park"), self.parked_file()
+        is_moving = tier == "host" and sequence is not None and self._book.parking.has_room_on_host(sequence)
+        return file if is_moving else None
 
     def load(self, kv: KVCopy | None) -> int:
         """Put what was read where the next turn finds it; return how many positions."""

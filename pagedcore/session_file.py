@@ -68,10 +68,14 @@ def write_session(path: Path, snapshot: SessionSnapshot) -> None:
     """Write a session's files; what was at ``path`` stays until the new one is complete.
 
     Raises:
+        InvalidSessionFile: the file would be larger than one that is read; nothing was written.
         OSError: a file could not be written.
     """
     body = _body_of(snapshot)
     text = json.dumps({"format": FORMAT, "version": VERSION, "checksum": _checksum(body), "body": body})
+    if len(text) > MAX_SESSION_FILE_BYTES:
+        raise InvalidSessionFile("bytes", len(text), f"at most {MAX_SESSION_FILE_BYTES}",
+                                 "Log-probabilities of a long answer take most of them; they go with the next turn.")
     if snapshot.kv is not None and snapshot.kv_spec is not None:
         # Why: the KV first. Until the other file is replaced, the old one finds blocks that are not its own, and
         # computes them again.

@@ -7,6 +7,7 @@ computed again. Whoever reads or writes a file may be on any thread; pools and b
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -67,11 +68,19 @@ def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
     Raises:
         OSError: the directory does not take it; nothing is left behind.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
+
+    def save(temporary: Path) -> None:
+        try:
+            save_file(tensors, temporary, {"format": _NAME.decode()})
+        except SafetensorError as error:
+            # Why: a disk that is full is told as an error of the format.
+            raise OSError(errno.EIO, str(error)) from error
 
     checks = np.frombuffer(b"".join(_checks(kv.blocks, spec.block_keys())), dtype=np.uint8).reshape(-1, KEY_BYTES)
     tensors = {"blocks": np.ascontiguousarray(kv.blocks), "checks": checks}
-    replace_file(path, lambda temporary: save_file(tensors, temporary, {"format": _NAME.decode()}))
+    replace_file(path, save)
 
 
 def read_kv(path: Path, spec: KVSpec) -> KVCopy | None:
@@ -152,6 +161,14 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     _flush(path.parent)
 
 
+def remove_file(path: Path) -> None:
+    """Remove a file; one that is not there is no error, and one that stays is none for whoever goes on without it."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("KV file: it could not be removed (%s)", error.strerror)
+
+
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -188,9 +205,9 @@ class DiskTier:
         return path
 
     def forget(self, path: Path) -> None:
-        """Remove a file; one that is not there is no error."""
+        """Remove a file."""
         self._files.discard(path)
-        path.unlink(missing_ok=True)
+        remove_file(path)
 
     def close(self) -> None:
         """Remove all files, and the directory if it is this tier's own; a second call does nothing."""
@@ -205,5 +222,5 @@ class DiskTier:
             self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
             return self._given
         if self._private is None:
-            self._private = tempfile.TemporaryDirectory(prefix="pagedcore-kv-")
+            self._private = tempfile.TemporaryDirectory(prefix="pagedcore-kv-", ignore_cleanup_errors=True)
         return Path(self._private.name)

@@ -93,6 +93,20 @@ def test_files_are_private_and_replaced_as_a_whole(files: Path, monkeypatch: pyt
     assert make_engine().import_session(files).token_ids == session.token_ids
 
 
+def test_what_could_not_be_imported_is_not_exported(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file larger than one that is read is not written, and what was there stays."""
+    session = make_engine().import_session(files)
+    before = {path: path.read_bytes() for path in files.parent.iterdir()}
+    for num_bytes, is_too_large in ((files.stat().st_size, False), (files.stat().st_size - 1, True)):
+        monkeypatch.setattr(session_file, "MAX_SESSION_FILE_BYTES", num_bytes)
+        if is_too_large:
+            with pytest.raises(InvalidSessionFile, match=f"bytes: got {num_bytes + 1}, allowed is at most {num_bytes}"):
+                session.export(files)
+        else:
+            session.export(files)
+    assert {path: path.read_bytes() for path in files.parent.iterdir()} == before
+
+
 def test_an_empty_session_can_be_exported(tmp_path: Path) -> None:
     """Before its first turn a session is only its parameters."""
     make_engine().session(PARAMS).export(tmp_path / "chat.json")

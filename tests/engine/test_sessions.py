@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import resource
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from pagedcore.errors import (
     TooManySequences,
     TooManySessions,
 )
+from pagedcore.parking import ParkedFile
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduling.invariants import check, snapshot
 from pagedcore.session import Session
@@ -47,6 +51,15 @@ def make(num_host_blocks: int = 24, clock: FakeClock | None = None, **settings: 
         "host_kv_memory": num_host_blocks * BLOCK if num_host_blocks else None,
     }
     return CheckedEngine(assemble(ToyBackend(), **{**defaults, **settings}), clock)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file of this process may grow beyond sixteen bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def store_of(engine: Engine) -> ToyStore:
@@ -194,6 +207,26 @@ def test_from_disk_to_the_host() -> None:
     assert ask(session, 4) == 18
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 6])
+def test_a_file_is_not_read_where_the_host_has_no_room(
+    num_host_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parked on the host after the disk, a session that cannot go there stays as it lies, for the new time."""
+    clock = FakeClock()
+    engine = make(num_host_blocks, clock, disk_kv_dir=str(tmp_path))
+    session = engine.session(PARAMS)
+    ask(session, *range(1, 15))
+    session.park("disk", ttl_s=5)
+    files = list(tmp_path.iterdir())
+    monkeypatch.setattr(ParkedFile, "read", None)
+    state = session.park("host", ttl_s=9)
+    assert (state.tier, state.num_tokens_kept, state.expires_s) == ("disk", 18, 9.0)
+    assert list(tmp_path.iterdir()) == files
+    monkeypatch.undo()
+    flood(engine)
+    assert ask(session, 4) == 18
+
+
 def test_with_nothing_to_keep_nothing_is_kept() -> None:
     """A session whose KV is gone everywhere, or was never trusted, is parked as tokens and breaks no law."""
     engine = make()
@@ -227,6 +260,39 @@ def test_what_cannot_be_written_is_not_kept(tmp_path: Any) -> None:
     assert (state.tier, state.num_tokens_kept, session.parked) == ("tokens", 0, state)
     flood(engine)
     assert ask(session, 4) == 0
+
+
+def test_a_full_disk_costs_the_kv_alone(tmp_path: Path, full_disk: None) -> None:
+    """Where the disk takes no byte, only tokens are kept, and no part of a file is left behind."""
+    engine = make(disk_kv_dir=str(tmp_path))
+    session = engine.session(PARAMS)
+    ask(session, 1, 2, 3)
+    assert session.park("disk").tier == "tokens"
+    assert (engine.sessions.parking.num_files, list(tmp_path.iterdir())) == (0, [])
+    with pytest.raises(OSError, match="large"):
+        session.export(tmp_path / "chat.json")
+    assert list(tmp_path.iterdir()) == []
+    assert ask(session, 4) == 7
+
+
+def test_a_file_that_cannot_be_removed_harms_nobody(tmp_path: Path) -> None:
+    """Whether a session goes on, expires or is closed: a file that stays is no reason to fail."""
+    clock = FakeClock()
+    engine = make(clock=clock, disk_kv_dir=str(tmp_path))
+    sessions = [engine.session(PARAMS) for _ in range(4)]
+    for number, session in enumerate(sessions):
+        ask(session, number, 2, 3)
+        session.park("disk", ttl_s=5 if number == 1 else None)
+    for file in tmp_path.iterdir():
+        file.unlink()
+        (file / "in the way").mkdir(parents=True)
+    assert ask(sessions[0], 4) == 7
+    clock.advance(6)
+    engine.step()
+    assert sessions[1].parked is None
+    sessions[2].close()
+    engine.close()
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_files_go_with_what_they_are_for(tmp_path: Any) -> None:
