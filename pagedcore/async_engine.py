@@ -191,6 +191,8 @@ class AsyncEngine:
     def health(self, *, degraded_after_s: float = 10.0, dead_after_s: float = 60.0) -> Health:
         """Say whether the engine gets on, by the time since its last step or idle check ended; never waits.
 
+        While everybody waits for KV blocks that are on their way between the memories there is no step.
+
         Args:
             degraded_after_s: longer than the longest step, or a long step looks like a standstill.
             dead_after_s: when to give the engine up.

@@ -64,6 +64,8 @@ class Engine:
             parts.calibrate(self._mover, self._clock)
         self._sessions = SessionBook(self, parts, self._turns, Parking(parts, self._mover, self._clock))
         self._is_closed = False
+        self.stands_still = False
+        """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
         self._hooks.engine_started(parts.info)
 
     @classmethod
@@ -187,9 +189,9 @@ class Engine:
         self._sessions.parking.expire()
         expired = self._outcomes.expire_waiting(self._config.queue_timeout_s)
         plan = self._next_plan()
+        self.stands_still = plan.is_empty and self._scheduler.has_work
         if plan.is_empty:
-            # Why: with work and no plan, everybody waits for blocks that are on their way.
-            self._mover.settle(wait=self._scheduler.has_work)
+            self._mover.settle(wait=self.stands_still)
             return expired
         self._outcomes.note_started(plan)
         copies, before_s = self._scheduler.reserve(plan), self._clock.now()

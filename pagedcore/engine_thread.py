@@ -93,7 +93,8 @@ class EngineThread:
                 self._take_commands()
                 deltas = self.engine.step()
                 self._deliver(deltas)
-                self.progress.step_ended(deltas)
+                if not self.engine.stands_still:
+                    self.progress.step_ended(deltas)
         except BaseException as error:
             cause = error
             raise

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
+from doubles import FakeClock, FlakyBackend, ToyBackend, ToyStore, toy_answer
 from engine.test_async_engine import answer, broken_step, wait_until
 from engine_builders import make_engine
+from pagedcore.assembly import assemble
 from pagedcore.async_engine import AsyncEngine
+from pagedcore.engine import Engine
 from pagedcore.errors import EngineClosed, QueueTimeout, StepFailed
 from pagedcore.health import IDLE_CHECK_S, MAX_FAILED_STEPS, Health, Progress
 from pagedcore.outputs import Delta
+from pagedcore.sampling_params import SamplingParams
 
 
 def judge(progress: Progress, is_alive: bool = True) -> Health:
@@ -96,6 +99,28 @@ async def test_health_turns_bad_when_loop_thread_hangs(blocked: BlockedBackend) 
         blocked.go_on.set()
         assert await hanging == toy_answer([1], 3)
         assert engine.health().status == "ready"
+
+
+async def test_waiting_for_blocks_on_their_way_is_no_progress() -> None:
+    """A thread that looks around while a transfer keeps everybody waiting is degraded; with the blocks it is ready."""
+    engine = Engine(assemble(
+        ToyBackend(), num_kv_blocks=6, block_size=4, max_num_seqs=4, max_num_batched_tokens=16,
+        host_kv_memory=48 * 4 * ToyBackend.kv_bytes_per_token, preemption="swap",
+    ), FakeClock())
+    for prompt, max_tokens in (([3] * 16, 4), ([4] * 20, 4)):
+        engine.generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    store: ToyStore = engine._parts.store  # type: ignore[assignment]
+    store.is_slow = store.is_hung = True
+    prompt = [*([3] * 16), 1]
+    async with AsyncEngine(engine) as running:
+        waiting = asyncio.create_task(answer(running, prompt, 3))
+        await asyncio.to_thread(wait_until, lambda: bool(store.under_way))
+        await asyncio.to_thread(
+            wait_until, lambda: running.health(degraded_after_s=0.05, dead_after_s=60.0).status == "degraded"
+        )
+        store.is_hung = False
+        assert await waiting == toy_answer(prompt, 3)
+        assert running.health(degraded_after_s=IDLE_CHECK_S + 1.0).status == "ready"
 
 
 def test_an_idle_engine_keeps_showing_progress() -> None:
