@@ -17,10 +17,9 @@ from pagedcore.ports import ModelBackend
 from pagedcore.scheduling.cost_model import Line
 
 _MOST_S: Final = 0.2
-"""Seconds after which no further forward begins, nor one that is expected to end later."""
-_NUM_TOKENS: Final = (2, 16, 64)
-_NUM_RUNS: Final = 4
-"""Forwards of each size; the first one prepares memory and is not learned from."""
+"""Seconds after which no further forward begins, nor one that is expected to end later; the very first one aside."""
+_MOST_TOKENS: Final = 64
+_NUM_REPEATS: Final = 3
 
 
 def measure_steps(backend: ModelBackend, clock: Clock, block_size: int, most_tokens: int) -> Line | None:
@@ -33,6 +32,7 @@ def measure_steps(backend: ModelBackend, clock: Clock, block_size: int, most_tok
     seconds_of: dict[int, float] = {}
     try:
         for size, seconds in _timed_forwards(backend, clock, block_size, most_tokens):
+            # Why: whatever else the machine does makes a forward longer, never shorter.
             seconds_of[size] = min(seconds, seconds_of.get(size, seconds))
     except Exception:
         return None
@@ -46,21 +46,38 @@ def measure_steps(backend: ModelBackend, clock: Clock, block_size: int, most_tok
 def _timed_forwards(
     backend: ModelBackend, clock: Clock, block_size: int, most_tokens: int
 ) -> Iterator[tuple[int, float]]:
-    """Yield (tokens, seconds) of forwards, small ones first, as long as there is time."""
-    start_s, expected_s = clock.now(), 0.0
-    sizes = sorted({min(size, most_tokens) for size in _NUM_TOKENS})
-    for size, following in zip(sizes, [*sizes[1:], sizes[-1]], strict=True):
-        batch = _one_prompt(size, block_size)
-        for run in range(_NUM_RUNS):
-            before_s = clock.now()
-            if before_s - start_s + expected_s > _MOST_S:
-                return
-            # Why: a device may still compute when forward returns; a number that is read has been computed.
-            float(backend.forward(batch)[0, 0])
-            expected_s = clock.now() - before_s
-            if run:
-                yield size, expected_s
-        expected_s *= following / size
+    """Yield (tokens, seconds) of forwards as long as there is time: ever larger ones, then the ends of these again."""
+    # Why: the first one prepares memory and kernels, so it says nothing about the next.
+    _time_forward(backend, clock, block_size, 1)
+    deadline_s, latest, expected_s = clock.now() + _MOST_S, dict[int, float](), 0.0
+    for size in _sizes(min(_MOST_TOKENS, most_tokens)):
+        if clock.now() + expected_s > deadline_s:
+            break
+        latest[size] = _time_forward(backend, clock, block_size, size)
+        yield size, latest[size]
+        # Why: whatever a token costs, the next size is at most twice this one.
+        expected_s = 2 * latest[size]
+    for size in (min(latest), max(latest)) * _NUM_REPEATS if len(latest) > 1 else ():
+        if clock.now() + latest[size] > deadline_s:
+            return
+        latest[size] = _time_forward(backend, clock, block_size, size)
+        yield size, latest[size]
+
+
+def _sizes(most_tokens: int) -> Iterator[int]:
+    size = 2
+    while size < most_tokens:
+        yield size
+        size *= 2
+    yield most_tokens
+
+
+def _time_forward(backend: ModelBackend, clock: Clock, block_size: int, num_tokens: int) -> float:
+    batch = _one_prompt(num_tokens, block_size)
+    before_s = clock.now()
+    # Why: a device may still compute when forward returns; a number that is read has been computed.
+    float(backend.forward(batch)[0, 0])
+    return clock.now() - before_s
 
 
 def _one_prompt(num_tokens: int, block_size: int) -> RaggedBatch:

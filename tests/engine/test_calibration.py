@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +21,16 @@ BLOCK = 4 * ToyBackend.kv_bytes_per_token
 class TimedBackend(ToyBackend):
     """A ``ToyBackend`` that takes its time, on a clock of its own."""
 
-    def __init__(self, fixed_s: float, token_s: float) -> None:
+    def __init__(self, fixed_s: float, token_s: float, disturbed: Callable[[int], float] = lambda number: 1.0) -> None:
         super().__init__()
         self.clock = FakeClock()
         self._costs_s = fixed_s, token_s
+        self._disturbed = disturbed
 
     def forward(self, batch: RaggedRows) -> FloatArray:
-        """Compute, and let the time pass."""
-        self.clock.advance(self._costs_s[0] + self._costs_s[1] * int(batch.query_start[-1]))
+        """Compute, and let the time pass, so many times as much as it should in the forward of that number."""
+        seconds = self._costs_s[0] + self._costs_s[1] * int(batch.query_start[-1])
+        self.clock.advance(seconds * self._disturbed(self.num_steps))
         return super().forward(batch)
 
 
@@ -45,6 +49,29 @@ def test_a_step_is_known_before_the_first_one(fixed_s: float, token_s: float) ->
     costs = make(TimedBackend(fixed_s, token_s)).scheduler.costs
     for num_tokens in (2, 16, 64):
         assert costs.step.seconds(num_tokens) == pytest.approx(fixed_s + num_tokens * token_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("fixed_s", "token_s"), [(0.03, 1e-4), (0.04, 1e-3)])
+def test_a_step_that_takes_long_whatever_its_tokens_is_known_too(fixed_s: float, token_s: float) -> None:
+    """A large model takes tens of milliseconds for two tokens and hardly more for eight: that is enough to know it."""
+    costs = make(TimedBackend(fixed_s, token_s)).scheduler.costs
+    for num_tokens in (2, 16, 64):
+        assert costs.step.seconds(num_tokens) == pytest.approx(fixed_s + num_tokens * token_s, rel=0.01)
+
+
+def test_the_first_forward_of_all_may_take_long() -> None:
+    """Kernels that are loaded in it, and memory that is touched, neither end the measurement nor are learned from."""
+    costs = make(TimedBackend(2e-3, 1e-4, lambda number: 1000.0 if number == 0 else 1.0)).scheduler.costs
+    assert costs.step.seconds(16) == pytest.approx(3.6e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_busy_machine_is_seen_through(seed: int) -> None:
+    """Where something else runs in every second forward, the undisturbed ones of each size tell."""
+    rng = random.Random(seed)
+    slow = [rng.choice([1.0, 3.0]) for _ in range(64)]
+    costs = make(TimedBackend(1e-3, 1e-4, slow.__getitem__)).scheduler.costs
+    assert costs.step.seconds(32) == pytest.approx(4.2e-3, rel=0.01)
 
 
 def test_nobody_notices() -> None:
