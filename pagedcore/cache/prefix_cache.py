@@ -7,7 +7,8 @@ blocks they are is ``block_manager``'s business, how keys are made ``block_hash`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -53,6 +54,7 @@ class PrefixCache:
     Invariant: keys and registered blocks are one to one.
     Invariant: an idle block is registered; blocks without known contents are free as soon as nobody holds them.
     Invariant: the parent of a registered block is registered too, or is the root of its chain.
+    Invariant: the blocks behind one parent are sorted by their tokens.
     """
 
     __slots__ = (
@@ -65,7 +67,7 @@ class PrefixCache:
         self._policy = policy
         self._by_key: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
-        self._children: dict[bytes, dict[int, list[CachedBlock]]] = {}
+        self._children: dict[bytes, list[CachedBlock]] = {}
         self._num_idle_children: dict[bytes, int] = {}
         self._heap: list[tuple[tuple[int, ...], int]] = []
         self._num_uses = 0
@@ -131,7 +133,8 @@ class PrefixCache:
             block_id, content.key, content.parent_key, content.token_ids, content.is_first, self._num_uses
         )
         self._by_key[cached.key] = self._by_block[block_id] = cached
-        self._children.setdefault(cached.parent_key, {}).setdefault(cached.token_ids[0], []).append(cached)
+        siblings = self._children.setdefault(cached.parent_key, [])
+        siblings.insert(_place(siblings, cached.token_ids), cached)
         return True
 
     def discard(self, block_id: int) -> None:
@@ -142,7 +145,7 @@ class PrefixCache:
 
     def discard_beginnings(self, parent_key: bytes, token_ids: TokenIds) -> None:
         """Forget the blocks behind ``parent_key`` that hold a beginning of ``token_ids``, and what continues them."""
-        for cached in tuple(self._children.get(parent_key, {}).get(token_ids[0], ())) if token_ids else ():
+        for cached in tuple(self._children.get(parent_key, ())):
             if cached.token_ids == token_ids[: len(cached.token_ids)]:
                 self._forget(cached)
 
@@ -156,12 +159,13 @@ class PrefixCache:
 
     def find_beginning(self, parent_key: bytes, token_ids: TokenIds) -> tuple[int, int] | None:
         """Return the block behind ``parent_key`` that begins with most of ``token_ids``, and with how many of them."""
-        best: tuple[int, int] | None = None
-        for cached in self._children.get(parent_key, {}).get(token_ids[0], ()) if token_ids else ():
-            num_equal = _num_equal(cached.token_ids, token_ids)
-            if best is None or num_equal > best[1]:
-                best = cached.block_id, num_equal
-        return best
+        siblings = self._children.get(parent_key, ())
+        # Why: in sorted order nothing has more in common with ``token_ids`` than its two neighbours there; every
+        # conversation behind one system prompt may have a block here, so they cannot all be looked at.
+        place = _place(siblings, token_ids)
+        near = [(_num_equal(one.token_ids, token_ids), one.block_id) for one in siblings[max(0, place - 1) : place + 1]]
+        num_equal, block_id = max(near, default=(0, 0))
+        return (block_id, num_equal) if num_equal else None
 
     def _forget(self, cached: CachedBlock) -> None:
         """Forget a block and everything that continues it: nobody could find that behind a missing past."""
@@ -174,21 +178,15 @@ class PrefixCache:
     def _unregister(self, cached: CachedBlock) -> None:
         del self._by_key[cached.key], self._by_block[cached.block_id]
         siblings = self._children[cached.parent_key]
-        siblings[cached.token_ids[0]].remove(cached)
-        if not siblings[cached.token_ids[0]]:
-            del siblings[cached.token_ids[0]]
+        siblings.remove(cached)
         if not siblings:
             del self._children[cached.parent_key]
-
-    def _children_of(self, cached: CachedBlock) -> Iterator[CachedBlock]:
-        for group in self._children.get(cached.key, {}).values():
-            yield from group
 
     def _descendants(self, cached: CachedBlock) -> list[CachedBlock]:
         """List everything that continues a block, ends first."""
         found, open_ends = [], [cached]
         while open_ends:
-            children = list(self._children_of(open_ends.pop()))
+            children = self._children.get(open_ends.pop().key, [])
             found += children
             open_ends += children
         return found[::-1]
@@ -220,6 +218,10 @@ class PrefixCache:
         parent = self._by_key.get(parent_key)
         if parent is not None:
             self._offer(parent)
+
+
+def _place(siblings: ListOf[CachedBlock], token_ids: TokenIds) -> int:
+    return bisect_left(siblings, token_ids, key=lambda one: one.token_ids)
 
 
 def _num_equal(some: TokenIds, others: TokenIds) -> int:

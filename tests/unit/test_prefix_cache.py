@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedcore.cache.block_hash import BlockHasher
 from pagedcore.cache.block_pool import BlockPool
@@ -68,6 +72,29 @@ def test_the_best_beginning_of_a_block_is_found() -> None:
     assert cache.find_beginning(ROOT, (8,)) is None
     assert cache.find_beginning(ROOT, ()) is None
     assert cache.find_beginning(b"elsewhere", (1, 2)) is None
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=4).map(tuple)
+
+
+@given(siblings=st.lists(TOKENS.filter(bool), max_size=12, unique=True), asked=TOKENS, gone=st.integers(0, 3))
+def test_no_block_begins_with_more_of_what_is_asked(
+    siblings: list[tuple[int, ...]], asked: tuple[int, ...], gone: int
+) -> None:
+    """Whatever is behind one past, and whatever of it was forgotten: nothing there has more in common."""
+    _, cache = make_cache(12)
+    hasher = BlockHasher(4, b"")
+    blocks = {keep(cache, chain(tokens, hasher=hasher))[0]: tokens for tokens in siblings}
+    for block_id in list(blocks)[:gone]:
+        cache.discard(block_id)
+        del blocks[block_id]
+    equal = {
+        one: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, asked, strict=False)))
+        for one, tokens in blocks.items()
+    }
+    found = cache.find_beginning(ROOT, asked)
+    assert (found[1] if found is not None else 0) == max(equal.values(), default=0)
+    assert found is None or equal[found[0]] == found[1] > 0
 
 
 def test_a_block_needs_its_past() -> None:
