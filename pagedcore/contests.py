@@ -116,8 +116,7 @@ class Contests:
             self._contests[request.request_id] = BestOf(request, contenders)
             return contenders
         rules = BeamRules(
-            params.beam_width, first.max_tokens - first.num_output_tokens,
-            max(0, params.min_tokens - first.num_output_tokens), first.stop_token_ids, params.length_penalty,
+            params.beam_width, first.max_tokens, params.min_tokens, first.stop_token_ids, params.length_penalty,
             params.early_stopping, params.logprobs,
         )
         self._contests[request.request_id] = Beams(request, BeamSearch(rules), contenders)

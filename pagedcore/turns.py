@@ -88,15 +88,10 @@ class Turns:
                 "max_tokens", sequence.max_tokens, f"1 to {self._intake.max_model_len - sequence.num_prompt_tokens}",
                 "The answer was begun with a longer context. Give a prompt to go on.",
             )
-        self._scheduler.require_room(sequence.max_total_tokens, sequence.params.num_newcomers)
+        self._scheduler.require_room(sequence.max_total_tokens)
         self._requests.reopen(request, sequence, self._clock.now())
-        starting = [sequence]
-        if request.params.is_contest:
-            self._answers.restore(sequence)
-            starting = self._contests.open(request)
-        for one in starting:
-            self._answers.restore(one)
-            self._scheduler.add(one)
+        self._answers.restore(sequence)
+        self._scheduler.add(sequence)
 
     def adopt(
         self, history: History, *, priority: int, cache_root: bytes | None = None, cache_salt: bytes = b""

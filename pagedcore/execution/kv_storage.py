@@ -129,8 +129,3 @@ def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) ->
     # Shape: both [blocks, block_bytes]; one block is one contiguous run, so each copy is one memcpy.
     for here, there in pairs:
         destination[there].copy_(source[here])
-
-
-def num_blocks_for(layout: BlockLayout, num_bytes: int) -> int:
-    """Return how many whole blocks fit into ``num_bytes``; 0 if not even one does."""
-    return num_bytes // layout.block_bytes

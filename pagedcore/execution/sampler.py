@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.ports import FloatArray, Int64Array
@@ -33,11 +32,9 @@ class SampledTokens:
     """The next token of each row, in the order of the rows."""
 
     token_ids: Int64Array
-    """Shape [S]; -1 where the row is not valid."""
-    is_valid: npt.NDArray[np.bool_]
-    """Shape [S]; false where the model returned NaN, plus infinity or nothing finite, or a mask left nothing."""
+    """Shape [S]; -1 where the model returned NaN, plus infinity or nothing finite, or a mask left nothing."""
     logprobs: list[TokenLogprobs | None]
-    """One entry per row; ``None`` where none were asked for or the row is not valid."""
+    """One entry per row; ``None`` where none were asked for or there is no token."""
     prompts: Mapping[int, list[TokenLogprobs] | None] = field(default_factory=dict)
     """What was learnt of prompts that are reported, by sequence id; ``None`` where a row of logits is not valid."""
 
@@ -74,7 +71,7 @@ class Sampler:
         for i, report in reports.items():
             if token_ids[i] >= 0:
                 logprobs[i] = report.describe(int(token_ids[i]), rows[i])
-        return SampledTokens(token_ids, token_ids >= 0, logprobs)
+        return SampledTokens(token_ids, logprobs)
 
     def score(
         self, logits: FloatArray | torch.Tensor, rows: Seq[ScheduledRow]

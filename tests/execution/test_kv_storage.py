@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagedcore.errors import InvalidConfig
-from pagedcore.execution.kv_storage import KVStorage, num_blocks_for
+from pagedcore.execution.kv_storage import KVStorage
 from pagedcore_kernels.layout import KVLayout, LayerShape
 
 LAYOUT = KVLayout(16, torch.float32, (LayerShape(2, 16, 16),) * 3)
@@ -14,12 +14,6 @@ def test_a_pool_has_the_bytes_it_says() -> None:
     """The tensor is the size of all blocks of the layout."""
     storage = KVStorage(LAYOUT, 5)
     assert storage.pool.nbytes == storage.num_bytes == 5 * 3 * 2 * 2 * 16 * 16 * 4
-
-
-@pytest.mark.parametrize(("blocks", "spare"), [(0, 1), (1, 0), (7, 12287)])
-def test_as_many_whole_blocks_as_fit(blocks: int, spare: int) -> None:
-    """A budget holds the blocks it has room for, a remainder none."""
-    assert num_blocks_for(LAYOUT, blocks * LAYOUT.block_bytes + spare) == blocks
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 2**50])
