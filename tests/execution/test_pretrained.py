@@ -157,7 +157,7 @@ def test_a_loaded_model_with_mapped_weights_leaves_others_alone(tmp_path: Path) 
     assert torch.equal(shared, expected)
 
 
-@pytest.mark.parametrize("model", [None, 7, object(), torch.nn.Linear(2, 2)], ids=str)
+@pytest.mark.parametrize("model", [None, 7, object(), torch.nn.Linear(2, 2)], ids=lambda model: type(model).__name__)
 def test_anything_else_is_refused(model: object) -> None:
     """What is neither a name nor a model is refused with what is allowed."""
     with pytest.raises(InvalidConfig, match="allowed is"):
