@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kernels import edge_of_memory
 from kernels.attention_cases import LAYER, Rows, Shape, Tokens, nan_pool, random_tables, run
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cpu.backend import NumbaCpuAttention
@@ -212,3 +217,13 @@ def test_a_pool_of_another_layout_is_refused(make: Any) -> None:
     for bad in (pool[:, :-1], pool.view(torch.int8), pool[::2], pool.flatten()):
         with pytest.raises(InternalError, match="pool"):
             make(layout, bad)
+
+
+def test_nothing_is_read_beyond_its_end() -> None:
+    """Block tables, rows, tiles and the pool may end where memory ends, also while memory is asked for ahead."""
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
+    command = [sys.executable, "-m", "kernels.edge_of_memory"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch.Size([47, ") == 2 * len(edge_of_memory.SHAPES)

@@ -98,16 +98,23 @@ def _first_visible(position: int, window: int, chunk: int) -> int:
 
 
 @njit(inline="always")
-def _first_blocks(p: int, item: int, head_tiles: int, block_size: int) -> tuple[int, int, int]:
-    """Where in the block table a work item begins, how many blocks it has, and its KV head."""
+def _locate(p: int, item: int, head_tiles: int) -> tuple[int, int, int, int, int, int, int]:
+    """Say what a work item is about.
+
+    Returns:
+        Its sequence, that sequence's number of tokens and block table, the item's first token among them and that
+        token's position, its KV head, and its head tile among those of the KV head.
+    """
     num_kv_heads = load_int64(p, NUM_KV_HEADS)
     tile = item // (num_kv_heads * head_tiles)
+    head_tile = item - tile * num_kv_heads * head_tiles
+    kv_head = head_tile // head_tiles
     sequence, start = load_int64(load_int64(p, TILE_ROWS), tile), load_int64(load_int64(p, TILE_STARTS), tile)
-    num_tokens = load_int64(load_int64(p, QUERY_START), sequence + 1) - load_int64(load_int64(p, QUERY_START), sequence)
+    starts = load_int64(p, QUERY_START)
+    num_tokens = load_int64(starts, sequence + 1) - load_int64(starts, sequence)
     position = load_int64(load_int64(p, KV_LENS), sequence) - num_tokens + start
-    first = _first_visible(position, load_int64(p, WINDOW), load_int64(p, CHUNK)) // block_size
-    table = load_int64(p, BLOCK_TABLES) + (sequence * load_int64(p, TABLE_WIDTH) + first) * 4
-    return table, position // block_size + 1 - first, item // head_tiles - tile * num_kv_heads
+    table = load_int64(p, BLOCK_TABLES) + sequence * load_int64(p, TABLE_WIDTH) * 4
+    return sequence, num_tokens, table, start, position, kv_head, head_tile - kv_head * head_tiles
 
 
 @njit(inline="always")
@@ -178,25 +185,16 @@ def attention_kernel(variant: Variant) -> Kernel:
         while next_item < num_items:
             # Why: claimed ahead, the item after this one is known, and its first keys can be asked for.
             item, next_item = next_item, claim(load_int64(p, COUNTER))
-            # Which heads, tokens and blocks the item is about.
-            tile = item // (num_kv_heads * head_tiles)
-            head_tile = item - tile * num_kv_heads * head_tiles
-            kv_head = head_tile // head_tiles
-            first_head = (head_tile - kv_head * head_tiles) * heads
-            num_heads = min(heads, group - first_head)
-            first_head += kv_head * group
-
-            sequence, start = load_int64(load_int64(p, TILE_ROWS), tile), load_int64(load_int64(p, TILE_STARTS), tile)
-            token = load_int64(load_int64(p, QUERY_START), sequence)
-            num_tokens = load_int64(load_int64(p, QUERY_START), sequence + 1) - token
-            position = load_int64(load_int64(p, KV_LENS), sequence) - num_tokens + start
+            sequence, num_tokens, table, start, position, kv_head, head_tile = _locate(p, item, head_tiles)
+            num_heads, first_head = min(heads, group - head_tile * heads), kv_head * group + head_tile * heads
             num_queries = min(queries, num_tokens - start)
-            token += start
-            table = load_int64(p, BLOCK_TABLES) + sequence * load_int64(p, TABLE_WIDTH) * 4
+            token = load_int64(load_int64(p, QUERY_START), sequence) + start
             keys = load_int64(p, KEY_OFFSET) + kv_head * key_bytes
             values = load_int64(p, VALUE_OFFSET) + kv_head * value_bytes
-            next_table, num_next, next_head = _first_blocks(p, min(next_item, num_items - 1), head_tiles, block_size)
-            next_key_offset, num_next = load_int64(p, KEY_OFFSET) + next_head * key_bytes, min(num_next, grouped)
+            _, _, next_table, _, next_position, next_head, _ = _locate(p, min(next_item, num_items - 1), head_tiles)
+            next_first = _first_visible(next_position, window, chunk) // block_size
+            num_next = min(next_position // block_size + 1 - next_first, grouped)
+            next_key_offset = load_int64(p, KEY_OFFSET) + next_head * key_bytes
 
             # Row i * heads + h: token i and head h, scaled once; an empty softmax and output.
             for i in range(num_queries):
@@ -267,7 +265,7 @@ def attention_kernel(variant: Variant) -> Kernel:
                         block = load_int32(table, (tile_start + TILE) // block_size + j)
                         next_keys = pool + block * block_bytes + keys
                     elif j + num_next >= last_block:
-                        block = load_int32(next_table, j + num_next - last_block)
+                        block = load_int32(next_table, next_first + j + num_next - last_block)
                         next_keys = pool + block * block_bytes + next_key_offset
                     skipped = max(low - j * block_size, 0)
                     count = min(block_size, high - j * block_size) - skipped

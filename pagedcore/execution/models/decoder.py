@@ -54,36 +54,14 @@ class Decoder(Protocol):
 DecoderFactory = Callable[[Any, Mapping[int, AttentionLayer], Callable[[torch.Tensor], None]], Decoder]
 
 
-class ModuleDecoder:
-    """Any architecture: transformers' own modules, with packed linear layers."""
-
-    def __init__(
-        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None]
-    ) -> None:
-        self._model = model
-        report = pack_linears(model, on_unused=on_unused)
-        self.products = report.packed
-        self.other_matrices = report.unpacked
-
-    def fallback(self) -> None:
-        """Nothing relies on less than the model's own modules."""
-
-    def __call__(
-        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute a batch; see ``Decoder``."""
-        with attention_step(step):
-            return call_model(self._model, token_ids, positions, rows)
-
-
 class PlainDecoder:
     """Any architecture, on a device whose matrix products torch's libraries choose: transformers' own modules as is.
 
     Which kernel they choose depends on the number of rows, so nothing is promised about a row's bits.
     """
 
-    products: tuple[PackedLinear, ...] = ()
-    other_matrices: tuple[str, ...] = ()
+    products: Sequence[PackedLinear] = ()
+    other_matrices: Sequence[str] = ()
 
     def __init__(
         self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None]
@@ -99,6 +77,18 @@ class PlainDecoder:
         """Compute a batch; see ``Decoder``."""
         with attention_step(step):
             return call_model(self._model, token_ids, positions, rows)
+
+
+class ModuleDecoder(PlainDecoder):
+    """Any architecture on the CPU: transformers' own modules, with packed linear layers, whose rows are independent."""
+
+    def __init__(
+        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None]
+    ) -> None:
+        super().__init__(model, layers, on_unused)
+        report = pack_linears(model, on_unused=on_unused)
+        self.products = report.packed
+        self.other_matrices = report.unpacked
 
 
 def call_model(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

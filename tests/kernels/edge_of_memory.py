@@ -1,0 +1,60 @@
+"""Arrays that end where readable memory ends: as a program, attention over them, which an overrun ends by a signal.
+
+The tests start it as a process of its own: what it is there to notice ends a process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.attention_cases import Rows, Shape, Tokens, random_tables, run
+from pagedcore_kernels import plan as plan_module
+from pagedcore_kernels.cpu.backend import NumbaCpuAttention
+
+GUARD_BYTES = 1 << 22
+"""Bytes behind an array that nobody may touch."""
+LENGTHS = [(1, 70), (37, 37), (5, 41), (1, 1), (1, 200), (2, 3)]
+NUM_BLOCKS = 32
+SHAPES = [Shape(3, 2, 32, 16, 16, torch.bfloat16), Shape(2, 1, 16, 16, 16, torch.float32)]
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def before_the_edge(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Copy an array to memory that ends with it."""
+    num_bytes = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, num_bytes + GUARD_BYTES)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if _libc.mprotect(ctypes.c_void_p(start + num_bytes), ctypes.c_size_t(GUARD_BYTES), 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    copy = np.frombuffer(memory, array.dtype, array.size, num_bytes - array.nbytes).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+class EdgeTiles(plan_module.QueryTiles):
+    """Query tiles whose arrays end where memory ends."""
+
+    def __init__(self, rows: Any, starts: Any) -> None:
+        super().__init__(before_the_edge(rows), before_the_edge(starts))
+
+
+def attend(shape: Shape, window: int) -> torch.Tensor:
+    """Attend over rows that lie at the end of memory, as does all that the host hands to the kernel."""
+    rows = Rows(LENGTHS, random_tables(LENGTHS, shape.block_size, NUM_BLOCKS, seed=1), shape.block_size)
+    for name in ("block_tables", "query_start", "kv_lens", "slot_mapping"):
+        setattr(rows, name, before_the_edge(getattr(rows, name)))
+    pool = torch.from_numpy(before_the_edge(shape.layout.allocate(NUM_BLOCKS).fill_(0xFF).numpy()))
+    sequences = [Tokens.random(shape, length, seed=number) for number, (_, length) in enumerate(LENGTHS)]
+    return run(NumbaCpuAttention(shape.layout, pool), rows, sequences, shape, window=window)
+
+
+if __name__ == "__main__":
+    plan_module.QueryTiles = EdgeTiles  # type: ignore[misc]
+    for one in SHAPES:
+        print(*(attend(one, window).shape for window in (0, 20)))
