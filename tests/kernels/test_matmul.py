@@ -151,10 +151,3 @@ def test_code_for_another_processor_is_not_tried(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(matmul.config, setting, "generic")
     assert not can_multiply(torch.bfloat16, 8)
     assert not can_multiply(torch.float32, 8)
-
-
-def test_matrix_units_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the processor has something much faster than vectors, our product is not offered."""
-    features = {**matmul.llvmlite.binding.get_host_cpu_features(), "amx-bf16": True}
-    monkeypatch.setattr(matmul.llvmlite.binding, "get_host_cpu_features", lambda: features)
-    assert not can_multiply(torch.bfloat16, 8)

@@ -47,10 +47,8 @@ def can_multiply(dtype: torch.dtype, num_inputs: int) -> bool:
         return False
     features = llvmlite.binding.get_host_cpu_features()
     if dtype == torch.bfloat16:
-        # Why: matrix units multiply many times faster than vectors, and oneDNN uses them.
-        is_fastest = features.get("avx512bf16", False) and not features.get("amx-bf16", False)
-        return is_fastest and num_inputs % _inputs_per_step(dtype) == 0
-    return dtype == torch.float32 and features.get("avx512f", False)
+        return bool(features.get("avx512bf16", False)) and num_inputs % _inputs_per_step(dtype) == 0
+    return dtype == torch.float32 and bool(features.get("avx512f", False))
 
 
 def _inputs_per_step(dtype: torch.dtype) -> int:
