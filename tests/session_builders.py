@@ -49,13 +49,13 @@ class Recorder:
         return logits
 
 
-def tiny_model(seed: int = 0) -> Any:
-    """A random Qwen2, the same for the same seed in every process."""
+def tiny_model(seed: int = 0, num_layers: int = 2) -> Any:
+    """A random Qwen2 with grouped-query attention, the same for the same seed in every process."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0,
     )
     model = Qwen2ForCausalLM(config).eval()

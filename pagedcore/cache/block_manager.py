@@ -96,11 +96,6 @@ class BlockManager:
         """Blocks that nobody holds and whose contents can be found."""
         return self._pool.num_idle
 
-    @property
-    def usage(self) -> float:
-        """Share of the pool in use, 0 to 1."""
-        return self.num_used_blocks / self.num_blocks
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)

@@ -5,54 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from engine_builders import assert_all_free, run
 from pagedcore.engine import Engine
-from pagedcore.ports import RaggedRows
 from pagedcore.request import Request
 from pagedcore.sampling_params import SamplingParams
-
-VOCAB = 211
-
-
-class Recorder:
-    """A backend in front of another that remembers every sampled row's logits by sequence and position."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.logits: dict[tuple[int, int], bytes] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def forward(self, batch: RaggedRows) -> Any:
-        """Compute and remember."""
-        logits = self._backend.forward(batch)
-        row_of = {int(end) - 1: row for row, end in enumerate(batch.query_start[1:])}
-        for i, token in enumerate(batch.logits_rows):
-            row = row_of[int(token)]
-            self.logits[int(batch.seq_ids[row]), int(batch.kv_lens[row]) - 1] = np.asarray(logits[i]).tobytes()
-        return logits
-
-
-def tiny_model(seed: int = 0) -> Any:
-    """A random Qwen2 with grouped-query attention."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0,
-    )
-    model = Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0, 0.2)
-    return model
+from session_builders import VOCAB, Recorder, tiny_model
 
 
 def make_requests() -> list[tuple[list[int], SamplingParams]]:
@@ -66,10 +25,15 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
+def make_engine(dtype: str, **settings: Any) -> Engine:
+    model = tiny_model(num_layers=3)
+    return Engine.from_pretrained(model, dtype=dtype, block_size=16, max_num_waiting=16, **settings)
+
+
 def play(dtype: str, order: list[int], **settings: Any) -> tuple[dict[int, Any], int]:
     """Run the requests in ``order``; return tokens and logits bytes by request number, and the preemptions."""
     requests = make_requests()
-    with Engine.from_pretrained(tiny_model(), dtype=dtype, block_size=16, max_num_waiting=16, **settings) as engine:
+    with make_engine(dtype, **settings) as engine:
         recorder = Recorder(engine._runner._backend)
         engine._runner._backend = recorder
         handles: dict[int, Request] = {i: engine.add_request(*requests[i]) for i in order}
@@ -134,7 +98,7 @@ def ask_twice(dtype: str, **settings: Any) -> tuple[list[Any], Any]:
     beginning = [rng.randrange(3, VOCAB) for _ in range(19)]
     prompts = [[*beginning, *(rng.randrange(3, VOCAB) for _ in range(rng.choice((1, 7, 13))))] for _ in range(4)]
     requests = [(prompt, SamplingParams(max_tokens=20, ignore_eos=True)) for prompt in prompts]
-    with Engine.from_pretrained(tiny_model(), dtype=dtype, block_size=16, max_num_waiting=16, **settings) as engine:
+    with make_engine(dtype, **settings) as engine:
         recorder = Recorder(engine._runner._backend)
         engine._runner._backend = recorder
         results = []
