@@ -51,8 +51,8 @@ class AsyncEngine:
 
         Args:
             engine: a new one.
-            stream_interval_s: a reader is told of its first and last delta at once, and of those between at most
-                this often, joined; 0 tells of every delta.
+            stream_interval_s: a reader is told of its first and last delta at once, and of those between, joined, at
+                times this far apart, the same for all readers; 0 tells of every delta.
 
         Raises:
             InvalidConfig: the interval is not a number of seconds from 0 to 1.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.outputs import RequestOutput
 
 
 class WholeAnswer:
@@ -20,9 +20,6 @@ class WholeAnswer:
     def __init__(self) -> None:
         self.future: Future[RequestOutput] = Future()
         self._is_settled = False
-
-    def put(self, delta: Delta) -> None:
-        """Take a delta, which the output repeats in the end."""
 
     def complete(self, output: RequestOutput) -> None:
         """Hand the output over; what was settled or cancelled before stays as it is."""

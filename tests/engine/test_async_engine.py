@@ -14,6 +14,7 @@ import pytest
 
 from doubles import FlakyBackend, ToyBackend, toy_answer
 from engine_builders import make_engine
+from pagedcore import engine_thread
 from pagedcore.async_engine import AsyncEngine
 from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidConfig, PromptEmpty
 from pagedcore.outputs import Usage
@@ -113,6 +114,26 @@ async def test_readers_are_told_of_the_first_delta_and_the_last_whatever_the_int
         deltas = [delta async for delta in engine.generate([1], params(20))]
         assert len(deltas) == 2
         assert [token for delta in deltas for token in delta.token_ids] == toy_answer([1], 20)
+
+
+def test_requests_that_come_together_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle engine waits for a lull, so that a burst takes no more steps than one request."""
+    monkeypatch.setattr(engine_thread, "LULL_S", 0.5)
+    monkeypatch.setattr(engine_thread, "GATHER_S", 20.0)
+    with AsyncEngine(make_engine(num_kv_blocks=64)) as engine:
+        answers = []
+        for token in range(4):
+            answers.append(engine.submit([token], params(3)))
+            time.sleep(0.02)
+        assert [list(one.result(10).outputs[0].token_ids) for one in answers] == [toy_answer([t], 3) for t in range(4)]
+        assert engine.stats().num_steps == 3
+
+
+def test_nobody_waits_long_for_a_lull(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a lull has to be, the first step begins in time."""
+    monkeypatch.setattr(engine_thread, "LULL_S", 60.0)
+    with AsyncEngine(make_engine(num_kv_blocks=64)) as engine:
+        assert engine.submit([1], params(3)).result(10).is_finished
 
 
 @pytest.mark.parametrize("interval", [-0.1, 1.5, float("nan"), "soon", True])

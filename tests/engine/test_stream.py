@@ -142,6 +142,27 @@ def test_a_reader_is_told_at_once_and_then_at_intervals() -> None:
     assert pacer.due([]) == []
 
 
+def test_readers_are_told_together_except_of_their_first_delta() -> None:
+    """Streams that began at different times share their later times, so that their loop wakes once for all of them."""
+    clock = FakeClock()
+    early, late = Stream(), Stream()
+    pacer = Pacer(1.0, clock)
+    assert pacer.due([early]) == [early]
+    clock.advance(0.75)
+    assert pacer.due([late, early]) == [late]
+    clock.advance(0.25)
+    assert pacer.due([late]) == [early, late]
+
+
+def test_only_what_finds_nothing_unread_is_news() -> None:
+    """A reader that has not read yet need not be told again, whichever answer a delta belongs to."""
+    stream = Stream()
+    puts = [delta("a", 1), delta("b", 2), delta("c", 3, index=1)]
+    assert [stream.put(one) for one in puts] == [True, False, False]
+    stream.take()
+    assert stream.put(delta("d", 4))
+
+
 def test_without_an_interval_every_delta_is_due() -> None:
     """An interval of nought holds nothing back."""
     stream, pacer = Stream(), Pacer(0.0, FakeClock())
