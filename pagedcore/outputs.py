@@ -61,6 +61,17 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What one request took, all its answers together, in tokens."""
+
+    num_prompt_tokens: int
+    """Everything before the answer, counted once however many answers there are."""
+    num_cached_tokens: int
+    """Of these, the ones whose keys and values were already in the cache."""
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """All answers of one request at one moment."""
 
@@ -75,16 +86,11 @@ class RequestOutput:
     """Where ``SamplingParams.prompt_logprobs`` asks for them: one entry for each of ``prompt_token_ids``, as far as
     they are computed. The first is ``None``, because nothing comes before it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one request took, all its answers together, in tokens."""
-
-    num_prompt_tokens: int
-    """Everything before the answer, counted once however many answers there are."""
-    num_cached_tokens: int
-    """Of these, the ones whose keys and values were already in the cache."""
-    num_output_tokens: int
+    @property
+    def usage(self) -> Usage:
+        """What the request has taken."""
+        num_output_tokens = sum(len(answer.token_ids) for answer in self.outputs)
+        return Usage(len(self.prompt_token_ids), self.num_cached_tokens, num_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any, ClassVar, Final, TypeVar
 
 import bentoml
 from starlette.responses import Response
 
-from pagedcore import AsyncEngine, Delta, SamplingParams, Usage
+from pagedcore import AsyncEngine, Delta, SamplingParams
 from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError
 from pagedcore.observability.metrics import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.body import MAX_BODY_BYTES
@@ -238,13 +239,8 @@ def _delta_data(delta: Delta) -> dict[str, Any]:
 
 
 def _end_data(last: Delta | None) -> dict[str, Any]:
-    usage = None if last is None or last.usage is None else _usage_data(last.usage)
+    usage = None if last is None or last.usage is None else asdict(last.usage)
     if last is None or last.prompt_logprobs is None:
         return {"usage": usage}
     entries = prompt_logprobs_of(last.prompt_logprobs)
     return {"usage": usage, "prompt_logprobs": [None if one is None else one.model_dump() for one in entries]}
-
-
-def _usage_data(usage: Usage) -> dict[str, int]:
-    return {"num_prompt_tokens": usage.num_prompt_tokens, "num_cached_tokens": usage.num_cached_tokens,
-            "num_output_tokens": usage.num_output_tokens}

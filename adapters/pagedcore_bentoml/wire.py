@@ -7,6 +7,7 @@ never taken for a number. A body that cannot be read is noted in the request's s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 from bentoml import IODescriptor, get_current_service
@@ -147,12 +148,8 @@ def completion_of(output: RequestOutput) -> Completion:
                logprobs=[logprobs_of(entry) for entry in answer.logprobs or ()])
         for answer in output.outputs
     ]
-    usage = TokenUsage(
-        num_prompt_tokens=len(output.prompt_token_ids), num_cached_tokens=output.num_cached_tokens,
-        num_output_tokens=sum(len(answer.token_ids) for answer in answers),
-    )
     return Completion(
-        request_id=output.request_id, outputs=answers, usage=usage,
+        request_id=output.request_id, outputs=answers, usage=TokenUsage(**asdict(output.usage)),
         prompt_logprobs=prompt_logprobs_of(output.prompt_logprobs),
     )
 

@@ -17,14 +17,8 @@ _LEAST_LOGPROB: Final = -9999.0
 """What OpenAI's format has for a token that is as good as impossible; JSON has no infinity."""
 
 
-def usage_of(output: RequestOutput) -> Usage:
-    """Count what a request took, all its answers together."""
-    num_output_tokens = sum(len(answer.token_ids) for answer in output.outputs)
-    return Usage(len(output.prompt_token_ids), output.num_cached_tokens, num_output_tokens)
-
-
 def usage_metadata(usage: Usage) -> UsageMetadata:
-    """Say it as LangChain does; "cache_read" is the part of the input that did not have to be computed."""
+    """Write usage as LangChain does; "cache_read" is the part of the input that did not have to be computed."""
     return UsageMetadata(
         input_tokens=usage.num_prompt_tokens,
         output_tokens=usage.num_output_tokens,
@@ -37,7 +31,7 @@ def chat_result(output: RequestOutput, model: str, spell: Spell) -> ChatResult:
     """Make one generation per answer; the first one carries the usage of them all, and what was asked of the prompt."""
     generations = [_chat_generation(answer, model, spell) for answer in output.outputs]
     generations[0].generation_info = (generations[0].generation_info or {}) | _prompt_info(output, spell)
-    usage = usage_metadata(usage_of(output))
+    usage = usage_metadata(output.usage)
     first = generations[0].message
     if isinstance(first, AIMessage):
         first.usage_metadata = usage
@@ -57,7 +51,7 @@ def text_generations(output: RequestOutput, model: str, spell: Spell) -> list[Ge
         for answer in output.outputs
     ]
     generations[0].generation_info = {
-        **(generations[0].generation_info or {}), **_origin(model), "usage_metadata": usage_metadata(usage_of(output)),
+        **(generations[0].generation_info or {}), **_origin(model), "usage_metadata": usage_metadata(output.usage),
         **_prompt_info(output, spell),
     }
     return generations
@@ -65,7 +59,7 @@ def text_generations(output: RequestOutput, model: str, spell: Spell) -> list[Ge
 
 def llm_output(outputs: list[RequestOutput], model: str) -> dict[str, Any]:
     """Sum the usage of several requests."""
-    each = [_token_usage(usage_metadata(usage_of(output))) for output in outputs]
+    each = [_token_usage(usage_metadata(output.usage)) for output in outputs]
     total = {name: sum(one[name] for one in each) for name in (each[0] if each else {})}
     return {"token_usage": total, "model_name": model}
 
@@ -113,8 +107,7 @@ class Chunks:
         if not delta.text and delta.finish_reason is None:
             return None
         logprobs, self._logprobs = self._logprobs, ()
-        info = _info(delta.finish_reason, logprobs, self._spell)
-        return info if delta.prompt_logprobs is None else info | _prompt_info(delta, self._spell)
+        return _info(delta.finish_reason, logprobs, self._spell) | _prompt_info(delta, self._spell)
 
 
 def _origin(model: str) -> dict[str, Any]:

@@ -43,11 +43,6 @@ class Histogram:
     """How many observations of that value the request stands for."""
 
 
-def num_output_tokens(request: RequestOutput) -> int:
-    """Tokens of all answers of a request."""
-    return sum(len(answer.token_ids) for answer in request.outputs)
-
-
 def longest_answer(request: RequestOutput) -> int:
     """Tokens of the longest answer of a request."""
     return max(len(answer.token_ids) for answer in request.outputs)
@@ -119,7 +114,7 @@ REQUEST_HISTOGRAMS: Final = (
     Histogram("request_prompt_tokens", "tokens", "Tokens before the answer.",
               "request_prompt_tokens", lambda request: len(request.prompt_token_ids)),
     Histogram("request_generation_tokens", "tokens", "Tokens of all answers.",
-              "request_generation_tokens", num_output_tokens),
+              "request_generation_tokens", lambda request: request.usage.num_output_tokens),
     Histogram("request_max_generation_tokens", "tokens", "Tokens of the longest answer.",
               "request_max_num_generation_tokens", longest_answer),
     Histogram("request_answers", "answers", "Answers asked for.",
