@@ -56,8 +56,8 @@ class Door:
         """CPU seconds of the worker's event loop, and of all else: the engine's threads and BentoML's own processes."""
         processes = [self._server, *self._server.children(recursive=True)]
         total = sum(times.user + times.system for times in (process.cpu_times() for process in processes))
-        # Why: the worker has the engine, hence the most threads; its first thread runs the loop.
-        worker = max(processes, key=lambda process: process.num_threads())
+        # Why: not the one with most threads: with few for computing that is BentoML's supervisor.
+        worker = next(one for one in processes if "_bentoml_impl.worker.service" in one.cmdline())
         loop = next(thread for thread in worker.threads() if thread.id == worker.pid)
         loop_s = loop.user_time + loop.system_time
         return {"server's event loop": loop_s, "server's other threads": total - loop_s}
