@@ -21,6 +21,9 @@ SEGMENT: Final = 512
 ROW_PADDING: Final = 16
 """Bytes after each row in shared memory; makes ldmatrix free of bank conflicts for every head size."""
 
+LOG2_E: Final = 1.4426950408889634
+"""A score in natural units times this is an exponent of 2."""
+
 ROW_THREADS: Final = 256
 """Threads of a CTA of the kernels that work on rows of hidden states and on whole blocks."""
 NORM_VECTORS: Final = (1, 2, 4, 8)
@@ -28,7 +31,7 @@ NORM_VECTORS: Final = (1, 2, 4, 8)
 GATED_VECTORS: Final = 2
 """Vectors of 16 bytes of the result that a thread of a gated activation computes."""
 SLICE_BYTES: Final = ROW_THREADS * 64
-"""Bytes of a block that one CTA of a gather or scatter moves at once: four vectors per thread."""
+"""Bytes of a block that one CTA of a copy, gather or scatter moves at once: four vectors per thread."""
 SAMPLE_THREADS: Final = 512
 SAMPLE_WARPS: Final = SAMPLE_THREADS // 32
 SAMPLE_ROW_BYTES: Final = 48

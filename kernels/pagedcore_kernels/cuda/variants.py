@@ -156,18 +156,18 @@ def _make_prefill(details: Sequence[str]) -> Source:
 
 
 def _make_write(details: Sequence[str]) -> Source:
-    from pagedcore_kernels.cuda.device.write_kv import WRITE_THREADS, write_kernel
+    from pagedcore_kernels.cuda.device.write_kv import write_kernel
 
     source, pool, key_size, value_size = details
     kernel = write_kernel(Format(source), Format(pool), int(key_size), int(value_size))
-    return Source(kernel, WRITE_PARAMETERS, WRITE_THREADS, 0, 1)
+    return Source(kernel, WRITE_PARAMETERS, ROW_THREADS, 0, 1)
 
 
 def _make_copy(details: Sequence[str]) -> Source:
-    from pagedcore_kernels.cuda.device.copy_blocks import COPY_THREADS, copy_blocks
+    from pagedcore_kernels.cuda.device.copy_blocks import copy_blocks
 
     () = details
-    return Source(copy_blocks, COPY_PARAMETERS, COPY_THREADS, 0, 1)
+    return Source(copy_blocks, COPY_PARAMETERS, ROW_THREADS, 0, 1)
 
 
 def _make_rotate(details: Sequence[str]) -> Source:

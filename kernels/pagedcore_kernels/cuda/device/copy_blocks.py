@@ -6,8 +6,7 @@ from numba import cuda
 
 from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.primitives import i32, u32, u64
-
-COPY_THREADS = 256
+from pagedcore_kernels.cuda.shapes import ROW_THREADS
 
 
 def copy_blocks(source, target, pairs, block_bytes, num_slices):
@@ -21,8 +20,8 @@ def copy_blocks(source, target, pairs, block_bytes, num_slices):
         return
     origin = source + u64(ids[0]) * block_bytes
     to = target + u64(ids[1]) * block_bytes
-    step = u64(u32(u32(num_slices) * u32(COPY_THREADS * 16)))
-    at = u64(u32(u32(part * u32(COPY_THREADS)) + u32(cuda.threadIdx.x))) * u64(16)
+    step = u64(u32(u32(num_slices) * u32(ROW_THREADS * 16)))
+    at = u64(u32(u32(part * u32(ROW_THREADS)) + u32(cuda.threadIdx.x))) * u64(16)
     while at + u64(3) * step < block_bytes:          # four loads in flight per thread
         a = ptx.ldg128(origin + at)
         b = ptx.ldg128(origin + at + step)

@@ -1,6 +1,6 @@
 """Attention of few query rows over long contexts: 16 packed rows, and the context split among CTAs.
 
-One CTA computes one work item of ``planner.py``: 16 rows, each one token and one query head of a KV head's group,
+One CTA computes one work item of ``work_lists.py``: 16 rows, each one token and one query head of a KV head's group,
 over a run of segments. Its four warps share every tile: each multiplies the queries with 16 of the keys, the warps
 agree on the maximum, and each multiplies all weights with its share of the columns of V. An item that covers its
 rows' whole context writes the result; the others leave what they have per segment, and the last of them to finish
@@ -20,8 +20,8 @@ from pagedcore_kernels.cuda.device.partials import of_query_head, result_functio
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import tile_functions
 from pagedcore_kernels.cuda.shapes import DECODE_ROWS as ROWS
+from pagedcore_kernels.cuda.shapes import LOG2_E, SEGMENT, WARPS, AttentionShape
 from pagedcore_kernels.cuda.shapes import ROW_PADDING as PADDING
-from pagedcore_kernels.cuda.shapes import SEGMENT, WARPS, AttentionShape
 
 
 def decode_kernel(shape: AttentionShape) -> Any:
@@ -120,7 +120,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
                 unit = ptx.fmul(unit, key_scale)
         slope_a, slope_b = f32(0), f32(0)
         if slopes != u64(0):
-            per_unit = ptx.fmul(f32(num.LOG2_E), ptx.rcp(unit))
+            per_unit = ptx.fmul(f32(LOG2_E), ptx.rcp(unit))
             slope_a = ptx.fmul(of_query_head(slopes, head, group, packed_a), per_unit)
             slope_b = ptx.fmul(of_query_head(slopes, head, group, packed_b), per_unit)
 
@@ -232,7 +232,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
             j = i32(j + TILE)
             current = i32(current + 1) if current + 1 < STAGES else i32(0)
 
-            if j >= end or i32(u32(j) % u32(SEGMENT)) == 0:
+            if num.completes_segment(j, end):
                 sum_a = num.sum_of_quad(sum_a)
                 sum_b = num.sum_of_quad(sum_b)
                 new_a = ptx.fmax(total_max_a, max_a)

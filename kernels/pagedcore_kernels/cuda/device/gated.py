@@ -12,11 +12,9 @@ import numpy as np
 from numba import cuda
 
 from pagedcore_kernels.cuda.device import primitives as ptx
-from pagedcore_kernels.cuda.device.numerics import LOG2_E
 from pagedcore_kernels.cuda.device.primitives import f32, u32, u64
-from pagedcore_kernels.cuda.device.rms_norm import packer
-from pagedcore_kernels.cuda.device.tiles import pair_unpackers
-from pagedcore_kernels.cuda.shapes import GATED_VECTORS, ROW_THREADS, Format
+from pagedcore_kernels.cuda.device.tiles import packer, pair_unpackers
+from pagedcore_kernels.cuda.shapes import GATED_VECTORS, LOG2_E, ROW_THREADS, Format
 
 _LARGEST_POWER = 126.0
 """Of 2, so that one more than the power is finite and its reciprocal no denormal number."""

@@ -16,11 +16,11 @@ from numba import cuda
 
 from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32
+from pagedcore_kernels.cuda.shapes import LOG2_E, SEGMENT
 
 MASKED = -1.0e30
 NO_SCORE = -5.0e29
 """Maxima below this belong to rows that have seen no key."""
-LOG2_E = 1.4426950408889634
 
 
 @cuda.jit(device=True, inline="always")
@@ -32,6 +32,14 @@ def first_visible(position, window, chunk):
     if chunk > 0:
         first = i32(max(i32(position - i32(u32(position) % u32(chunk))), first))
     return first
+
+
+@cuda.jit(device=True, inline="always")
+def completes_segment(position, end):
+    """Whether the tile before ``position`` was the last of its segment or of all; the same for a whole CTA."""
+    # Why: the vote tells the assembler that no warp divides here. It would otherwise expect a warp in parts at the
+    # shuffles of the fold, for which it calls a subroutine and on sm_80 spills what a call may overwrite.
+    return cuda.all_sync(u32(0xFFFFFFFF), position >= end or u32(position) % u32(SEGMENT) == u32(0))
 
 
 @cuda.jit(device=True, inline="always")
@@ -75,7 +83,8 @@ def rescale(old_max, new_max, unit):
 @cuda.jit(device=True, inline="always")
 def exponent_shift(maximum, unit):
     """The term that makes the largest weight 1; 0 for a row that has seen nothing, so that its weights are 0."""
-    return f32(-ptx.fmul(maximum, unit)) if maximum > f32(NO_SCORE) else f32(0)
+    shift = f32(-ptx.fmul(maximum, unit))             # computed in any case: a choice is no branch
+    return shift if maximum > f32(NO_SCORE) else f32(0)
 
 
 @cuda.jit(device=True, inline="always")

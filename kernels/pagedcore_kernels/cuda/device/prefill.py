@@ -1,6 +1,6 @@
 """Attention of many query rows: 64 packed rows against all keys they see, K and V shared by a KV head's group.
 
-One CTA computes one work item of ``planner.py``: 64 rows of (token, query head of the group), 16 to a warp. V of a
+One CTA computes one work item of ``work_lists.py``: 64 rows of (token, query head of the group), 16 to a warp. V of a
 tile is loaded during its scores, K of the next during its softmax. The total of the segments so far waits in shared
 memory, each thread's own part where only that thread looks. A row gets the bits that ``decode.py`` would give it.
 """
@@ -17,9 +17,9 @@ from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.partials import of_query_head
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import tile_functions
+from pagedcore_kernels.cuda.shapes import LOG2_E, THREADS, AttentionShape
 from pagedcore_kernels.cuda.shapes import PREFILL_ROWS as ROWS
 from pagedcore_kernels.cuda.shapes import ROW_PADDING as PADDING
-from pagedcore_kernels.cuda.shapes import SEGMENT, THREADS, AttentionShape
 
 
 def prefill_kernel(shape: AttentionShape) -> Any:
@@ -98,7 +98,7 @@ def prefill_kernel(shape: AttentionShape) -> Any:
                 unit = ptx.fmul(unit, key_scale)
         slope_a, slope_b = f32(0), f32(0)
         if slopes != u64(0):
-            per_unit = ptx.fmul(f32(num.LOG2_E), ptx.rcp(unit))
+            per_unit = ptx.fmul(f32(LOG2_E), ptx.rcp(unit))
             slope_a = ptx.fmul(of_query_head(slopes, head, group, packed_a), per_unit)
             slope_b = ptx.fmul(of_query_head(slopes, head, group, packed_b), per_unit)
 
@@ -190,7 +190,7 @@ def prefill_kernel(shape: AttentionShape) -> Any:
             sum_b = ptx.ffma(sum_b, factor_b, tile_b)
             j = following
 
-            if j >= end or i32(u32(j) % u32(SEGMENT)) == 0:
+            if num.completes_segment(j, end):
                 sum_a = num.sum_of_quad(sum_a)
                 sum_b = num.sum_of_quad(sum_b)
                 new_a = ptx.fmax(total_max_a, max_a)

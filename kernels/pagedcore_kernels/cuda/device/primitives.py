@@ -65,15 +65,12 @@ def _instruction(name: str, text: str, outs: Sequence[Any], ins: Sequence[Any], 
 ldg128 = _instruction("ldg128", "ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", [u32] * 4, [u64], ordered=True)
 ldg128_nc = _instruction("ldg128_nc", "ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];", [u32] * 4, [u64])
 ldg64 = _instruction("ldg64", "ld.global.v2.u32 {$0,$1}, [$2];", [u32] * 2, [u64], ordered=True)
-ldg32 = _instruction("ldg32", "ld.global.u32 $0, [$1];", [u32], [u64], ordered=True)
 ldg32_nc = _instruction("ldg32_nc", "ld.global.nc.u32 $0, [$1];", [u32], [u64])
-ldg16 = _instruction("ldg16", "ld.global.u16 $0, [$1];", [u16], [u64], ordered=True)
 ldgf32_nc = _instruction("ldgf32_nc", "ld.global.nc.f32 $0, [$1];", [f32], [u64])
 ldgf32 = _instruction("ldgf32", "ld.global.f32 $0, [$1];", [f32], [u64], ordered=True)
 stg128 = _instruction("stg128", "st.global.v4.u32 [$0], {$1,$2,$3,$4};", [], [u64] + [u32] * 4, ordered=True)
 stg64 = _instruction("stg64", "st.global.v2.u32 [$0], {$1,$2};", [], [u64] + [u32] * 2, ordered=True)
 stg32 = _instruction("stg32", "st.global.u32 [$0], $1;", [], [u64, u32], ordered=True)
-stg16 = _instruction("stg16", "st.global.u16 [$0], $1;", [], [u64, u16], ordered=True)
 stgf32 = _instruction("stgf32", "st.global.f32 [$0], $1;", [], [u64, f32], ordered=True)
 # Wraps to 0 past the bound: a counter is ready for the next launch without being cleared (replayed graphs).
 atom_inc = _instruction(
@@ -121,7 +118,6 @@ fdiv = _instruction("fdiv", "div.rn.f32 $0, $1, $2;", [f32], [f32] * 2)
 fsqrt = _instruction("fsqrt", "sqrt.rn.f32 $0, $1;", [f32], [f32])
 ex2 = _instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", [f32], [f32])
 rcp = _instruction("rcp", "rcp.approx.ftz.f32 $0, $1;", [f32], [f32])
-rsqrt = _instruction("rsqrt", "rsqrt.approx.ftz.f32 $0, $1;", [f32], [f32])
 tanh = _instruction("tanh", "tanh.approx.f32 $0, $1;", [f32], [f32])
 
 # Conversions. The low half of a pair is the first operand.

@@ -15,15 +15,10 @@ from numba import cuda
 
 from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
-from pagedcore_kernels.cuda.device.tiles import pair_unpackers
+from pagedcore_kernels.cuda.device.tiles import packer, pair_unpackers
 from pagedcore_kernels.cuda.shapes import ROW_THREADS, Format
 
 _WARPS = ROW_THREADS // 32
-
-
-def packer(target: Format) -> Any:
-    """The function that rounds two floats to a pair of a 16-bit format."""
-    return ptx.pack_bf16 if target is Format.BF16 else ptx.pack_f16
 
 
 @cuda.jit(device=True, inline="always")

@@ -17,9 +17,9 @@ from numba import cuda
 
 from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
-from pagedcore_kernels.cuda.device.rms_norm import inverse_rms, packer, sum_of_group
-from pagedcore_kernels.cuda.device.tiles import pair_unpackers
-from pagedcore_kernels.cuda.device.write_kv import quantiser
+from pagedcore_kernels.cuda.device.rms_norm import inverse_rms, sum_of_group
+from pagedcore_kernels.cuda.device.tiles import packer, pair_unpackers
+from pagedcore_kernels.cuda.device.write_kv import chunk_store
 from pagedcore_kernels.cuda.shapes import ROW_THREADS, Format
 
 
@@ -33,20 +33,7 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
     CHUNK_BYTES = 8 * pool.itemsize
     low, high = pair_unpackers(source)
     pack = packer(source)
-    quantise = quantiser(pool)
-
-    @cuda.jit(device=True, inline="always")
-    def store_chunk(target, x, first, inverse):
-        """Store eight of the lane's elements in the format of the pool."""
-        if NARROW:
-            w0, w1, w2, w3 = x[first], x[first + 1], x[first + 2], x[first + 3]
-            ptx.stg64(target,
-                      quantise(ptx.fmul(low(w0), inverse), ptx.fmul(high(w0), inverse),
-                               ptx.fmul(low(w1), inverse), ptx.fmul(high(w1), inverse)),
-                      quantise(ptx.fmul(low(w2), inverse), ptx.fmul(high(w2), inverse),
-                               ptx.fmul(low(w3), inverse), ptx.fmul(high(w3), inverse)))
-        else:
-            ptx.stg128(target, x[first], x[first + 1], x[first + 2], x[first + 3])
+    store_chunk = chunk_store(source, pool)
 
     @cuda.jit(device=True, inline="always")
     def turned(x, y, cosine, sine):
@@ -159,7 +146,7 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
         if NARROW:
             scale_at = u32(kv_head + u32(kv_heads)) if is_value else kv_head
             inverse = ptx.rcp(ptx.ldgf32(scales + u64(scale_at) * u64(4)))
-        store_chunk(target + u64(u32(chunk_a * u32(CHUNK_BYTES))), x, 0, inverse)
-        store_chunk(target + u64(u32(chunk_b * u32(CHUNK_BYTES))), x, 4, inverse)
+        store_chunk(target + u64(u32(chunk_a * u32(CHUNK_BYTES))), x[0], x[1], x[2], x[3], inverse)
+        store_chunk(target + u64(u32(chunk_b * u32(CHUNK_BYTES))), x[4], x[5], x[6], x[7], inverse)
 
     return rotate_and_write

@@ -68,6 +68,11 @@ def pair_unpackers(source: Format) -> tuple[Any, Any]:
     return (bf16_low, bf16_high) if source is Format.BF16 else (f16_low, f16_high)
 
 
+def packer(target: Format) -> Any:
+    """The function that rounds two floats to a pair of a 16-bit format."""
+    return ptx.pack_bf16 if target is Format.BF16 else ptx.pack_f16
+
+
 def _row_loader(row_bytes: int, tile: int) -> Any:
     """The function that starts the copy of one tile of K or V rows into shared memory."""
     CHUNKS = row_bytes // 16
@@ -102,14 +107,14 @@ def _query_stager(shape: AttentionShape) -> Any:
     ROW = shape.query_row
     NARROW = shape.pool.itemsize == 1
     CONVERT = NARROW and shape.query is Format.BF16
+    low, high = pair_unpackers(shape.query)
 
     @cuda.jit(device=True, inline="always")
     def to_f16(pair):
         if CONVERT:
             # Safety: bf16 reaches further than f16; what is beyond saturates instead of becoming infinite.
-            low = min(max(ptx.as_f32(pair << u32(16)), f32(-65504)), f32(65504))
-            high = min(max(ptx.as_f32(pair & u32(0xFFFF0000)), f32(-65504)), f32(65504))
-            return ptx.pack_f16(low, high)
+            return ptx.pack_f16(min(max(low(pair), f32(-65504)), f32(65504)),
+                                min(max(high(pair), f32(-65504)), f32(65504)))
         return pair
 
     @cuda.jit(device=True, inline="always")
@@ -151,10 +156,10 @@ def tile_functions(shape: AttentionShape) -> SimpleNamespace:
     p of a group is o[x] and o[x + pair_step] with x = ``pair_index(p)``, two registers further for its other row.
     """
     NARROW = shape.pool.itemsize == 1
-    HALF = NARROW or shape.pool is Format.F16
-    mma = ptx.mma_f16 if HALF else ptx.mma_bf16
+    weights = Format.F16 if NARROW else shape.pool
+    mma = ptx.mma_f16 if weights is Format.F16 else ptx.mma_bf16
     low, high = _unpackers(shape.pool)
-    low_weight, high_weight = pair_unpackers(Format.F16 if HALF else Format.BF16)
+    low_weight, high_weight = pair_unpackers(weights)
 
     @cuda.jit(device=True, inline="always")
     def multiply(a0, a1, a2, a3, b0, b1, c, ci):
@@ -214,7 +219,5 @@ def tile_functions(shape: AttentionShape) -> SimpleNamespace:
         load_keys=_row_loader(shape.key_size * shape.pool.itemsize, shape.tile),
         load_values=_row_loader(shape.value_size * shape.pool.itemsize, shape.tile),
         stage_query=_query_stager(shape), load_query=load_query, score_step=score_step, value_step=value_step,
-        pack=ptx.pack_f16 if HALF else ptx.pack_bf16,
-        pack_result=ptx.pack_f16 if shape.query is Format.F16 else ptx.pack_bf16,
-        low_weight=low_weight, high_weight=high_weight,
+        pack=packer(weights), pack_result=packer(shape.query), low_weight=low_weight, high_weight=high_weight,
     )

@@ -11,14 +11,12 @@ from typing import Any
 from numba import cuda
 
 from pagedcore_kernels.cuda.device import primitives as ptx
-from pagedcore_kernels.cuda.device.primitives import i32, u32, u64
+from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import pair_unpackers
-from pagedcore_kernels.cuda.shapes import Format
-
-WRITE_THREADS = 256
+from pagedcore_kernels.cuda.shapes import ROW_THREADS, Format
 
 
-def quantiser(pool: Format) -> Any:
+def _quantiser(pool: Format) -> Any:
     """The function that makes one word of four 8-bit elements from four floats that were divided by their scale."""
 
     @cuda.jit(device=True, inline="always")
@@ -37,19 +35,38 @@ def quantiser(pool: Format) -> Any:
     return to_e4m3 if pool is Format.E4M3 else to_int8
 
 
+def chunk_store(source: Format, pool: Format) -> Any:
+    """The function that stores eight elements, in four words, in the format of the pool; 8 bits times ``inverse``."""
+    NARROW = pool.itemsize == 1
+    quantise = _quantiser(pool)
+    low, high = pair_unpackers(source)
+
+    @cuda.jit(device=True, inline="always")
+    def store_chunk(target, w0, w1, w2, w3, inverse):
+        if NARROW:
+            ptx.stg64(target,
+                      quantise(ptx.fmul(low(w0), inverse), ptx.fmul(high(w0), inverse),
+                               ptx.fmul(low(w1), inverse), ptx.fmul(high(w1), inverse)),
+                      quantise(ptx.fmul(low(w2), inverse), ptx.fmul(high(w2), inverse),
+                               ptx.fmul(low(w3), inverse), ptx.fmul(high(w3), inverse)))
+        else:
+            ptx.stg128(target, w0, w1, w2, w3)
+
+    return store_chunk
+
+
 def write_kernel(source: Format, pool: Format, key_size: int, value_size: int) -> Any:
     """Make the kernel of one variant; its parameters are ``variants.WRITE_PARAMETERS``."""
     NARROW = pool.itemsize == 1
     K_CHUNKS, V_CHUNKS = key_size // 8, value_size // 8
     K_ROW, V_ROW = key_size * pool.itemsize, value_size * pool.itemsize
     CHUNK_BYTES = 8 * pool.itemsize
-    quantise = quantiser(pool)
-    low, high = pair_unpackers(source)
+    store_chunk = chunk_store(source, pool)
 
     def write_kv(key, value, key_pool, value_pool, slots, scales, page_stride, num_tokens, key_token, key_head,
                  value_token, value_head, page_shift, kv_heads):
         per_token = u32(u32(kv_heads) * u32(K_CHUNKS + V_CHUNKS))
-        index = u32(u32(cuda.blockIdx.x) * u32(WRITE_THREADS) + u32(cuda.threadIdx.x))
+        index = u32(u32(cuda.blockIdx.x) * u32(ROW_THREADS) + u32(cuda.threadIdx.x))
         token = u32(index // per_token)
         rest = u32(index % per_token)
         if token >= u32(num_tokens):
@@ -76,14 +93,9 @@ def write_kernel(source: Format, pool: Format, key_size: int, value_size: int) -
             target = value_pool + page + u64(u32(row + u32(chunk * u32(CHUNK_BYTES))))
             scale_at = u32(u32(kv_heads) + head)
         w = ptx.ldg128_nc(origin + u64(u32(chunk * u32(16))))
+        inverse = f32(1)
         if NARROW:
             inverse = ptx.rcp(ptx.ldgf32(scales + u64(scale_at) * u64(4)))
-            ptx.stg64(target,
-                      quantise(ptx.fmul(low(w[0]), inverse), ptx.fmul(high(w[0]), inverse),
-                               ptx.fmul(low(w[1]), inverse), ptx.fmul(high(w[1]), inverse)),
-                      quantise(ptx.fmul(low(w[2]), inverse), ptx.fmul(high(w[2]), inverse),
-                               ptx.fmul(low(w[3]), inverse), ptx.fmul(high(w[3]), inverse)))
-        else:
-            ptx.stg128(target, w[0], w[1], w[2], w[3])
+        store_chunk(target, w[0], w[1], w[2], w[3], inverse)
 
     return write_kv
