@@ -15,11 +15,10 @@ import numpy.typing as npt
 from cuda_plan import BLOCK, step_plan
 
 from pagedcore_kernels.cuda.layer_plans import CTAS_PER_SM
-from pagedcore_kernels.cuda.shapes import AttentionShape, Format, partial_bytes
+from pagedcore_kernels.cuda.shapes import LOG2_E, AttentionShape, Format, partial_bytes
 from pagedcore_kernels.cuda.variants import attention_name
 from pagedcore_kernels.cuda.work_lists import Visibility, WorkLists, make_work_lists
 
-LOG2_E = 1.4426950408889634
 _CHUNK = 2**26
 _BF16 = 2
 

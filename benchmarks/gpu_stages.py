@@ -23,9 +23,10 @@ from cuda_plan import BLOCK
 from gpu_card import HardwareDriver, host_us, median
 from gpu_problems import Layer, Problem
 
+from pagedcore_kernels.cuda.formats import FORMATS
 from pagedcore_kernels.cuda.layer_plans import CTAS_PER_SM
-from pagedcore_kernels.cuda.shapes import AttentionShape, Format
-from pagedcore_kernels.cuda.variants import COPY_NAME, attention_name
+from pagedcore_kernels.cuda.shapes import AttentionShape
+from pagedcore_kernels.cuda.variants import COPY_NAME, attention_name, write_name
 
 GOAL_OF_COPY = 0.8
 """Share of the copy's bytes per second that decode is to reach."""
@@ -321,12 +322,10 @@ def gate_kernels(sizes: Sizes) -> list[str]:
     """What correctness launches; some head sizes are the execute gate's alone and do not ship."""
     from kernels.cuda import test_execute as gate
 
-    formats = {torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float8_e4m3fn: Format.E4M3,
-               torch.int8: Format.INT8}
     names = []
     for shape, pool, _ in [*gate.FAST, *(gate.ALL if sizes.all_cases else [])]:
-        kernel = AttentionShape(shape.key_size, shape.value_size, formats[shape.dtype], formats[pool or shape.dtype])
+        kernel = AttentionShape(shape.key_size, shape.value_size, FORMATS[shape.dtype], FORMATS[pool or shape.dtype])
         names += [attention_name("decode", kernel), attention_name("prefill", kernel)]
-        names.append(f"write-{kernel.query.value}-{kernel.pool.value}-{kernel.key_size}-{kernel.value_size}")
+        names.append(write_name(kernel.query, kernel.pool, kernel.key_size, kernel.value_size))
     names += [f"{family}-bf16-bf16-48-80" for family in ("decode", "prefill", "write")]
     return sorted(set(names))

@@ -16,9 +16,10 @@ from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore.ports import Int32Array, RaggedRows
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver
+from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
 from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep
 from pagedcore_kernels.cuda.library import KernelLibrary
-from pagedcore_kernels.cuda.shapes import AttentionShape, Format
+from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, SLICE_BYTES, AttentionShape
 from pagedcore_kernels.cuda.toolchain import require_bindings
 from pagedcore_kernels.cuda.uploads import StepBuffer
 from pagedcore_kernels.cuda.variants import COPY_NAME, attention_name, needed_capability, supports, write_name
@@ -28,15 +29,8 @@ from pagedcore_kernels.layout import TokenMajorLayout
 # Why: the plugin table finds out whether a backend can be had by importing it.
 require_bindings()
 
-LOG2_E: Final = 1.4426950408889634
-_WRITE_THREADS: Final = 256
 _COPY_CTAS: Final = 512
 """CTAs of a copy, where there are so many slices; enough to fill any card."""
-_COPY_SLICE: Final = 2**14
-"""Bytes of a slice at least: four vectors for each of 256 threads."""
-_FORMATS: Final = {
-    torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float8_e4m3fn: Format.E4M3, torch.int8: Format.INT8,
-}
 
 
 class NumbaCudaAttention:
@@ -71,14 +65,14 @@ class NumbaCudaAttention:
         self._driver = driver or _driver_of(pool)
         if pool.device.type != self._driver.device.type:
             raise InvalidConfig(f"KV pool: on {pool.device}, allowed for {self.name} is {self._driver.device}.")
-        self._query_format = _FORMATS[layout.model_dtype]
-        self._pool_format = _FORMATS[layout.dtype]
+        self._query_format = FORMATS[layout.model_dtype]
+        self._pool_format = FORMATS[layout.dtype]
         self._layout = layout
         self._check_card()
         self._pool = pool
         self._keys = [layout.key_view(pool, layer).transpose(-1, -2) for layer in range(len(layout.layers))]
         self._values = [layout.value_view(pool, layer) for layer in range(len(layout.layers))]
-        self._scales = _scales(layout, kv_scales, pool.device)
+        self._scales = layer_scales(layout, kv_scales, pool.device)
         self._page_shift = layout.block_size.bit_length() - 1
         self._plans = LayerPlans(layout, pool, self._driver.num_sms)
         self._step: SharedStep | None = None
@@ -123,7 +117,7 @@ class NumbaCudaAttention:
         if not threads:
             return
         name = write_name(self._query_format, self._pool_format, shape.key_head_size, shape.value_head_size)
-        self._driver.launch(name, -(-threads // _WRITE_THREADS), (
+        self._driver.launch(name, -(-threads // ROW_THREADS), (
             key, value, self._keys[layer], self._values[layer], step.slots, self._scales[layer],
             self._layout.block_bytes, step.plan.num_tokens,
             key.stride(0) * key.itemsize, key.stride(1) * key.itemsize,
@@ -196,7 +190,7 @@ class NumbaCudaAttention:
             return
         self._driver.begin_step()
         (on_device,) = StepBuffer(self._pool.device).upload([numbers])
-        slices = max(1, min(_COPY_CTAS // len(numbers), self._layout.block_bytes // _COPY_SLICE))
+        slices = max(1, min(_COPY_CTAS // len(numbers), self._layout.block_bytes // SLICE_BYTES))
         self._driver.launch(
             COPY_NAME, len(numbers) * slices, (source, target, on_device, self._layout.block_bytes, slices)
         )
@@ -233,7 +227,7 @@ def _check_layout(layout: TokenMajorLayout) -> None:
     name = NumbaCudaAttention.name
     if not isinstance(layout, TokenMajorLayout):
         raise InvalidConfig(f"KV layout: got {type(layout).__name__}, allowed for {name} is TokenMajorLayout.")
-    if layout.dtype not in _FORMATS or layout.model_dtype not in (torch.bfloat16, torch.float16):
+    if layout.dtype not in FORMATS or layout.model_dtype not in (torch.bfloat16, torch.float16):
         raise InvalidConfig(
             f"KV dtype: got {layout.dtype} for a model in {layout.model_dtype}, allowed for {name} are bfloat16 and "
             "float16, and pools of float8_e4m3fn and int8. Load the model in bfloat16."
@@ -244,26 +238,12 @@ def _check_layout(layout: TokenMajorLayout) -> None:
     if size & (size - 1):
         raise InvalidConfig(f"block_size: got {size}, allowed for {name} is a power of two.")
     for shape in layout.layers:
-        if not supports(_FORMATS[layout.dtype], shape.key_head_size, shape.value_head_size):
+        if not supports(FORMATS[layout.dtype], shape.key_head_size, shape.value_head_size):
             raise InvalidConfig(
                 f"head sizes: got {shape.key_head_size} and {shape.value_head_size}, allowed for {name} are multiples "
                 f"of {32 // layout.dtype.itemsize} from 16 to 256. "
                 "Choose device='cpu' or attention_backend='reference'."
             )
-
-
-def _scales(layout: TokenMajorLayout, given: torch.Tensor | None, device: torch.device) -> list[torch.Tensor | None]:
-    """One float32 [2, KVH] per layer, contiguous; nothing for pools that need none."""
-    if layout.dtype.itemsize == 2:
-        return [None] * len(layout.layers)
-    most = max(shape.num_kv_heads for shape in layout.layers)
-    if given is None or tuple(given.shape) != (len(layout.layers), 2, most):
-        raise InvalidConfig(
-            f"kv_scales: got {'none' if given is None else tuple(given.shape)}, a KV pool of {layout.dtype} needs "
-            f"positive numbers of shape {(len(layout.layers), 2, most)}."
-        )
-    scales = given.to(torch.float32)
-    return [scales[i, :, : shape.num_kv_heads].contiguous().to(device) for i, shape in enumerate(layout.layers)]
 
 
 def _in_vectors(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,11 @@ import torch
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.checks import check_pool
 from pagedcore_kernels.cuda.driver import Driver
+from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
 from pagedcore_kernels.cuda.shapes import GATED_VECTORS, ROW_THREADS, Format
 from pagedcore_kernels.cuda.variants import ACTIVATIONS, gated_name, needed_capability, norm_name, rotate_name
 from pagedcore_kernels.layout import TokenMajorLayout
 
-FORMATS: Final = {
-    torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float8_e4m3fn: Format.E4M3, torch.int8: Format.INT8,
-}
 _VECTOR: Final = 8
 """Elements of 16 bits in a vector."""
 _MOST_UNITS: Final = 2**31 - 1
@@ -122,9 +120,8 @@ class RotaryEmbedding:
         stored = FORMATS.get(layout.dtype)
         if stored is None or driver.capability < needed_capability(stored):
             raise InvalidConfig(f"KV dtype: got {layout.dtype}, which this card cannot store. Choose another.")
-        if (stored.itemsize == 1) != (kv_scales is not None):
-            given = "none" if kv_scales is None else "some"
-            raise InvalidConfig(f"kv_scales: got {given} for a KV pool of {layout.dtype}; pools of 8 bits need them.")
+        if stored.itemsize == 2 and kv_scales is not None:
+            raise InvalidConfig(f"kv_scales: got some for a KV pool of {layout.dtype}; pools of 8 bits need them.")
         self._driver = driver
         self._layout = layout
         self._rotary_sizes = [_rotary_size(shape.key_head_size, rotary_size) for shape in layout.layers]
@@ -133,11 +130,7 @@ class RotaryEmbedding:
         layers = range(len(layout.layers))
         self._keys = [layout.key_view(pool, layer).transpose(-1, -2) for layer in layers]
         self._values = [layout.value_view(pool, layer) for layer in layers]
-        self._scales = [
-            None if kv_scales is None
-            else kv_scales[layer, :, : shape.num_kv_heads].to(pool.device, torch.float32).contiguous()
-            for layer, shape in enumerate(layout.layers)
-        ]
+        self._scales = layer_scales(layout, kv_scales, pool.device)
         self._page_shift = layout.block_size.bit_length() - 1
         self._name = rotate_name(_storage(layout.model_dtype), stored, interleaved)
         driver.prepare(self._name)

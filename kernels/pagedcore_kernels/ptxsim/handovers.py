@@ -137,9 +137,8 @@ class HandoverDetector:
         fenced = max(int(self._fence_phase[thread]), int(self._all_fenced[block]))
         phase = int(self._passed[block]) if is_ordered else fenced
         moment = self._now if is_ordered else int(self._fence_moment[thread])
-        before = self._released.pop(place, None) if keeps else None
-        if not keeps:
-            self._released.pop(place, None)
+        released = self._released.pop(place, None)
+        before = released if keeps else None
         if phase == _NOBODY:
             if before is not None:
                 self._released[place] = before

@@ -13,7 +13,9 @@ from kernels.cuda.simulated_driver import SimulatedDriver
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cuda.backend import NumbaCudaAttention
 from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding
+from pagedcore_kernels.cuda.formats import FORMATS
 from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
+from pagedcore_kernels.cuda.variants import write_name
 from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
@@ -174,7 +176,7 @@ class Rotation:
         pool = self.layout.allocate(4).fill_(0xFF)
         backend = NumbaCudaAttention(self.layout, pool, kv_scales=self.scales, driver=self.driver)
         shape = self.layout.layers[1]
-        name = f"write-{_name(self.layout.model_dtype)}-{_name(self.layout.dtype)}-{self.size}-{self.size}"
+        name = write_name(FORMATS[self.layout.model_dtype], FORMATS[self.layout.dtype], self.size, self.size)
         units = len(key) * shape.num_kv_heads * 2 * self.size // 8
         key, value = key.contiguous(), self.value.contiguous()
         self.driver.launch(name, -(-units // 256), (
@@ -182,10 +184,6 @@ class Rotation:
             len(key), *(step * 2 for t in (key, value) for step in t.stride()[:2]), 4, shape.num_kv_heads,
         ))
         return pool
-
-
-def _name(dtype: torch.dtype) -> str:
-    return {BF16: "bf16", F16: "f16", E4M3: "e4m3", INT8: "int8"}[dtype]
 
 
 ROTATIONS = [
@@ -263,7 +261,9 @@ def test_without_slots_queries_turn_and_nothing_is_stored() -> None:
     (lambda d: _embedding(d, size=128, rotary_size=24), "multiples of 16"),
     (lambda d: _embedding(d, size=24), "multiples of 16"),
     (lambda d: _embedding(d, value_size=32), "one size"),
-    (lambda d: _embedding(d, dtype=INT8), "kv_scales"),
+    (lambda d: _embedding(d, dtype=INT8), "kv_scales: got none"),
+    (lambda d: _embedding(d, dtype=INT8, kv_scales=torch.ones(1, 1)), r"kv_scales: got \(1, 1\)"),
+    (lambda d: _embedding(d, kv_scales=torch.ones(1, 2, 1)), "kv_scales: got some"),
     (lambda d: _embedding(d, block_size=24), "power of two"),
     (lambda d: _embedding(SimulatedDriver("sm_80"), dtype=E4M3), "cannot store"),
 ])
