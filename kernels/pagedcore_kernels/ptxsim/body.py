@@ -24,8 +24,7 @@ _BRANCHES = ("bra", "call", "brx")
 class Body:
     """Parses on construction. Invariant: ``labels`` point into ``code`` or at its end."""
 
-    def __init__(self, text: str, first_line: int, line_at: Callable[[int], int],
-                 variable: Callable[[str], Variable | None]) -> None:
+    def __init__(self, text: str, line_at: Callable[[int], int], variable: Callable[[str], Variable | None]) -> None:
         self._text, self._line_at, self._variable = text, line_at, variable
         self.registers: dict[str, str] = {}
         self.code: list[Instruction] = []

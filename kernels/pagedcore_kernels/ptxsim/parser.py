@@ -97,7 +97,7 @@ class _ModuleParser:
     def _kernel(self, name: str, header: str, offset: int, brace: int, end: int) -> Kernel:
         limits = {kind: _product(counts) for kind, counts in _BLOCK_LIMIT.findall(header)}
         listed = header[header.find("(") + 1:header.rfind(")")] if "(" in header else ""
-        body = Body(self.text[brace + 1:end], self.line_at(brace + 1), self._inner_line(brace + 1), parse_variable)
+        body = Body(self.text[brace + 1:end], self._inner_line(brace + 1), parse_variable)
         return Kernel(
             name, self.line_at(offset), tuple(_parameters(listed)), body.registers, tuple(body.code),
             body.labels, tuple(body.variables), limits.get("maxntid", 0), limits.get("reqntid", 0))

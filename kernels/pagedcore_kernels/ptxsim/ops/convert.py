@@ -59,7 +59,7 @@ def _conversion(instruction: Instruction, to: str, source: str) -> Function:
         if to not in _FLOATS:
             integral = next(_TO_INTEGRAL[part] for part in instruction.parts if part in _TO_INTEGRAL)
             return lambda x: to_integer(integral(widen(x)), result, source)
-        return _between_floats(instruction, to, source, widen)
+        return _between_floats(instruction, to, widen)
     if to in _FLOATS:
         return _from_integer(to, _rounding(instruction))
     if instruction.has("sat"):
@@ -110,7 +110,7 @@ def _directed_integer(values: Array, result: np.dtype[Any], rounding: str) -> Ar
                     np.where(low, np.nextafter(near, result.type(np.inf)), near))
 
 
-def _between_floats(instruction: Instruction, to: str, source: str, widen: Callable[[Array], Array]) -> Function:
+def _between_floats(instruction: Instruction, to: str, widen: Callable[[Array], Array]) -> Function:
     integral = next((_TO_INTEGRAL[part] for part in instruction.parts if part in _TO_INTEGRAL), None)
     narrow = _narrowing(to, _rounding(instruction))
     flushes = instruction.has("ftz") and to == "f32"
