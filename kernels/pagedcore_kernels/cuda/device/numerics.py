@@ -37,9 +37,10 @@ def first_visible(position, window, chunk):
 @cuda.jit(device=True, inline="always")
 def completes_segment(position, end):
     """Whether the tile before ``position`` was the last of its segment or of all; the same for a whole CTA."""
-    # Why: the vote tells the assembler that no warp divides here. It would otherwise expect a warp in parts at the
-    # shuffles of the fold, for which it calls a subroutine and on sm_80 spills what a call may overwrite.
-    return cuda.all_sync(u32(0xFFFFFFFF), position >= end or u32(position) % u32(SEGMENT) == u32(0))
+    # Why: of a reduction's result the assembler knows that no warp divides by it. It would otherwise expect a warp in
+    # parts at the shuffles of the fold, for which it calls a subroutine and on sm_80 spills what a call may overwrite.
+    is_complete = position >= end or u32(position) % u32(SEGMENT) == u32(0)
+    return ptx.redux_max(u32(is_complete)) != u32(0)
 
 
 @cuda.jit(device=True, inline="always")
