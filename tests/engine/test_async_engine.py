@@ -18,6 +18,7 @@ from pagedcore import engine_thread
 from pagedcore.async_engine import AsyncEngine
 from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidConfig, PromptEmpty
 from pagedcore.outputs import Usage
+from pagedcore.ports import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 
 
@@ -108,11 +109,26 @@ async def test_answers_that_end_in_one_step_are_all_delivered(engine: AsyncEngin
     assert await answer(engine, [7], 3) == toy_answer([7], 3)
 
 
+class PatientBackend(ToyBackend):
+    """Computes its second step only when it is told that somebody has read what came of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_read = threading.Event()
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        assert self.num_steps == 0 or self.was_read.wait(10)
+        return super().forward(batch)
+
+
 async def test_readers_are_told_of_the_first_delta_and_the_last_whatever_the_interval() -> None:
     """Between them deltas are joined, so that nothing is lost and nobody waits for the end."""
-    with AsyncEngine(make_engine(num_kv_blocks=64), stream_interval_s=1) as engine:
-        deltas = [delta async for delta in engine.generate([1], params(20))]
-        assert len(deltas) == 2
+    backend, deltas = PatientBackend(), []
+    with AsyncEngine(make_engine(backend, num_kv_blocks=64), stream_interval_s=1) as engine:
+        async for delta in engine.generate([1], params(20)):
+            backend.was_read.set()
+            deltas.append(delta)
+        assert [len(delta.token_ids) for delta in deltas] == [1, 19]
         assert [token for delta in deltas for token in delta.token_ids] == toy_answer([1], 20)
 
 
