@@ -15,9 +15,8 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
 
-# One compute thread each: several processes whose threads wait for each other are slower than one.
 test: $(VENV)/.stamp-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

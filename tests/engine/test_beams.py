@@ -347,7 +347,6 @@ def test_what_cannot_fit_is_refused_at_the_door() -> None:
 @pytest.mark.parametrize("mode", ["auto", "recompute"])
 def test_beams_are_those_of_generate(family: str, mode: str) -> None:
     """Tokens, order and scores are those of ``generate(num_beams=...)``, ends at every length, rows for few beams."""
-    torch.set_num_threads(1)
     rng = random.Random(f"{family} {mode}")
     oracle, served = (tiny_model(family, vocab_size=TINY_VOCAB) for _ in range(2))
     for model in (oracle, served):

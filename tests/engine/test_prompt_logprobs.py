@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -48,15 +47,6 @@ class CountingBackend(ToyBackend):
             self.computed += [(sequence_id, position) for position in batch.positions[first:last].tolist()]
         self.num_logits.append(len(batch.logits_rows))
         return super().forward(batch)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def log_softmax(logits: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
