@@ -12,9 +12,9 @@ import asyncio
 import os
 import time
 
-from door_measuring import SETTINGS, WANTED, Run, model_of, parse, prompts, run_bare, show, take_turns
+from door_measuring import SETTINGS, WANTED, Run, model_of, parse, prompts, run_bare_behind, show, take_turns
 
-from pagedcore import Engine, SamplingParams, expose
+from pagedcore import SamplingParams, expose
 from pagedcore_asyncgen import AsyncTextGenerator
 
 
@@ -36,9 +36,8 @@ async def run_door(generate: AsyncTextGenerator) -> Run:
 def main() -> None:
     """Compare and print."""
     given, load = parse(__doc__), os.getloadavg()[0]
-    with (model_of(given) as model, Engine.from_pretrained(model, **SETTINGS) as engine,
-          expose("async-generator", model=model, **SETTINGS) as generate):
-        ways = {"bare engine": lambda: run_bare(engine, prompts(), lambda answer: answer.token_ids),
+    with model_of(given) as model, expose("async-generator", model=model, **SETTINGS) as generate:
+        ways = {"bare engine": lambda: run_bare_behind(generate.engine, prompts(), lambda answer: answer.token_ids),
                 "async generator": lambda: asyncio.run(run_door(generate))}
         show("async generator", given, take_turns(ways, given.rounds), load)
 

@@ -9,6 +9,7 @@ counts.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import os
 import platform
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pagedcore.demo_model
-from pagedcore import CompletionOutput, Engine, SamplingParams
+from pagedcore import AsyncEngine, CompletionOutput, Engine, SamplingParams
 from pagedcore.demo_model.questions import demo_questions
 
 NUM_REQUESTS = 64
@@ -39,8 +40,11 @@ SIZES = {
             "intermediate_size": 1536},
     "80m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
             "intermediate_size": 2048},
+    "360m": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+             "intermediate_size": 4864},
 }
-"""Llama models with random weights and the demo model's tokenizer, by their number of parameters."""
+"""Llama models with random weights and the demo model's tokenizer, by their number of parameters; the largest has the
+layers of Qwen2.5-0.5B."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,14 @@ def run_bare(engine: Engine, requests: list[Any], answer_of: Callable[[Completio
     for request in taken:
         request.remove()
     return Run(answers, wall_s, {"engine thread": cpu_s})
+
+
+def run_bare_behind(engine: AsyncEngine, requests: list[Any], answer_of: Callable[[CompletionOutput], Any]) -> Run:
+    """Do so with the engine behind a door while nobody else asks it anything, on the thread that it has anyway.
+
+    Why: a second engine on a second thread would bring helper threads of its own, which slow down both.
+    """
+    return asyncio.run(engine.call(lambda bare: run_bare(bare, requests, answer_of)))
 
 
 def take_turns(ways: dict[str, Callable[[], Run]], rounds: int) -> list[dict[str, Run]]:

@@ -22,12 +22,12 @@ from door_measuring import (
     model_of,
     parse,
     prompts,
-    run_bare,
+    run_bare_behind,
     show,
     take_turns,
 )
 
-from pagedcore import AsyncEngine, Engine
+from pagedcore import AsyncEngine
 from pagedcore_langchain import ChatPagedCore
 from pagedcore_langchain.background import BACKGROUND
 
@@ -56,10 +56,9 @@ def main() -> None:
     """Compare and print."""
     given, load = parse(__doc__), os.getloadavg()[0]
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts()]
-    with (model_of(given) as model, Engine.from_pretrained(model, **SETTINGS) as bare,
-          AsyncEngine.from_pretrained(model, **SETTINGS) as engine):
+    with model_of(given) as model, AsyncEngine.from_pretrained(model, **SETTINGS) as engine:
         chat = ChatPagedCore.from_engine(engine, max_tokens=NUM_TOKENS, sampling={"ignore_eos": True})
-        ways = {"bare engine": lambda: run_bare(bare, chats, lambda answer: answer.text),
+        ways = {"bare engine": lambda: run_bare_behind(engine, chats, lambda answer: answer.text),
                 "batch": lambda: run_door(engine, chat.batch, lambda: BACKGROUND.run(_cpu_here())),
                 "abatch": lambda: run_door(engine, lambda inputs: asyncio.run(chat.abatch(inputs)), time.thread_time)}
         show("LangChain", given, take_turns(ways, given.rounds), load)

@@ -31,8 +31,8 @@ from pagedcore.stream import Pacer, Stream, StreamReader
 from pagedcore.validation import validate_timeout
 from pagedcore.whole_answer import WholeAnswer
 
-STREAM_INTERVAL_S: Final = 0.02
-"""How often a reader is told of new text, in seconds: fifty times a second looks continuous."""
+STREAM_INTERVAL_S: Final = 0.05
+"""How often a reader is told of new text, in seconds: twenty times a second looks continuous."""
 _T = TypeVar("_T")
 
 
@@ -57,6 +57,8 @@ class AsyncEngine:
         Raises:
             InvalidConfig: the interval is not a number of seconds from 0 to 1.
         """
+        from pagedcore_kernels.cpu.threads import release_threads
+
         _require_interval(stream_interval_s)
         self._prepare = engine.prepare
         self._token_text = engine.token_text
@@ -64,6 +66,8 @@ class AsyncEngine:
         self._commands = Commands()
         worker = EngineThread(engine, self._commands, Pacer(stream_interval_s, MonotonicClock()))
         self._progress = worker.progress
+        # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
+        release_threads()
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
         # Why: the thread must not keep this object alive, so that losing it closes the engine.
         self._finalizer = weakref.finalize(self, _close, self._commands, self._thread)

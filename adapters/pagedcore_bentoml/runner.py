@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import bentoml
 from starlette.responses import Response
@@ -39,9 +39,6 @@ from pagedcore_bentoml.wire import (
 
 T = TypeVar("T")
 
-#: How often a stream sends what is new, unless ``settings`` say otherwise, in seconds: every event passes six layers
-#: of BentoML, each of which costs more than making it.
-STREAM_INTERVAL_S: Final = 0.05
 #: What BentoML hands to an endpoint that it serves; a direct call in Python has none.
 _NO_CONTEXT: Any = None
 
@@ -63,7 +60,7 @@ class PagedCoreRunner:
     model: ClassVar[Any] = None
     """What ``AsyncEngine.from_pretrained`` takes, or an ``AsyncEngine`` that somebody else closes."""
     settings: ClassVar[Mapping[str, Any]] = {}
-    """Keywords of ``AsyncEngine.from_pretrained``; ``stream_interval_s`` is ``STREAM_INTERVAL_S`` if not given."""
+    """Keywords of ``AsyncEngine.from_pretrained``."""
     drain_s: ClassVar[float] = 25.0
     """Longest wait for calls in flight when the service ends, in seconds; ``bentoml serve`` kills a worker that is
     still there 30 seconds after it was told to end."""
@@ -97,7 +94,7 @@ class PagedCoreRunner:
             raise InvalidConfig("model: got None, needed is a model; set it on the class or use create_service.")
         if isinstance(self.model, AsyncEngine):
             return self.model
-        return AsyncEngine.from_pretrained(self.model, **{"stream_interval_s": STREAM_INTERVAL_S, **self.settings})
+        return AsyncEngine.from_pretrained(self.model, **self.settings)
 
     @bentoml.on_startup
     async def pagedcore_start(self) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 
+import psutil
 import pytest
+import torch
 
 from doubles import FlakyBackend, ToyBackend, toy_answer
 from engine_builders import make_engine
@@ -31,6 +34,27 @@ def engine() -> Iterator[AsyncEngine]:
     """An asynchronous engine over the toy backend."""
     with AsyncEngine(make_engine(num_kv_blocks=64, max_num_waiting=256)) as engine:
         yield engine
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the helpers of libgomp")
+def test_whoever_built_the_engine_keeps_no_helpers() -> None:
+    """Helpers of two threads would sleep after every kernel: those of the builder end when the engine is taken over."""
+    process, counts = psutil.Process(), []
+
+    def build() -> None:
+        engine = make_engine()
+        torch.set_num_threads(3)
+        before = process.num_threads()
+        _ = torch.ones(1 << 20).exp()
+        torch.set_num_threads(1)
+        counts.append(process.num_threads() - before)
+        with AsyncEngine(engine):
+            counts.append(process.num_threads() - before)
+
+    builder = threading.Thread(target=build)
+    builder.start()
+    builder.join()
+    assert counts == [2, 1], "two helpers, then the engine's own thread"
 
 
 async def answer(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> list[int]:

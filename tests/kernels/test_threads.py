@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from numba import cfunc
@@ -80,8 +81,32 @@ def test_torch_lends_its_threads_here() -> None:
 def test_a_torch_without_libgomp_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Where torch has no libgomp to share, Numba's threads do the work."""
     monkeypatch.setattr(threads.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    find_team = threads._torch_team.__wrapped__
-    assert find_team() is None
+    monkeypatch.setattr(threads, "_libgomp", threads._libgomp.__wrapped__)
+    assert threads._torch_team.__wrapped__() is None
+    threads.release_threads()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the helpers of libgomp")
+def test_a_thread_gives_its_helpers_up_and_gets_new_ones() -> None:
+    """The helpers of a thread that hands its work over end at once, and come anew with its next kernel."""
+    kernel, numbers = count_kernel(), np.zeros(1000, np.int64)
+    block, flag, process = ParameterBlock(4), np.zeros(1, np.float32), psutil.Process()
+    counts = []
+
+    def compute() -> None:
+        for _ in range(2):
+            block.fill(numbers.ctypes.data, len(numbers), flag.ctypes.data)
+            kernel.run(block, 4)
+            counts.append(process.num_threads())
+            threads.release_threads()
+            counts.append(process.num_threads())
+
+    without = process.num_threads() + 1
+    computing = threading.Thread(target=compute)
+    computing.start()
+    computing.join()
+    assert counts == [without + 3, without] * 2
+    assert (numbers == 2).all()
 
 
 def test_the_gil_is_free_while_a_kernel_runs() -> None:

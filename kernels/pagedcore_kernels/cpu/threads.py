@@ -31,6 +31,8 @@ from pagedcore_kernels.cpu.simd import INT64
 
 _Team = Callable[[int, int, int, int], None]
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+#: ``omp_pause_soft`` of OpenMP 5.0, section 3.2.44.
+_OMP_PAUSE_SOFT = 1
 
 
 class ParameterBlock:
@@ -136,12 +138,31 @@ def run_on_threads(entry: int, parameters: int, num_threads: int) -> None:
 @cache
 def _torch_team() -> _Team | None:
     """``GOMP_parallel`` of the libgomp that torch has loaded, or None where it uses something else."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        parallel = ctypes.CDLL(str(path)).GOMP_parallel
-        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        parallel.restype = None
-        return cast(_Team, parallel)
-    return None
+    if (library := _libgomp()) is None:
+        return None
+    parallel = library.GOMP_parallel
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return cast(_Team, parallel)
+
+
+@cache
+def _libgomp() -> ctypes.CDLL | None:
+    paths = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return ctypes.CDLL(str(paths[0])) if paths else None
+
+
+def release_threads() -> None:
+    """End the threads that help the calling thread compute; they come anew if it computes again.
+
+    Whoever hands its work to another thread calls this. Every thread that computes gets helpers of its own, which wait
+    for its next kernel, and libgomp lets helpers watch for it only while the process has no more of them than
+    processors. With the helpers of a second thread, idle or not, all of them sleep after every kernel, and waking them
+    took a third of a step of the demo model.
+    """
+    if (library := _libgomp()) is not None:
+        # Why "soft": the helpers of the calling thread end, settings stay.
+        library.omp_pause_resource_all(_OMP_PAUSE_SOFT)
 
 
 @intrinsic
