@@ -27,7 +27,7 @@ from pagedcore.plugins.manager import PluginManager
 from pagedcore.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.stats import EngineStats
-from pagedcore.stream import Pacer, Stream, StreamReader
+from pagedcore.stream import Outbox, Stream, StreamReader
 from pagedcore.validation import validate_timeout
 from pagedcore.whole_answer import WholeAnswer
 
@@ -64,7 +64,7 @@ class AsyncEngine:
         self._token_text = engine.token_text
         self._read_session = engine.sessions.read
         self._commands = Commands()
-        worker = EngineThread(engine, self._commands, Pacer(stream_interval_s, MonotonicClock()))
+        worker = EngineThread(engine, self._commands, Outbox(stream_interval_s, MonotonicClock()))
         self._progress = worker.progress
         # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
         release_threads()

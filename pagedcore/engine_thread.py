@@ -21,7 +21,7 @@ from pagedcore.health import IDLE_CHECK_S, Progress
 from pagedcore.intake import PreparedPrompt
 from pagedcore.outputs import Delta, Usage
 from pagedcore.request import Request
-from pagedcore.stream import Pacer, Stream, Waiter, wake
+from pagedcore.stream import Outbox, Stream, Waiter, wake
 from pagedcore.whole_answer import WholeAnswer
 
 Command = Callable[["EngineThread"], None]
@@ -79,10 +79,10 @@ class EngineThread:
     Invariant: a sink is in ``_sinks`` exactly while its request is in the engine, in ``_held`` before that.
     """
 
-    def __init__(self, engine: Engine, commands: Commands, pacer: Pacer) -> None:
+    def __init__(self, engine: Engine, commands: Commands, outbox: Outbox) -> None:
         self.engine = engine
         self.progress = Progress()
-        self._pacer = pacer
+        self._outbox = outbox
         self._commands = commands
         self._sinks: dict[str, tuple[Request, Sink]] = {}
         self._kept: set[str] = set()
@@ -185,9 +185,11 @@ class EngineThread:
         for request_id, i in ended.items():
             request = self._sinks[request_id][0]
             deltas[i] = replace(deltas[i], usage=_usage_of(request), prompt_logprobs=request.prompt_logprobs)
-        sinks = self._sinks
-        news = [sink for delta in deltas if isinstance(sink := sinks[delta.request_id][1], Stream) and sink.put(delta)]
-        sleeping = {waiter: stream for stream in self._pacer.due(news) if (waiter := stream.rouse()) is not None}
+        for delta in deltas:
+            if isinstance(sink := self._sinks[delta.request_id][1], Stream):
+                self._outbox.add(sink, delta)
+        due = self._outbox.take_due().items()
+        sleeping = {waiter: stream for stream, news in due if (waiter := stream.put(news)) is not None}
         for lost in wake([*sleeping, *(self._release(*self._sinks[request_id]) for request_id in ended)]):
             # Why: its loop was closed, so nobody will ever read on, and nobody else may be left to say so.
             self.abandon(sleeping[lost])
@@ -196,18 +198,22 @@ class EngineThread:
         del self._sinks[request.request_id]
         if isinstance(sink, WholeAnswer):
             sink.complete(request.output())
-        else:
-            self._pacer.forget(sink)
         if request.request_id in self._kept:
             self._kept.discard(request.request_id)
         else:
             request.remove()
-        return sink.end()
+        return self._end(sink)
+
+    def _end(self, sink: Sink, error: Exception | None = None) -> Waiter | None:
+        if isinstance(sink, Stream):
+            return sink.end(error, self._outbox.take(sink))
+        sink.end(error)
+        return None
 
     def _shut_down(self, cause: BaseException | None) -> None:
         error = EngineClosed("the engine was closed while this request was in flight.")
         error.__cause__ = cause
-        wake([sink.end(error) for _, sink in [*self._sinks.values(), *self._held]])
+        wake([self._end(sink, error) for _, sink in [*self._sinks.values(), *self._held]])
         self._sinks.clear()
         self._held.clear()
         self.engine.close()

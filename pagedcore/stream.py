@@ -2,7 +2,7 @@
 
 Unread deltas of an answer are joined, by the reader where it keeps up, so that a slow reader costs a few deltas per
 answer, whose size the request's own ``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its
-request. ``Pacer`` says when a reader is woken.
+request. ``Outbox`` says when deltas are handed over.
 """
 
 from __future__ import annotations
@@ -34,43 +34,34 @@ class Stream:
     __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended", "is_begun")
 
     def __init__(self) -> None:
-        # Why: a plain lock, not a condition: this is taken twice per token, and a condition costs ten times as much.
         self._lock = threading.Lock()
         self._unread: dict[int, list[Delta]] = {}
         self._waiter: Waiter | None = None
         self._error: Exception | None = None
         self.has_ended = False
         self.is_begun = False
-        """Whether the reader was told of its first delta; the ``Pacer``'s own note."""
+        """Whether a delta was ever on its way; the ``Outbox``'s own note."""
 
-    def put(self, delta: Delta) -> bool:
-        """Add a delta and return whether it is news, with nothing unread before it; it wakes nobody."""
+    def put(self, deltas: Iterable[Delta]) -> Waiter | None:
+        """Add deltas, at least one; return the sleeping reader, if there is one, for the caller to ``wake``."""
         with self._lock:
-            is_news = not self._unread
-            parts = self._unread.get(delta.index)
-            if parts is None:
-                self._unread[delta.index] = [delta]
-            elif len(parts) < MOST_PARTS:
-                # Why: joining a few deltas once costs less than joining each to those before, and is the reader's work.
-                parts.append(delta)
-            else:
-                parts[:] = [merge(parts), delta]
-        return is_news
+            return self._add(deltas)
 
-    def end(self, error: Exception | None = None) -> Waiter | None:
-        """End the stream, with an error for the reader if there is one; return the sleeping reader as ``rouse``."""
+    def end(self, error: Exception | None = None, last: Iterable[Delta] = ()) -> Waiter | None:
+        """End the stream with these deltas, and an error for the reader if there is one; return as ``put``."""
         with self._lock:
             if not self.has_ended:
                 self.has_ended, self._error = True, error
-        return self.rouse()
+            return self._add(last)
 
-    def rouse(self) -> Waiter | None:
-        """Return the sleeping reader, if there is one and something for it to find, for the caller to ``wake``."""
-        with self._lock:
-            # Why: it may have read since it was due, and a reader that is woken and finds nothing takes it for the end.
-            if not (self._unread or self.has_ended):
-                return None
-            waiter, self._waiter = self._waiter, None
+    def _add(self, deltas: Iterable[Delta]) -> Waiter | None:
+        for delta in deltas:
+            parts = self._unread.setdefault(delta.index, [])
+            # Why: joining a few deltas once costs less than joining each to those before, and is the reader's work.
+            if len(parts) == MOST_PARTS:
+                parts[:] = [merge(parts)]
+            parts.append(delta)
+        waiter, self._waiter = self._waiter, None
         return waiter
 
     def take_or_register(self, waiter: Waiter) -> list[Delta] | None:
@@ -108,38 +99,48 @@ def merge(deltas: Iterable[Delta]) -> Delta:
     )
 
 
-class Pacer:
-    """Says which readers to tell of news: of their first at once, of later ones all together, every ``interval_s``.
+class Outbox:
+    """Keeps deltas on the engine thread until it is time to hand them over: a stream's first at once, later ones of all
+    streams together, every ``interval_s``.
 
     Why: waking a reader costs an event loop about ten microseconds of Python, which the engine thread has to wait
     for; a model of a few milliseconds per step would spend a tenth of its time on that. And a loop that wakes takes
     the processor from whoever computes, which is why it wakes once for all of its readers.
 
-    Invariant: news are held back for less than ``interval_s`` seconds and the length of a step.
+    Invariant: a delta is held back for less than ``interval_s`` seconds and the length of a step.
     """
 
     def __init__(self, interval_s: float, clock: Clock) -> None:
         self._interval_s = interval_s
         self._clock = clock
         self._next_s = -math.inf
-        self._held: dict[Stream, None] = {}
+        self._held: dict[Stream, list[Delta]] = {}
+        self._begun: list[Stream] = []
 
-    def due(self, news: Iterable[Stream]) -> list[Stream]:
-        """Take note of streams that have news; return those, and earlier ones, whose reader it is time to tell."""
-        self._held |= dict.fromkeys(news)
-        now = self._clock.now()
-        is_time = now >= self._next_s
-        if is_time:
-            self._next_s = now + self._interval_s
-        due = [stream for stream in self._held if is_time or not stream.is_begun]
-        for stream in due:
+    def add(self, stream: Stream, delta: Delta) -> None:
+        """Keep a delta for a stream."""
+        held = self._held.get(stream)
+        if held is not None:
+            held.append(delta)
+            return
+        self._held[stream] = [delta]
+        if not stream.is_begun:
             stream.is_begun = True
-            del self._held[stream]
+            self._begun.append(stream)
+
+    def take_due(self) -> dict[Stream, list[Delta]]:
+        """Take what it is time to hand over; call it once after every step."""
+        begun, self._begun = self._begun, []
+        now = self._clock.now()
+        if now < self._next_s:
+            return {stream: self.take(stream) for stream in begun}
+        self._next_s = now + self._interval_s
+        due, self._held = self._held, {}
         return due
 
-    def forget(self, stream: Stream) -> None:
-        """Drop a stream that has ended or whose reader is gone."""
-        self._held.pop(stream, None)
+    def take(self, stream: Stream) -> list[Delta]:
+        """Take what is kept for one stream, which may be nothing."""
+        return self._held.pop(stream, [])
 
 
 class StreamReader:

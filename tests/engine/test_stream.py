@@ -11,7 +11,7 @@ import pytest
 
 from doubles import FakeClock
 from pagedcore.outputs import Delta, TokenLogprobs, Usage
-from pagedcore.stream import Pacer, Stream, StreamReader, merge, wake
+from pagedcore.stream import MOST_PARTS, Outbox, Stream, StreamReader, merge, wake
 
 
 def delta(text: str, *token_ids: int, index: int = 0, reason: str | None = None) -> Delta:
@@ -37,7 +37,8 @@ def test_unread_deltas_do_not_accumulate() -> None:
     """However much is put, a reader that does not read costs one delta per answer."""
     stream = Stream()
     for token in range(1000):
-        stream.put(delta("x", token))
+        stream.put([delta("x", token)])
+        assert len(stream._unread[0]) <= MOST_PARTS
     (only,) = stream.take_or_register(threading.Event()) or []
     assert only.text == "x" * 1000
     assert only.token_ids == tuple(range(1000))
@@ -46,26 +47,25 @@ def test_unread_deltas_do_not_accumulate() -> None:
 def test_answers_of_one_request_are_kept_apart() -> None:
     """Deltas of different answers are not merged with each other."""
     stream = Stream()
-    stream.put(delta("a", 1, index=0))
-    stream.put(delta("b", 2, index=1))
-    stream.put(delta("c", 3, index=0))
+    stream.put([delta("a", 1, index=0), delta("b", 2, index=1)])
+    stream.put([delta("c", 3, index=0)])
     assert [(d.index, d.text) for d in stream.take_or_register(threading.Event()) or []] == [(0, "ac"), (1, "b")]
 
 
 def test_a_sleeping_thread_is_woken_by_the_next_delta() -> None:
     """A reader without an event loop sleeps until something is put."""
     stream = Stream()
-    threading.Timer(0.05, lambda: (stream.put(delta("late", 1)), wake([stream.end()]))).start()
+    threading.Timer(0.05, lambda: wake([stream.put([delta("late", 1)]), stream.end()])).start()
     assert [d.text for d in StreamReader(stream, lambda: None)] == ["late"]
 
 
 def test_an_error_comes_after_the_last_delta() -> None:
     """What was generated before a failure is delivered, then the failure is raised."""
     stream = Stream()
-    stream.put(delta("first", 1))
-    stream.end(RuntimeError("broken"))
+    stream.put([delta("first", 1)])
+    stream.end(RuntimeError("broken"), [delta("last", 2)])
     reader = iter(StreamReader(stream, lambda: None))
-    assert next(reader).text == "first"
+    assert next(reader).text == "firstlast"
     with pytest.raises(RuntimeError, match="broken"):
         next(reader)
 
@@ -79,7 +79,7 @@ def test_only_the_first_end_counts() -> None:
 
 
 async def test_a_reader_on_a_loop_is_handed_back_to_be_woken() -> None:
-    """``rouse`` returns the sleeping reader once, and waking it on its loop delivers the delta."""
+    """``put`` and ``end`` return the sleeping reader, and waking it on its loop delivers the delta."""
     stream = Stream()
     reader = StreamReader(stream, lambda: None)
     received: list[str] = []
@@ -90,15 +90,14 @@ async def test_a_reader_on_a_loop_is_handed_back_to_be_woken() -> None:
 
     task = asyncio.create_task(read())
     await asyncio.sleep(0.01)
-    stream.put(delta("a", 1))
-    wake([stream.rouse(), None])
+    wake([stream.put([delta("a", 1)]), None])
+    assert stream.put([delta("b", 2)]) is None
     await asyncio.sleep(0.01)
     waiter = stream.end()
     assert waiter is not None
-    assert stream.rouse() is None
     wake([waiter])
     await task
-    assert received == ["a"]
+    assert received == ["ab"]
 
 
 def test_waking_a_closed_loop_or_a_cancelled_reader_is_harmless() -> None:
@@ -126,60 +125,53 @@ def test_a_lost_reader_abandons_its_request() -> None:
     assert calls == [1, 2]
 
 
-def test_a_reader_is_told_at_once_and_then_at_intervals() -> None:
-    """The first delta is due immediately, a later one when the interval is over, even if nothing more was put."""
-    clock = FakeClock()
-    stream, other = Stream(), Stream()
-    pacer = Pacer(1.0, clock)
-    assert pacer.due([stream, other]) == [stream, other]
+def test_a_stream_gets_its_first_delta_at_once_and_then_all_that_came_at_intervals() -> None:
+    """The first delta is due immediately, later ones when the interval is over, even if nothing more came."""
+    clock, stream = FakeClock(), Stream()
+    outbox = Outbox(1.0, clock)
+    first, second, third = delta("a", 1), delta("b", 2), delta("c", 3)
+    outbox.add(stream, first)
+    assert outbox.take_due() == {stream: [first]}
+    outbox.add(stream, second)
     clock.advance(0.5)
-    assert pacer.due([stream]) == []
+    assert outbox.take_due() == {}
+    outbox.add(stream, third)
     clock.advance(0.5)
-    assert pacer.due([]) == [stream]
-    assert pacer.due([stream]) == []
-    pacer.forget(stream)
+    assert outbox.take_due() == {stream: [second, third]}
     clock.advance(5.0)
-    assert pacer.due([]) == []
+    assert outbox.take_due() == {}
 
 
-def test_readers_are_told_together_except_of_their_first_delta() -> None:
-    """Streams that began at different times share their later times, so that their loop wakes once for all of them."""
-    clock = FakeClock()
-    early, late = Stream(), Stream()
-    pacer = Pacer(1.0, clock)
-    assert pacer.due([early]) == [early]
+def test_streams_that_began_apart_are_due_together() -> None:
+    """So that the loop of their readers wakes once for all of them; only a first delta never waits."""
+    clock, early, late = FakeClock(), Stream(), Stream()
+    outbox, one = Outbox(1.0, clock), delta("a", 1)
+    outbox.add(early, one)
+    assert list(outbox.take_due()) == [early]
     clock.advance(0.75)
-    assert pacer.due([late, early]) == [late]
+    outbox.add(early, one)
+    outbox.add(late, one)
+    assert list(outbox.take_due()) == [late]
+    outbox.add(late, one)
     clock.advance(0.25)
-    assert pacer.due([late]) == [early, late]
+    assert list(outbox.take_due()) == [early, late]
 
 
-def test_only_what_finds_nothing_unread_is_news() -> None:
-    """A reader that has not read yet need not be told again, whichever answer a delta belongs to."""
-    stream = Stream()
-    puts = [delta("a", 1), delta("b", 2), delta("c", 3, index=1)]
-    assert [stream.put(one) for one in puts] == [True, False, False]
-    stream.take()
-    assert stream.put(delta("d", 4))
+def test_what_is_kept_for_a_stream_can_be_taken_out_of_turn() -> None:
+    """A stream that ends takes what is kept for it along, and is not due any more."""
+    clock, stream = FakeClock(), Stream()
+    outbox, kept = Outbox(1.0, clock), delta("b", 2)
+    outbox.add(stream, delta("a", 1))
+    outbox.take_due()
+    outbox.add(stream, kept)
+    assert (outbox.take(stream), outbox.take(stream)) == ([kept], [])
+    clock.advance(2.0)
+    assert outbox.take_due() == {}
 
 
 def test_without_an_interval_every_delta_is_due() -> None:
     """An interval of nought holds nothing back."""
-    stream, pacer = Stream(), Pacer(0.0, FakeClock())
-    assert [pacer.due([stream]) for _ in range(3)] == [[stream]] * 3
-
-
-def test_a_reader_that_took_what_was_held_back_is_not_woken_for_nothing() -> None:
-    """A reader woken with nothing unread would take it for the end of the answer, and lose the rest."""
-    clock, stream, waiter = FakeClock(), Stream(), threading.Event()
-    pacer = Pacer(1.0, clock)
-    stream.put(delta("told at once", 1))
-    assert pacer.due([stream]) == [stream]
-    stream.put(delta("held back", 2))
-    assert pacer.due([stream]) == []
-    assert [d.text for d in stream.take()] == ["told at onceheld back"]
-    assert stream.take_or_register(waiter) is None
-    clock.advance(2.0)
-    assert [due.rouse() for due in pacer.due([])] == [None]
-    stream.put(delta("more", 3))
-    assert stream.rouse() is waiter
+    stream, outbox = Stream(), Outbox(0.0, FakeClock())
+    for text in "abc":
+        outbox.add(stream, delta(text))
+        assert list(outbox.take_due()) == [stream]
