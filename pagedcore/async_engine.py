@@ -52,7 +52,8 @@ class AsyncEngine:
         Args:
             engine: a new one.
             stream_interval_s: a reader is told of its first and last delta at once, and of those between, joined, at
-                times this far apart, the same for all readers; 0 tells of every delta.
+                times this far apart, the same for all readers, and farther apart if those are more than fifty; 0 tells
+                of every delta.
 
         Raises:
             InvalidConfig: the interval is not a number of seconds from 0 to 1.

@@ -11,7 +11,7 @@ import pytest
 
 from doubles import FakeClock
 from pagedcore.outputs import Delta, TokenLogprobs, Usage
-from pagedcore.stream import MOST_PARTS, Outbox, Stream, StreamReader, merge, wake
+from pagedcore.stream import MOST_PARTS, READERS_PER_INTERVAL, Outbox, Stream, StreamReader, merge, wake
 
 
 def delta(text: str, *token_ids: int, index: int = 0, reason: str | None = None) -> Delta:
@@ -155,6 +155,19 @@ def test_streams_that_began_apart_are_due_together() -> None:
     outbox.add(late, one)
     clock.advance(0.25)
     assert list(outbox.take_due()) == [early, late]
+
+
+def test_with_many_readers_the_interval_is_longer() -> None:
+    """Telling twice as many as one interval is meant for takes twice as long, so the next time is two intervals off."""
+    clock = FakeClock()
+    outbox, streams = Outbox(1.0, clock), [Stream() for _ in range(2 * READERS_PER_INTERVAL)]
+    due_after = []
+    for seconds in (0.0, 1.0, 0.9, 0.2):
+        clock.advance(seconds)
+        for stream in streams:
+            outbox.add(stream, delta("a", 1))
+        due_after.append(len(outbox.take_due()))
+    assert due_after == [len(streams), 0, 0, len(streams)]
 
 
 def test_what_is_kept_for_a_stream_can_be_taken_out_of_turn() -> None:
