@@ -282,6 +282,20 @@ async def test_closing_ends_every_stream_and_refuses_new_ones() -> None:
         engine.stats()
 
 
+async def test_what_was_held_back_comes_before_the_end_of_the_engine() -> None:
+    """A reader gets every token that was generated before it hears EngineClosed."""
+    engine = AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200), stream_interval_s=1)
+    stream = engine.generate([1], params(500))
+    tokens = (await anext(stream)).token_ids
+    await asyncio.to_thread(wait_until, lambda: engine.stats().num_generated_tokens >= 4)
+    await engine.aclose()
+    tokens += (await anext(stream)).token_ids
+    assert len(tokens) >= 4
+    assert list(tokens) == toy_answer([1], 500)[: len(tokens)]
+    with pytest.raises(EngineClosed):
+        await anext(stream)
+
+
 async def test_a_dying_engine_thread_tells_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect in the engine itself does not leave anybody waiting."""
     inner = make_engine(SlowBackend(), num_kv_blocks=200)
