@@ -1,6 +1,7 @@
 """An adapter that pagedcore knows nothing of: ``expose("wsgi", model="demo")`` is a WSGI application."""
 
 from pagedcore import AsyncEngine, SamplingParams
+from pagedcore.errors import InvalidRequest, PagedcoreError
 from pagedcore.plugins.hookspecs import hookimpl
 
 MAX_BYTES = 16_384
@@ -30,5 +31,12 @@ class Application:
             start_response("400 Bad Request", [("Content-Type", "text/plain")])
             return [b"POST a prompt of 1 to 16384 bytes\n"]
         prompt = environ["wsgi.input"].read(length).decode("utf-8", "replace")
+        deltas = self.engine.generate_sync(prompt, self.params)
+        try:
+            first = next(deltas)  # Why: by then the engine has taken the request or said why not.
+        except PagedcoreError as error:
+            status = "400 Bad Request" if isinstance(error, InvalidRequest) else "503 Service Unavailable"
+            start_response(status, [("Content-Type", "text/plain")])
+            return [f"{error}\n".encode()]
         start_response("200 OK", [("Content-Type", "text/plain; charset=utf-8")])
-        return (delta.text.encode() for delta in self.engine.generate_sync(prompt, self.params))
+        return (delta.text.encode() for part in ((first,), deltas) for delta in part)

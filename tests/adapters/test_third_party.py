@@ -34,11 +34,15 @@ setup_testing_defaults(environ)
 print(b"".join(application(environ, lambda status, headers: print(status))).decode())
 bad = dict(environ, CONTENT_LENGTH="99999")
 print(b"".join(application(bad, lambda status, headers: print(status))).decode())
+long = dict(environ, CONTENT_LENGTH="16000", **{"wsgi.input": io.BytesIO(b"word " * 3200)})
+print(b"".join(application(long, lambda status, headers: print(status))).decode())
 abandoned = application(dict(environ, **{"wsgi.input": io.BytesIO(b"What is 2 + 3?")}), lambda *_: None)
 next(abandoned)
 abandoned.close()
 print("blocks", application.engine.stats().num_blocks_used)
 application.engine.close()
+late = dict(environ, **{"wsgi.input": io.BytesIO(b"What is 2 + 3?")})
+print(b"".join(application(late, lambda status, headers: print(status))).decode())
 """
 
 
@@ -93,10 +97,14 @@ def test_an_installed_adapter_is_listed_and_works(site: Path) -> None:
     """It is found without any configuration, answers right, refuses what is out of bounds, and frees what it took."""
     assert "active" in row(python(site, "-m", "pagedcore", "plugins"), "wsgi")
     assert "available" in row(python(site, "-m", "pagedcore", "plugins", "--table", "adapters"), "wsgi")
-    answered, refused = python(site, "-c", USE).split("400 Bad Request\n")
+    answered, out_of_bounds, too_long = python(site, "-c", USE).split("400 Bad Request\n")
     assert answered.startswith("200 OK\n")
     assert "5" in answered
-    assert refused.splitlines()[-1] == "blocks 0"
+    assert "16384 bytes" in out_of_bounds
+    too_long, closed = too_long.split("503 Service Unavailable\n")
+    assert too_long.startswith("prompt")
+    assert too_long.splitlines()[-1] == "blocks 0"
+    assert "closed" in closed
 
 
 def test_broken_plugins_are_reported_and_stop_nobody(site: Path, tmp_path: Path) -> None:
