@@ -20,12 +20,11 @@ FAST_MATH: Final = False
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread and one CTA of a compiled kernel take, as the assembler reports it."""
+    """What one thread of a compiled kernel takes, as the assembler reports it."""
 
     registers: int
     stack_bytes: int
     spill_bytes: int
-    static_shared_bytes: int
 
 
 def parse_arch(arch: str) -> tuple[int, int]:
@@ -112,5 +111,5 @@ def _resources(log: str) -> Resources:
         raise InternalError("linked kernel: nvJitLink's report names no registers.")
     return Resources(
         registers, number(r"(\d+) bytes stack frame"),
-        number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"), number(r"(\d+) bytes smem"),
+        number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
     )
