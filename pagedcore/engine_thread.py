@@ -158,11 +158,21 @@ class EngineThread:
             self.accept(*self._held.popleft(), may_wait=False)
 
     def _take_commands(self) -> None:
-        if not self.engine.has_pending_requests() and (command := self._commands.wait(IDLE_CHECK_S)):
-            command(self)
-            self._gather()
+        if not self.engine.has_pending_requests():
+            self._wait()
         for command in self._commands.take_all():
             command(self)
+
+    def _wait(self) -> None:
+        command = self._commands.wait(IDLE_CHECK_S)
+        if command is None:
+            from pagedcore_kernels.cpu.threads import release_threads
+
+            # Why: another engine of this process may be busy meanwhile, and these would slow down its helpers.
+            release_threads()
+            return
+        command(self)
+        self._gather()
 
     def _gather(self) -> None:
         """Let requests that come together begin together: those that missed a step need one more for their last tokens,

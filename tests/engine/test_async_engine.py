@@ -19,6 +19,7 @@ from doubles import FlakyBackend, ToyBackend, toy_answer
 from engine_builders import make_engine
 from pagedcore import engine_thread
 from pagedcore.async_engine import AsyncEngine
+from pagedcore.engine import Engine
 from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidConfig, PromptEmpty
 from pagedcore.outputs import Usage
 from pagedcore.ports import FloatArray, RaggedRows
@@ -55,6 +56,25 @@ def test_whoever_built_the_engine_keeps_no_helpers() -> None:
     builder.start()
     builder.join()
     assert counts == [2, 1], "two helpers, then the engine's own thread"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the helpers of libgomp")
+def test_an_idle_engine_keeps_no_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of one process do not slow each other down while only one of them is busy."""
+    monkeypatch.setattr(engine_thread, "IDLE_CHECK_S", 0.01)
+    process = psutil.Process()
+
+    def compute(_: Engine) -> int:
+        torch.set_num_threads(3)
+        before = process.num_threads()
+        _ = torch.ones(1 << 20).exp()
+        torch.set_num_threads(1)
+        return process.num_threads() - before
+
+    with AsyncEngine(make_engine()) as engine:
+        without = process.num_threads()
+        assert asyncio.run(engine.call(compute)) == 2
+        wait_until(lambda: process.num_threads() <= without)
 
 
 async def answer(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> list[int]:
