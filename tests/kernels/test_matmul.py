@@ -38,6 +38,19 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def cancelling(
+    num_outputs: int, num_rows: int, num_inputs: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight and rows whose products are nothing but errors of float32, in any order of additions others.
+
+    Why: a bfloat16 would hide such errors in larger numbers, and nearly all orders would have the same bits.
+    """
+    order = torch.from_numpy(np.random.default_rng(0).permutation(num_inputs))
+    half_weight, half_rows = (numbers(seed, n, num_inputs // 2) for seed, n in ((1, num_outputs), (2, num_rows)))
+    weight, rows = torch.cat([half_weight, -half_weight], 1), torch.cat([half_rows, half_rows], 1)
+    return weight[:, order].to(dtype), rows[:, order].to(dtype)
+
+
 @pytest.fixture
 def many_threads() -> Iterator[None]:
     """Let torch use more threads than there are panels, and set the number back."""
@@ -78,7 +91,7 @@ def test_exact_sums_are_exact(dtype: torch.dtype, num_inputs: int) -> None:
 @each_dtype
 def test_a_row_has_its_bits_in_any_company(dtype: torch.dtype, num_inputs: int) -> None:
     """Alone, at any place among up to 600 rows, and whatever rows those are."""
-    weight, rows = numbers(1, 100, num_inputs, dtype=dtype), numbers(2, 600, num_inputs, dtype=dtype)
+    weight, rows = cancelling(100, 600, num_inputs, dtype)
     product = PackedMatmul(weight, None)
     expected = product(rows)
     for begin, end in [(7, 8), (3, 5), (60, 69), (199, 200), (1, 130), (0, 512), (88, 600), (40, 585)]:
@@ -90,8 +103,8 @@ def test_a_row_has_its_bits_in_any_company(dtype: torch.dtype, num_inputs: int) 
 @each_dtype
 def test_no_number_of_rows_changes_bits(dtype: torch.dtype, num_inputs: int) -> None:
     """Every number up to 70: tiles and blocks of all sizes, whole and not."""
-    rows = numbers(2, 70, num_inputs, dtype=dtype)
-    product = PackedMatmul(numbers(1, 65, num_inputs, dtype=dtype), None)
+    weight, rows = cancelling(65, 70, num_inputs, dtype)
+    product = PackedMatmul(weight, None)
     expected = product(rows)
     for count in range(1, 70):
         assert torch.equal(product(rows[:count]), expected[:count])
@@ -103,8 +116,8 @@ def test_no_number_of_rows_changes_bits(dtype: torch.dtype, num_inputs: int) -> 
 @each_dtype
 def test_threads_do_not_change_bits(dtype: torch.dtype, num_inputs: int) -> None:
     """With fewer panels than threads the rows are shared out too, and nothing else changes."""
-    product = PackedMatmul(numbers(1, 70, num_inputs, dtype=dtype), numbers(2, 70, dtype=dtype))
-    rows = numbers(3, 300, num_inputs, dtype=dtype)
+    weight, rows = cancelling(70, 300, num_inputs, dtype)
+    product = PackedMatmul(weight, None)
     shared = product(rows)
     torch.set_num_threads(1)
     assert torch.equal(product(rows), shared)
@@ -218,7 +231,7 @@ def test_matrix_units_multiply_whole_tiles_of_inputs() -> None:
 @pytest.mark.skipif(not matmul_amx.may_use_tiles(), reason="no matrix units")
 def test_chunks_of_matrix_units_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums go on from chunk to chunk: how long those are may change with the processor."""
-    weight, rows = numbers(1, 70, 1024, dtype=torch.bfloat16), numbers(2, 40, 1024, dtype=torch.bfloat16)
+    weight, rows = cancelling(70, 40, 1024, torch.bfloat16)
     expected = PackedMatmul(weight, None)(rows)
     monkeypatch.setattr(matmul, "MATRIX_UNIT_CHUNK_STEPS", 32)
     monkeypatch.setattr(matmul, "matmul_kernel", matmul.matmul_kernel.__wrapped__)
