@@ -226,13 +226,3 @@ def test_matrix_units_multiply_whole_tiles_of_inputs() -> None:
     for dtype, num_inputs, uses in [(torch.bfloat16, 64, 1), (torch.bfloat16, 48, 0), (torch.float32, 64, 0)]:
         product = PackedMatmul(torch.zeros(8, num_inputs, dtype=dtype), None)
         assert product._kernel is matmul.matmul_kernel(int(dtype == torch.bfloat16), uses)
-
-
-@pytest.mark.skipif(not matmul_amx.may_use_tiles(), reason="no matrix units")
-def test_chunks_of_matrix_units_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums go on from chunk to chunk: how long those are may change with the processor."""
-    weight, rows = cancelling(70, 40, 1024, torch.bfloat16)
-    expected = PackedMatmul(weight, None)(rows)
-    monkeypatch.setattr(matmul, "MATRIX_UNIT_CHUNK_STEPS", 32)
-    monkeypatch.setattr(matmul, "matmul_kernel", matmul.matmul_kernel.__wrapped__)
-    assert torch.equal(PackedMatmul(weight, None)(rows), expected)

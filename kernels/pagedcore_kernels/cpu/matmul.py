@@ -42,9 +42,9 @@ from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
 #: Steps whose products are summed up in registers: 64 KiB of a panel, which stays in the second cache level while all
 #: rows of a group pass. Part of the order of additions: another number gives other bits.
 CHUNK_STEPS = 256
-#: The same with matrix units: 28 KiB of a panel, which stay in the first cache level together with a block's rows. It
-#: changes no bit, sums go on from where they were.
-MATRIX_UNIT_CHUNK_STEPS = 7 * TILE_STEPS
+#: The same with matrix units, where it changes no bit, since sums go on from where they were: 28 KiB of a panel stay in
+#: the first cache level until several blocks of rows have passed; a single block asks for memory further ahead.
+MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_STEPS
 #: Rows that pass while a chunk stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
 #: level brings weights, 128 KiB.
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
@@ -139,7 +139,8 @@ def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
 def matmul_kernel(is_bf16: int, uses_matrix_units: int) -> Kernel:
     """Compile the kernel, or take it from the cache; its parameters are those that ``PackedMatmul`` fills in."""
     panel_outputs, step_bytes, row_step_bytes, sum_bytes = PANEL, STEP_BYTES, ROW_STEP_BYTES, SUM_BYTES
-    chunk = MATRIX_UNIT_CHUNK_STEPS if uses_matrix_units else CHUNK_STEPS
+    chunk_steps = MATRIX_UNIT_CHUNK_STEPS if uses_matrix_units else CHUNK_STEPS
+    single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS
     group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
     least_rows, num_sums, num_words = _SHARE_ROWS, group_rows * PANEL, CONFIGURATION_WORDS
     item_bytes = 2 if is_bf16 else 4
@@ -151,7 +152,6 @@ def matmul_kernel(is_bf16: int, uses_matrix_units: int) -> Kernel:
         num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * item_bytes // row_step_bytes
         num_panels, num_shares = load_int64(p, 8), load_int64(p, 9)
         row_bytes, panel_bytes = num_steps * row_step_bytes, num_steps * step_bytes
-        first_bytes = min(chunk, num_steps) * step_bytes
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
         sums, configuration, configured_rows = stack_floats(num_sums), stack_int64(num_words), 0
         next_item = claim(counter)
@@ -165,9 +165,10 @@ def matmul_kernel(is_bf16: int, uses_matrix_units: int) -> Kernel:
             while first_row < end_row:
                 count = min(group_rows, end_row - first_row)
                 # Rows from ``last`` on have their sums ``spare`` places further on: those of the last block.
-                last, spare = 0, 0
+                chunk, last, spare = chunk_steps, 0, 0
                 if uses_matrix_units:
                     size = rows_of_blocks(count)
+                    chunk = single_block_chunk_steps if size == count else chunk_steps
                     last, spare = count - size, (size - count % size) % size
                     if size != configured_rows:
                         configure_tiles(configuration, size)
@@ -178,7 +179,7 @@ def matmul_kernel(is_bf16: int, uses_matrix_units: int) -> Kernel:
                     here = weight + panel * panel_bytes + start * step_bytes
                     ahead, ahead_bytes = here + steps * step_bytes, steps * step_bytes
                     if start + chunk >= num_steps:
-                        ahead, ahead_bytes = next_panel, first_bytes
+                        ahead, ahead_bytes = next_panel, min(chunk, num_steps) * step_bytes
                     source, is_first = rows + first_row * row_bytes + start * row_step_bytes, int(start == 0)
                     if uses_matrix_units:
                         multiply_blocks(source, row_bytes, count, size, here, steps, sums, is_first, ahead, ahead_bytes)
