@@ -1,4 +1,4 @@
-"""Arrays that end where readable memory ends: as a program, attention over them, which an overrun ends by a signal.
+"""Arrays that end where readable memory ends: as a program, kernels over them, which an overrun ends by a signal.
 
 The tests start it as a process of its own: what it is there to notice ends a process.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +20,24 @@ import torch
 from kernels.attention_cases import Rows, Shape, Tokens, random_tables, run
 from pagedcore_kernels import plan as plan_module
 from pagedcore_kernels.cpu.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.matmul import PackedMatmul
 
 GUARD_BYTES = 1 << 22
 """Bytes behind an array that nobody may touch."""
 LENGTHS = [(1, 70), (37, 37), (5, 41), (1, 1), (1, 200), (2, 3)]
 NUM_BLOCKS = 32
 SHAPES = [Shape(3, 2, 32, 16, 16, torch.bfloat16), Shape(2, 1, 16, 16, 16, torch.float32)]
+PRODUCTS = [(rows, *shape) for rows in (1, 15, 17, 33, 70) for shape in ((70, 64), (64, 288), (130, 34))]
+"""Rows, outputs and inputs; inputs of whole tiles and others."""
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def start(what: str) -> subprocess.CompletedProcess[str]:
+    """Run this program; ``what`` is "attention" or "products"."""
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
+    command = [sys.executable, "-m", "kernels.edge_of_memory", what]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
 
 
 def before_the_edge(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -54,7 +69,40 @@ def attend(shape: Shape, window: int) -> torch.Tensor:
     return run(NumbaCpuAttention(shape.layout, pool), rows, sequences, shape, window=window)
 
 
+def tensor_before_the_edge(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to memory that ends with it."""
+    return torch.from_numpy(before_the_edge(tensor.view(torch.uint8).numpy())).view(tensor.dtype)
+
+
+class EdgeMatmul(PackedMatmul):
+    """A product whose weight and bias end where memory ends."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__(weight, bias)
+        self.weight, self._bias = tensor_before_the_edge(self.weight), tensor_before_the_edge(self._bias)
+
+
+class EdgeRows(torch.Tensor):
+    """Rows from which an array is made that ends where memory ends."""
+
+    def new_empty(self, *shape: int) -> torch.Tensor:  # type: ignore[override]
+        """Return room for numbers of the same format."""
+        return tensor_before_the_edge(torch.zeros(*shape, dtype=self.dtype))
+
+
+def multiply(num_rows: int, num_outputs: int, num_inputs: int) -> torch.Tensor:
+    """Multiply bfloat16 rows; nothing that the kernel has to do with has readable memory behind it."""
+    generator = torch.Generator().manual_seed(1)
+    weight, rows = (torch.randn(size, num_inputs, generator=generator).bfloat16() for size in (num_outputs, num_rows))
+    product = EdgeMatmul(weight, weight[:, 0])(tensor_before_the_edge(rows).as_subclass(EdgeRows))
+    assert torch.equal(product, PackedMatmul(weight, weight[:, 0])(rows))
+    return product
+
+
 if __name__ == "__main__":
-    plan_module.QueryTiles = EdgeTiles  # type: ignore[misc]
-    for one in SHAPES:
-        print(*(attend(one, window).shape for window in (0, 20)))
+    if sys.argv[1] == "products":
+        print(*(multiply(*sizes).shape for sizes in PRODUCTS))
+    else:
+        plan_module.QueryTiles = EdgeTiles  # type: ignore[misc]
+        for one in SHAPES:
+            print(*(attend(one, window).shape for window in (0, 20)))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from kernels import edge_of_memory
 from pagedcore.errors import InternalError
-from pagedcore_kernels.cpu import matmul
-from pagedcore_kernels.cpu.matmul import CHUNK_STEPS, PackedMatmul, can_multiply
+from pagedcore_kernels.cpu import matmul, matmul_amx
+from pagedcore_kernels.cpu.matmul import CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS, PackedMatmul, can_multiply
 
 #: Inputs of a chunk in bfloat16, of two in float32.
 CHUNK = 2 * CHUNK_STEPS
@@ -21,13 +23,32 @@ DTYPES = [
 ]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
+#: The same with matrix units, which take inputs by 32.
+UNIT_CHUNK = 2 * MATRIX_UNIT_CHUNK_STEPS
+
 #: Outputs and inputs: one and several panels, whole or not; less than a chunk, whole chunks, a chunk and a rest.
 SHAPES = [(1, 2), (64, 2), (63, 40), (65, CHUNK), (200, CHUNK + 2), (128, 2 * CHUNK), (320, 3 * CHUNK - 6)]
+SHAPES += [(1, 32), (130, UNIT_CHUNK), (63, UNIT_CHUNK + 32), (70, 3 * UNIT_CHUNK - 64)]
+#: Inputs for vectors and, in bfloat16, for matrix units.
+each_number_of_inputs = pytest.mark.parametrize("num_inputs", [2 * CHUNK + 6, 3 * UNIT_CHUNK + 32])
 
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return normal numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cancelling(
+    num_outputs: int, num_rows: int, num_inputs: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight and rows whose products are nothing but errors of float32, in any order of additions others.
+
+    Why: a bfloat16 would hide such errors in larger numbers, and nearly all orders would have the same bits.
+    """
+    order = torch.from_numpy(np.random.default_rng(0).permutation(num_inputs))
+    half_weight, half_rows = (numbers(seed, n, num_inputs // 2) for seed, n in ((1, num_outputs), (2, num_rows)))
+    weight, rows = torch.cat([half_weight, -half_weight], 1), torch.cat([half_rows, half_rows], 1)
+    return weight[:, order].to(dtype), rows[:, order].to(dtype)
 
 
 @pytest.fixture
@@ -39,7 +60,7 @@ def many_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 64, 65, 131])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 16, 17, 33, 64, 65, 131])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("is_biased", [False, True])
 @each_dtype
@@ -56,32 +77,47 @@ def test_products(dtype: torch.dtype, shape: tuple[int, int], num_rows: int, is_
     assert ((actual.double() - expected).abs() <= bound).all()
 
 
+@each_number_of_inputs
 @each_dtype
-def test_exact_sums_are_exact(dtype: torch.dtype) -> None:
+def test_exact_sums_are_exact(dtype: torch.dtype, num_inputs: int) -> None:
     """Of small integers nothing is lost: every weight meets its own input, in every panel and chunk."""
     generator = np.random.default_rng(0)
-    weight = torch.from_numpy(generator.integers(-1, 2, (130, 2 * CHUNK + 4))).to(dtype)
-    rows = torch.from_numpy((generator.random((9, 2 * CHUNK + 4)) < 0.1).astype(np.float32)).to(dtype)
+    weight = torch.from_numpy(generator.integers(-1, 2, (130, num_inputs))).to(dtype)
+    rows = torch.from_numpy((generator.random((39, num_inputs)) < 0.1).astype(np.float32)).to(dtype)
     assert torch.equal(PackedMatmul(weight, None)(rows).double(), rows.double() @ weight.double().T)
 
 
+@each_number_of_inputs
 @each_dtype
-def test_a_row_has_its_bits_in_any_company(dtype: torch.dtype) -> None:
-    """Alone, at any place among up to 200 rows, and whatever rows those are."""
-    weight, rows = (numbers(seed, 200, 2 * CHUNK + 6, dtype=dtype) for seed in (1, 2))
+def test_a_row_has_its_bits_in_any_company(dtype: torch.dtype, num_inputs: int) -> None:
+    """Alone, at any place among up to 600 rows, and whatever rows those are."""
+    weight, rows = cancelling(100, 600, num_inputs, dtype)
     product = PackedMatmul(weight, None)
     expected = product(rows)
-    for begin, end in [(0, 1), (7, 8), (3, 5), (11, 14), (60, 69), (1, 67), (0, 129), (199, 200)]:
+    for begin, end in [(7, 8), (3, 5), (60, 69), (199, 200), (1, 130), (0, 512), (88, 600), (40, 585)]:
         assert torch.equal(product(rows[begin:end]), expected[begin:end])
     assert torch.equal(product(rows.flip(0)), expected.flip(0))
 
 
-@pytest.mark.usefixtures("many_threads")
+@each_number_of_inputs
 @each_dtype
-def test_threads_do_not_change_bits(dtype: torch.dtype) -> None:
+def test_no_number_of_rows_changes_bits(dtype: torch.dtype, num_inputs: int) -> None:
+    """Every number up to 70: tiles and blocks of all sizes, whole and not."""
+    weight, rows = cancelling(65, 70, num_inputs, dtype)
+    product = PackedMatmul(weight, None)
+    expected = product(rows)
+    for count in range(1, 70):
+        assert torch.equal(product(rows[:count]), expected[:count])
+        assert torch.equal(product(rows[70 - count :]), expected[70 - count :])
+
+
+@pytest.mark.usefixtures("many_threads")
+@each_number_of_inputs
+@each_dtype
+def test_threads_do_not_change_bits(dtype: torch.dtype, num_inputs: int) -> None:
     """With fewer panels than threads the rows are shared out too, and nothing else changes."""
-    product = PackedMatmul(numbers(1, 70, CHUNK + 10, dtype=dtype), numbers(2, 70, dtype=dtype))
-    rows = numbers(3, 300, CHUNK + 10, dtype=dtype)
+    weight, rows = cancelling(70, 300, num_inputs, dtype)
+    product = PackedMatmul(weight, None)
     shared = product(rows)
     torch.set_num_threads(1)
     assert torch.equal(product(rows), shared)
@@ -99,16 +135,28 @@ def test_a_broken_row_breaks_no_other(dtype: torch.dtype) -> None:
     assert torch.equal(actual[[0, 1, 3, 5]], expected[[0, 1, 3, 5]])
 
 
+@pytest.mark.parametrize("num_inputs", [8, 32])
 @each_dtype
-def test_nothing_is_written_beside_the_outputs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_beside_the_outputs(
+    dtype: torch.dtype, num_inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last panel is not whole; memory around the outputs stays as it was."""
     room = torch.full((5, 100), 7.0, dtype=dtype)
-    product, rows = PackedMatmul(numbers(1, 100, 8, dtype=dtype), None), numbers(2, 3, 8, dtype=dtype)
+    product = PackedMatmul(numbers(1, 100, num_inputs, dtype=dtype), None)
+    rows = numbers(2, 3, num_inputs, dtype=dtype)
     expected = product(rows)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda tensor, *shape: room[1:4])
     assert torch.equal(product(rows), expected)
     assert (room[0] == 7).all()
     assert (room[4] == 7).all()
+
+
+@pytest.mark.skipif(not can_multiply(torch.bfloat16, 2), reason="no such vectors")
+def test_nothing_is_read_beyond_its_end() -> None:
+    """Rows, weight, bias and outputs may end where memory ends, also while memory is asked for ahead."""
+    done = edge_of_memory.start("products")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch.Size") == len(edge_of_memory.PRODUCTS)
 
 
 @each_dtype
@@ -151,3 +199,30 @@ def test_code_for_another_processor_is_not_tried(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(matmul.config, setting, "generic")
     assert not can_multiply(torch.bfloat16, 8)
     assert not can_multiply(torch.float32, 8)
+
+
+@pytest.fixture
+def no_system_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the system refuse everything."""
+    matmul_amx.may_use_tiles.cache_clear()
+    monkeypatch.setattr(matmul_amx.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=lambda *arguments: -1))
+    yield
+    matmul_amx.may_use_tiles.cache_clear()
+
+
+@pytest.mark.usefixtures("no_system_call")
+@pytest.mark.skipif(not can_multiply(torch.bfloat16, 2), reason="no such vectors")
+def test_without_the_systems_leave_vectors_multiply() -> None:
+    """Matrix units that the process may not use are not used: the same numbers come from the other kernel."""
+    weight, rows = numbers(1, 70, 64, dtype=torch.bfloat16), numbers(2, 40, 64, dtype=torch.bfloat16)
+    product = PackedMatmul(weight, None)
+    assert product._kernel is matmul.matmul_kernel(1, 0)
+    torch.testing.assert_close(product(rows), rows @ weight.T)
+
+
+@pytest.mark.skipif(not matmul_amx.may_use_tiles(), reason="no matrix units")
+def test_matrix_units_multiply_whole_tiles_of_inputs() -> None:
+    """The number of inputs alone decides, and float32 has no such unit."""
+    for dtype, num_inputs, uses in [(torch.bfloat16, 64, 1), (torch.bfloat16, 48, 0), (torch.float32, 64, 0)]:
+        product = PackedMatmul(torch.zeros(8, num_inputs, dtype=dtype), None)
+        assert product._kernel is matmul.matmul_kernel(int(dtype == torch.bfloat16), uses)

@@ -3,7 +3,7 @@
 Owns the arrangement of the weights and the kernel that reads each of them once per step from memory. A step of a few
 dozen rows is bound by memory and by arithmetic at once, so while one chunk of a panel is multiplied the next one is on
 its way: each tile asks for a share of it. That is what makes it faster there than oneDNN, whose products it replaces.
-Read ``matmul_tiles.py`` for the arithmetic.
+Read ``matmul_tiles.py`` for the arithmetic, and ``matmul_amx.py`` for that of processors with matrix units.
 
 Invariant: an output's bits depend on its row, its weights and its bias alone: not on the other rows, the row's place or
 the number of threads.
@@ -19,23 +19,37 @@ import torch
 from numba.core import config
 
 from pagedcore.errors import InternalError
+from pagedcore_kernels.cpu.matmul_amx import (
+    CONFIGURATION_WORDS,
+    TILE_STEPS,
+    configure_tiles,
+    may_use_tiles,
+    multiply_blocks,
+    release_tiles,
+    rows_of_blocks,
+)
 from pagedcore_kernels.cpu.matmul_tiles import (
     PANEL,
     ROW_STEP_BYTES,
     STEP_BYTES,
     SUM_BYTES,
-    TILE_ROWS,
-    multiply_tile,
+    multiply_tiles,
     store_sums,
 )
-from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats
+from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats, stack_int64
 from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
 
 #: Steps whose products are summed up in registers: 64 KiB of a panel, which stays in the second cache level while all
-#: rows of a work item pass. Part of the order of additions: another number gives other bits.
+#: rows of a group pass. Part of the order of additions: another number gives other bits.
 CHUNK_STEPS = 256
-#: Rows of a work item, whose sums take 16 KiB.
-_ITEM_ROWS = 64
+#: The same with matrix units, where it changes no bit, since sums go on from where they were: 28 KiB of a panel stay in
+#: the first cache level until several blocks of rows have passed; a single block asks for memory further ahead.
+MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_STEPS
+#: Rows that pass while a chunk stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
+#: level brings weights, 128 KiB.
+_GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
+#: Fewest rows of a work item, if there are several in a panel.
+_SHARE_ROWS = 64
 #: Work items per thread that are enough to share the work evenly.
 _ITEMS_PER_THREAD = 4
 
@@ -55,6 +69,11 @@ def _inputs_per_step(dtype: torch.dtype) -> int:
     return ROW_STEP_BYTES // dtype.itemsize
 
 
+def _uses_matrix_units(dtype: torch.dtype, num_inputs: int) -> bool:
+    # Invariant: nothing that changes from call to call may decide this, for it decides the order of additions.
+    return dtype == torch.bfloat16 and num_inputs % (TILE_STEPS * _inputs_per_step(dtype)) == 0 and may_use_tiles()
+
+
 class PackedMatmul:
     """``rows @ weight.T + bias`` with a weight that was rearranged once.
 
@@ -72,7 +91,8 @@ class PackedMatmul:
         self._bias = weight.new_zeros(self._num_panels * PANEL)
         if bias is not None:
             self._bias[: self._num_outputs] = bias
-        self._kernel = matmul_kernel(int(weight.dtype == torch.bfloat16))
+        uses_matrix_units = _uses_matrix_units(weight.dtype, self._num_inputs)
+        self._kernel = matmul_kernel(int(weight.dtype == torch.bfloat16), int(uses_matrix_units))
         self._parameters = ParameterBlock(9)
 
     @property
@@ -98,7 +118,7 @@ class PackedMatmul:
     def _num_shares(self, num_rows: int) -> int:
         """Into how many work items the rows of each panel are cut: one unless the panels are too few."""
         wanted = -(-_ITEMS_PER_THREAD * torch.get_num_threads() // self._num_panels)
-        return max(1, min(wanted, -(-num_rows // _ITEM_ROWS)))
+        return max(1, min(wanted, -(-num_rows // _SHARE_ROWS)))
 
 
 def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
@@ -116,10 +136,13 @@ def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
 
 
 @cache
-def matmul_kernel(is_bf16: int) -> Kernel:
+def matmul_kernel(is_bf16: int, uses_matrix_units: int) -> Kernel:
     """Compile the kernel, or take it from the cache; its parameters are those that ``PackedMatmul`` fills in."""
     panel_outputs, step_bytes, row_step_bytes, sum_bytes = PANEL, STEP_BYTES, ROW_STEP_BYTES, SUM_BYTES
-    chunk, item_rows, num_sums, tile_rows = CHUNK_STEPS, _ITEM_ROWS, _ITEM_ROWS * PANEL, TILE_ROWS
+    chunk_steps = MATRIX_UNIT_CHUNK_STEPS if uses_matrix_units else CHUNK_STEPS
+    single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS
+    group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
+    least_rows, num_sums, num_words = _SHARE_ROWS, group_rows * PANEL, CONFIGURATION_WORDS
     item_bytes = 2 if is_bf16 else 4
 
     def matmul(parameters: Any) -> None:
@@ -129,53 +152,49 @@ def matmul_kernel(is_bf16: int) -> Kernel:
         num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * item_bytes // row_step_bytes
         num_panels, num_shares = load_int64(p, 8), load_int64(p, 9)
         row_bytes, panel_bytes = num_steps * row_step_bytes, num_steps * step_bytes
-        first_bytes = min(chunk, num_steps) * step_bytes
-        sums = stack_floats(num_sums)
+        share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
+        sums, configuration, configured_rows = stack_floats(num_sums), stack_int64(num_words), 0
         next_item = claim(counter)
         while next_item < num_panels * num_shares:
             # Why: claimed ahead, the panel after this one is known, and its first chunk can be asked for.
             item, next_item = next_item, claim(counter)
             next_panel = weight + min(next_item // num_shares, num_panels - 1) * panel_bytes
             panel = item // num_shares
-            first_row = (item - panel * num_shares) * item_rows
-            while first_row < num_rows:
-                count = min(item_rows, num_rows - first_row)
-                num_tiles = (count + tile_rows - 1) // tile_rows
+            first_row = (item - panel * num_shares) * share_rows
+            end_row = min(first_row + share_rows, num_rows)
+            while first_row < end_row:
+                count = min(group_rows, end_row - first_row)
+                # Rows from ``last`` on have their sums ``spare`` places further on: those of the last block.
+                chunk, last, spare = chunk_steps, 0, 0
+                if uses_matrix_units:
+                    size = rows_of_blocks(count)
+                    chunk = single_block_chunk_steps if size == count else chunk_steps
+                    last, spare = count - size, (size - count % size) % size
+                    if size != configured_rows:
+                        configure_tiles(configuration, size)
+                        configured_rows = size
                 start = 0
                 while start < num_steps:
                     steps = min(chunk, num_steps - start)
                     here = weight + panel * panel_bytes + start * step_bytes
                     ahead, ahead_bytes = here + steps * step_bytes, steps * step_bytes
                     if start + chunk >= num_steps:
-                        ahead, ahead_bytes = next_panel, first_bytes
-                    for tile in range(num_tiles):
-                        # Tiles of even sizes: the smaller ones are slower for their size.
-                        row, end = tile * count // num_tiles, (tile + 1) * count // num_tiles
-                        source = rows + (first_row + row) * row_bytes + start * row_step_bytes
-                        sums_here, is_first = sums + row * sum_bytes, int(start == 0)
-                        # Why 64: a cache line with every step, sooner than the share would need it, was faster.
-                        share, step = ahead + tile * ahead_bytes // num_tiles, max(64, step_bytes // num_tiles)
-                        if end - row == 4:
-                            multiply_tile(
-                                is_bf16, 4, source, row_bytes, here, steps, sums_here, is_first, share, step
-                            )
-                        elif end - row == 3:
-                            multiply_tile(
-                                is_bf16, 3, source, row_bytes, here, steps, sums_here, is_first, share, step
-                            )
-                        elif end - row == 2:
-                            multiply_tile(
-                                is_bf16, 2, source, row_bytes, here, steps, sums_here, is_first, share, step
-                            )
-                        else:
-                            multiply_tile(
-                                is_bf16, 1, source, row_bytes, here, steps, sums_here, is_first, share, step
-                            )
+                        ahead, ahead_bytes = next_panel, min(chunk, num_steps) * step_bytes
+                    source, is_first = rows + first_row * row_bytes + start * row_step_bytes, int(start == 0)
+                    if uses_matrix_units:
+                        multiply_blocks(source, row_bytes, count, size, here, steps, sums, is_first, ahead, ahead_bytes)
+                    else:
+                        multiply_tiles(
+                            is_bf16, source, row_bytes, count, here, steps, sums, is_first, ahead, ahead_bytes
+                        )
                     start += chunk
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
-                    store_sums(is_bf16, sums + i * sum_bytes, bias + column * item_bytes, target, wanted)
-                first_row += num_shares * item_rows
+                    place = i + spare if i >= last else i
+                    store_sums(is_bf16, sums + place * sum_bytes, bias + column * item_bytes, target, wanted)
+                first_row += count
+        if uses_matrix_units:
+            release_tiles()
 
     return compile_kernel(matmul)

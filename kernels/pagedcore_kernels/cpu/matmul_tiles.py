@@ -2,8 +2,8 @@
 
 A panel is ``PANEL`` outputs of a weight matrix, in steps that take ``STEP_BYTES`` of weights and four bytes of a row:
 one input in float32, two side by side in bfloat16. An instruction multiplies a row's step by sixteen outputs and adds
-to sixteen float32 sums, which stay in registers over a whole chunk of steps. ``matmul.py`` arranges tiles into a
-product.
+to sixteen float32 sums, which stay in registers over a whole chunk of steps. ``matmul_amx.py`` multiplies the same
+panels with other instructions; ``matmul.py`` makes a product of either.
 
 Invariant: an output is the sum over chunks, in order, of the sum over the chunk's steps, in order. How many rows a tile
 has changes the speed and never a bit.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -50,6 +50,7 @@ STEP_BYTES, ROW_STEP_BYTES = 4 * PANEL, 4
 SUM_BYTES = 4 * PANEL
 
 _VECTORS = PANEL // LANES
+_LINE = 64
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -68,6 +69,30 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 
 
 _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+@njit(inline="always")
+def multiply_tiles(
+    is_bf16: int, rows: int, row_bytes: int, num_rows: int, weights: int, num_steps: int, sums: int, is_first: int,
+    ahead: int, ahead_bytes: int,
+) -> None:  # fmt: skip
+    """``multiply_tile`` for any number of rows, each tile asking for its share of the memory ahead."""
+    num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
+    # Why a line: a cache line with every step, sooner than the share would need it, was faster.
+    step = max(_LINE, STEP_BYTES // num_tiles)
+    for tile in range(num_tiles):
+        # Tiles of even sizes: the smaller ones are slower for their size.
+        row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+        source, target = rows + row * row_bytes, sums + row * SUM_BYTES
+        share = ahead + tile * ahead_bytes // num_tiles
+        if end - row == 4:
+            multiply_tile(is_bf16, 4, source, row_bytes, weights, num_steps, target, is_first, share, step)
+        elif end - row == 3:
+            multiply_tile(is_bf16, 3, source, row_bytes, weights, num_steps, target, is_first, share, step)
+        elif end - row == 2:
+            multiply_tile(is_bf16, 2, source, row_bytes, weights, num_steps, target, is_first, share, step)
+        else:
+            multiply_tile(is_bf16, 1, source, row_bytes, weights, num_steps, target, is_first, share, step)
 
 
 @intrinsic(prefer_literal=True)
