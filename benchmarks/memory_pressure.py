@@ -13,40 +13,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from interleaved import Budget, markdown, median_and_spread, ratios, turns
+from pressure_workloads import BLOCK_SIZE, OVERSUBSCRIPTION, Workload, workloads
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.cache.transfers import Direction
 
 MODES = ("auto", "swap", "recompute", "wait")
-BLOCK_SIZE = 16
-OVERSUBSCRIPTION = 4
 MIB = 2**20
-Requests = list[tuple[list[int], int]]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Requests as (prompt, answer length), all there from the start."""
-
-    name: str
-    requests: Requests
-
-    @property
-    def num_blocks(self) -> int:
-        """The pool: a quarter of what up to 32 of the requests want at once, and room for the longest alone."""
-        sizes = sorted((-(-(len(prompt) + answer) // BLOCK_SIZE) for prompt, answer in self.requests), reverse=True)
-        return max(sizes[0], sum(sizes[:32]) // OVERSUBSCRIPTION)
 
 
 @dataclass(frozen=True)
@@ -76,30 +58,6 @@ class Prices:
         """Price what was done."""
         moving_s = run.out_bytes * self.out_byte_s + run.in_bytes * self.in_byte_s
         return run.num_steps * self.step_s + run.num_tokens * self.token_s + moving_s
-
-
-def workloads() -> list[Workload]:
-    """Make six workloads that differ in what is cheap, and their mix."""
-    rng = random.Random(0)
-
-    def prompt(low: int, high: int) -> list[int]:
-        return [rng.randrange(4000) for _ in range(rng.randint(low, high))]
-
-    def many(count: int, make: Callable[[], tuple[list[int], int]]) -> Requests:
-        return [make() for _ in range(count)]
-
-    system = prompt(192, 192)
-    kinds = {
-        "short prompts, long answers": many(32, lambda: (prompt(8, 24), rng.randint(96, 160))),
-        "long prompts, short answers": many(32, lambda: (prompt(160, 320), rng.randint(8, 40))),
-        "long prompts, long answers": many(20, lambda: (prompt(160, 320), rng.randint(96, 160))),
-        "one system prompt": many(32, lambda: (system + prompt(8, 32), rng.randint(32, 96))),
-        "few giants among dwarfs": many(4, lambda: (prompt(480, 640), 160)) + many(28, lambda: (prompt(8, 24), 32)),
-        "all the same length": many(32, lambda: (prompt(64, 64), 96)),
-    }
-    mix = [request for requests in kinds.values() for request in requests[:8]]
-    rng.shuffle(mix)
-    return [Workload(name, requests) for name, requests in kinds.items()] + [Workload("mix", mix)]
 
 
 def save_model(directory: str) -> None:

@@ -42,11 +42,11 @@ class KVMemory:
         self._block_bytes = kv_block_bytes(backend, self.block_size)
         self._length = context_length(backend.max_model_len, config)
         self._lease: MemoryLease | None = None
-        free_bytes = free_kv_bytes(backend)
+        free_bytes, host_bytes = free_kv_bytes(backend), self._host_bytes(config)
         self.num_blocks = self._choose_num_blocks(config, free_bytes)
         try:
             backend.allocate_kv(self.num_blocks, self.block_size)
-            self.num_host_blocks = self._allocate_host(config)
+            self.num_host_blocks = self._allocate_host(host_bytes)
         except BaseException:
             self._give_back()
             raise
@@ -72,16 +72,21 @@ class KVMemory:
         """What moves the blocks, where the backend has that."""
         return getattr(self._backend, "cache_store", None)
 
-    def _allocate_host(self, config: EngineConfig) -> int:
-        num_bytes = parse_memory(config.host_kv_memory, free_bytes=free_memory_bytes(), what="host_kv_memory")
+    def _host_bytes(self, config: EngineConfig) -> int | None:
+        free_bytes = free_memory_bytes()
+        num_bytes = parse_memory(config.host_kv_memory, free_bytes=free_bytes, what="host_kv_memory")
+        if num_bytes is not None and not self._block_bytes <= num_bytes <= free_bytes:
+            raise InvalidConfig(
+                f"host_kv_memory: got {num_bytes} bytes, allowed is at least one block ({self._block_bytes} bytes) and "
+                f"at most the {free_bytes} bytes that are free."
+            )
+        return num_bytes
+
+    def _allocate_host(self, num_bytes: int | None) -> int:
         if num_bytes is None:
             return 0
         if self.store is None:
             raise InvalidConfig("host_kv_memory: this model backend has no cache_store to move blocks with; leave it.")
-        if num_bytes < self._block_bytes:
-            raise InvalidConfig(
-                f"host_kv_memory: got {num_bytes} bytes, allowed is at least one block ({self._block_bytes} bytes)."
-            )
         self.store.allocate_host(num_bytes // self._block_bytes)
         return num_bytes // self._block_bytes
 

@@ -1,7 +1,7 @@
-"""Asks the kernel to back memory that is read from end to end with huge pages.
+"""Asks the kernel for memory as it will be used: in huge pages, or there before it is needed.
 
 Reading a gigabyte of weights in every step costs a tenth of the time in address translation alone where pages are of
-4 KiB. Owns the two requests of Linux that change it; elsewhere, or where the kernel declines, nothing happens and
+4 KiB. Owns the requests of Linux that change it; elsewhere, or where the kernel declines, nothing happens and
 nothing else changes: contents and addresses stay.
 """
 
@@ -15,12 +15,18 @@ import torch
 
 _HUGE_PAGE: Final = 2**21
 _MADV_HUGEPAGE: Final = 14
+_MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
 
 
 def use_huge_pages(tensor: torch.Tensor) -> None:
     """Back an ordinary tensor on the CPU with huge pages as far as it is touched later; moves nothing now."""
     _advise(tensor.data_ptr(), tensor.nbytes, _MADV_HUGEPAGE)
+
+
+def populate(tensor: torch.Tensor) -> None:
+    """Have an ordinary tensor's memory now, not page by page when it is first written to; contents stay."""
+    _advise(tensor.data_ptr(), tensor.nbytes, _MADV_POPULATE_WRITE)
 
 
 def move_to_huge_pages(address: int, num_bytes: int) -> None:
@@ -35,5 +41,5 @@ def _advise(address: int, num_bytes: int, advice: int) -> None:
         return
     libc = ctypes.CDLL(None)
     for page in range(address // _HUGE_PAGE * _HUGE_PAGE, address + num_bytes, _HUGE_PAGE):
-        # Safety: neither advice changes what any address holds, so a page shared with other memory does no harm.
+        # Safety: no advice changes what any address holds, so a page shared with other memory does no harm.
         libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), ctypes.c_int(advice))

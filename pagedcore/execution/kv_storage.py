@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore.execution.huge_pages import use_huge_pages
+from pagedcore.execution.huge_pages import populate, use_huge_pages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +60,9 @@ class KVStorage:
             InvalidConfig: the memory for them cannot be had.
         """
         self._host = _allocate(self.layout, num_blocks, "cpu", "host_kv_memory", "host_kv_memory")
+        # Why: finding fresh pages takes several times as long as a transfer, which looked too dear by it, and would
+        # happen between two steps.
+        populate(self._host)
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Copy device blocks (source, destination)."""

@@ -128,9 +128,9 @@ def test_a_conversation_that_was_pushed_out_comes_back_from_the_host() -> None:
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("given", [0, -1, "1B", 63, True, 1.5, "much"])
-def test_host_memory_that_holds_no_block_is_refused(given: Any) -> None:
-    """Less than a block, or no amount at all, is refused by the setting's name."""
+@pytest.mark.parametrize("given", [0, -1, "1B", 63, True, 1.5, "much", 2**60])
+def test_host_memory_that_makes_no_sense_is_refused(given: Any) -> None:
+    """Less than a block, more than the machine has, or no amount at all, is refused by the setting's name."""
     with pytest.raises(InvalidConfig, match="host_kv_memory"):
         make_engine(host_kv_memory=given)
 

@@ -1,14 +1,17 @@
-"""Huge pages: nothing but speed may change."""
+"""Huge pages and memory ahead of its use: nothing but speed may change."""
 
 from __future__ import annotations
 
+import platform
 import sys
+from collections.abc import Callable
 
+import psutil
 import pytest
 import torch
 
 from pagedcore.execution import huge_pages
-from pagedcore.execution.huge_pages import use_huge_pages
+from pagedcore.execution.huge_pages import populate, use_huge_pages
 from pagedcore.execution.linears import PackedLinear
 
 
@@ -23,11 +26,12 @@ def test_products_keep_their_bits(dtype: torch.dtype) -> None:
     assert torch.equal(layer(rows), before)
 
 
+@pytest.mark.parametrize("advise", [use_huge_pages, populate])
 @pytest.mark.parametrize("num_floats", [3, 2**21 + 5])
-def test_tensors_keep_their_contents(num_floats: int) -> None:
+def test_tensors_keep_their_contents(num_floats: int, advise: Callable[[torch.Tensor], None]) -> None:
     """Advice about a tensor, however small and wherever it starts, changes no element of it."""
     tensor = torch.arange(num_floats, dtype=torch.float32)[1:]
-    use_huge_pages(tensor)
+    advise(tensor)
     assert torch.equal(tensor, torch.arange(1, num_floats, dtype=torch.float32))
 
 
@@ -36,6 +40,17 @@ def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages.sys, "platform", "darwin")
     monkeypatch.setattr(huge_pages.ctypes, "CDLL", None)
     use_huge_pages(torch.zeros(2**21))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="advice to Linux")
+def test_memory_is_there_before_it_is_used() -> None:
+    """What was populated counts as this process's memory although nobody has written to it."""
+    if tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
+        pytest.skip("Linux knows this advice from 5.14 on")
+    process, tensor = psutil.Process(), torch.empty(2**26, dtype=torch.uint8)
+    before = process.memory_info().rss
+    populate(tensor)
+    assert process.memory_info().rss - before > 2**25
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="advice to Linux")

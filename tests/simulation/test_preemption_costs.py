@@ -1,0 +1,102 @@
+"""What the choices of "auto" cost beside always making the same one, at fixed prices on a clock of their own.
+
+The engine is whole; only the model and the store are stand-ins that let a fake clock pass. So the seconds are exact,
+and the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from pressure_workloads import BLOCK_SIZE, Workload, workloads
+
+from doubles import FakeClock, ToyBackend, ToyStore
+from pagedcore.assembly import assemble
+from pagedcore.engine import Engine
+from pagedcore.ports import FloatArray, RaggedRows
+from pagedcore.sampling_params import SamplingParams
+
+ALWAYS = ("swap", "shrink", "recompute", "wait")
+TRANSFER_S = 2e-5
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Milliseconds of a step, of each of its tokens, and of a block moved either way."""
+
+    step: float
+    token: float
+    block: float
+
+
+class PricedStore(ToyStore):
+    """Lets time pass for every transfer."""
+
+    def __init__(self, backend: PricedBackend, block_size: int) -> None:
+        super().__init__(backend, block_size)
+        self._clock, self._prices = backend.clock, backend.prices
+
+    def _start(self, transfer_id: int, is_out: bool, pairs: Sequence[tuple[int, int]]) -> None:
+        self._clock.advance(TRANSFER_S + len(pairs) * self._prices.block / 1000)
+        super()._start(transfer_id, is_out, pairs)
+
+
+class PricedBackend(ToyBackend):
+    """Lets time pass for every step and answers each with the same token."""
+
+    def __init__(self, prices: Prices, clock: FakeClock) -> None:
+        super().__init__()
+        self.prices, self.clock = prices, clock
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        super().allocate_kv(num_blocks, block_size)
+        self._store = PricedStore(self, block_size)
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        self.clock.advance((self.prices.step + int(batch.query_start[-1]) * self.prices.token) / 1000)
+        logits = np.zeros((len(batch.logits_rows), self.vocab_size), dtype=np.float32)
+        logits[:, 1] = 1.0
+        return logits
+
+
+def seconds(workload: Workload, mode: str, prices: Prices) -> float:
+    """Answer a workload in one mode; return how much time passed from the first step to the last."""
+    clock = FakeClock()
+    parts = assemble(
+        PricedBackend(prices, clock), num_kv_blocks=workload.num_blocks, block_size=BLOCK_SIZE, preemption=mode,
+        host_kv_memory="4MiB", max_num_seqs=32, max_num_batched_tokens=512, max_num_waiting=256,
+    )
+    with Engine(parts, clock) as engine:
+        for prompt, num_tokens in workload.requests:
+            params = SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True)
+            engine.add_request([token % (ToyBackend.vocab_size - 1) for token in prompt], params)
+        before_s = clock.now()
+        while engine.has_pending_requests():
+            engine.step()
+        assert engine.stats().num_finished == len(workload.requests)
+        return clock.now() - before_s
+
+
+@pytest.mark.parametrize(
+    "prices",
+    [
+        pytest.param(Prices(6.0, 0.35, 0.03), id="a small model on a CPU"),
+        pytest.param(Prices(3.4, 0.06, 0.06), id="the same with matrix units"),
+        pytest.param(Prices(10.0, 0.02, 0.33), id="cheap tokens and a slow bus"),
+        pytest.param(Prices(1.0, 0.2, 0.05), id="cheap steps", marks=pytest.mark.slow),
+        pytest.param(Prices(8.0, 0.02, 0.02), id="a card", marks=pytest.mark.slow),
+        pytest.param(Prices(3.0, 0.001, 1.0), id="tokens for nothing", marks=pytest.mark.slow),
+    ],
+)
+def test_choosing_costs_no_more_than_the_best_habit(prices: Prices) -> None:
+    """On six workloads and their mix "auto" takes at most 2 % longer than whichever way is best there."""
+    rows = []
+    for workload in workloads():
+        auto_s, habits_s = seconds(workload, "auto", prices), [seconds(workload, mode, prices) for mode in ALWAYS]
+        rows.append((workload.name, auto_s / min(habits_s), *(auto_s / one for one in habits_s)))
+        print(f"{workload.name:28}", *(f"{ratio:.3f}" for ratio in rows[-1][1:]))
+    assert len(rows) == 7
+    assert max(row[1] for row in rows) <= 1.02
