@@ -71,12 +71,13 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
     import torch
 
     from pagedcore import __version__
+    from pagedcore_kernels.cpu.matmul import products_here
 
     layout = getattr(backend, "layout", None)
     parts = [
         type(backend).__name__, block_size, backend.kv_bytes_per_token, getattr(backend, "attention_name", ""),
         layout(block_size) if layout is not None else "", __version__, torch.__version__,
-        this_machine().instruction_sets,
+        this_machine().instruction_sets, products_here(),
     ]
     if (card := getattr(backend, "card_name", "")):
         parts.append(card)

@@ -74,6 +74,13 @@ def _uses_matrix_units(dtype: torch.dtype, num_inputs: int) -> bool:
     return dtype == torch.bfloat16 and num_inputs % (TILE_STEPS * _inputs_per_step(dtype)) == 0 and may_use_tiles()
 
 
+def products_here() -> tuple[bool, bool, bool]:
+    """Say which products run here, float32, bfloat16 and that on matrix units: others add up in other orders."""
+    inputs = TILE_STEPS * _inputs_per_step(torch.bfloat16)
+    is_bf16, uses_tiles = can_multiply(torch.bfloat16, inputs), _uses_matrix_units(torch.bfloat16, inputs)
+    return can_multiply(torch.float32, inputs), is_bf16, is_bf16 and uses_tiles
+
+
 class PackedMatmul:
     """``rows @ weight.T + bias`` with a weight that was rearranged once.
 
