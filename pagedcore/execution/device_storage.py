@@ -92,12 +92,19 @@ class DeviceKVStorage(KVStorage):
         self._outgoing, self._incoming = outgoing, incoming
         self._pin = pin
         self._in_flight: list[tuple[int, Ticket]] = []
+        self._end_pinning: Callable[[], object] | None = None
 
     def allocate_host(self, num_blocks: int) -> None:
         """Make room for so many blocks in pinned host memory; see ``KVStorage``."""
         super().allocate_host(num_blocks)
         slab = self._require_host()
-        weakref.finalize(self, _release, self._pin(slab), self._in_flight, slab)
+        self._end_pinning = weakref.finalize(self, _release, self._pin(slab), self._in_flight, slab)
+
+    def release(self) -> None:
+        """Wait for the copies that are under way, then give all memory back; see ``KVStorage``."""
+        if self._end_pinning is not None:
+            self._end_pinning()
+        super().release()
 
     def start_swap_out(self, transfer_id: int, pairs: BlockPairs) -> None:
         """Begin to copy device blocks to host blocks."""
@@ -166,6 +173,7 @@ def _release(unpin: Unpin, in_flight: list[tuple[int, Ticket]], slab: torch.Tens
     """End the pinning of a slab whose storage is gone; being an argument here keeps the slab's memory until then."""
     for _, ticket in in_flight:
         ticket.synchronize()
+    in_flight.clear()
     unpin()
 
 

@@ -26,7 +26,7 @@ BlockPairs = Sequence[tuple[int, int]]
 class KVStorage:
     """The pool of one model, and the host slab next to it; a ``CacheStore``.
 
-    Invariant: ``pool`` is allocated once and never moves, so attention backends may keep its address.
+    Invariant: until ``release`` ``pool`` is allocated once and never moves, so attention backends may keep its address.
     """
 
     __slots__ = ("_ended", "_host", "layout", "num_blocks", "pool")
@@ -63,6 +63,10 @@ class KVStorage:
         # Why: finding fresh pages takes several times as long as a transfer, which looked too dear by it, and would
         # happen between two steps.
         populate(self._host)
+
+    def release(self) -> None:
+        """Give all memory back, whoever still knows this object; no block can be read or moved afterwards."""
+        self.pool, self._host = self.pool.new_empty(0), None
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Copy device blocks (source, destination)."""

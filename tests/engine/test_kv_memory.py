@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -109,13 +110,17 @@ def test_two_models_share_a_budget_and_answer_right() -> None:
 
 
 def test_a_closed_engine_frees_its_pool() -> None:
-    """The memory itself goes, not only its entry in the ledger: the backend has no pool any more."""
+    """The memory itself goes, the host's too, although whoever closed the engine still holds it."""
     from pagedcore.assembly import assemble
 
-    parts = assemble("demo", kv_cache_memory="1MiB")
+    parts = assemble("demo", kv_cache_memory="1MiB", host_kv_memory="1MiB")
     backend: Any = parts.runner._backend
     assert backend._storage.num_bytes == parts.kv_bytes
-    Engine(parts).close()
+    memory = [weakref.ref(tensor) for tensor in (backend._storage.pool, backend._storage._host)]
+    engine = Engine(parts)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+    engine.close()
+    assert [tensor() for tensor in memory] == [None, None]
     assert backend._storage is None
     backend.allocate_kv(1, 16)
 

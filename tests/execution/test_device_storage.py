@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -78,8 +79,9 @@ def test_neighbours_are_copied_together(pairs: list[tuple[int, int]]) -> None:
     assert len(pairs) < 6 or len(runs) == 3
 
 
-def test_host_memory_is_pinned_until_the_last_copy_has_ended() -> None:
-    """A storage that is gone first ends its copies and then the pinning."""
+@pytest.mark.parametrize("is_released", [True, False])
+def test_host_memory_is_pinned_until_the_last_copy_has_ended(is_released: bool) -> None:
+    """A storage that is released, or gone, first ends its copies and then the pinning, once, and keeps no memory."""
     events: list[str] = []
 
     class Noted(LateCopies):
@@ -93,7 +95,13 @@ def test_host_memory_is_pinned_until_the_last_copy_has_ended() -> None:
     storage = DeviceKVStorage(LAYOUT, 2, CPU, outgoing=Noted(), incoming=Noted(), pin=pin)
     storage.allocate_host(2)
     storage.start_swap_out(0, [(0, 1)])
+    slab = weakref.ref(storage._require_host())
     assert np.array_equal(events, [])
+    if is_released:
+        storage.release()
+        assert events == ["copied", "unpinned"]
+        assert slab() is None
     del storage
     gc.collect()
     assert events == ["copied", "unpinned"]
+    assert slab() is None

@@ -168,6 +168,8 @@ class TransformersModel:
 
     def release_kv(self) -> None:
         """Free the KV pool, if there is one; another can be made then."""
+        if self._storage is not None:
+            self._storage.release()
         self._attention = self._storage = None
 
     @torch.inference_mode()
