@@ -273,6 +273,7 @@ class BlockManager:
         growth = Growth(demand.sequence_id, table, table.num_blocks)
         if shared := demand.match.device_blocks:
             table.append(shared)
+            # Safety: who shares blocks never makes them known again, should they have been forgotten as untrustworthy.
             table.num_registered = len(shared)
         table.append(block_ids)
         return growth

@@ -56,7 +56,6 @@ class BlockTable:
         """Keep the first ``num_blocks`` blocks and return the others, last first."""
         removed: list[int] = self._ids[num_blocks : self._num_blocks][::-1].tolist()
         self._num_blocks = num_blocks
-        self.num_registered = min(self.num_registered, num_blocks)
         return removed
 
     def slots(self, start: int, end: int, block_size: int) -> Int64Array:

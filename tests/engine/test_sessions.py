@@ -207,6 +207,41 @@ def test_from_disk_to_the_host() -> None:
     assert ask(session, 4) == 18
 
 
+def test_from_the_host_to_the_disk() -> None:
+    """What is moved to a file stays no longer on the host."""
+    engine = make()
+    session = engine.session(PARAMS)
+    ask(session, 1, 2, 3)
+    session.park("host")
+    assert session.park("disk").tier == "disk"
+    assert engine.stats().num_host_blocks_used == 0
+    flood(engine)
+    assert ask(session, 4) == 7
+
+
+def test_an_export_has_what_the_file_holds_beyond_the_memories(tmp_path: Path) -> None:
+    """A session that is parked on disk is exported with all its KV, although its beginning is on the device."""
+    engine = make()
+    session, similar = engine.session(PARAMS), engine.session(PARAMS)
+    ask(session, *range(1, 15))
+    session.park("disk")
+    flood(engine)
+    ask(similar, 1, 2, 3, 4, 5)
+    session.export(tmp_path / "chat.json")
+    assert ask(make().import_session(tmp_path / "chat.json"), 4) == 18
+
+
+def test_a_turn_follows_what_it_was_prepared_for() -> None:
+    """A turn that was prepared before another one began is refused, and nothing of it is kept."""
+    session = make().session(PARAMS)
+    turn = session.prepare([1, 2, 3], None)
+    ask(session, 4)
+    before = session.token_ids
+    with pytest.raises(SessionStateError, match="further on"):
+        session.begin(turn)
+    assert session.token_ids == before
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 6])
 def test_a_file_is_not_read_where_the_host_has_no_room(
     num_host_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -344,7 +379,7 @@ def test_parked_kv_expires(tier: Any) -> None:
     ask(session, 1, 2, 3)
     ask(other, 9, 8, 7)
     session.park(tier, ttl_s=10)
-    other.park(tier)
+    other.park(tier, ttl_s=100)
     clock.advance(9.5)
     assert session.parked is not None
     clock.advance(0.5)

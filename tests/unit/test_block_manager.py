@@ -189,6 +189,38 @@ def test_what_is_forgotten_is_found_by_nobody() -> None:
     assert manager.num_available_blocks == 8
 
 
+def test_who_shares_what_was_forgotten_does_not_make_it_known_again() -> None:
+    """Blocks of a sequence that failed stay unknown when one that holds them too goes on behind them."""
+    manager = BlockManager(8, 2)
+    broken = compute(manager, [1, 2, 3, 4, 5])
+    other = make_sequence([1, 2, 3, 4, 6, 7, 8])
+    reservation = manager.reserve([Demand(other.sequence_id, 6, manager.match(other))])
+    assert reservation is not None
+    reservation.commit()
+    manager.forget(broken.sequence_id, spares_shared=False)
+    manager.register(other, 6)
+    assert manager.match(make_sequence([1, 2, 3, 4, 6, 7, 8])).num_tokens == 0
+
+
+def test_what_is_dropped_leaves_its_full_blocks_and_not_its_end() -> None:
+    """Of a branch that nobody continues full blocks can be found; its half filled end cannot, although it was noted."""
+    manager = BlockManager(8, 2)
+    branch = compute(manager, [1, 2, 3, 4, 5, 6])
+    manager.register_all(branch)
+    assert manager.drop(branch) == 3
+    assert manager.match(make_sequence([1, 2, 3, 4, 5, 6])).num_tokens == 4
+    assert (manager.num_used_blocks, manager.num_cached_blocks) == (0, 2)
+
+
+def test_a_block_that_was_noted_half_filled_is_noted_again_when_it_is_full() -> None:
+    """What was registered for others to go on from does not keep the rest of its block from being found."""
+    manager = BlockManager(8, 2)
+    sequence = compute(manager, [1, 2, 3, 4, 5, 6, 7], num_computed=5)
+    manager.register_all(sequence)
+    manager.register(sequence, 6)
+    assert manager.match(make_sequence([1, 2, 3, 4, 5, 6, 7])).num_tokens == 6
+
+
 def test_two_salts_never_share_a_block() -> None:
     """The same tokens under another root are found neither whole nor in part."""
     manager = BlockManager(8, 2)

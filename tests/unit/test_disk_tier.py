@@ -104,6 +104,7 @@ def test_a_tier_leaves_nothing_behind(tmp_path: Path) -> None:
     """Names are made on one thread and written on others; what was not forgotten goes when the tier is closed."""
     tier = DiskTier(str(tmp_path / "made" / "here"))
     paths = [tier.name_file() for _ in range(8)]
+    assert paths[0].parent.stat().st_mode & 0o777 == 0o700
     threads = [threading.Thread(target=write_kv, args=(path, copy_of(), spec())) for path in paths]
     for thread in threads:
         thread.start()

@@ -71,6 +71,7 @@ def test_what_went_out_comes_back_as_a_table() -> None:
     transfer = host.begin_swap_in(sequence, match)
     assert transfer is not None
     assert (manager.num_blocks_of(sequence.sequence_id), manager.num_used_blocks) == (0, 3)
+    assert (host.num_leaving_blocks, host.pin_arriving(sequence.sequence_id)) == (0, 0)
     assert host.complete(transfer.transfer_id, is_ok=True)[1] is True
     assert manager.snapshot().tables[sequence.sequence_id] == transfer.device_blocks
     assert (host.pins, host.num_used_blocks, host.num_cached_blocks) == ({}, 0, 3)
@@ -212,6 +213,32 @@ def test_a_transfer_is_given_up_once() -> None:
             host.give_up(transfer.transfer_id)
         if host.is_stuck:
             host.complete(transfer.transfer_id, is_ok=True)
+
+
+def test_giving_up_what_nobody_waits_for_spares_what_is_kept_since() -> None:
+    """A transfer that was abandoned before takes no pins away from the sequence it was made for."""
+    manager, host = make_tier()
+    host.complete(swap_out(host, compute(manager, [7, 8, 9]), is_pinned=False).transfer_id, is_ok=True)
+    sequence = compute(manager, TOKENS)
+    transfer = swap_out(host, sequence)
+    host.abandon(sequence.sequence_id)
+    (present,) = (cached.block_id for cached in host.cache.registered)
+    host.pin(sequence.sequence_id, (present,))
+    host.give_up(transfer.transfer_id)
+    assert host.pins == {sequence.sequence_id: (present,)}
+
+
+def test_what_is_on_its_way_is_kept_only_if_it_will_be_pinned() -> None:
+    """Blocks count as a sequence's while they will be pinned for it: not before that is asked, nor after it left."""
+    manager, host = make_tier()
+    sequence = compute(manager, TOKENS)
+    transfer = swap_out(host, sequence, is_pinned=False)
+    assert host.blocks_kept_for((sequence.sequence_id,)) == set()
+    assert host.pin_arriving(sequence.sequence_id) == 5
+    assert host.blocks_kept_for((sequence.sequence_id,)) == set(transfer.host_blocks)
+    host.abandon(sequence.sequence_id)
+    assert host.pin_arriving(sequence.sequence_id) == 0
+    assert host.blocks_kept_for((sequence.sequence_id,)) == set()
 
 
 def test_a_load_without_room_changes_nothing() -> None:

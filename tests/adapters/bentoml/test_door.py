@@ -119,6 +119,7 @@ async def test_chat_takes_messages_only(app: App, messages: Any) -> None:
     """What is not a list of messages is refused by its name."""
     refused = await app.call("/chat", {"messages": messages})
     assert (refused.status, app.is_idle()) == (400, True)
+    assert refused.error["what"].startswith("messages")
 
 
 @pytest.mark.parametrize("body", [

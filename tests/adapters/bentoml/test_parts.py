@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from architecture.sources import PACKAGE_PARENTS
+from adapters.bentoml.processes import environment
 from pagedcore import expose
 from pagedcore.errors import InvalidConfig
 from pagedcore_bentoml import EventParser, PagedCoreRunner, create_service
@@ -120,6 +119,7 @@ async def test_a_doorkeeper_waits_for_those_inside_and_no_longer_than_told() -> 
             pass
         waiting = asyncio.create_task(door.drain(timeout_s=60.0))
         await asyncio.sleep(0)
+        assert not waiting.done()
     assert await waiting == 0
 
 
@@ -127,8 +127,14 @@ def test_an_unforeseen_error_is_told_without_its_words(caplog: pytest.LogCapture
     """What a library raises may hold anything; the caller gets a status, the log the rest."""
     refusal = refusal_of(RuntimeError("a path, a prompt"))
     assert refusal.status == 500
-    assert "path" not in str(refusal.body)
+    assert "prompt" not in str(refusal.body)
     assert "unforeseen" in caplog.text
+
+
+def printed_by(code: str) -> str:
+    """What a fresh interpreter prints."""
+    return subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True,
+                          text=True).stdout
 
 
 def test_the_plugin_is_listed_without_importing_bentoml() -> None:
@@ -137,18 +143,15 @@ def test_the_plugin_is_listed_without_importing_bentoml() -> None:
             "from pagedcore.plugins.manager import create_plugin_manager\n"
             "manager = create_plugin_manager([plugin], entry_points=False)\n"
             "print('bentoml' in manager.registry.adapters, 'bentoml' in sys.modules, 'starlette' in sys.modules)")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PACKAGE_PARENTS))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "False", "False"]
+    assert printed_by(code).split() == ["True", "False", "False"]
 
 
-def test_without_bentoml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bentoml_the_extra_is_named() -> None:
     """Importing a name where BentoML is missing says what to install."""
     code = ("import sys; sys.modules['bentoml'] = None; sys.modules['starlette'] = None\n"
             "import pagedcore_bentoml\n"
             "try: pagedcore_bentoml.PagedCoreRunner\n"
             "except Exception as error: print(type(error).__name__, error)")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PACKAGE_PARENTS))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
-    assert done.stdout.startswith("MissingDependency")
-    assert "pagedcore[bentoml]" in done.stdout
+    printed = printed_by(code)
+    assert printed.startswith("MissingDependency")
+    assert "pagedcore[bentoml]" in printed

@@ -18,7 +18,7 @@ from pagedcore.demo_model.questions import DemoQuestion, demo_questions, is_corr
 from pagedcore_bentoml import EventParser, parse_events
 
 LIMIT_S = 240.0
-LONG = {"max_tokens": 400, "ignore_eos": True}
+LONG = {"max_tokens": 1900, "ignore_eos": True}
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, closing
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from langchain_core.output_parsers import StrOutputParser
 
+from engine.test_async_engine import wait_until
 from pagedcore import AsyncEngine
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
@@ -187,11 +187,3 @@ def test_an_interrupted_blocking_call_is_aborted(
 def interrupt_main_thread(engine: AsyncEngine) -> None:
     wait_until(lambda: engine.stats().num_running > 0)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Wait for another thread; fail after ``timeout_s`` seconds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.005)
