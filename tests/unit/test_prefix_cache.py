@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -229,6 +230,15 @@ class WeakHasher(BlockHasher):
     def key(self, parent_key: bytes, token_ids: object) -> bytes:
         """Collide for first blocks."""
         return b"collision" if parent_key == ROOT else super().key(parent_key, token_ids)  # type: ignore[arg-type]
+
+
+def test_equal_keys_and_tokens_behind_another_past_are_not_found() -> None:
+    """A block is somebody else's memory unless what came before it is the same."""
+    _, cache = make_cache()
+    first, second = chain((1, 2), (5, 6))
+    keep(cache, [first, second])
+    assert cache.find(second) is not None
+    assert cache.find(replace(second, parent_key=b"another past")) is None
 
 
 def test_collision_at_block_zero_cannot_poison_block_one() -> None:

@@ -365,17 +365,22 @@ def test_adding_in_flight_waits_for_the_next_plan() -> None:
 
 
 def test_only_a_finished_sequence_can_be_forgotten_and_twice_is_once() -> None:
-    """After forget nothing on the host is kept for the sequence."""
-    scheduler = make_scheduler()
+    """After forget nothing is kept for the sequence, on the host neither, where it was parked."""
+    scheduler = make_scheduler(num_host_blocks=4)
     sequence = add(scheduler, max_tokens=2)
     run_step(scheduler)
     with pytest.raises(InternalError, match="running -> removed"):
         scheduler.forget(sequence)
     run_step(scheduler)
+    assert scheduler.moves.park(sequence) > 0
+    for transfer in scheduler.moves.take_due():
+        scheduler.moves.complete(transfer.transfer_id, 0.1, is_ok=True)
+    assert scheduler.stats().num_used_host_blocks > 0
     scheduler.forget(sequence)
     scheduler.forget(sequence)
     assert sequence.status is SequenceStatus.REMOVED
-    assert scheduler.stats().num_used_blocks == 0
+    stats = scheduler.stats()
+    assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
 
 
 def test_a_finished_sequence_cannot_be_added_without_a_new_turn() -> None:
