@@ -119,7 +119,7 @@ class EngineConfig:
     """Which cached blocks are forgotten first: "lru", "lfu" or "fifo"."""
     host_kv_memory: int | float | str | None = None
     """Host memory for KV blocks that had to leave the pool, like ``kv_cache_memory``; ``None``: none. All of it is
-    taken at the start, which may last two seconds a gigabyte."""
+    taken at the start, which may last three seconds a gigabyte."""
     disk_kv_dir: str | None = None
     """Directory for KV that sessions park on disk; ``None``: a private temporary one, removed with the engine."""
     preemption: str = "auto"
