@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pagedcore.errors import InvalidConfig
+from pagedcore.execution import kv_storage
 from pagedcore.execution.kv_storage import KVStorage
 from pagedcore_kernels.layout import KVLayout, LayerShape
 
@@ -21,3 +22,14 @@ def test_pools_that_cannot_be_had_are_refused(num_blocks: int) -> None:
     """No block at all, and more than any machine has, end in a message with the number."""
     with pytest.raises(InvalidConfig, match=rf"got {num_blocks}"):
         KVStorage(LAYOUT, num_blocks)
+
+
+def test_host_memory_is_there_before_a_transfer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole slab is populated when it is allocated; the pool, which nobody may ever fill, is not."""
+    populated: list[tuple[int, int]] = []
+    monkeypatch.setattr(kv_storage, "populate", lambda memory: populated.append((memory.data_ptr(), memory.nbytes)))
+    storage = KVStorage(LAYOUT, 5)
+    assert populated == []
+    storage.allocate_host(7)
+    slab = storage._require_host()
+    assert populated == [(slab.data_ptr(), slab.nbytes)]

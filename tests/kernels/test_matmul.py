@@ -38,17 +38,18 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def cancelling(
+def cancelling_product(
     num_outputs: int, num_rows: int, num_inputs: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight and rows whose products are nothing but errors of float32, in any order of additions others.
+) -> tuple[PackedMatmul, torch.Tensor, torch.Tensor]:
+    """Return a product, rows, and their outputs: nothing but errors of float32, in any order of additions others.
 
     Why: a bfloat16 would hide such errors in larger numbers, and nearly all orders would have the same bits.
     """
     order = torch.from_numpy(np.random.default_rng(0).permutation(num_inputs))
     half_weight, half_rows = (numbers(seed, n, num_inputs // 2) for seed, n in ((1, num_outputs), (2, num_rows)))
     weight, rows = torch.cat([half_weight, -half_weight], 1), torch.cat([half_rows, half_rows], 1)
-    return weight[:, order].to(dtype), rows[:, order].to(dtype)
+    product, rows = PackedMatmul(weight[:, order].to(dtype), None), rows[:, order].to(dtype)
+    return product, rows, product(rows)
 
 
 @pytest.fixture
@@ -91,9 +92,7 @@ def test_exact_sums_are_exact(dtype: torch.dtype, num_inputs: int) -> None:
 @each_dtype
 def test_a_row_has_its_bits_in_any_company(dtype: torch.dtype, num_inputs: int) -> None:
     """Alone, at any place among up to 600 rows, and whatever rows those are."""
-    weight, rows = cancelling(100, 600, num_inputs, dtype)
-    product = PackedMatmul(weight, None)
-    expected = product(rows)
+    product, rows, expected = cancelling_product(100, 600, num_inputs, dtype)
     for begin, end in [(7, 8), (3, 5), (60, 69), (199, 200), (1, 130), (0, 512), (88, 600), (40, 585)]:
         assert torch.equal(product(rows[begin:end]), expected[begin:end])
     assert torch.equal(product(rows.flip(0)), expected.flip(0))
@@ -103,9 +102,7 @@ def test_a_row_has_its_bits_in_any_company(dtype: torch.dtype, num_inputs: int) 
 @each_dtype
 def test_no_number_of_rows_changes_bits(dtype: torch.dtype, num_inputs: int) -> None:
     """Every number up to 70: tiles and blocks of all sizes, whole and not."""
-    weight, rows = cancelling(65, 70, num_inputs, dtype)
-    product = PackedMatmul(weight, None)
-    expected = product(rows)
+    product, rows, expected = cancelling_product(65, 70, num_inputs, dtype)
     for count in range(1, 70):
         assert torch.equal(product(rows[:count]), expected[:count])
         assert torch.equal(product(rows[70 - count :]), expected[70 - count :])
@@ -116,9 +113,7 @@ def test_no_number_of_rows_changes_bits(dtype: torch.dtype, num_inputs: int) -> 
 @each_dtype
 def test_threads_do_not_change_bits(dtype: torch.dtype, num_inputs: int) -> None:
     """With fewer panels than threads the rows are shared out too, and nothing else changes."""
-    weight, rows = cancelling(70, 300, num_inputs, dtype)
-    product = PackedMatmul(weight, None)
-    shared = product(rows)
+    product, rows, shared = cancelling_product(70, 300, num_inputs, dtype)
     torch.set_num_threads(1)
     assert torch.equal(product(rows), shared)
 

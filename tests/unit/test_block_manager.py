@@ -174,14 +174,20 @@ def test_without_copying_only_full_blocks_are_found() -> None:
     assert (match.num_tokens, match.tail) == (2, None)
 
 
-def test_what_is_forgotten_is_found_by_nobody() -> None:
-    """After an error neither the blocks nor what others continued from them can be found."""
+def sharing() -> tuple[BlockManager, Sequence, Sequence]:
+    """A sequence that is computed, and another one that holds its first four positions and has room for two more."""
     manager = BlockManager(8, 2)
     broken = compute(manager, [1, 2, 3, 4, 5])
     other = make_sequence([1, 2, 3, 4, 6, 7, 8])
     reservation = manager.reserve([Demand(other.sequence_id, 6, manager.match(other))])
     assert reservation is not None
     reservation.commit()
+    return manager, broken, other
+
+
+def test_what_is_forgotten_is_found_by_nobody() -> None:
+    """After an error neither the blocks nor what others continued from them can be found."""
+    manager, broken, other = sharing()
     manager.register(other, 6)
     assert manager.forget(broken.sequence_id, spares_shared=False) == 2
     assert manager.match(make_sequence([1, 2, 3, 4, 6, 7, 8])).num_tokens == 0
@@ -191,12 +197,7 @@ def test_what_is_forgotten_is_found_by_nobody() -> None:
 
 def test_who_shares_what_was_forgotten_does_not_make_it_known_again() -> None:
     """Blocks of a sequence that failed stay unknown when one that holds them too goes on behind them."""
-    manager = BlockManager(8, 2)
-    broken = compute(manager, [1, 2, 3, 4, 5])
-    other = make_sequence([1, 2, 3, 4, 6, 7, 8])
-    reservation = manager.reserve([Demand(other.sequence_id, 6, manager.match(other))])
-    assert reservation is not None
-    reservation.commit()
+    manager, broken, other = sharing()
     manager.forget(broken.sequence_id, spares_shared=False)
     manager.register(other, 6)
     assert manager.match(make_sequence([1, 2, 3, 4, 6, 7, 8])).num_tokens == 0
