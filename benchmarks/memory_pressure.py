@@ -2,11 +2,12 @@
 
     python benchmarks/memory_pressure.py [--minutes 7] [--rounds 9] [--out TABLE.md] [--json FILE]
 
-"auto" chooses by its cost model; the others are forced. Every way answers the same requests with the same model and the
-same pool, in one process and in turn, as many rounds as there is time for; all have to give the same tokens, or the
-script stops. Times are compared within rounds. What was done (steps, tokens computed, bytes moved) hardly depends on
-the machine's noise; "priced" is what that would take at the prices the engine measured, the noise left out. The model
-has random weights: its answers mean nothing, its work is real.
+"auto" chooses by its cost model; the others are habits, see ``pressure_workloads.py``. In a round every way answers the
+same requests with the same model and the same pool, in one process and in turn; all have to give the same tokens, or
+the script stops. Every round has requests of its own, so that it is not luck who packs well, and times are compared
+within rounds. What was done (steps, tokens computed, bytes moved) hardly depends on the machine's noise; "priced" is
+what that would take at the prices the engine measured, the noise left out. The model has random weights: its answers
+mean nothing, its work is real.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from interleaved import Budget, markdown, median_and_spread, ratios, turns
-from pressure_workloads import BLOCK_SIZE, OVERSUBSCRIPTION, Workload, workloads
+from pressure_workloads import BLOCK_SIZE, MODES_WITH_HOST, OVERSUBSCRIPTION, Workload, workloads
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pagedcore import Engine, SamplingParams
@@ -73,8 +74,8 @@ def save_model(directory: str) -> None:
 def run(model: str, workload: Workload, mode: str) -> tuple[Run, list[tuple[int, ...]], Prices]:
     """Answer a workload; return what was done, the tokens, and the engine's prices."""
     with Engine.from_pretrained(
-        model, num_kv_blocks=workload.num_blocks, block_size=BLOCK_SIZE, host_kv_memory="512MiB", preemption=mode,
-        max_num_waiting=256,
+        model, num_kv_blocks=workload.num_blocks, block_size=BLOCK_SIZE, preemption=mode, max_num_waiting=256,
+        host_kv_memory="512MiB" if mode in MODES_WITH_HOST else None,
     ) as engine:
         requests = [
             engine.add_request(prompt, SamplingParams(max_tokens=answer, min_tokens=answer, ignore_eos=True))
@@ -100,24 +101,25 @@ Results = dict[str, dict[str, list[Run]]]
 
 def measure(num_rounds: int, minutes: float) -> tuple[Results, Prices]:
     """Run all workloads in all modes, round by round; return the runs by workload and mode, and the median prices."""
-    todo = workloads()
-    results: Results = {workload.name: {mode: [] for mode in MODES} for workload in todo}
-    answers: dict[str, list[tuple[int, ...]]] = {}
+    results: Results = {workload.name: {mode: [] for mode in MODES} for workload in workloads()}
     prices: list[Prices] = []
     with TemporaryDirectory() as directory:
         save_model(directory)
-        run(directory, Workload("warm up", todo[0].requests[:4]), "auto")
+        run(directory, Workload("warm up", workloads()[0].requests[:4]), "auto")
         budget = Budget(minutes)
         for number, modes in enumerate(turns(MODES, num_rounds)):
             if not budget.has_time_for_another(number):
                 break
-            for workload in todo:
+            for workload in workloads(number):
+                answers = list[list[tuple[int, ...]]]()
                 for mode in modes:
                     done, tokens, measured = run(directory, workload, mode)
                     results[workload.name][mode].append(done)
-                    prices.append(measured)
-                    if answers.setdefault(workload.name, tokens) != tokens:
-                        raise SystemExit(f"{workload.name}: {mode} gives other tokens")
+                    answers.append(tokens)
+                    if mode in MODES_WITH_HOST:
+                        prices.append(measured)
+                if any(tokens != answers[0] for tokens in answers):
+                    raise SystemExit(f"{workload.name}: the ways give different tokens")
     names = ("step_s", "token_s", "out_byte_s", "in_byte_s")
     return results, Prices(*(statistics.median(getattr(one, name) for one in prices) for name in names))
 
@@ -135,17 +137,18 @@ def compare(results: Results) -> str:
 
 
 def count(results: Results, prices: Prices) -> str:
-    """Write what was done, the median run by its price, and that price relative to the cheapest mode's."""
+    """Write what was done in all rounds together, its price, and that price relative to the cheapest mode's."""
     rows = []
     for name, runs in results.items():
-        median = {mode: sorted(runs[mode], key=prices.of)[len(runs[mode]) // 2] for mode in MODES}
-        cheapest = min(prices.of(one) for one in median.values())
-        for mode, one in median.items():
-            preempted = " ".join(f"{kind} {times}" for kind, times in one.num_preemptions.items() if times)
-            moved = (one.out_bytes + one.in_bytes) / MIB
+        priced = {mode: sum(map(prices.of, runs[mode])) for mode in MODES}
+        for mode, some in runs.items():
+            kinds = {kind: sum(one.num_preemptions[kind] for one in some) for kind in some[0].num_preemptions}
+            preempted = " ".join(f"{kind} {times}" for kind, times in kinds.items() if times)
+            moved = sum(one.out_bytes + one.in_bytes for one in some) / MIB
             rows.append([
-                name, mode, str(one.num_steps), str(one.num_tokens), f"{moved:.1f}", str(one.num_stalled_rows),
-                preempted or "none", f"{prices.of(one):.2f}", f"{prices.of(one) / cheapest:.3f}",
+                name, mode, str(sum(one.num_steps for one in some)), str(sum(one.num_tokens for one in some)),
+                f"{moved:.0f}", str(sum(one.num_stalled_rows for one in some)), preempted or "none",
+                f"{priced[mode]:.2f}", f"{priced[mode] / min(priced.values()):.3f}",
             ])
     header = ["workload", "way", "steps", "tokens computed", "MiB moved", "rows stood still", "preempted"]
     return markdown([*header, "priced, s", "/ cheapest"], rows)

@@ -45,11 +45,12 @@ class Sequence:
     Invariant: moves between statuses are those of ``LEGAL_MOVES``.
     Invariant: ``prompt_logprobs``, of the one sequence that reports its prompt, has the tokens from the second on, as
         far as they were told; position ``len(prompt_logprobs)`` has to be computed for the next one.
+    Invariant: ``is_in_session`` says that a session goes on with it, so that what it leaves is going to be needed.
     """
 
     __slots__ = (
-        "arrival", "block_keys", "cache_root", "finish_reason", "logprobs", "max_tokens", "num_cached_tokens",
-        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "params", "priority",
+        "arrival", "block_keys", "cache_root", "finish_reason", "is_in_session", "logprobs", "max_tokens",
+        "num_cached_tokens", "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "params", "priority",
         "prompt_logprobs", "score", "seed", "sequence_id", "status", "stop_token_ids", "token_ids",
     )
 
@@ -80,6 +81,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.is_in_session = False
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprobs] = []

@@ -85,6 +85,7 @@ class SessionBook:
         """Make a session with a past. Raises as ``open``."""
         self._require_room()
         request = self._turns.adopt(history, priority=priority, cache_root=cache_root, cache_salt=cache_salt)
+        request.sequences[0].is_in_session = True
         return self.open(params, cache_salt, priority, request)
 
     def read(self, path: str | os.PathLike[str]) -> SessionSnapshot:
@@ -123,7 +124,9 @@ class SessionBook:
         self.require_open()
         if request is None:
             assert prepared is not None  # Invariant: an empty session has no answer to complete
-            return self._engine.accept(prepared)
+            request = self._engine.accept(prepared)
+            request.sequences[0].is_in_session = True
+            return request
         sequence = request.sequences[0]
         if prepared is not None:
             self._turns.begin(request, prepared)

@@ -179,6 +179,14 @@ class BlockManager:
         self.register_all(sequence)
         return self._cut(sequence.sequence_id, table, 0)
 
+    def cut(self, sequence: Sequence, num_tokens: int) -> None:
+        """Leave a sequence only the blocks of its first ``num_tokens`` positions; what the others hold can be found."""
+        table = self._tables.get(sequence.sequence_id)
+        if table is not None and num_tokens < sequence.num_computed_tokens:
+            self.register_all(sequence)
+            self._cut(sequence.sequence_id, table, self.blocks_for(num_tokens))
+            sequence.num_computed_tokens = num_tokens
+
     def register_all(self, sequence: Sequence) -> None:
         """Note what all computed positions hold, those of the partly filled last block included."""
         if sequence.sequence_id in self._tables:

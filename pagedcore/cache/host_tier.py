@@ -99,9 +99,13 @@ class HostTier:
             for one in self._in_flight.values()
         )
 
-    def num_missing_blocks(self, sequence: Sequence) -> int:
-        """Blocks of the sequence's computed positions that the host does not hold yet."""
-        known = contents(self._device.hasher, sequence, sequence.num_computed_tokens)
+    def has_pins(self, sequence_id: int) -> bool:
+        """Whether blocks are kept for this sequence."""
+        return sequence_id in self._pins
+
+    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks of the sequence's first positions that the host does not hold yet."""
+        known = contents(self._device.hasher, sequence, num_tokens)
         return sum(self.cache.find(content) is None for content in known)
 
     def begin_swap_out(self, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:

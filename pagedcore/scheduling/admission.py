@@ -84,9 +84,14 @@ class Admission:
         self._available -= self._num_promised(candidate, match)
         if self._available < 0:
             return False
-        if match.host_blocks:
-            return self._load(candidate, match)
-        return self._start(candidate, match)
+        if match.host_blocks and not self._is_worth_loading(candidate, match):
+            match = match.without_tail(self._blocks.block_size)
+        return self._load(candidate, match) if match.host_blocks else self._start(candidate, match)
+
+    def _is_worth_loading(self, candidate: Sequence, match: PrefixMatch) -> bool:
+        """Whether to load what was kept for the candidate on purpose, or takes less time than computing it."""
+        is_kept = self._blocks.host is not None and self._blocks.host.has_pins(candidate.sequence_id)
+        return is_kept or self._plan.rules.preemption.is_worth_loading(len(match.host_blocks))
 
     def _start(self, candidate: Sequence, match: PrefixMatch) -> bool:
         plan = self._plan

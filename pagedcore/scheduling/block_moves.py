@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from pagedcore.cache.block_manager import BlockManager
+from pagedcore.cache.host_tier import HostTier
 from pagedcore.cache.prefix_match import FoundBlocks, find_blocks
 from pagedcore.cache.transfers import Direction, Transfer
 from pagedcore.errors import InternalError
 from pagedcore.request import Sequence, SequenceStatus
-from pagedcore.scheduling.cost_model import CostModel
 from pagedcore.scheduling.plan import Preemption, PreemptionKind, SchedulePlan, SwapIn
+from pagedcore.scheduling.preemption import PreemptionRules
+from pagedcore.scheduling.reuse_rate import ReuseRate
 from pagedcore.scheduling.scheduler_stats import SchedulerCounters
 from pagedcore.scheduling.waiting_queue import PolicyOrder, WaitingQueue
 
@@ -48,7 +50,8 @@ class BlockMoves:
     """
 
     __slots__ = (
-        "_blocks", "_costs", "_counters", "_due", "_moving", "_open", "_running", "_waiting", "decisions", "parked",
+        "_blocks", "_costs", "_counters", "_due", "_moving", "_open", "_reuse", "_rules", "_running", "_waiting",
+        "decisions", "parked",
     )
 
     def __init__(
@@ -57,13 +60,15 @@ class BlockMoves:
         running: PolicyOrder,
         waiting: WaitingQueue,
         counters: SchedulerCounters,
-        costs: CostModel,
+        rules: PreemptionRules,
     ) -> None:
         self._blocks = blocks
         self._running = running
         self._waiting = waiting
         self._counters = counters
-        self._costs = costs
+        self._rules = rules
+        self._costs = rules.costs
+        self._reuse = ReuseRate(blocks.host.num_blocks if blocks.host is not None else 0)
         self.decisions: deque[Decision] = deque(maxlen=_NUM_REMEMBERED)
         """The last preemptions, oldest first, to look at."""
         self.parked: set[int] = set()
@@ -141,15 +146,29 @@ class BlockMoves:
     def retire(self, sequence: Sequence, *, is_trusted: bool, is_movable: bool) -> None:
         """Give up the blocks of a finished sequence; what it computed stays to be found, if it can be trusted.
 
-        Where there is a host tier and the blocks are movable they go there too, so that the next turn finds them even
-        when others have needed the device meanwhile.
+        Where there is a host tier, the blocks are movable and it is likely to pay, they go there too, so that the next
+        turn finds them even when others have needed the device meanwhile.
         """
         self.abandon(sequence)
         if not is_trusted:
             self._distrust(sequence)
-        elif not is_movable or not self._begin_swap_out(sequence, is_pinned=False):
-            self._blocks.release(sequence)
+        elif is_movable and self._blocks.host is not None:
+            self._blocks.cut(sequence, self._num_tokens_to_keep(sequence, self._blocks.host))
+            self._begin_swap_out(sequence, is_pinned=False)
+        self._blocks.release(sequence)
         sequence.forget_computed()
+
+    def _num_tokens_to_keep(self, sequence: Sequence, host: HostTier) -> int:
+        """Say how many of a finished sequence's positions are worth a copy on the host."""
+        size, num_computed = self._blocks.block_size, sequence.num_computed_tokens
+        num_proven = min(num_computed, sequence.num_cached_tokens or 0) // size * size
+        share = 1.0 if sequence.is_in_session else self._reuse.share
+        self._reuse.leave(sequence.block_keys[num_proven // size : num_computed // size])
+        if self._rules.is_worth_keeping(host.num_missing_blocks(sequence, num_computed), share):
+            return num_computed
+        # Why: what it found itself has been asked for twice by now; beginnings that many share are.
+        num_missing = host.num_missing_blocks(sequence, num_proven)
+        return num_proven if num_missing and self._rules.is_worth_keeping(num_missing, 1.0) else 0
 
     def park(self, sequence: Sequence) -> int:
         """Keep on the host what the memories hold of a finished sequence; return how many positions, 0 without room.
@@ -227,6 +246,7 @@ class BlockMoves:
 
     def note_found(self, sequence: Sequence, num_tokens: int) -> None:
         """Take note that a sequence starts with ``num_tokens`` positions that need not be computed."""
+        self._note_wanted(sequence, num_tokens // self._blocks.block_size)
         if sequence.num_cached_tokens is None:
             self._note_looked_up(sequence, num_tokens)
         if (decision := self._open.pop(sequence.sequence_id, None)) is not None:
@@ -241,6 +261,14 @@ class BlockMoves:
         self.parked.discard(sequence.sequence_id)
         if self._blocks.host is not None:
             self._blocks.host.abandon(sequence.sequence_id)
+
+    def _note_wanted(self, sequence: Sequence, first_block: int) -> None:
+        """Take note that a sequence asks for its known full blocks from this one on, which the device does not have."""
+        blocks = self._blocks
+        if blocks.host is not None:
+            num_blocks = len(sequence.token_ids) // blocks.block_size
+            blocks.hasher.extend(sequence.block_keys, sequence.cache_root, sequence.token_ids, num_blocks)
+            self._reuse.want(sequence.block_keys[first_block:num_blocks])
 
     def _note_looked_up(self, sequence: Sequence, num_tokens: int) -> None:
         sequence.num_cached_tokens = num_tokens
@@ -279,6 +307,7 @@ class BlockMoves:
     def _load(self, swap_in: SwapIn) -> None:
         host = self._blocks.host
         assert host is not None  # Invariant: only a host tier is found anything on
+        self._note_wanted(swap_in.sequence, len(swap_in.match.device_blocks))
         if not self._book(swap_in.sequence, host.begin_swap_in(swap_in.sequence, swap_in.match)):
             raise InternalError(f"load: no room for sequence {swap_in.sequence.sequence_id}, although it was planned")
 

@@ -81,6 +81,15 @@ class CostModel:
         """Seconds of computing again what is taken from a sequence's end, and what others take of the rest."""
         return self.compute_s(num_lost) + self.loss_share * self.compute_s(num_left)
 
+    def is_loading_cheaper(self, num_blocks: int, block_size: int) -> bool:
+        """Whether moving full blocks to the device takes no longer than computing them."""
+        return self.moves[Direction.IN].seconds(num_blocks) <= self.compute_s(num_blocks * block_size)
+
+    def is_keeping_cheaper(self, num_blocks: int, block_size: int, share: float) -> bool:
+        """Whether moving full blocks to the host pays when this ``share`` of them is asked for again, 0 to 1."""
+        saved_s = self.compute_s(num_blocks * block_size) - self.moves[Direction.IN].seconds(num_blocks)
+        return self.moves[Direction.OUT].seconds(num_blocks) <= share * saved_s
+
     def observe_loss(self, share: float) -> None:
         """Learn what share of a shrunk sequence's rest was gone when it ran again.
 

@@ -195,7 +195,7 @@ class StepPlanner:
         host = self.blocks.host
         if host is None or host.is_stuck or not self.blocks.num_blocks_of(victim.sequence_id):
             return None
-        missing = host.num_missing_blocks(victim)
+        missing = host.num_missing_blocks(victim, victim.num_computed_tokens)
         return missing if missing <= self._room_on_host else None
 
     def _num_steps_to_wait(self, asker: Sequence) -> int | None:

@@ -77,6 +77,14 @@ class PreemptionRules:
             return []
         return chosen
 
+    def is_worth_loading(self, num_blocks: int) -> bool:
+        """Whether to load so many blocks that the host has, rather than to compute them."""
+        return self.mode != "auto" or self.costs.is_loading_cheaper(num_blocks, self.block_size)
+
+    def is_worth_keeping(self, num_blocks: int, share: float) -> bool:
+        """Whether to copy so many finished blocks to the host, a share of which is going to be asked for again."""
+        return self.mode != "auto" or self.costs.is_keeping_cheaper(num_blocks, self.block_size, share)
+
     def _is_waiting_cheaper(self, shortage: Shortage, chosen: ListOf[Preemption]) -> bool:
         if shortage.num_steps_to_wait is None:
             return False

@@ -62,7 +62,9 @@ class Scheduler:
         self._running = PolicyOrder(policy.order)
         self._in_flight: StepInFlight | None = None
         self._counters = SchedulerCounters()
-        self.moves = BlockMoves(block_manager, self._running, self._waiting, self._counters, self.costs)
+        self.moves = BlockMoves(
+            block_manager, self._running, self._waiting, self._counters, self.rules.preemption
+        )
 
     @property
     def has_work(self) -> bool:

@@ -27,7 +27,11 @@ PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 
 def make(**settings: Any) -> AsyncEngine:
     """A small engine on its own thread."""
-    defaults: dict[str, Any] = {"num_kv_blocks": 16, "host_kv_memory": 24 * 4 * ToyBackend.kv_bytes_per_token}
+    defaults: dict[str, Any] = {
+        "num_kv_blocks": 16, "host_kv_memory": 24 * 4 * ToyBackend.kv_bytes_per_token,
+        # Why: by the clock computing costs a toy model nothing, so that "auto" would copy nothing.
+        "preemption": "swap",
+    }
     return AsyncEngine(make_engine(**{**defaults, **settings}))
 
 

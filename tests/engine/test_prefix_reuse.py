@@ -115,7 +115,7 @@ def test_answers_of_one_request_compute_its_prompt_once() -> None:
 
 def test_a_conversation_that_was_pushed_out_comes_back_from_the_host() -> None:
     """What the device had to give away is loaded instead of computed."""
-    engine = make_engine(num_kv_blocks=5, host_kv_memory=64 * 40)
+    engine = make_engine(num_kv_blocks=5, host_kv_memory=64 * 40, preemption="swap")
     request = engine.add_request(PROMPT, params(3))
     run(engine)
     ask(engine, [8] * 15, 3)

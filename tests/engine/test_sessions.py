@@ -49,6 +49,8 @@ def make(num_host_blocks: int = 24, clock: FakeClock | None = None, **settings: 
     defaults: dict[str, Any] = {
         "num_kv_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64,
         "host_kv_memory": num_host_blocks * BLOCK if num_host_blocks else None,
+        # Why: by the clock computing costs a toy model nothing, so that "auto" would copy nothing.
+        "preemption": "swap",
     }
     return CheckedEngine(assemble(ToyBackend(), **{**defaults, **settings}), clock)
 

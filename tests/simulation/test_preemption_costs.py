@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from pressure_workloads import BLOCK_SIZE, Workload, workloads
+from pressure_workloads import BLOCK_SIZE, MODES_WITH_HOST, Workload, workloads
 
 from doubles import FakeClock, ToyBackend, ToyStore
 from pagedcore.assembly import assemble
@@ -19,7 +19,7 @@ from pagedcore.engine import Engine
 from pagedcore.ports import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 
-ALWAYS = ("swap", "shrink", "recompute", "wait")
+HABITS = ("swap", "shrink", "recompute", "wait")
 TRANSFER_S = 2e-5
 
 
@@ -30,6 +30,15 @@ class Prices:
     step: float
     token: float
     block: float
+
+
+CPU = Prices(6.0, 0.35, 0.03)
+"""Measured with the model of ``benchmarks/memory_pressure.py`` on two cores of a Zen 4; the next on those of a Xeon."""
+MATRIX_UNITS = Prices(3.4, 0.06, 0.06)
+SLOW_BUS = Prices(10.0, 0.02, 0.33)
+CHEAP_STEPS = Prices(1.0, 0.2, 0.05)
+CARD = Prices(8.0, 0.02, 0.02)
+FREE_TOKENS = Prices(3.0, 0.001, 1.0)
 
 
 class PricedStore(ToyStore):
@@ -67,7 +76,8 @@ def seconds(workload: Workload, mode: str, prices: Prices) -> float:
     clock = FakeClock()
     parts = assemble(
         PricedBackend(prices, clock), num_kv_blocks=workload.num_blocks, block_size=BLOCK_SIZE, preemption=mode,
-        host_kv_memory="4MiB", max_num_seqs=32, max_num_batched_tokens=512, max_num_waiting=256,
+        host_kv_memory="4MiB" if mode in MODES_WITH_HOST else None, max_num_seqs=32, max_num_batched_tokens=512,
+        max_num_waiting=256,
     )
     with Engine(parts, clock) as engine:
         for prompt, num_tokens in workload.requests:
@@ -80,23 +90,38 @@ def seconds(workload: Workload, mode: str, prices: Prices) -> float:
         return clock.now() - before_s
 
 
+def compare(workloads: Sequence[Workload], prices: Prices) -> list[float]:
+    """Return what "auto" takes for all of these together, relative to each habit."""
+    total_s = {mode: sum(seconds(one, mode, prices) for one in workloads) for mode in ("auto", *HABITS)}
+    ratios = [total_s["auto"] / total_s[habit] for habit in HABITS]
+    print(f"{workloads[0].name:28}", *(f"{ratio:.3f}" for ratio in ratios))
+    return ratios
+
+
 @pytest.mark.parametrize(
     "prices",
     [
-        pytest.param(Prices(6.0, 0.35, 0.03), id="a small model on a CPU"),
-        pytest.param(Prices(3.4, 0.06, 0.06), id="the same with matrix units"),
-        pytest.param(Prices(10.0, 0.02, 0.33), id="cheap tokens and a slow bus"),
-        pytest.param(Prices(1.0, 0.2, 0.05), id="cheap steps", marks=pytest.mark.slow),
-        pytest.param(Prices(8.0, 0.02, 0.02), id="a card", marks=pytest.mark.slow),
-        pytest.param(Prices(3.0, 0.001, 1.0), id="tokens for nothing", marks=pytest.mark.slow),
+        pytest.param(CPU, id="a small model on a CPU"),
+        pytest.param(MATRIX_UNITS, id="the same with matrix units"),
+        pytest.param(SLOW_BUS, id="cheap tokens and a slow bus"),
+        pytest.param(CHEAP_STEPS, id="cheap steps", marks=pytest.mark.slow),
+        pytest.param(CARD, id="a card", marks=pytest.mark.slow),
+        pytest.param(FREE_TOKENS, id="tokens for nothing", marks=pytest.mark.slow),
     ],
 )
 def test_choosing_costs_no_more_than_the_best_habit(prices: Prices) -> None:
-    """On six workloads and their mix "auto" takes at most 2 % longer than whichever way is best there."""
-    rows = []
-    for workload in workloads():
-        auto_s, habits_s = seconds(workload, "auto", prices), [seconds(workload, mode, prices) for mode in ALWAYS]
-        rows.append((workload.name, auto_s / min(habits_s), *(auto_s / one for one in habits_s)))
-        print(f"{workload.name:28}", *(f"{ratio:.3f}" for ratio in rows[-1][1:]))
-    assert len(rows) == 7
-    assert max(row[1] for row in rows) <= 1.02
+    """On none of six workloads and their mix "auto" takes more than 3 % longer than whichever habit is best there."""
+    assert max(max(compare([workload], prices)) for workload in workloads()) <= 1.03
+
+
+@pytest.mark.parametrize("prices", [pytest.param(CPU, id="CPU"), pytest.param(MATRIX_UNITS, id="matrix units")])
+def test_choosing_beats_every_habit_on_mixes(prices: Prices) -> None:
+    """At prices that were measured "auto" is ahead of each habit on six mixes together."""
+    assert max(compare([workloads(seed)[-1] for seed in range(6)], prices)) < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prices", [SLOW_BUS, CHEAP_STEPS, CARD, FREE_TOKENS])
+def test_choosing_is_as_good_as_the_best_habit_on_mixes(prices: Prices) -> None:
+    """Where one habit is best throughout, "auto" is level with it, to half a percent, on twenty-four mixes together."""
+    assert max(compare([workloads(seed)[-1] for seed in range(24)], prices)) <= 1.005

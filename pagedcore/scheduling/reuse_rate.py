@@ -1,0 +1,62 @@
+"""How much of what finished sequences have computed is asked for again after the device has forgotten it.
+
+A copy to the host pays only if somebody comes back for it. Whatever is left is remembered by its key, copied or not,
+so that it is noticed when people start to come back while nothing is copied. Source: the ghost entries of ARC
+(Megiddo and Modha 2003) and the ageing of TinyLFU (Einziger, Friedman and Manes 2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+_FIRST_GUESS: Final = 0.5
+_FIRST_WEIGHT: Final = 16.0
+"""Blocks that the first guess counts for: so few that a burst nobody returns from is noticed within it."""
+_WINDOW: Final = 1024.0
+"""Blocks after which all that was learned before counts half."""
+
+
+class ReuseRate:
+    """The share of left blocks that is asked for again, learned over the last thousand or so.
+
+    Invariant: at most ``capacity`` keys are remembered; those left first are forgotten first.
+    """
+
+    __slots__ = ("_capacity", "_left", "_num_left", "_num_wanted")
+
+    def __init__(self, capacity: int) -> None:
+        """Remember nothing yet.
+
+        Args:
+            capacity: blocks that the host has room for, since it would have forgotten the others too.
+        """
+        self._capacity = capacity
+        self._left: dict[bytes, None] = {}
+        self._num_left = _FIRST_WEIGHT
+        self._num_wanted = _FIRST_GUESS * _FIRST_WEIGHT
+
+    @property
+    def share(self) -> float:
+        """How likely it is that a block is asked for again, 0 to 1."""
+        return min(1.0, self._num_wanted / self._num_left)
+
+    def leave(self, keys: Iterable[bytes]) -> None:
+        """Note the keys of full blocks that a finished sequence leaves."""
+        for key in keys:
+            self._num_left += key not in self._left
+            self._left.pop(key, None)
+            self._left[key] = None
+        while len(self._left) > self._capacity:
+            del self._left[next(iter(self._left))]
+        if self._num_left > _WINDOW:
+            self._num_left /= 2
+            self._num_wanted /= 2
+
+    def want(self, keys: Iterable[bytes]) -> None:
+        """Note the keys that a starting sequence does not find on the device, from the first such one on."""
+        for key in keys:
+            if key not in self._left:
+                return
+            del self._left[key]
+            self._num_wanted += 1
