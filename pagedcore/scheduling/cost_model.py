@@ -17,6 +17,10 @@ _FORGETTING: Final = 0.98
 _LOSS_RATE: Final = 0.2
 """Weight of one more observation of what became of the rest of a shrunk sequence: about the last 5 count."""
 
+_KEEPING_FACTOR: Final = 2.0
+"""What a copy that nobody waits for costs beside the transfer: booking its blocks, and what it drives out of caches.
+Measured with ``benchmarks/memory_pressure.py``: in all two to four times the transfer."""
+
 
 @dataclass(slots=True)
 class Line:
@@ -88,7 +92,7 @@ class CostModel:
     def is_keeping_cheaper(self, num_blocks: int, block_size: int, share: float) -> bool:
         """Whether moving full blocks to the host pays when this ``share`` of them is asked for again, 0 to 1."""
         saved_s = self.compute_s(num_blocks * block_size) - self.moves[Direction.IN].seconds(num_blocks)
-        return self.moves[Direction.OUT].seconds(num_blocks) <= share * saved_s
+        return _KEEPING_FACTOR * self.moves[Direction.OUT].seconds(num_blocks) <= share * saved_s
 
     def observe_loss(self, share: float) -> None:
         """Learn what share of a shrunk sequence's rest was gone when it ran again.
