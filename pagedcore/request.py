@@ -42,7 +42,6 @@ class Sequence:
     Invariant: token ids are only ever appended, so ``block_keys``, the content keys of full blocks that were asked
         for, stay true.
     Invariant: sequences with the same ``cache_root`` may share blocks, others never do.
-    Invariant: moves between statuses are those of ``LEGAL_MOVES``.
     Invariant: ``prompt_logprobs``, of the one sequence that reports its prompt, has the tokens from the second on, as
         far as they were told; position ``len(prompt_logprobs)`` has to be computed for the next one.
     Invariant: ``is_in_session`` says that a session goes on with it, so that what it leaves is going to be needed.

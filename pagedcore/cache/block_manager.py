@@ -173,19 +173,16 @@ class BlockManager:
 
     def release(self, sequence: Sequence) -> int:
         """Give up all blocks of a sequence, last first, and return how many; what they hold can be found again."""
+        return self.cut(sequence, 0)
+
+    def cut(self, sequence: Sequence, num_tokens: int) -> int:
+        """Do so with the blocks behind the first ``num_tokens`` computed positions."""
         table = self._tables.get(sequence.sequence_id)
         if table is None:
             return 0
         self.register_all(sequence)
-        return self._cut(sequence.sequence_id, table, 0)
-
-    def cut(self, sequence: Sequence, num_tokens: int) -> None:
-        """Leave a sequence only the blocks of its first ``num_tokens`` positions; what the others hold can be found."""
-        table = self._tables.get(sequence.sequence_id)
-        if table is not None and num_tokens < sequence.num_computed_tokens:
-            self.register_all(sequence)
-            self._cut(sequence.sequence_id, table, self.blocks_for(num_tokens))
-            sequence.num_computed_tokens = num_tokens
+        sequence.num_computed_tokens = min(num_tokens, sequence.num_computed_tokens)
+        return self._cut(sequence.sequence_id, table, self.blocks_for(num_tokens))
 
     def register_all(self, sequence: Sequence) -> None:
         """Note what all computed positions hold, those of the partly filled last block included."""

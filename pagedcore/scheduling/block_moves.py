@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from pagedcore.cache.block_manager import BlockManager
-from pagedcore.cache.host_tier import HostTier
 from pagedcore.cache.prefix_match import FoundBlocks, find_blocks
 from pagedcore.cache.transfers import Direction, Transfer
 from pagedcore.errors import InternalError
 from pagedcore.request import Sequence, SequenceStatus
+from pagedcore.scheduling.keeping import Keeping
 from pagedcore.scheduling.plan import Preemption, PreemptionKind, SchedulePlan, SwapIn
 from pagedcore.scheduling.preemption import PreemptionRules
-from pagedcore.scheduling.reuse_rate import ReuseRate
 from pagedcore.scheduling.scheduler_stats import SchedulerCounters
 from pagedcore.scheduling.waiting_queue import PolicyOrder, WaitingQueue
 
@@ -50,7 +49,7 @@ class BlockMoves:
     """
 
     __slots__ = (
-        "_blocks", "_costs", "_counters", "_due", "_moving", "_open", "_reuse", "_rules", "_running", "_waiting",
+        "_blocks", "_costs", "_counters", "_due", "_keeping", "_moving", "_open", "_running", "_waiting",
         "decisions", "parked",
     )
 
@@ -66,9 +65,8 @@ class BlockMoves:
         self._running = running
         self._waiting = waiting
         self._counters = counters
-        self._rules = rules
         self._costs = rules.costs
-        self._reuse = ReuseRate(blocks.host.num_blocks if blocks.host is not None else 0)
+        self._keeping = Keeping(blocks, rules)
         self.decisions: deque[Decision] = deque(maxlen=_NUM_REMEMBERED)
         """The last preemptions, oldest first, to look at."""
         self.parked: set[int] = set()
@@ -152,23 +150,11 @@ class BlockMoves:
         self.abandon(sequence)
         if not is_trusted:
             self._distrust(sequence)
-        elif is_movable and self._blocks.host is not None:
-            self._blocks.cut(sequence, self._num_tokens_to_keep(sequence, self._blocks.host))
+        elif is_movable and (num_tokens := self._keeping.num_tokens_worth_it(sequence)):
+            self._blocks.cut(sequence, num_tokens)
             self._begin_swap_out(sequence, is_pinned=False)
         self._blocks.release(sequence)
         sequence.forget_computed()
-
-    def _num_tokens_to_keep(self, sequence: Sequence, host: HostTier) -> int:
-        """Say how many of a finished sequence's positions are worth a copy on the host."""
-        size, num_computed = self._blocks.block_size, sequence.num_computed_tokens
-        num_proven = min(num_computed, sequence.num_cached_tokens or 0) // size * size
-        share = 1.0 if sequence.is_in_session else self._reuse.share
-        self._reuse.leave(sequence.block_keys[num_proven // size : num_computed // size])
-        if self._rules.is_worth_keeping(host.num_missing_blocks(sequence, num_computed), share):
-            return num_computed
-        # Why: what it found itself has been asked for twice by now; beginnings that many share are.
-        num_missing = host.num_missing_blocks(sequence, num_proven)
-        return num_proven if num_missing and self._rules.is_worth_keeping(num_missing, 1.0) else 0
 
     def park(self, sequence: Sequence) -> int:
         """Keep on the host what the memories hold of a finished sequence; return how many positions, 0 without room.
@@ -246,7 +232,7 @@ class BlockMoves:
 
     def note_found(self, sequence: Sequence, num_tokens: int) -> None:
         """Take note that a sequence starts with ``num_tokens`` positions that need not be computed."""
-        self._note_wanted(sequence, num_tokens // self._blocks.block_size)
+        self._keeping.note_wanted(sequence, num_tokens // self._blocks.block_size)
         if sequence.num_cached_tokens is None:
             self._note_looked_up(sequence, num_tokens)
         if (decision := self._open.pop(sequence.sequence_id, None)) is not None:
@@ -261,14 +247,6 @@ class BlockMoves:
         self.parked.discard(sequence.sequence_id)
         if self._blocks.host is not None:
             self._blocks.host.abandon(sequence.sequence_id)
-
-    def _note_wanted(self, sequence: Sequence, first_block: int) -> None:
-        """Take note that a sequence asks for its known full blocks from this one on, which the device does not have."""
-        blocks = self._blocks
-        if blocks.host is not None:
-            num_blocks = len(sequence.token_ids) // blocks.block_size
-            blocks.hasher.extend(sequence.block_keys, sequence.cache_root, sequence.token_ids, num_blocks)
-            self._reuse.want(sequence.block_keys[first_block:num_blocks])
 
     def _note_looked_up(self, sequence: Sequence, num_tokens: int) -> None:
         sequence.num_cached_tokens = num_tokens
@@ -307,7 +285,7 @@ class BlockMoves:
     def _load(self, swap_in: SwapIn) -> None:
         host = self._blocks.host
         assert host is not None  # Invariant: only a host tier is found anything on
-        self._note_wanted(swap_in.sequence, len(swap_in.match.device_blocks))
+        self._keeping.note_wanted(swap_in.sequence, len(swap_in.match.device_blocks))
         if not self._book(swap_in.sequence, host.begin_swap_in(swap_in.sequence, swap_in.match)):
             raise InternalError(f"load: no room for sequence {swap_in.sequence.sequence_id}, although it was planned")
 

@@ -54,17 +54,15 @@ class Scheduler:
     ) -> None:
         self.block_manager = block_manager
         self.costs = CostModel()
+        preemption_rules = PreemptionRules(preemption, self.costs, block_manager.block_size)
         self.rules = PlanningRules(
-            max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy,
-            PreemptionRules(preemption, self.costs, block_manager.block_size), max_scored_tokens,
+            max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy, preemption_rules, max_scored_tokens
         )
         self._waiting = WaitingQueue(policy.order, max_num_waiting)
         self._running = PolicyOrder(policy.order)
         self._in_flight: StepInFlight | None = None
         self._counters = SchedulerCounters()
-        self.moves = BlockMoves(
-            block_manager, self._running, self._waiting, self._counters, self.rules.preemption
-        )
+        self.moves = BlockMoves(block_manager, self._running, self._waiting, self._counters, preemption_rules)
 
     @property
     def has_work(self) -> bool:
