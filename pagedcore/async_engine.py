@@ -268,7 +268,8 @@ def _require_interval(seconds: object) -> None:
 
 
 def _abandon(commands: Commands, sink: Sink) -> None:
-    commands.put(lambda worker: worker.abandon(sink))
+    if not (isinstance(sink, Stream) and sink.has_ended):
+        commands.put(lambda worker: worker.abandon(sink))
 
 
 def _close(commands: Commands, thread: threading.Thread) -> None:

@@ -1,8 +1,8 @@
 """The bounded hand-over between the engine thread and one reader, on any event loop or on none.
 
-Unread deltas of an answer are joined, by the reader where it keeps up, so that a slow reader costs a few deltas per
-answer, whose size the request's own ``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its
-request. ``Outbox`` says when deltas are handed over.
+Unread deltas of an answer are joined, so that a slow reader costs one delta per answer, whose size the request's own
+``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its request. ``Outbox`` says when deltas
+are handed over.
 """
 
 from __future__ import annotations
@@ -20,16 +20,56 @@ from pagedcore.outputs import Delta
 
 Waiter = asyncio.Future[None] | threading.Event
 """A reader that sleeps: on its event loop, or on its own thread."""
-MOST_PARTS: Final = 64
-"""Unread deltas of one answer before they are joined on the engine thread."""
 READERS_PER_INTERVAL: Final = 50
 """Readers that are told of news once per interval; with more of them intervals are longer in proportion."""
+
+
+class Joined:
+    """Consecutive deltas of one answer on their way to becoming one.
+
+    Why: joined while they are fresh. A reader's core would fetch every single one from the engine's, or from memory.
+    """
+
+    __slots__ = ("_last", "_logprobs", "_texts", "_token_ids")
+
+    def __init__(self, first: Delta) -> None:
+        self._last = first
+        self._texts = [first.text]
+        self._token_ids = [*first.token_ids]
+        self._logprobs = None if first.logprobs is None else [*first.logprobs]
+
+    def add(self, delta: Delta) -> None:
+        """Take the next delta in."""
+        self._last = delta
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self._logprobs = [*(self._logprobs or ()), *delta.logprobs]
+
+    def delta(self) -> Delta:
+        """Return all of them as one."""
+        last, logprobs = self._last, self._logprobs
+        if len(self._texts) == 1:
+            return last
+        return Delta(
+            last.request_id, last.index, "".join(self._texts), tuple(self._token_ids), last.finish_reason,
+            None if logprobs is None else tuple(logprobs), last.error, last.num_prompt_tokens, last.usage,
+            last.prompt_logprobs,
+        )
+
+
+def join(unread: dict[int, Joined], delta: Delta) -> None:
+    """Take the next delta into what is unread of each answer of a request, by index."""
+    joined = unread.get(delta.index)
+    if joined is None:
+        unread[delta.index] = Joined(delta)
+    else:
+        joined.add(delta)
 
 
 class Stream:
     """Deltas of one request on their way to its reader.
 
-    Invariant: at most ``MOST_PARTS`` unread deltas per answer, of which the reader gets one.
     Invariant: after ``end`` nothing is added.
     """
 
@@ -37,7 +77,7 @@ class Stream:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unread: dict[int, list[Delta]] = {}
+        self._unread: dict[int, Joined] = {}
         self._waiter: Waiter | None = None
         self._error: Exception | None = None
         self.has_ended = False
@@ -58,11 +98,7 @@ class Stream:
 
     def _add(self, deltas: Iterable[Delta]) -> Waiter | None:
         for delta in deltas:
-            parts = self._unread.setdefault(delta.index, [])
-            # Why: joining a few deltas once costs less than joining each to those before, and is the reader's work.
-            if len(parts) == MOST_PARTS:
-                parts[:] = [merge(parts)]
-            parts.append(delta)
+            join(self._unread, delta)
         waiter, self._waiter = self._waiter, None
         return waiter
 
@@ -84,21 +120,7 @@ class Stream:
             unread, self._unread = self._unread, {}
         if not unread and self._error is not None:
             raise self._error
-        return [parts[0] if len(parts) == 1 else merge(parts) for parts in unread.values()]
-
-
-def merge(deltas: Iterable[Delta]) -> Delta:
-    """Join consecutive deltas of one answer, at least one."""
-    text, token_ids, logprobs = "", list[int](), None
-    for delta in deltas:
-        text += delta.text
-        token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            logprobs = (logprobs or ()) + delta.logprobs
-    return Delta(
-        delta.request_id, delta.index, text, tuple(token_ids), delta.finish_reason, logprobs, delta.error,
-        delta.num_prompt_tokens, delta.usage, delta.prompt_logprobs,
-    )
+        return _as_deltas(unread)
 
 
 class Outbox:
@@ -116,19 +138,18 @@ class Outbox:
         self._interval_s = interval_s
         self._clock = clock
         self._next_s = -math.inf
-        self._held: dict[Stream, list[Delta]] = {}
+        self._held: dict[Stream, dict[int, Joined]] = {}
         self._begun: list[Stream] = []
 
     def add(self, stream: Stream, delta: Delta) -> None:
         """Keep a delta for a stream."""
         held = self._held.get(stream)
-        if held is not None:
-            held.append(delta)
-            return
-        self._held[stream] = [delta]
-        if not stream.is_begun:
-            stream.is_begun = True
-            self._begun.append(stream)
+        if held is None:
+            held = self._held[stream] = {}
+            if not stream.is_begun:
+                stream.is_begun = True
+                self._begun.append(stream)
+        join(held, delta)
 
     def take_due(self) -> dict[Stream, list[Delta]]:
         """Take what it is time to hand over; call it once after every step."""
@@ -138,11 +159,15 @@ class Outbox:
             return {stream: self.take(stream) for stream in begun}
         due, self._held = self._held, {}
         self._next_s = now + self._interval_s * max(1.0, len(due) / READERS_PER_INTERVAL)
-        return due
+        return {stream: _as_deltas(held) for stream, held in due.items()}
 
     def take(self, stream: Stream) -> list[Delta]:
-        """Take what is kept for one stream, which may be nothing."""
-        return self._held.pop(stream, [])
+        """Take what is kept for one stream, which may be nothing, one delta for each answer."""
+        return _as_deltas(self._held.pop(stream, {}))
+
+
+def _as_deltas(unread: dict[int, Joined]) -> list[Delta]:
+    return [joined.delta() for joined in unread.values()]
 
 
 class StreamReader:

@@ -11,26 +11,37 @@ import pytest
 
 from doubles import FakeClock
 from pagedcore.outputs import Delta, TokenLogprobs, Usage
-from pagedcore.stream import MOST_PARTS, READERS_PER_INTERVAL, Outbox, Stream, StreamReader, merge, wake
+from pagedcore.stream import READERS_PER_INTERVAL, Joined, Outbox, Stream, StreamReader, wake
 
 
 def delta(text: str, *token_ids: int, index: int = 0, reason: str | None = None) -> Delta:
     return Delta("r", index, text, token_ids, reason)  # type: ignore[arg-type]
 
 
-def test_merging_deltas_concatenates_text_and_tokens() -> None:
-    """Two unread deltas of one answer become one that says the same."""
-    merged = merge([delta("a", 1), delta("b", 2, reason="stop")])
-    assert (merged.text, merged.token_ids, merged.finish_reason) == ("ab", (1, 2), "stop")
+def joined(first: Delta, *others: Delta) -> Delta:
+    """Join deltas as a stream does."""
+    all_of_them = Joined(first)
+    for other in others:
+        all_of_them.add(other)
+    return all_of_them.delta()
 
 
-def test_merging_keeps_what_only_one_of_them_has() -> None:
+def test_joining_deltas_concatenates_text_and_tokens() -> None:
+    """Unread deltas of one answer become one that says the same; a single one stays what it is."""
+    first, last = delta("a", 1), delta("b", 2, reason="stop")
+    both = joined(first, last)
+    assert (both.text, both.token_ids, both.finish_reason) == ("ab", (1, 2), "stop")
+    assert joined(first) is first
+
+
+def test_joining_keeps_what_only_one_of_them_has() -> None:
     """Log-probabilities are joined, and the usage that comes with the last delta is not lost."""
     scored = TokenLogprobs(1, -0.5)
     first, last = replace(delta("a", 1), logprobs=(scored,)), replace(delta("b", 2), usage=Usage(3, 0, 2))
-    assert merge([first, last]).logprobs == (scored,)
-    assert merge([first, replace(last, logprobs=(scored,))]).logprobs == (scored, scored)
-    assert merge([first, last]).usage == Usage(3, 0, 2)
+    assert joined(first, last).logprobs == (scored,)
+    assert joined(last, first).logprobs == (scored,)
+    assert joined(first, replace(last, logprobs=(scored,))).logprobs == (scored, scored)
+    assert joined(first, last).usage == Usage(3, 0, 2)
 
 
 def test_unread_deltas_do_not_accumulate() -> None:
@@ -38,7 +49,6 @@ def test_unread_deltas_do_not_accumulate() -> None:
     stream = Stream()
     for token in range(1000):
         stream.put([delta("x", token)])
-        assert len(stream._unread[0]) <= MOST_PARTS
     (only,) = stream.take_or_register(threading.Event()) or []
     assert only.text == "x" * 1000
     assert only.token_ids == tuple(range(1000))
@@ -137,7 +147,7 @@ def test_a_stream_gets_its_first_delta_at_once_and_then_all_that_came_at_interva
     assert outbox.take_due() == {}
     outbox.add(stream, third)
     clock.advance(0.5)
-    assert outbox.take_due() == {stream: [second, third]}
+    assert outbox.take_due() == {stream: [joined(second, third)]}
     clock.advance(5.0)
     assert outbox.take_due() == {}
 
