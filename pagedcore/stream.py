@@ -44,7 +44,8 @@ class Joined:
         self._texts.append(delta.text)
         self._token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self._logprobs = [*(self._logprobs or ()), *delta.logprobs]
+            self._logprobs = self._logprobs or []
+            self._logprobs += delta.logprobs
 
     def delta(self) -> Delta:
         """Return all of them as one."""

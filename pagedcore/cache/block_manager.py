@@ -176,7 +176,7 @@ class BlockManager:
         return self.cut(sequence, 0)
 
     def cut(self, sequence: Sequence, num_tokens: int) -> int:
-        """Do so with the blocks behind the first ``num_tokens`` computed positions."""
+        """Give up the blocks behind the first ``num_tokens`` computed positions in the same way."""
         table = self._tables.get(sequence.sequence_id)
         if table is None:
             return 0

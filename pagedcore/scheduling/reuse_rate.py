@@ -7,6 +7,7 @@ so that it is noticed when people start to come back while nothing is copied. So
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
@@ -32,7 +33,7 @@ class ReuseRate:
             capacity: blocks that the host has room for, since it would have forgotten the others too.
         """
         self._capacity = capacity
-        self._left: dict[bytes, None] = {}
+        self._left: OrderedDict[bytes, None] = OrderedDict()
         self._num_left = _FIRST_WEIGHT
         self._num_wanted = _FIRST_GUESS * _FIRST_WEIGHT
 
@@ -45,10 +46,10 @@ class ReuseRate:
         """Note the keys of full blocks that a finished sequence leaves."""
         for key in keys:
             self._num_left += key not in self._left
-            self._left.pop(key, None)
             self._left[key] = None
+            self._left.move_to_end(key)
         while len(self._left) > self._capacity:
-            del self._left[next(iter(self._left))]
+            self._left.popitem(last=False)
         if self._num_left > _WINDOW:
             self._num_left /= 2
             self._num_wanted /= 2

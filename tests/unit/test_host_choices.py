@@ -35,14 +35,19 @@ class Priced:
         """Answer a sequence alone; return how many of its tokens were found."""
         self.scheduler.add(sequence)
         while self.scheduler.has_work:
-            plan = self.scheduler.schedule()
-            while plan.moves_blocks:
-                self._complete(self.scheduler.make_room(plan))
-                plan = self.scheduler.schedule()
-            self.scheduler.reserve(plan)
-            self.scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.is_sampled})
-            self._complete(self.scheduler.moves.take_due())
+            self.step()
         return sequence.num_cached_tokens or 0
+
+    def step(self) -> None:
+        """Run one step, with the transfers before and after it."""
+        self._complete(self.scheduler.moves.take_due())
+        plan = self.scheduler.schedule()
+        while plan.moves_blocks:
+            self._complete(self.scheduler.make_room(plan))
+            plan = self.scheduler.schedule()
+        self.scheduler.reserve(plan)
+        self.scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.is_sampled})
+        self._complete(self.scheduler.moves.take_due())
 
     def flood(self, first: int) -> None:
         """Use every block of the device for something that nobody asks for again."""
@@ -141,3 +146,45 @@ def test_what_was_parked_is_loaded_whatever_it_costs() -> None:
     sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
     assert priced.answer(sequence) == 9
     assert priced.scheduler.stats().num_used_host_blocks == 0
+
+
+def test_what_was_parked_and_is_still_on_the_device_is_let_go_on_the_host() -> None:
+    """Nothing has to be loaded, so the next turn's start is what ends the keeping."""
+    priced = Priced(0.1)
+    sequence = make_sequence(PROMPT, 1)
+    priced.answer(sequence)
+    assert priced.scheduler.moves.park(sequence) == 9
+    assert priced.scheduler.stats().num_used_host_blocks == 5
+    sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
+    assert priced.answer(sequence) == 9
+    assert priced.scheduler.stats().num_used_host_blocks == 0
+
+
+def test_one_sequence_is_loaded_at_a_time() -> None:
+    """Room for a second load might be taken from what the second one has found, so it waits for the first."""
+    priced = Priced(0.1)
+    prompts = [[start + place for place in range(5)] for start in (100, 200)]
+    for prompt in prompts:
+        priced.answer(make_sequence(prompt, 1))
+    priced.flood(1000)
+    for prompt in prompts:
+        priced.scheduler.add(make_sequence([*prompt, 1], 1))
+    assert [len(one.match.host_blocks) for one in priced.scheduler.schedule().swap_ins] == [3]
+
+
+def test_fetching_leaves_a_block_for_everybody_who_runs() -> None:
+    """What a session finds on the device is no longer available to others once it is fetched, so it counts too."""
+    priced = Priced(0.1)
+    session, runner, passer = make_sequence(PROMPT, 1), make_sequence(range(200, 205), 4), make_sequence([7, 8, 9], 1)
+    priced.answer(session)
+    assert priced.scheduler.moves.park(session) == 9
+    priced.scheduler.add(runner)
+    priced.step()
+    priced.scheduler.add(passer)
+    priced.step()
+    blocks = priced.scheduler.block_manager
+    match = blocks.match(session)
+    assert (len(match.device_blocks), len(match.host_blocks), blocks.num_available_blocks) == (3, 2, 5)
+    assert priced.scheduler.moves.fetch(session) == 0
+    priced.scheduler.finish(runner, "abort")
+    assert priced.scheduler.moves.fetch(session) == 9
