@@ -32,8 +32,8 @@ class Keeping:
         if self._rules.is_worth_keeping(host.num_missing_blocks(sequence, num_computed), share):
             return num_computed
         # Why: what it found itself has been asked for twice by now; beginnings that many share are.
-        num_missing = host.num_missing_blocks(sequence, num_proven)
-        return num_proven if num_missing and self._rules.is_worth_keeping(num_missing, 1.0) else 0
+        is_worth_it = self._rules.is_worth_keeping(host.num_missing_blocks(sequence, num_proven), 1.0)
+        return num_proven if is_worth_it else 0
 
     def note_wanted(self, sequence: Sequence, first_block: int) -> None:
         """Take note that a sequence starts and asks for its known full blocks, from the first that the device lacks."""

@@ -90,11 +90,10 @@ def test_what_nobody_asks_for_again_is_copied_no_more_until_somebody_would_have_
     priced.flood(100_000)
     assert priced.num_on_host == before
     for number in range(20):
-        sequence = make_sequence([200_000 + 1000 * number + place for place in range(9)], 1)
-        priced.answer(sequence)
+        prompt = [200_000 + 1000 * number + place for place in range(9)]
+        priced.answer(make_sequence(prompt, 1))
         priced.flood(300_000 + 1000 * number)
-        sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6 + number)
-        if priced.answer(sequence):
+        if priced.answer(make_sequence([*prompt, 1], 1)):
             break
     assert 0 < number < 19
     assert priced.num_on_host > before
@@ -107,12 +106,39 @@ def test_a_beginning_that_was_found_is_copied_alone() -> None:
         priced.flood(1000 * (number + 1))
     before = priced.num_on_host
     for last in (1, 2, 3):
-        found = priced.answer(make_sequence([*range(500, 506), *([last] * 4)], 1))
-        assert found == (6 if last > 1 else 0)
+        found = priced.answer(make_sequence([*range(500, 507), *([last] * 4)], 1))
+        assert found == (7 if last > 1 else 0)
         assert priced.num_on_host == before + (3 if last > 1 else 0)
     priced.flood(100_000)
-    assert priced.answer(make_sequence([*range(500, 506), 4, 4], 1)) == 6
+    assert priced.answer(make_sequence([*range(500, 507), 4, 4], 1)) == 6
     assert priced.scheduler.stats().counters.num_blocks_swapped_in == 3
+
+
+def test_a_beginning_that_comes_back_says_nothing_of_what_follows_it() -> None:
+    """However often a shared beginning is loaded, the ends that nobody asks for again are not copied for it."""
+    priced = Priced(0.1)
+    for number in range(24):
+        priced.flood(1000 * (number + 1))
+    for last in range(40):
+        priced.answer(make_sequence([*range(500, 506), *([600 + last] * 5)], 1))
+        priced.answer(make_sequence([*range(500, 506), *([700 + last] * 5)], 1))
+        before = priced.num_on_host
+        priced.flood(200_000 + 1000 * last)
+    assert priced.num_on_host == before
+    assert priced.scheduler.stats().counters.num_blocks_swapped_in == 3 * 39
+
+
+def test_what_is_found_on_the_device_is_no_reason_to_copy() -> None:
+    """Asked for twice in a row, prompts are found without the host; strangers are not copied for that."""
+    priced = Priced(0.1)
+    for number in range(24):
+        priced.flood(1000 * (number + 1))
+    for number in range(40):
+        prompt = [200_000 + 1000 * number + place for place in range(9)]
+        assert [priced.answer(make_sequence(prompt, 1)) for _ in range(2)] == [0, 8]
+    before = priced.num_on_host
+    priced.flood(100_000)
+    assert priced.num_on_host == before
 
 
 def test_a_session_is_kept_whatever_others_do_unless_computing_is_cheaper() -> None:

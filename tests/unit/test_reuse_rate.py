@@ -61,3 +61,22 @@ def test_more_than_the_host_has_room_for_is_forgotten_oldest_first() -> None:
     assert rate.share == pytest.approx(8 / 48)
     rate.want(keys(24, 8))
     assert rate.share == pytest.approx(16 / 48)
+
+
+def test_what_is_left_again_is_forgotten_later() -> None:
+    """The host would have kept it longer too."""
+    rate = ReuseRate(2)
+    for key in (1, 2, 1, 3):
+        rate.leave(keys(key, 1))
+    rate.want(keys(2, 1))
+    assert rate.share == pytest.approx(8 / 19)
+    rate.want(keys(1, 1))
+    assert rate.share == pytest.approx(9 / 19)
+
+
+def test_a_share_is_at_most_everything() -> None:
+    """What was left before the past was halved may be asked for after it."""
+    rate = ReuseRate(10_000)
+    rate.leave(keys(0, 1100))
+    rate.want(keys(0, 1100))
+    assert rate.share == 1.0
