@@ -141,6 +141,16 @@ def test_what_is_found_on_the_device_is_no_reason_to_copy() -> None:
     assert priced.num_on_host == before
 
 
+def test_conversations_that_come_back_go_on_being_copied() -> None:
+    """What is loaded counts as asked for, so that one who came back is a reason to keep the next one."""
+    priced = Priced(0.1)
+    for number in range(60):
+        prompt = [200_000 + 1000 * number + place for place in range(9)]
+        priced.answer(make_sequence(prompt, 1))
+        priced.flood(300_000 + 1000 * number)
+        assert priced.answer(make_sequence([*prompt, 1], 1)) == 9
+
+
 def test_a_session_is_kept_whatever_others_do_unless_computing_is_cheaper() -> None:
     """Who has said that there will be a next turn is not judged by the crowd, only by the price."""
     for block_s, num_kept in ((0.65, 5), (0.7, 0)):
