@@ -37,6 +37,26 @@ def engine() -> Iterator[AsyncEngine]:
         yield engine
 
 
+async def test_a_reader_that_has_read_everything_asks_no_more_of_the_engine(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only who leaves early has something to abandon; every command wakes the engine's thread."""
+    sent, put = list[engine_thread.Command](), engine_thread.Commands.put
+
+    def note(commands: engine_thread.Commands, command: engine_thread.Command) -> bool:
+        sent.append(command)
+        return put(commands, command)
+
+    monkeypatch.setattr(engine_thread.Commands, "put", note)
+    for max_tokens, is_left_early in ((3, False), (40, True)):
+        sent.clear()
+        async with aclosing(engine.generate([1, 2], params(max_tokens))) as deltas:
+            async for _ in deltas:
+                if is_left_early:
+                    break
+        assert len(sent) == 1 + is_left_early
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the helpers of libgomp")
 def test_whoever_built_the_engine_keeps_no_helpers() -> None:
     """Helpers of two threads would sleep after every kernel: those of the builder end when the engine is taken over."""

@@ -404,6 +404,18 @@ def test_forks_go_their_own_ways() -> None:
     assert_all_free(engine)
 
 
+def test_every_sequence_of_a_session_is_known_to_go_on(tmp_path: Path) -> None:
+    """Asked, forked or imported: what it leaves is kept for the next turn whatever others do."""
+    engine = make()
+    session = engine.session(PARAMS)
+    ask(session, 1, 2, 3)
+    session.export(tmp_path / "chat.json")
+    for other in (session, session.fork(), engine.import_session(tmp_path / "chat.json")):
+        assert other._request is not None
+        assert other._request.sequences[0].is_in_session
+    assert not engine.add_request([1, 2], PARAMS).sequences[0].is_in_session
+
+
 def test_a_fork_shares_also_where_strangers_may_not() -> None:
     """Without prefix caching requests share nothing, but a fork is of the same conversation."""
     engine = make(enable_prefix_caching=False)
