@@ -37,8 +37,4 @@ class Keeping:
 
     def note_wanted(self, sequence: Sequence, first_block: int) -> None:
         """Take note that a sequence starts and asks for its known full blocks, from the first that the device lacks."""
-        blocks = self._blocks
-        if blocks.host is not None:
-            num_blocks = len(sequence.token_ids) // blocks.block_size
-            blocks.hasher.extend(sequence.block_keys, sequence.cache_root, sequence.token_ids, num_blocks)
-            self._reuse.want(sequence.block_keys[first_block:num_blocks])
+        self._reuse.want(sequence.block_keys[first_block:])
