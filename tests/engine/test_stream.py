@@ -49,6 +49,7 @@ def test_unread_deltas_do_not_accumulate() -> None:
     stream = Stream()
     for token in range(1000):
         stream.put([delta("x", token)])
+        assert len(stream._unread) == 1
     (only,) = stream.take_or_register(threading.Event()) or []
     assert only.text == "x" * 1000
     assert only.token_ids == tuple(range(1000))

@@ -71,12 +71,12 @@ class PricedBackend(ToyBackend):
         return logits
 
 
-def seconds(workload: Workload, mode: str, prices: Prices) -> float:
+def seconds(workload: Workload, mode: str, prices: Prices, *, has_host: bool) -> float:
     """Answer a workload in one mode; return how much time passed from the first step to the last."""
     clock = FakeClock()
     parts = assemble(
         PricedBackend(prices, clock), num_kv_blocks=workload.num_blocks, block_size=BLOCK_SIZE, preemption=mode,
-        host_kv_memory="4MiB" if mode in MODES_WITH_HOST else None, max_num_seqs=32, max_num_batched_tokens=512,
+        host_kv_memory="4MiB" if has_host else None, max_num_seqs=32, max_num_batched_tokens=512,
         max_num_waiting=256,
     )
     with Engine(parts, clock) as engine:
@@ -90,9 +90,14 @@ def seconds(workload: Workload, mode: str, prices: Prices) -> float:
         return clock.now() - before_s
 
 
-def compare(workloads: Sequence[Workload], prices: Prices) -> list[float]:
-    """Return what "auto" takes for all of these together, relative to each habit."""
-    total_s = {mode: sum(seconds(one, mode, prices) for one in workloads) for mode in ("auto", *HABITS)}
+def compare(
+    workloads: Sequence[Workload], prices: Prices, with_host: Sequence[str] = MODES_WITH_HOST
+) -> list[float]:
+    """Return what "auto" takes for all of these together, relative to each habit; some have no host to copy to."""
+    total_s = {
+        mode: sum(seconds(one, mode, prices, has_host=mode in with_host) for one in workloads)
+        for mode in ("auto", *HABITS)
+    }
     ratios = [total_s["auto"] / total_s[habit] for habit in HABITS]
     print(f"{workloads[0].name:28}", *(f"{ratio:.3f}" for ratio in ratios))
     return ratios
@@ -110,14 +115,22 @@ def compare(workloads: Sequence[Workload], prices: Prices) -> list[float]:
     ],
 )
 def test_choosing_costs_no_more_than_the_best_habit(prices: Prices) -> None:
-    """On none of six workloads and their mix "auto" takes more than 3 % longer than whichever habit is best there."""
+    """On six workloads and their mix "auto" takes at most 2 % longer than whichever way is best there.
+
+    At most 3 % longer than habits that have no host memory, and so never pay for copying what is finished.
+    """
+    rows = [compare([workload], prices, with_host=("auto", *HABITS)) for workload in workloads()]
+    assert len(rows) == 7
+    assert max(map(max, rows)) <= 1.02
     assert max(max(compare([workload], prices)) for workload in workloads()) <= 1.03
 
 
-@pytest.mark.parametrize("prices", [pytest.param(CPU, id="CPU"), pytest.param(MATRIX_UNITS, id="matrix units")])
-def test_choosing_beats_every_habit_on_mixes(prices: Prices) -> None:
-    """At prices that were measured "auto" is ahead of each habit on six mixes together."""
-    assert max(compare([workloads(seed)[-1] for seed in range(6)], prices)) < 1
+@pytest.mark.parametrize(
+    ("prices", "most"), [pytest.param(CPU, 1.0, id="CPU"), pytest.param(MATRIX_UNITS, 0.99, id="matrix units")]
+)
+def test_choosing_beats_every_habit_on_mixes(prices: Prices, most: float) -> None:
+    """At prices that were measured "auto" is ahead of each habit on six mixes together, the more the dearer a copy."""
+    assert max(compare([workloads(seed)[-1] for seed in range(6)], prices)) < most
 
 
 @pytest.mark.slow
