@@ -2,8 +2,9 @@
 
     python benchmarks/bentoml_client.py PORT
 
-For every line on its input, a JSON list of request bodies, it opens a connection for each, as a client with a pool has
-them open, then starts the clock, posts each body to ``/stream`` and collects bytes until the last stream has ended;
+For every line on its input, a JSON list of request bodies, it opens a connection for each and asks over it whether the
+server lives, so that the server has them open too, as it has those of a client with a pool. Then it starts the clock,
+posts each body to ``/stream`` and collects bytes until the last stream has ended;
 what they say is read after the clock has stopped. Then it writes one line: wall and CPU seconds, and of every stream
 its tokens and its number of events. Imports the standard library only.
 """
@@ -15,6 +16,7 @@ import selectors
 import socket
 import sys
 import time
+from http.client import HTTPConnection
 
 LAST_CHUNK = b"0\r\n\r\n"
 """How a chunked response ends (RFC 9112, section 7.1)."""
@@ -28,10 +30,19 @@ def request_of(body: object) -> bytes:
     return head.encode() + content
 
 
+def connected(port: int) -> socket.socket:
+    """Open a connection and use it once."""
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.request("GET", "/livez")
+    connection.getresponse().read()
+    assert isinstance(connection.sock, socket.socket)
+    return connection.sock
+
+
 def download(port: int, bodies: list[object]) -> tuple[list[bytes], float, float]:
     """Send all requests at once; return the responses, wall and CPU seconds."""
     requests = [request_of(body) for body in bodies]
-    connections = [socket.create_connection(("127.0.0.1", port)) for _ in bodies]
+    connections = [connected(port) for _ in bodies]
     parts: dict[socket.socket, list[bytes]] = {connection: [] for connection in connections}
     with selectors.DefaultSelector() as selector:
         for connection in connections:
