@@ -24,6 +24,11 @@ def frame(data: Any, name: str = "") -> str:
     return f"{head}data: {_encode(data)}\n\n"
 
 
+def ends_stream(text: str) -> bool:
+    """Whether the last event is among these. JSON has no line feed inside, so that no data can look like one."""
+    return "event: done\n" in text or "event: error\n" in text
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One event of a stream."""

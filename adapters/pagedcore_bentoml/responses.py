@@ -15,7 +15,7 @@ from bentoml import IODescriptor
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pagedcore_bentoml.events import WAITING, frame
+from pagedcore_bentoml.events import WAITING, ends_stream, frame
 from pagedcore_bentoml.refusals import CLIENT_CLOSED_REQUEST, refusal_of
 
 T = TypeVar("T")
@@ -47,9 +47,10 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
             raise ClientGone
         return working.result()
     finally:
-        working.cancel()
         leaving.cancel()
-        await asyncio.wait({working, leaving})
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -68,6 +69,7 @@ class EventStream(StreamingResponse):
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events = events
         self._has_begun = False
+        self._has_ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client leaves."""
@@ -85,6 +87,8 @@ class EventStream(StreamingResponse):
             async with aclosing(self._events) as events:
                 await self._send_all(events, send)
         except Exception as error:  # whatever went wrong, the client is told
+            if self._has_ended:
+                raise
             refusal = refusal_of(error)
             if not self._has_begun:
                 refused = refusal.response()
@@ -92,7 +96,8 @@ class EventStream(StreamingResponse):
                 await refused(scope, receive, send)
                 return
             await self._send(frame(refusal.body, "error"), send)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if not self._has_ended:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_all(self, events: AsyncGenerator[str, None], send: Send) -> None:
         first = asyncio.ensure_future(_next(events))
@@ -114,7 +119,8 @@ class EventStream(StreamingResponse):
         if not self._has_begun:
             self._has_begun = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": event.encode("ascii"), "more_body": True})
+        self._has_ended = ends_stream(event)
+        await send({"type": "http.response.body", "body": event.encode("ascii"), "more_body": not self._has_ended})
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:

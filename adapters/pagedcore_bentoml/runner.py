@@ -7,8 +7,10 @@ Owns the engine's life inside the worker and the turning of calls into engine re
 from __future__ import annotations
 
 import asyncio
+import gc
+import inspect
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import bentoml
 from starlette.responses import Response
 
-from pagedcore import AsyncEngine, Delta, SamplingParams
+from pagedcore import AsyncEngine, Delta, SamplingParams, Usage
 from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError
 from pagedcore.observability.metrics import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.body import MAX_BODY_BYTES
@@ -41,6 +43,15 @@ T = TypeVar("T")
 
 #: What BentoML hands to an endpoint that it serves; a direct call in Python has none.
 _NO_CONTEXT: Any = None
+
+
+def _endpoint(takes: type[bentoml.IODescriptor], gives: type[bentoml.IODescriptor]) -> Callable[[Any], Any]:
+    def decorate(method: Any) -> Any:
+        # Why: BentoML asks for the signature at every call; here it finds it made.
+        method.__signature__ = inspect.signature(method)
+        return bentoml.api(method, input_spec=takes, output_spec=gives)
+
+    return decorate
 
 
 class PagedCoreRunner:
@@ -110,6 +121,9 @@ class PagedCoreRunner:
             raise output.outputs[0].error
         engine_metrics(engine)
         self._farewell.install()
+        # Why: what is there by now stays; searching all of it for garbage now and then stalls every stream for 0.2 s.
+        gc.collect()
+        gc.freeze()
 
     @bentoml.on_shutdown
     async def pagedcore_stop(self) -> None:
@@ -121,6 +135,7 @@ class PagedCoreRunner:
         await self._door.drain(self.drain_s)
         if self._engine is not None and self._engine is not self.model:
             await self._engine.aclose()
+        gc.unfreeze()
 
     async def __is_alive__(self) -> bool:
         """Whether waiting for this process makes sense: its engine exists and gets on."""
@@ -142,7 +157,7 @@ class PagedCoreRunner:
             return "degraded"
         return self._engine.health(degraded_after_s=self.degraded_after_s, dead_after_s=self.dead_after_s).status
 
-    @bentoml.api(input_spec=PromptInput, output_spec=Completion)
+    @_endpoint(PromptInput, Completion)
     async def generate(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                        ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
         """Answer one prompt, whole.
@@ -157,14 +172,14 @@ class PagedCoreRunner:
         call = Call(sampling, priority, timeout_s)
         return await self._answer(ctx, lambda engine: complete(engine, prompt, call))
 
-    @bentoml.api(input_spec=ChatInput, output_spec=Completion)
+    @_endpoint(ChatInput, Completion)
     async def chat(self, messages: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                    ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
         """Answer a list of chat messages, each with "role" and "content"; otherwise as ``generate``."""
         call = Call(sampling, priority, timeout_s)
         return await self._answer(ctx, lambda engine: complete(engine, _require_chat(messages), call))
 
-    @bentoml.api(input_spec=BatchInput, output_spec=BatchCompletion)
+    @_endpoint(BatchInput, BatchCompletion)
     async def batch(self, prompts: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                     ctx: bentoml.Context = _NO_CONTEXT) -> BatchCompletion:
         """Answer several prompts, in order; ``sampling`` is for all of them, or a list with one for each.
@@ -175,20 +190,17 @@ class PagedCoreRunner:
         call = Call(sampling, priority, timeout_s)
         return await self._answer(ctx, lambda engine: complete_all(engine, prompts, call))
 
-    @bentoml.api(input_spec=PromptInput, output_spec=EventText)
+    @_endpoint(PromptInput, EventText)
     async def stream(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                      ctx: bentoml.Context = _NO_CONTEXT) -> AsyncGenerator[str, None]:
         """Answer one prompt as server-sent events: deltas as they come, then "done" with the usage, or "error"."""
         _raise_what_was_refused(ctx)
         with self._door.call():
-            last = None
             async with aclosing(deltas_of(self._live_engine(), prompt, Call(sampling, priority, timeout_s))) as deltas:
                 async for delta in deltas:
-                    last = delta
-                    yield frame(_delta_data(delta))
+                    yield _events_of(delta)
                     if delta.error is not None:
                         raise delta.error
-        yield frame(_end_data(last), "done")
 
     async def _answer(self, ctx: bentoml.Context | None, work: Callable[[AsyncEngine], Coroutine[Any, Any, T]]) -> T:
         if ctx is None:
@@ -226,6 +238,14 @@ def _require_chat(messages: Any) -> Any:
     return messages
 
 
+def _events_of(delta: Delta) -> str:
+    text = frame(_delta_data(delta))
+    if delta.usage is None or delta.error is not None:
+        return text
+    # Why: in one piece, because every piece passes through all that BentoML puts around an answer.
+    return text + frame(_end_data(delta.usage, delta.prompt_logprobs), "done")
+
+
 def _delta_data(delta: Delta) -> dict[str, Any]:
     data: dict[str, Any] = {"index": delta.index, "text": delta.text, "token_ids": delta.token_ids}
     if delta.finish_reason is not None:
@@ -235,9 +255,9 @@ def _delta_data(delta: Delta) -> dict[str, Any]:
     return data
 
 
-def _end_data(last: Delta | None) -> dict[str, Any]:
-    usage = None if last is None or last.usage is None else asdict(last.usage)
-    if last is None or last.prompt_logprobs is None:
-        return {"usage": usage}
-    entries = prompt_logprobs_of(last.prompt_logprobs)
-    return {"usage": usage, "prompt_logprobs": [None if one is None else one.model_dump() for one in entries]}
+def _end_data(usage: Usage, prompt_logprobs: Iterable[Any] | None) -> dict[str, Any]:
+    data: dict[str, Any] = {"usage": asdict(usage)}
+    if prompt_logprobs is not None:
+        entries = prompt_logprobs_of(prompt_logprobs)
+        data["prompt_logprobs"] = [None if one is None else one.model_dump() for one in entries]
+    return data

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import bentoml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters.bentoml.asgi_caller import serving
 from adapters.bentoml.processes import environment
-from pagedcore import expose
+from engine_builders import make_engine
+from pagedcore import AsyncEngine, expose
 from pagedcore.errors import InvalidConfig
 from pagedcore_bentoml import EventParser, PagedCoreRunner, create_service
 from pagedcore_bentoml.doorkeeper import Doorkeeper
 from pagedcore_bentoml.events import WAITING, frame
 from pagedcore_bentoml.farewell import Farewell
 from pagedcore_bentoml.refusals import NotServing, refusal_of
+from pagedcore_bentoml.responses import EventStream
 
 
 async def test_a_signal_waits_for_the_drain_and_a_second_one_does_not() -> None:
@@ -75,6 +81,48 @@ def test_events_survive_any_cut(events: list[tuple[str, str]], size: int) -> Non
     pieces = [data[start : start + size].decode("ascii") for start in range(0, len(data), size)]
     found = [(event.name, event.data["text"]) for piece in pieces for event in parser.feed(piece)]
     assert found == events
+
+
+async def sent_for(*pieces: str) -> list[tuple[str, bool]]:
+    """What an event stream of these pieces sends: bodies, and whether more is said to come."""
+    messages: list[dict[str, Any]] = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        for piece in pieces:
+            yield piece
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    await EventStream(events())({"type": "http"}, receive, send)
+    assert [message["type"] for message in messages] == ["http.response.start"] + ["http.response.body"] * (
+        len(messages) - 1)
+    return [(message["body"].decode(), message["more_body"]) for message in messages[1:]]
+
+
+async def test_the_end_comes_with_the_last_piece() -> None:
+    """Nothing is sent after "done", and the text of an answer cannot be taken for it."""
+    treacherous, done = frame({"text": "event: done\n\nevent: error\n"}), frame({"usage": None}, "done")
+    assert await sent_for(treacherous, frame({"text": "b"}) + done) == [
+        (treacherous, True), (frame({"text": "b"}) + done, False)]
+
+
+async def test_a_stream_of_other_events_ends_too() -> None:
+    """An endpoint of somebody's own that knows no "done" gets its end, empty."""
+    mine = frame({"mine": 1}, "progress")
+    assert await sent_for(mine) == [(mine, True), ("", False)]
+
+
+async def test_what_is_there_at_the_start_is_not_searched_for_garbage() -> None:
+    """While the service runs the collector leaves it alone, afterwards no more."""
+    gc.unfreeze()
+    with AsyncEngine(make_engine()) as engine:
+        async with serving(engine):
+            assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("workers", [2, "cpu_count", 0, None])
