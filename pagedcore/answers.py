@@ -1,4 +1,4 @@
-"""The text side of running sequences: what each answer says so far, and what a step added to it.
+"""The text side of running sequences: what each answer says so far, and what of it was told to its reader.
 
 Owns one ``TextStream`` per sequence. Knows nothing of scheduling; the engine tells it which tokens were committed.
 """
@@ -12,17 +12,22 @@ from pagedcore.ports import Tokenizer
 from pagedcore.request import Request, Sequence
 from pagedcore.text.text_stream import TextStream
 
+News = tuple[Request, Sequence]
+"""An answer of a request that has something to tell."""
+
 
 @dataclass(slots=True)
 class _Answer:
     stream: TextStream | None
     parts: list[str] = field(default_factory=list)
+    num_told_parts: int = 0
+    num_told_tokens: int = 0
 
 
 class AnswerBook:
     """Texts of all live answers, by sequence id.
 
-    Invariant: the text of an answer is the concatenation of every delta handed out for it.
+    Invariant: the text of an answer is the concatenation of all its news, taken or not.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -40,33 +45,44 @@ class AnswerBook:
         self._answers[sequence.sequence_id] = _Answer(stream)
 
     def restore(self, sequence: Sequence) -> None:
-        """Begin an answer that has tokens already, with the text that they make certain."""
+        """Begin an answer that has tokens already, with the text that they make certain; all of it was told before."""
         self.open(sequence)
         for token_id in sequence.output_token_ids:
             self.add_token(sequence, token_id)
+        self.take_news(sequence)
 
     def close(self, sequence: Sequence) -> None:
         """Forget an answer."""
         self._answers.pop(sequence.sequence_id, None)
 
-    def add_token(self, sequence: Sequence, token_id: int) -> tuple[str, bool]:
-        """Take a committed token; return the text that became certain, and whether a stop string was met."""
+    def add_token(self, sequence: Sequence, token_id: int) -> bool:
+        """Take a committed token, add the text that becomes certain, and say whether a stop string was met."""
         answer = self._answers[sequence.sequence_id]
         if answer.stream is None:
-            return "", False
+            return False
         delta = answer.stream.push((token_id,))
         answer.parts.append(delta.text)
-        return delta.text, delta.is_stopped
+        return delta.is_stopped
 
-    def finish(self, sequence: Sequence) -> tuple[str, bool]:
-        """Return the text held back until the end, and whether that end met a stop string."""
+    def finish(self, sequence: Sequence) -> bool:
+        """Add the text held back until the end, and say whether that end met a stop string."""
         answer = self._answers[sequence.sequence_id]
         stream, answer.stream = answer.stream, None
         if stream is None:
-            return "", False
-        rest = stream.finish()
-        answer.parts.append(rest)
-        return rest, stream.is_stopped
+            return False
+        answer.parts.append(stream.finish())
+        return stream.is_stopped
+
+    def take_news(self, sequence: Sequence) -> tuple[str, tuple[int, ...]]:
+        """Return the text and the tokens that were not taken yet; of an answer that was forgotten, nothing."""
+        answer = self._answers.get(sequence.sequence_id)
+        if answer is None:
+            return "", ()
+        text = "".join(answer.parts[answer.num_told_parts :])
+        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + answer.num_told_tokens :])
+        answer.num_told_parts = len(answer.parts)
+        answer.num_told_tokens += len(token_ids)
+        return text, token_ids
 
     def text(self, sequence: Sequence) -> str:
         """Return the answer's text so far."""

@@ -22,12 +22,13 @@ from pagedcore.engine_thread import Command, Commands, EngineThread, Sink
 from pagedcore.errors import EngineClosed, InvalidConfig, describe
 from pagedcore.health import Health
 from pagedcore.intake import Prompt
+from pagedcore.outbox import Outbox
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.stats import EngineStats
-from pagedcore.stream import Outbox, Stream, StreamReader
+from pagedcore.stream import Stream, StreamReader
 from pagedcore.validation import validate_timeout
 from pagedcore.whole_answer import WholeAnswer
 

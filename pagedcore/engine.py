@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
-from pagedcore.answers import AnswerBook
+from pagedcore.answers import AnswerBook, News
 from pagedcore.clock import Clock, MonotonicClock
 from pagedcore.errors import EngineClosed
 from pagedcore.execution.block_mover import BlockMover
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pagedcore.plugins.observers import EngineHooks
     from pagedcore.scheduling.plan import SchedulePlan
     from pagedcore.session import Session
+
 
 class Engine:
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
@@ -85,11 +86,7 @@ class Engine:
         return cls(assemble(model, **settings))
 
     def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
         cache_salt: str | bytes | None = None,
     ) -> Request:
         """Accept a request; it waits until a step has room for it.
@@ -185,6 +182,17 @@ class Engine:
         Raises:
             EngineClosed: after ``close()``.
         """
+        return list(map(self._outcomes.take_delta, self.advance()))
+
+    def take_delta(self, news: News) -> Delta:
+        """Return what was added to an answer since its last delta."""
+        return self._outcomes.take_delta(news)
+
+    def advance(self) -> list[News]:
+        """Run one step, and say which answers have news instead of telling them; ``take_delta`` does, at any time.
+
+        Why: for whoever tells of several steps at once. Deltas take 4 % of a small model's step with 64 answers.
+        """
         self._require_open()
         self._sessions.parking.expire()
         expired = self._outcomes.expire_waiting(self._config.queue_timeout_s)
@@ -205,10 +213,10 @@ class Engine:
             self._scheduler.rollback(plan)
             raise
         self._scheduler.costs.step.observe(plan.num_tokens, self._clock.now() - before_s)
-        deltas = self._outcomes.commit(plan, sampled)
+        news = self._outcomes.commit(plan, sampled)
         self._move_blocks()
-        self._count(plan)
-        return expired + deltas
+        self._outcomes.note_step(plan, self.stats)
+        return expired + news
 
     def _next_plan(self) -> SchedulePlan:
         """Make room as long as plans ask for it, and return one that computes, or nothing while blocks move."""
@@ -224,10 +232,7 @@ class Engine:
         self._mover.start(self._scheduler.moves.take_due())
 
     def generate(
-        self,
-        prompts: SequenceOf[Prompt],
-        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        *,
+        self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None, *,
         show_progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer many prompts and return their outputs in the same order.
@@ -291,10 +296,3 @@ class Engine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineClosed("this engine is closed; make a new one.")
-
-    def _count(self, plan: SchedulePlan) -> None:
-        self._counters.num_steps += 1
-        self._counters.num_rows += len(plan.rows)
-        self._counters.num_computed_tokens += plan.num_tokens
-        if self._hooks.observes_steps:
-            self._hooks.step_done(self.stats())

@@ -1,7 +1,8 @@
 """What runs on the engine's own thread: take commands between steps, step, deliver.
 
 Owns the order of these three and every reader that waits for an answer. It is told what to do by commands alone; who
-sends them is in ``async_engine.py``, how deltas reach a reader in ``stream.py`` and ``whole_answer.py``.
+sends them is in ``async_engine.py``, when deltas are made in ``outbox.py``, how they reach a reader in ``stream.py``
+and ``whole_answer.py``.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
+from pagedcore.answers import News
 from pagedcore.clock import MonotonicClock
 from pagedcore.engine import Engine
-from pagedcore.errors import EngineClosed, PagedcoreError
+from pagedcore.errors import EngineClosed, PagedcoreError, StepFailed
 from pagedcore.health import IDLE_CHECK_S, Progress
 from pagedcore.intake import PreparedPrompt
+from pagedcore.outbox import Outbox
 from pagedcore.outputs import Delta, Usage
 from pagedcore.request import Request
-from pagedcore.stream import Outbox, Stream, Waiter, wake
+from pagedcore.stream import Stream, Waiter, wake
 from pagedcore.whole_answer import WholeAnswer
 
 Command = Callable[["EngineThread"], None]
@@ -96,10 +99,11 @@ class EngineThread:
             while not self._is_stopping:
                 self._admit_held()
                 self._take_commands()
-                deltas = self.engine.step()
-                self._deliver(deltas)
+                news = self.engine.advance()
+                self._deliver(news)
                 if not self.engine.stands_still:
-                    self.progress.step_ended(deltas)
+                    self.progress.step_ended(has_news=bool(news), has_failed=any(
+                        isinstance(request.error, StepFailed) for request, one in news if one.finish_reason == "error"))
         except BaseException as error:
             cause = error
             raise
@@ -122,7 +126,7 @@ class EngineThread:
         except PagedcoreError as error:
             wake([sink.end(error)])
         else:
-            self._sinks[request.request_id] = (request, sink)
+            self._take_on(request, sink)
 
     def serve(self, begin: Callable[[], Request], sink: Sink) -> None:
         """Begin a turn of a session for a sink, or tell the sink why not; its request stays when it is answered."""
@@ -131,8 +135,13 @@ class EngineThread:
         except PagedcoreError as error:
             wake([sink.end(error)])
         else:
-            self._sinks[request.request_id] = (request, sink)
+            self._take_on(request, sink)
             self._kept.add(request.request_id)
+
+    def _take_on(self, request: Request, sink: Sink) -> None:
+        self._sinks[request.request_id] = (request, sink)
+        if isinstance(sink, Stream):
+            self._outbox.expect(request, sink)
 
     def call(self, function: Callable[[Engine], _T], answer: Future[_T]) -> None:
         """Do something with the engine and answer with what it returns or raises, unless nobody waits any more."""
@@ -149,9 +158,10 @@ class EngineThread:
             self._held = deque(held for held in self._held if held[1] is not sink)
         for request, other in list(self._sinks.values()):
             if other is sink:
-                request.abort()
                 # Why: a session may be closed by one task while another one reads its answer.
-                wake([self._release(request, sink)])
+                last = self._take_deltas(request)
+                request.abort()
+                wake([self._release(request, sink, last)])
 
     def _admit_held(self) -> None:
         while self._held and self.engine.can_accept(self._held[0][0].params.num_newcomers):
@@ -186,25 +196,30 @@ class EngineThread:
                 return
             command(self)
 
-    def _deliver(self, deltas: list[Delta]) -> None:
-        ended = {}
-        for i, delta in enumerate(deltas):
-            # Why: several answers of one request may end in one step; the last of them is the end of the stream.
-            if delta.finish_reason is not None and self._sinks[delta.request_id][0].is_done:
-                ended[delta.request_id] = i
-        for request_id, i in ended.items():
-            request = self._sinks[request_id][0]
-            deltas[i] = replace(deltas[i], usage=_usage_of(request), prompt_logprobs=request.prompt_logprobs)
-        for delta in deltas:
-            if isinstance(sink := self._sinks[delta.request_id][1], Stream):
-                self._outbox.add(sink, delta)
-        due = self._outbox.take_due().items()
-        sleeping = {waiter: stream for stream, news in due if (waiter := stream.put(news)) is not None}
-        for lost in wake([*sleeping, *(self._release(*self._sinks[request_id]) for request_id in ended)]):
+    def _deliver(self, news: list[News]) -> None:
+        self._outbox.add(news)
+        # Why: several answers of one request may end in one step, and what was added on this thread has no sink.
+        ended = dict.fromkeys(request for request, sequence in news if sequence.finish_reason is not None
+                              and request.is_done and request.request_id in self._sinks)
+        waiters, sleeping = [self._complete(request) for request in ended], dict[Waiter, Stream]()
+        for stream, due in self._outbox.take_due().items():
+            if (waiter := stream.put(map(self.engine.take_delta, due))) is not None:
+                sleeping[waiter] = stream
+        for lost in wake([*sleeping, *waiters]):
             # Why: its loop was closed, so nobody will ever read on, and nobody else may be left to say so.
-            self.abandon(sleeping[lost])
+            if lost in sleeping:
+                self.abandon(sleeping[lost])
 
-    def _release(self, request: Request, sink: Sink) -> Waiter | None:
+    def _complete(self, request: Request) -> Waiter | None:
+        sink, last = self._sinks[request.request_id][1], self._take_deltas(request)
+        if isinstance(sink, Stream):
+            last[-1] = replace(last[-1], usage=_usage_of(request), prompt_logprobs=request.prompt_logprobs)
+        return self._release(request, sink, last)
+
+    def _take_deltas(self, request: Request) -> list[Delta]:
+        return list(map(self.engine.take_delta, self._outbox.take(request)))
+
+    def _release(self, request: Request, sink: Sink, last: list[Delta]) -> Waiter | None:
         del self._sinks[request.request_id]
         if isinstance(sink, WholeAnswer):
             sink.complete(request.output())
@@ -212,24 +227,26 @@ class EngineThread:
             self._kept.discard(request.request_id)
         else:
             request.remove()
-        return self._end(sink)
-
-    def _end(self, sink: Sink, error: Exception | None = None) -> Waiter | None:
-        if isinstance(sink, Stream):
-            return sink.end(error, self._outbox.take(sink))
-        sink.end(error)
-        return None
+        return _end(sink, None, last)
 
     def _shut_down(self, cause: BaseException | None) -> None:
         error = EngineClosed("the engine was closed while this request was in flight.")
         error.__cause__ = cause
-        wake([self._end(sink, error) for _, sink in [*self._sinks.values(), *self._held]])
+        wake([_end(sink, error, self._take_deltas(request)) for request, sink in self._sinks.values()])
+        wake([_end(sink, error, []) for _, sink in self._held])
         self._sinks.clear()
         self._held.clear()
         self.engine.close()
         # Why: what was sent while stopping gets its answer too; accepting fails now, because the engine is closed.
         for command in self._commands.close():
             command(self)
+
+
+def _end(sink: Sink, error: Exception | None, last: list[Delta]) -> Waiter | None:
+    if isinstance(sink, Stream):
+        return sink.end(error, last)
+    sink.end(error)
+    return None
 
 
 def _usage_of(request: Request) -> Usage:

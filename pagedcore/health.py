@@ -6,13 +6,10 @@ for the thread. Who leaves the marks is in ``engine_thread.py``, who asks is ``A
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from pagedcore.clock import Clock, MonotonicClock
-from pagedcore.errors import StepFailed
-from pagedcore.outputs import Delta
 
 HealthStatus = Literal["ready", "degraded", "dead"]
 
@@ -50,12 +47,11 @@ class Progress:
         self._num_failed_steps = 0
         self._has_ended = False
 
-    def step_ended(self, deltas: Iterable[Delta]) -> None:
-        """Note that a step, or a look around without one, is over, and what came of it."""
-        reasons = {type(delta.error) for delta in deltas}
-        if StepFailed in reasons:
+    def step_ended(self, *, has_news: bool, has_failed: bool) -> None:
+        """Note that a step, or a look around without one, is over, and what came of it for any answer."""
+        if has_failed:
             self._num_failed_steps += 1
-        elif reasons:
+        elif has_news:
             self._num_failed_steps = 0
         self._last_s = self._clock.now()
 

@@ -2,7 +2,7 @@
 
 Unread deltas of an answer are joined, so that a slow reader costs one delta per answer, whose size the request's own
 ``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its request. ``Outbox`` says when deltas
-are handed over.
+are made and handed over, ``Pace`` how often.
 """
 
 from __future__ import annotations
@@ -12,23 +12,17 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
 
-from pagedcore.clock import Clock, MonotonicClock
+from pagedcore.clock import MonotonicClock
 from pagedcore.errors import RequestTimeout
 from pagedcore.outputs import Delta
 
 Waiter = asyncio.Future[None] | threading.Event
 """A reader that sleeps: on its event loop, or on its own thread."""
-READERS_PER_INTERVAL: Final = 50
-"""Readers that are told of news once per interval; with more of them intervals are longer in proportion."""
 
 
 class Joined:
-    """Consecutive deltas of one answer on their way to becoming one.
-
-    Why: joined while they are fresh. A reader's core would fetch every single one from the engine's, or from memory.
-    """
+    """Consecutive deltas of one answer on their way to becoming one."""
 
     __slots__ = ("_last", "_logprobs", "_texts", "_token_ids")
 
@@ -74,7 +68,7 @@ class Stream:
     Invariant: after ``end`` nothing is added.
     """
 
-    __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended", "is_begun")
+    __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,8 +76,6 @@ class Stream:
         self._waiter: Waiter | None = None
         self._error: Exception | None = None
         self.has_ended = False
-        self.is_begun = False
-        """Whether a delta was ever on its way; the ``Outbox``'s own note."""
 
     def put(self, deltas: Iterable[Delta]) -> Waiter | None:
         """Add deltas, at least one; return the sleeping reader, if there is one, for the caller to ``wake``."""
@@ -122,49 +114,6 @@ class Stream:
         if not unread and self._error is not None:
             raise self._error
         return _as_deltas(unread)
-
-
-class Outbox:
-    """Keeps deltas on the engine thread until it is time to hand them over: a stream's first at once, later ones of all
-    streams together, every ``interval_s``, or less often if there are more than ``READERS_PER_INTERVAL`` of them.
-
-    Why: waking a reader costs an event loop ten to thirty microseconds, which the engine thread has to wait for; this
-    keeps it to a few per cent of the time, however many there are. And a loop that wakes takes the processor from
-    whoever computes, which is why it wakes once for all of its readers.
-
-    Invariant: a delta is held back for less than such an interval and the length of a step.
-    """
-
-    def __init__(self, interval_s: float, clock: Clock) -> None:
-        self._interval_s = interval_s
-        self._clock = clock
-        self._next_s = -math.inf
-        self._held: dict[Stream, dict[int, Joined]] = {}
-        self._begun: list[Stream] = []
-
-    def add(self, stream: Stream, delta: Delta) -> None:
-        """Keep a delta for a stream."""
-        held = self._held.get(stream)
-        if held is None:
-            held = self._held[stream] = {}
-            if not stream.is_begun:
-                stream.is_begun = True
-                self._begun.append(stream)
-        join(held, delta)
-
-    def take_due(self) -> dict[Stream, list[Delta]]:
-        """Take what it is time to hand over; call it once after every step."""
-        begun, self._begun = self._begun, []
-        now = self._clock.now()
-        if now < self._next_s:
-            return {stream: self.take(stream) for stream in begun}
-        due, self._held = self._held, {}
-        self._next_s = now + self._interval_s * max(1.0, len(due) / READERS_PER_INTERVAL)
-        return {stream: _as_deltas(held) for stream, held in due.items()}
-
-    def take(self, stream: Stream) -> list[Delta]:
-        """Take what is kept for one stream, which may be nothing, one delta for each answer."""
-        return _as_deltas(self._held.pop(stream, {}))
 
 
 def _as_deltas(unread: dict[int, Joined]) -> list[Delta]:

@@ -2,13 +2,14 @@
 
     text = engine_metrics_text(engine)         # what a /metrics page has to say
 
-Owns the values: distributions of finished requests and of steps, and the newest snapshot of the engine's own
+Owns the values: distributions of finished requests and of steps, and a recent snapshot of the engine's own
 counters. Fed by the observing hooks, once per step and once per request, never per token. Which metrics there are is
 in ``metric_tables.py``, how they are written in ``exposition.py``; prometheus-client is needed only for that.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from bisect import bisect_left
@@ -31,11 +32,13 @@ from pagedcore.observability.metric_tables import (
 from pagedcore.outputs import RequestOutput
 from pagedcore.plugins.hookspecs import EngineInfo, hookimpl
 from pagedcore.plugins.manager import PluginManager
-from pagedcore.stats import EngineStats
+from pagedcore.stats import EngineStats, StepStats
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+_REFRESH_S: Final = 0.2
+"""How old what a scrape shows may be if the engine thread does not come to the end of its step in time."""
 _PATIENCE_S: Final = 5.0
 """How long a reader of metrics waits for the engine thread to come to the end of its step."""
 
@@ -90,7 +93,8 @@ class EngineMetrics:
         self._lock = threading.Lock()
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
-        self._last_step_s: float | None = None
+        self._stats_s = -math.inf
+        self._last_step: tuple[float, int] | None = None
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._distributions: dict[str, tuple[Histogram, Distribution]] = {}
 
@@ -102,17 +106,17 @@ class EngineMetrics:
             self._distributions[one.name] = (one, Distribution(bounds_of(one, engine.max_model_len)))
 
     @hookimpl
-    def pagedcore_step(self, stats: EngineStats) -> None:
-        """Count a step."""
+    def pagedcore_step(self, stats: StepStats) -> None:
+        """Count a step; look at everything else now and then, and when nothing is left to do."""
         now = self._clock.now()
         with self._lock:
-            before, last_step_s = self._stats, self._last_step_s
-            self._stats, self._last_step_s = stats, now
-            if before is not None or stats.num_steps == 1:
-                num_before = before.num_computed_tokens if before is not None else 0
-                self._distributions[ITERATION_TOKENS.name][1].observe(stats.num_computed_tokens - num_before)
-            if before is not None and before.num_running and last_step_s is not None:
-                self._distributions[STEP_INTERVAL.name][1].observe(now - last_step_s)
+            self._distributions[ITERATION_TOKENS.name][1].observe(stats.num_tokens)
+            if self._last_step is not None and self._last_step[1]:
+                self._distributions[STEP_INTERVAL.name][1].observe(now - self._last_step[0])
+            self._last_step = now, stats.num_running
+        if now - self._stats_s >= _REFRESH_S or not (stats.num_running or stats.num_waiting):
+            self._stats_s = now
+            self.refresh(stats.engine_stats())
 
     @hookimpl
     def pagedcore_request_finished(self, request: RequestOutput) -> None:
@@ -131,6 +135,9 @@ class EngineMetrics:
             # Why: the engine may have made another step since ``stats`` was taken, and counters must not go back.
             if self._stats is None or stats.num_steps >= self._stats.num_steps:
                 self._stats = stats
+            if not stats.num_running:
+                # Why: whoever ran has ended since; what follows is no pause between two of its tokens.
+                self._last_step = None
 
     def snapshot(self) -> Snapshot | None:
         """Copy everything at one moment; ``None`` before the engine has started. Callable from any thread."""
@@ -143,7 +150,8 @@ class EngineMetrics:
     def registry(self, *, vllm_names: bool = True) -> CollectorRegistry:
         """Return a registry of prometheus-client with these metrics alone, for servers that want one.
 
-        It shows the numbers of the last step or ``refresh``.
+        It shows the numbers of the last ``refresh``; by itself that happens five times a second, and at the end of
+        all work.
 
         Raises:
             MissingDependency: prometheus-client is not installed.
@@ -195,7 +203,7 @@ def engine_metrics_text(engine: Engine | AsyncEngine, *, vllm_names: bool = True
         MissingDependency: prometheus-client is not installed.
     """
     metrics = engine_metrics(engine)
-    # Why: a scrape after the end, or during a very long step, still gets the numbers of the last one.
+    # Why: a scrape after the end, or during a very long step, still gets numbers.
     with suppress(EngineClosed):
         metrics.refresh(engine.stats(_PATIENCE_S) if isinstance(engine, AsyncEngine) else engine.stats())
     return metrics.text(vllm_names=vllm_names)

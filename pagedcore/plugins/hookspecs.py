@@ -21,7 +21,7 @@ import pluggy
 if TYPE_CHECKING:
     from pagedcore.outputs import RequestOutput
     from pagedcore.plugins.registry import Registry
-    from pagedcore.stats import EngineStats
+    from pagedcore.stats import StepStats
 
 PROJECT_NAME: Final = "pagedcore"
 """Name of the Pluggy project and of the entry-point group."""
@@ -62,8 +62,8 @@ def pagedcore_engine_stop(engine: EngineInfo) -> None:
 
 
 @hookspec
-def pagedcore_step(stats: EngineStats) -> None:
-    """Look at the counters after a step; runs on the engine's thread and must not block."""
+def pagedcore_step(stats: StepStats) -> None:
+    """Look at what a step did; runs on the engine's thread and must not block."""
 
 
 @hookspec

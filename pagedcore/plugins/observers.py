@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pagedcore.outputs import RequestOutput
     from pagedcore.plugins.hookspecs import EngineInfo
     from pagedcore.plugins.manager import PluginManager
-    from pagedcore.stats import EngineStats
+    from pagedcore.stats import StepStats
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class EngineHooks:
 
     @property
     def observes_steps(self) -> bool:
-        """Whether ``step_done`` has anybody to tell; if not, the statistics need not be put together."""
+        """Whether ``step_done`` has anybody to tell; if not, there need be nothing to tell."""
         return bool(self._step)
 
     @property
@@ -69,8 +69,8 @@ class EngineHooks:
         self._tell(self._stop, engine=info)
         self._at_the_end()
 
-    def step_done(self, stats: EngineStats) -> None:
-        """Tell the counters after a step."""
+    def step_done(self, stats: StepStats) -> None:
+        """Tell what a step did."""
         self._tell(self._step, stats=stats)
 
     def request_finished(self, output: RequestOutput) -> None:

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assembly", "kv_memory", "outcomes", "contests", "request_book", "offline", "engine", "history", "turns",
      "parking", "session", "session_book", "session_file"),
     ("stream", "whole_answer", "health"),
+    ("outbox",),
     ("engine_thread",),
     ("async_session",),
     ("async_engine",),

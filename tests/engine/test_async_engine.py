@@ -336,10 +336,41 @@ async def test_what_was_held_back_comes_before_the_end_of_the_engine() -> None:
         await anext(stream)
 
 
+def test_a_reader_whose_loop_was_closed_hurts_nobody() -> None:
+    """Neither when there is news for it, nor when its request ends with the only news that it did not read."""
+    with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200)) as engine:
+        for max_tokens in (2, 500):
+            loop, streams = asyncio.new_event_loop(), []
+
+            async def read(max_tokens: int = max_tokens, streams: list[object] = streams) -> None:
+                stream = engine.generate([1], params(max_tokens))
+                await anext(stream)
+                streams.extend((stream, asyncio.ensure_future(anext(stream))))
+                await asyncio.sleep(0)
+
+            loop.run_until_complete(read())
+            loop.close()
+            wait_until(lambda: engine.stats().num_running == 0)
+            streams[1]._log_destroy_pending = False  # type: ignore[attr-defined]  # Why: it is what this is about
+        assert engine.submit([2], params(3)).result(10).outputs[0].token_ids == tuple(toy_answer([2], 3))
+
+
+async def test_a_request_that_was_removed_behind_its_readers_back_hurts_nobody_else() -> None:
+    """Its news are told without what was forgotten, and the other reader gets its whole answer."""
+    inner = make_engine(SlowBackend(), num_kv_blocks=200)
+    async with (AsyncEngine(inner, stream_interval_s=0.02) as engine,
+                aclosing(engine.generate([1], params(500))) as stream):
+        await anext(stream)
+        other = asyncio.ensure_future(answer(engine, [2], 20))
+        await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 2)
+        await engine.call(lambda inner: [(one.abort(), one.remove()) for one in list(inner.requests)[:1]])
+        assert await other == toy_answer([2], 20)
+
+
 async def test_a_dying_engine_thread_tells_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect in the engine itself does not leave anybody waiting."""
     inner = make_engine(SlowBackend(), num_kv_blocks=200)
-    monkeypatch.setattr(inner, "step", broken_step)
+    monkeypatch.setattr(inner, "advance", broken_step)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = AsyncEngine(inner)
     with pytest.raises(EngineClosed) as told:

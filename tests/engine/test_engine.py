@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
 from engine_builders import assert_all_free, make_engine, run
+from pagedcore.answers import News
 from pagedcore.assembly import assemble
 from pagedcore.engine import Engine
 from pagedcore.errors import (
@@ -24,7 +26,7 @@ from pagedcore.errors import (
     StepFailed,
     TooManySequences,
 )
-from pagedcore.outputs import RequestOutput
+from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.sampling_params import SamplingParams
 
@@ -348,3 +350,39 @@ def test_a_request_with_several_answers_finishes_once() -> None:
     assert engine.stats().num_finished == 1
     assert [output.outputs for output in told] == [request.output().outputs]
     assert all(len(answer.token_ids) == 5 for answer in told[0].outputs)
+
+
+def in_pieces(engine: Engine, take_after: Callable[[int], bool]) -> dict[tuple[int, int], list[Delta]]:
+    """Answer requests of several kinds; the deltas by request and answer, taken after the steps that are asked for."""
+    wanted = [("What is 2 + 3?", SamplingParams(max_tokens=12)),
+              ("Count from 3 to 9.", SamplingParams(max_tokens=20, stop=["7"], logprobs=2)),
+              ("What is 9 - 5?", SamplingParams(max_tokens=9, n=2, temperature=1.0, seed=1, ignore_eos=True)),
+              ([1, 2, 3], SamplingParams(max_tokens=6, best_of=3, n=2, temperature=1.0, seed=2, logprobs=0))]
+    requests = [engine.add_request(prompt, params) for prompt, params in wanted]
+    numbers = {request.request_id: number for number, request in enumerate(requests)}
+    found: dict[tuple[int, int], list[Delta]] = {}
+    untold: dict[News, None] = {}
+    while engine.has_pending_requests():
+        untold.update(dict.fromkeys(engine.advance()))
+        if take_after(engine.stats().num_steps) or not engine.has_pending_requests():
+            for delta in map(engine.take_delta, untold):
+                found.setdefault((numbers[delta.request_id], delta.index), []).append(delta)
+            untold.clear()
+    for request in requests:
+        for answer in request.output().outputs:
+            deltas = found[numbers[request.request_id], answer.index]
+            assert "".join(delta.text for delta in deltas) == answer.text
+            assert sum((delta.token_ids for delta in deltas), ()) == answer.token_ids
+            assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [answer.finish_reason]
+            if answer.logprobs is not None:
+                assert sum((delta.logprobs or () for delta in deltas), ()) == answer.logprobs
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 2, 7, 1000])
+def test_news_can_be_told_at_any_time(every: int) -> None:
+    """However many steps a delta tells of, all of them together are the answer, and the last one has its end."""
+    with Engine.from_pretrained("demo", num_kv_blocks=256) as engine:
+        found = in_pieces(engine, lambda num_steps: num_steps % every == 0)
+    assert len(found) == 6
+    assert max(map(len, found.values())) == {1: 10, 2: 5, 7: 2, 1000: 1}[every]

@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import aclosing
 
 import pytest
 
 from doubles import FakeClock, FlakyBackend, ToyBackend, ToyStore, toy_answer
-from engine.test_async_engine import answer, broken_step, wait_until
+from engine.test_async_engine import SlowBackend, answer, broken_step, wait_until
 from engine_builders import make_engine
 from pagedcore.assembly import assemble
 from pagedcore.async_engine import AsyncEngine
 from pagedcore.engine import Engine
-from pagedcore.errors import EngineClosed, QueueTimeout, StepFailed
+from pagedcore.errors import EngineClosed, QueueTimeout
 from pagedcore.health import IDLE_CHECK_S, MAX_FAILED_STEPS, Health, Progress
-from pagedcore.outputs import Delta
 from pagedcore.sampling_params import SamplingParams
 
 
 def judge(progress: Progress, is_alive: bool = True) -> Health:
     return progress.judge(is_alive=is_alive, degraded_after_s=10.0, dead_after_s=60.0)
-
-
-def delta_with(error: Exception | None) -> Delta:
-    return Delta("r", 0, "", (), "stop" if error is None else "error", None, error)
 
 
 class BlockedBackend(ToyBackend):
@@ -56,22 +52,32 @@ def test_silence_makes_degraded_then_dead_and_progress_makes_ready_again() -> No
     for seconds in (9.0, 2.0, 49.5, 1.0):
         clock.advance(seconds)
         seen.append(judge(progress).status)
-    progress.step_ended([])
+    progress.step_ended(has_news=False, has_failed=False)
     assert [*seen, judge(progress).status] == ["ready", "degraded", "dead", "dead", "ready"]
 
 
 def test_failed_steps_in_a_row_degrade_and_one_good_step_heals() -> None:
-    """A model that fails step after step is said so; a request that waited too long is not the model's fault."""
+    """A model that fails step after step is said so; a look around in between does not heal it."""
     progress = Progress(FakeClock())
     for _ in range(MAX_FAILED_STEPS):
         assert judge(progress).status == "ready"
-        progress.step_ended([delta_with(StepFailed("the device is gone"))])
-        progress.step_ended([])
+        progress.step_ended(has_news=True, has_failed=True)
+        progress.step_ended(has_news=False, has_failed=False)
     assert judge(progress) == Health("degraded", f"the last {MAX_FAILED_STEPS} steps failed", 0.0, MAX_FAILED_STEPS)
-    progress.step_ended([delta_with(None)])
-    for _ in range(MAX_FAILED_STEPS):
-        progress.step_ended([delta_with(QueueTimeout("waited too long"))])
+    progress.step_ended(has_news=True, has_failed=False)
     assert judge(progress).status == "ready"
+
+
+async def test_a_request_that_waited_too_long_is_not_the_fault_of_the_model() -> None:
+    """However many end so, in steps of their own."""
+    inner = make_engine(SlowBackend(), max_num_seqs=1, num_kv_blocks=200, queue_timeout_s=0.05)
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
+    async with AsyncEngine(inner) as engine, aclosing(engine.generate([1], long)) as running:
+        await anext(running)
+        for _ in range(2 * MAX_FAILED_STEPS):
+            output = await asyncio.wrap_future(engine.submit([2]))
+            assert isinstance(output.outputs[0].error, QueueTimeout)
+            assert engine.health().status == "ready"
 
 
 async def test_health_turns_bad_when_loop_thread_dies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +86,7 @@ async def test_health_turns_bad_when_loop_thread_dies(monkeypatch: pytest.Monkey
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = AsyncEngine(inner)
     assert engine.health().status == "ready"
-    monkeypatch.setattr(inner, "step", broken_step)
+    monkeypatch.setattr(inner, "advance", broken_step)
     with pytest.raises(EngineClosed):
         await answer(engine, [1], 5)
     assert engine.health().status == "dead"

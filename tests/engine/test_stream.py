@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import FakeClock
 from pagedcore.outputs import Delta, TokenLogprobs, Usage
-from pagedcore.stream import READERS_PER_INTERVAL, Joined, Outbox, Stream, StreamReader, wake
+from pagedcore.stream import Joined, Stream, StreamReader, wake
 
 
 def delta(text: str, *token_ids: int, index: int = 0, reason: str | None = None) -> Delta:
@@ -134,68 +133,3 @@ def test_a_lost_reader_abandons_its_request() -> None:
     del lost
     gc.collect()
     assert calls == [1, 2]
-
-
-def test_a_stream_gets_its_first_delta_at_once_and_then_all_that_came_at_intervals() -> None:
-    """The first delta is due immediately, later ones when the interval is over, even if nothing more came."""
-    clock, stream = FakeClock(), Stream()
-    outbox = Outbox(1.0, clock)
-    first, second, third = delta("a", 1), delta("b", 2), delta("c", 3)
-    outbox.add(stream, first)
-    assert outbox.take_due() == {stream: [first]}
-    outbox.add(stream, second)
-    clock.advance(0.5)
-    assert outbox.take_due() == {}
-    outbox.add(stream, third)
-    clock.advance(0.5)
-    assert outbox.take_due() == {stream: [joined(second, third)]}
-    clock.advance(5.0)
-    assert outbox.take_due() == {}
-
-
-def test_streams_that_began_apart_are_due_together() -> None:
-    """So that the loop of their readers wakes once for all of them; only a first delta never waits."""
-    clock, early, late = FakeClock(), Stream(), Stream()
-    outbox, one = Outbox(1.0, clock), delta("a", 1)
-    outbox.add(early, one)
-    assert list(outbox.take_due()) == [early]
-    clock.advance(0.75)
-    outbox.add(early, one)
-    outbox.add(late, one)
-    assert list(outbox.take_due()) == [late]
-    outbox.add(late, one)
-    clock.advance(0.25)
-    assert list(outbox.take_due()) == [early, late]
-
-
-def test_with_many_readers_the_interval_is_longer() -> None:
-    """Telling twice as many as one interval is meant for takes twice as long, so the next time is two intervals off."""
-    clock = FakeClock()
-    outbox, streams = Outbox(1.0, clock), [Stream() for _ in range(2 * READERS_PER_INTERVAL)]
-    due_after = []
-    for seconds in (0.0, 1.0, 0.9, 0.2):
-        clock.advance(seconds)
-        for stream in streams:
-            outbox.add(stream, delta("a", 1))
-        due_after.append(len(outbox.take_due()))
-    assert due_after == [len(streams), 0, 0, len(streams)]
-
-
-def test_what_is_kept_for_a_stream_can_be_taken_out_of_turn() -> None:
-    """A stream that ends takes what is kept for it along, and is not due any more."""
-    clock, stream = FakeClock(), Stream()
-    outbox, kept = Outbox(1.0, clock), delta("b", 2)
-    outbox.add(stream, delta("a", 1))
-    outbox.take_due()
-    outbox.add(stream, kept)
-    assert (outbox.take(stream), outbox.take(stream)) == ([kept], [])
-    clock.advance(2.0)
-    assert outbox.take_due() == {}
-
-
-def test_without_an_interval_every_delta_is_due() -> None:
-    """An interval of nought holds nothing back."""
-    stream, outbox = Stream(), Outbox(0.0, FakeClock())
-    for text in "abc":
-        outbox.add(stream, delta(text))
-        assert list(outbox.take_due()) == [stream]

@@ -128,6 +128,35 @@ def test_the_pause_between_steps_is_seen_while_somebody_waits_for_a_token() -> N
     assert value(values, "step_interval_seconds_sum") == 2.25
 
 
+def test_the_silence_after_an_abort_is_no_pause() -> None:
+    """Once a scrape has seen that nobody runs, the next step's distance from the last one is nobody's waiting."""
+    clock = FakeClock()
+    metrics = EngineMetrics(clock)
+    with make_engine(plugins=[metrics]) as engine:
+        request = engine.add_request([1], params(3))
+        engine.step()
+        request.abort()
+        metrics.refresh(engine.stats())
+        clock.advance(1000.0)
+        engine.generate([[2]], params(1), show_progress=False)
+    assert value(parse(metrics.text()), "step_interval_seconds_count") == 0
+
+
+def test_the_engine_is_asked_for_everything_now_and_then_and_at_the_end() -> None:
+    """Not at every step, and never so seldom that a scrape which the engine has no time for shows old numbers."""
+    clock, asked_after = FakeClock(), []
+    metrics = EngineMetrics(clock)
+    with make_engine(plugins=[metrics]) as engine:
+        read_stats = engine.stats
+        engine.stats = lambda: (asked_after.append(engine._counters.num_steps), read_stats())[1]  # type: ignore[method-assign]
+        engine.add_request([1], params(9))
+        while engine.has_pending_requests():
+            engine.step()
+            clock.advance(0.06)
+    assert asked_after == [1, 5, 9]
+    assert value(parse(metrics.text()), "generation_tokens_total") == 9
+
+
 def test_preemption_recomputes_without_new_prompt_tokens() -> None:
     """Under memory pressure more positions are computed, but prompts and answers count once."""
     with make_engine(num_kv_blocks=8, max_num_seqs=4) as engine:
