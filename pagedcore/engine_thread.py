@@ -203,7 +203,7 @@ class EngineThread:
                               and request.is_done and request.request_id in self._sinks)
         waiters, sleeping = [self._complete(request) for request in ended], dict[Waiter, Stream]()
         for stream, due in self._outbox.take_due().items():
-            if (waiter := stream.put(map(self.engine.take_delta, due))) is not None:
+            if (waiter := stream.put(list(map(self.engine.take_delta, due)))) is not None:
                 sleeping[waiter] = stream
         for lost in wake([*sleeping, *waiters]):
             # Why: its loop was closed, so nobody will ever read on, and nobody else may be left to say so.

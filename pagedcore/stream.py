@@ -1,8 +1,8 @@
 """The bounded hand-over between the engine thread and one reader, on any event loop or on none.
 
 Unread deltas of an answer are joined, so that a slow reader costs one delta per answer, whose size the request's own
-``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its request. ``Outbox`` says when deltas
-are made and handed over, ``Pace`` how often.
+``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its request. When deltas are made and
+handed over is in ``outbox.py``.
 """
 
 from __future__ import annotations
