@@ -367,6 +367,14 @@ async def test_a_request_that_was_removed_behind_its_readers_back_hurts_nobody_e
         assert await other == toy_answer([2], 20)
 
 
+async def test_a_request_that_a_call_has_added_has_no_reader() -> None:
+    """It is answered like any other, for whoever added it, and the engine's own callers notice nothing."""
+    async with AsyncEngine(make_engine()) as engine:
+        request = await engine.call(lambda inner: inner.add_request([1], params(3)))
+        assert await answer(engine, [2], 8) == toy_answer([2], 8)
+        assert await engine.call(lambda _: request.output().outputs[0].token_ids) == tuple(toy_answer([1], 3))
+
+
 async def test_a_dying_engine_thread_tells_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect in the engine itself does not leave anybody waiting."""
     inner = make_engine(SlowBackend(), num_kv_blocks=200)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from doubles import ToyBackend, toy_answer
+from engine.test_async_engine import SlowBackend, wait_until
 from engine_builders import make_engine
 from pagedcore.async_engine import AsyncEngine
 from pagedcore.async_session import AsyncSession
@@ -196,6 +197,38 @@ async def test_cancelled_and_closed_while_a_file_is_written(
             await asyncio.sleep(0.01)
         assert await ask(cancelled, 4) == 7
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_going_on_with_a_cut_off_answer_tells_what_is_new() -> None:
+    """What was told before the cut is not told again."""
+    async with make() as engine, engine.session(SamplingParams(max_tokens=30, ignore_eos=True)) as session:
+        async with aclosing(session.stream([1, 2, 3])) as deltas:
+            await anext(deltas)
+        await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 0)
+        cut = session.token_ids
+        told = [token async for delta in session.stream(None) for token in delta.token_ids]
+        assert 3 < len(cut) < 33
+        assert cut + tuple(told) == session.token_ids
+        assert session.token_ids == (1, 2, 3, *toy_answer([1, 2, 3], 30))
+
+
+async def test_who_reads_a_session_that_somebody_closes_gets_what_there_was() -> None:
+    """All that was generated until then, also what was not due yet."""
+    async with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200), stream_interval_s=1) as engine:
+        session = engine.session(SamplingParams(max_tokens=500, ignore_eos=True))
+        told: list[int] = []
+
+        async def read() -> None:
+            async for delta in session.stream([1]):
+                told.extend(delta.token_ids)
+
+        reading = asyncio.create_task(read())
+        await asyncio.to_thread(wait_until, lambda: engine.stats().num_generated_tokens >= 5)
+        assert len(told) < 5
+        await session.aclose()
+        await reading
+        assert len(told) >= 5
+        assert told == toy_answer([1], 500)[: len(told)]
 
 
 async def test_what_is_refused_is_raised_where_it_was_asked() -> None:

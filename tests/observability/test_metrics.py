@@ -128,6 +128,19 @@ def test_the_pause_between_steps_is_seen_while_somebody_waits_for_a_token() -> N
     assert value(values, "step_interval_seconds_sum") == 2.25
 
 
+def test_nobody_pauses_who_has_not_begun() -> None:
+    """While the only place is free and somebody waits for it, no running request waits for its next token."""
+    clock = FakeClock()
+    metrics = EngineMetrics(clock)
+    with make_engine(plugins=[metrics], max_num_seqs=1) as engine:
+        for token in (1, 2):
+            engine.add_request([token], params(2))
+        for _ in range(4):
+            engine.step()
+            clock.advance(1.0)
+    assert value(parse(metrics.text()), "step_interval_seconds_count") == 2
+
+
 def test_the_silence_after_an_abort_is_no_pause() -> None:
     """Once a scrape has seen that nobody runs, the next step's distance from the last one is nobody's waiting."""
     clock = FakeClock()
