@@ -4,9 +4,9 @@
 
 For every line on its input, a JSON list of request bodies, it opens a connection for each and asks over it whether the
 server lives, so that the server has them open too, as it has those of a client with a pool. Then it starts the clock,
-posts each body to ``/stream`` and collects bytes until the last stream has ended;
-what they say is read after the clock has stopped. Then it writes one line: wall and CPU seconds, and of every stream
-its tokens and its number of events. Imports the standard library only.
+posts each body to ``/stream`` and collects bytes until the last stream has ended; what they say is read after the clock
+has stopped. In the end it writes one line: wall and CPU seconds, and of every stream its tokens and its number of
+events. Imports the standard library only.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def served(model: str) -> Iterator[Door]:
         port = str(listener.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "service.py").write_text(SERVICE, encoding="utf-8")
-        paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "DOOR_MODEL": model, "BENTOML_HOME": folder, "BENTOML_DO_NOT_TRACK": "True",
                "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, "-m", "bentoml", "serve", "service:LLM", "--host", "127.0.0.1", "--port", port]

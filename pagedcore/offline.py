@@ -32,7 +32,7 @@ def run_offline(
         with tqdm(total=len(waiting), unit="request", disable=_is_hidden(show_progress)) as bar:
             while waiting or not all(request.is_done for request in requests):
                 _feed(engine, waiting, requests)
-                engine.step()
+                engine.advance()
                 _show(bar, engine, requests)
         return [request.output() for request in requests]
     finally:

@@ -8,6 +8,7 @@ a stream that ends with neither was cut off.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +16,7 @@ from typing import Any, Final
 WAITING: Final = ": waiting\n\n"
 """A comment, which every reader skips: it shows that the connection lives."""
 
+_END: Final = re.compile("^event: (done|error)$", re.MULTILINE)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -25,8 +27,8 @@ def frame(data: Any, name: str = "") -> str:
 
 
 def ends_stream(text: str) -> bool:
-    """Whether the last event is among these. JSON has no line feed inside, so that no data can look like one."""
-    return "event: done\n" in text or "event: error\n" in text
+    """Whether the last event is among these. Data cannot look like one: it is one line, and has a name before it."""
+    return _END.search(text) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
@@ -43,15 +42,6 @@ T = TypeVar("T")
 
 #: What BentoML hands to an endpoint that it serves; a direct call in Python has none.
 _NO_CONTEXT: Any = None
-
-
-def _endpoint(takes: type[bentoml.IODescriptor], gives: type[bentoml.IODescriptor]) -> Callable[[Any], Any]:
-    def decorate(method: Any) -> Any:
-        # Why: BentoML asks for the signature at every call; here it finds it made.
-        method.__signature__ = inspect.signature(method)
-        return bentoml.api(method, input_spec=takes, output_spec=gives)
-
-    return decorate
 
 
 class PagedCoreRunner:
@@ -157,7 +147,7 @@ class PagedCoreRunner:
             return "degraded"
         return self._engine.health(degraded_after_s=self.degraded_after_s, dead_after_s=self.dead_after_s).status
 
-    @_endpoint(PromptInput, Completion)
+    @bentoml.api(input_spec=PromptInput, output_spec=Completion)
     async def generate(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                        ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
         """Answer one prompt, whole.
@@ -172,14 +162,14 @@ class PagedCoreRunner:
         call = Call(sampling, priority, timeout_s)
         return await self._answer(ctx, lambda engine: complete(engine, prompt, call))
 
-    @_endpoint(ChatInput, Completion)
+    @bentoml.api(input_spec=ChatInput, output_spec=Completion)
     async def chat(self, messages: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                    ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
         """Answer a list of chat messages, each with "role" and "content"; otherwise as ``generate``."""
         call = Call(sampling, priority, timeout_s)
         return await self._answer(ctx, lambda engine: complete(engine, _require_chat(messages), call))
 
-    @_endpoint(BatchInput, BatchCompletion)
+    @bentoml.api(input_spec=BatchInput, output_spec=BatchCompletion)
     async def batch(self, prompts: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                     ctx: bentoml.Context = _NO_CONTEXT) -> BatchCompletion:
         """Answer several prompts, in order; ``sampling`` is for all of them, or a list with one for each.
@@ -190,7 +180,7 @@ class PagedCoreRunner:
         call = Call(sampling, priority, timeout_s)
         return await self._answer(ctx, lambda engine: complete_all(engine, prompts, call))
 
-    @_endpoint(PromptInput, EventText)
+    @bentoml.api(input_spec=PromptInput, output_spec=EventText)
     async def stream(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                      ctx: bentoml.Context = _NO_CONTEXT) -> AsyncGenerator[str, None]:
         """Answer one prompt as server-sent events: deltas as they come, then "done" with the usage, or "error"."""

@@ -94,7 +94,8 @@ class EngineMetrics:
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
         self._stats_s = -math.inf
-        self._last_step: tuple[float, int] | None = None
+        self._last_step: tuple[float, int, int] | None = None
+        """When it ended, its number, and how many ran after it; ``None`` once they are known to have ended."""
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._distributions: dict[str, tuple[Histogram, Distribution]] = {}
 
@@ -111,9 +112,9 @@ class EngineMetrics:
         now = self._clock.now()
         with self._lock:
             self._distributions[ITERATION_TOKENS.name][1].observe(stats.num_tokens)
-            if self._last_step is not None and self._last_step[1]:
+            if self._last_step is not None and self._last_step[2]:
                 self._distributions[STEP_INTERVAL.name][1].observe(now - self._last_step[0])
-            self._last_step = now, stats.num_running
+            self._last_step = now, stats.num_steps, stats.num_running
         if now - self._stats_s >= _REFRESH_S or not (stats.num_running or stats.num_waiting):
             self._stats_s = now
             self.refresh(stats.engine_stats())
@@ -135,7 +136,7 @@ class EngineMetrics:
             # Why: the engine may have made another step since ``stats`` was taken, and counters must not go back.
             if self._stats is None or stats.num_steps >= self._stats.num_steps:
                 self._stats = stats
-            if not stats.num_running:
+            if self._last_step is not None and stats.num_steps >= self._last_step[1] and not stats.num_running:
                 # Why: whoever ran has ended since; what follows is no pause between two of its tokens.
                 self._last_step = None
 

@@ -352,6 +352,16 @@ def test_a_request_with_several_answers_finishes_once() -> None:
     assert all(len(answer.token_ids) == 5 for answer in told[0].outputs)
 
 
+def test_what_happens_meanwhile_is_told_afterwards() -> None:
+    """Tokens that another caller's ``generate`` brought along are in the next delta, none is lost."""
+    with make_engine(num_kv_blocks=64) as engine:
+        request = engine.add_request([1], params(30))
+        engine.generate([[2]], params(5), show_progress=False)
+        told = [token for _ in range(25) for delta in engine.step() for token in delta.token_ids]
+        assert request.is_done
+    assert told == toy_answer([1], 30)
+
+
 def in_pieces(engine: Engine, take_after: Callable[[int], bool]) -> dict[tuple[int, int], list[Delta]]:
     """Answer requests of several kinds; the deltas by request and answer, taken after the steps that are asked for."""
     wanted = [("What is 2 + 3?", SamplingParams(max_tokens=12)),

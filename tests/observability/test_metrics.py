@@ -155,6 +155,19 @@ def test_the_silence_after_an_abort_is_no_pause() -> None:
     assert value(parse(metrics.text()), "step_interval_seconds_count") == 0
 
 
+def test_a_scrape_that_comes_late_says_nothing_of_who_runs_now() -> None:
+    """That nobody ran before the last step is no reason to leave out the pause after it."""
+    clock = FakeClock()
+    metrics = EngineMetrics(clock)
+    with make_engine(plugins=[metrics]) as engine:
+        before = engine.stats()
+        engine.add_request([1], params(2))
+        engine.step()
+        metrics.refresh(before)
+        engine.step()
+    assert value(parse(metrics.text()), "step_interval_seconds_count") == 1
+
+
 def test_the_engine_is_asked_for_everything_now_and_then_and_at_the_end() -> None:
     """Not at every step, and never so seldom that a scrape which the engine has no time for shows old numbers."""
     clock, asked_after = FakeClock(), []

@@ -112,8 +112,8 @@ async def test_the_end_comes_with_the_last_piece() -> None:
 
 async def test_a_stream_of_other_events_ends_too() -> None:
     """An endpoint of somebody's own that knows no "done" gets its end, empty."""
-    mine = frame({"mine": 1}, "progress")
-    assert await sent_for(mine) == [(mine, True), ("", False)]
+    mine = frame({"mine": 1}, "progress") + "data: event: done\n\n"
+    assert await sent_for(mine, mine) == [(mine, True), (mine, True), ("", False)]
 
 
 async def test_what_is_there_at_the_start_is_not_searched_for_garbage() -> None:
