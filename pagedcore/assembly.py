@@ -14,6 +14,7 @@ from pagedcore.cache import eviction
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.config import EngineConfig
 from pagedcore.execution.calibration import measure_steps
+from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.fingerprint import ModelFingerprint, backend_fingerprint, kv_format
 from pagedcore.execution.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.execution.model_runner import ModelRunner
@@ -26,6 +27,7 @@ from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.plugins.observers import EngineHooks
 from pagedcore.scheduling.scheduler import Scheduler
 from pagedcore.stats import Counters, EngineStats
+from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
     from pagedcore.clock import Clock
@@ -114,7 +116,8 @@ def assemble(
     config = EngineConfig.from_keywords(tokenizer=None if is_object else tokenizer, **settings)
     manager = create_plugin_manager(plugins)
     policy = manager.registry.schedulers.load(config.scheduling_policy)()
-    backend = resolve_backend(model, config, manager.registry.attention.load)
+    with usable_torch():
+        backend = resolve_backend(model, config, manager.registry.attention.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     memory = KVMemory(backend, config)
     block_manager = BlockManager(
@@ -132,8 +135,11 @@ def assemble(
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=config.preemption, max_scored_tokens=max_scored_tokens(backend.vocab_size),
     )
+    threads = ComputeThreads(
+        config.num_threads, computes_in_torch=bool(getattr(backend, "computes_in_torch", False))
+    )
     return EngineParts(
-        config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size)),
+        config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
         EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
         backend_fingerprint(backend), kv_format(backend, memory.block_size),
     )

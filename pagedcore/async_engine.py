@@ -59,7 +59,7 @@ class AsyncEngine:
         Raises:
             InvalidConfig: the interval is not a number of seconds from 0 to 1.
         """
-        from pagedcore_kernels.cpu.threads import release_threads
+        from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
 
         _require_interval(stream_interval_s)
         self._prepare = engine.prepare
@@ -69,7 +69,7 @@ class AsyncEngine:
         worker = EngineThread(engine, self._commands, Outbox(stream_interval_s, MonotonicClock()))
         self._progress = worker.progress
         # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
-        release_threads()
+        end_openmp_helpers()
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
         # Why: the thread must not keep this object alive, so that losing it closes the engine.
         self._finalizer = weakref.finalize(self, _close, self._commands, self._thread)

@@ -64,6 +64,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "max_num_batched_tokens": _COUNT,
     "max_num_waiting": _or_none(_COUNT),
     "queue_timeout_s": _or_none((_is_duration, "a finite number above 0")),
+    "num_threads": _or_none(_COUNT),
     "attention_backend": _NAME,
     "scheduling_policy": _NAME,
     "admission": _one_of("optimistic", "guaranteed"),
@@ -107,6 +108,9 @@ class EngineConfig:
     """Most requests that may wait; ``None``: four times ``max_num_seqs``."""
     queue_timeout_s: float | None = None
     """Longest wait for a first start, in seconds; ``None``: no limit."""
+    num_threads: int | None = None
+    """Most CPU threads that a step computes with, the engine's own among them; ``None``: as many as torch uses. Never
+    more than the cores that affinity and container quota leave."""
     attention_backend: str = "auto"
     """Name of an entry in the plugin table ``attention``."""
     scheduling_policy: str = "fcfs"

@@ -176,10 +176,10 @@ class EngineThread:
     def _wait(self) -> None:
         command = self._commands.wait(IDLE_CHECK_S)
         if command is None:
-            from pagedcore_kernels.cpu.threads import release_threads
+            from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
 
             # Why: another engine of this process may be busy meanwhile, and these would slow down its helpers.
-            release_threads()
+            end_openmp_helpers()
             return
         command(self)
         self._gather()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from pagedcore_kernels.cpu.runtime.cores import num_usable_cores
+
 #: Flags worth knowing, as Linux names them; x86 first, then ARM.
 _INTERESTING = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
@@ -57,7 +59,7 @@ def this_machine() -> Machine:
     flags = set(_field(info, "flags").split()) | set(_field(info, "Features").split())
     return Machine(
         cpu_name=_field(info, "model name") or platform.processor() or platform.machine(),
-        num_cores=_num_usable_cores(),
+        num_cores=num_usable_cores(),
         instruction_sets=tuple(name for name in _INTERESTING if name in flags),
         memory_bytes=_memory_bytes(),
     )
@@ -74,14 +76,6 @@ def _field(info: str, name: str) -> str:
     """Return the first value of ``name`` in text made of ``name : value`` lines."""
     lines = (line.partition(":") for line in info.splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), "")
-
-
-def _num_usable_cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
-    if quota.isdigit() and period.isdigit() and int(period) > 0:
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
 
 
 def _memory_bytes() -> int:

@@ -13,20 +13,22 @@ import numpy as np
 import torch
 
 from pagedcore.errors import StepFailed
+from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.ragged_batch import BlockTables, build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
-from pagedcore.ports import ModelBackend
+from pagedcore.ports import ModelBackend, RaggedRows
 from pagedcore.scheduling.plan import ScheduledRow
 
 
 class ModelRunner:
     """One model and its sampler."""
 
-    __slots__ = ("_backend", "_sampler")
+    __slots__ = ("_backend", "_sampler", "_threads")
 
-    def __init__(self, backend: ModelBackend, sampler: Sampler) -> None:
+    def __init__(self, backend: ModelBackend, sampler: Sampler, threads: ComputeThreads) -> None:
         self._backend = backend
         self._sampler = sampler
+        self._threads = threads
 
     @property
     def backend(self) -> ModelBackend:
@@ -42,6 +44,10 @@ class ModelRunner:
             InternalError: a sequence has too few blocks.
         """
         batch = build_batch(rows, block_manager)
+        with self._threads.step(len(batch.token_ids)):
+            return self._execute(rows, batch)
+
+    def _execute(self, rows: Seq[ScheduledRow], batch: RaggedRows) -> SampledTokens:
         logits = self._backend.forward(batch)
         sequences = [row.sequence for row in rows if row.is_sampled]
         _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))

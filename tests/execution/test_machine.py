@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ OLD = "model name\t: Old CPU\nflags\t\t: fpu sse2 avx2\n"
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
     """Let the machine's files read as given; the others are absent."""
-    paths = {"cpuinfo": "/proc/cpuinfo", "quota": "/sys/fs/cgroup/cpu.max", "limit": "/sys/fs/cgroup/memory.max",
+    paths = {"cpuinfo": "/proc/cpuinfo", "limit": "/sys/fs/cgroup/memory.max",
              "used": "/sys/fs/cgroup/memory.current", "stat": "/sys/fs/cgroup/memory.stat"}
     texts = {paths[name]: text for name, text in files.items()}
     monkeypatch.setattr(machine, "_read", lambda path: texts.get(path, ""))
@@ -36,15 +35,6 @@ def test_formats_follow_the_instruction_sets(
     assert found.instruction_sets == sets
     assert found.default_dtype == dtype == found.dtypes[0]
     assert sorted(found.dtypes) == ["bfloat16", "float16", "float32"]
-
-
-@pytest.mark.parametrize(("quota", "expected"), [
-    ("100000 100000", 1), ("50000 100000", 1), ("max 100000", None), ("", None), ("garbage", None),
-])
-def test_a_container_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, quota: str, expected: int | None) -> None:
-    """More threads than the quota would wait for each other; less than one core is still one."""
-    pretend(monkeypatch, quota=quota)
-    assert this_machine().num_cores == (expected or len(os.sched_getaffinity(0)))
 
 
 def test_a_container_limit_is_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 from doubles import FlakyBackend, ToyBackend, make_sequence, toy_logits
 from pagedcore.cache.block_manager import BlockManager
 from pagedcore.errors import StepFailed
+from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.scheduling.plan import ScheduledRow
@@ -22,7 +23,7 @@ def prepared(backend: Any, prompts: list[int]) -> tuple[ModelRunner, BlockManage
     reservation = manager.reserve([row.demand for row in rows])
     assert reservation is not None
     reservation.commit()
-    return ModelRunner(backend, Sampler(ToyBackend.vocab_size)), manager, rows
+    return ModelRunner(backend, Sampler(ToyBackend.vocab_size), ComputeThreads(1)), manager, rows
 
 
 def test_one_token_per_sampled_row_in_order() -> None:

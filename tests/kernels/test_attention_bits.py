@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from kernels.attention_cases import LAYER, Rows, Shape, Tokens, nan_pool, random_tables, run
-from pagedcore_kernels.cpu import threads
 from pagedcore_kernels.cpu.attention import attention_kernel
 from pagedcore_kernels.cpu.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.runtime.threads import Computing
 from pagedcore_kernels.cpu.variants import Variant
 
 SHAPES = [
@@ -165,10 +165,10 @@ def test_number_of_registers_changes_no_bit(budget: int) -> None:
     assert same_bits(backend.attend(LAYER, tokens.query, scale=shape.scale), usual)
 
 
-@pytest.mark.parametrize("has_team", [True, False])
+@pytest.mark.parametrize("uses_openmp", [True, False])
 @pytest.mark.parametrize("num_threads", [2, 3])
-def test_threads_change_no_bit(num_threads: int, has_team: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread or several, torch's or Numba's: the same bits in the output and in the pool."""
+def test_threads_change_no_bit(num_threads: int, uses_openmp: bool) -> None:
+    """One thread or several, the team's or torch's: the same bits in the output and in the pool."""
     shape = SHAPES[1]
     lengths = [(1, 300), (40, 300), (1, 17), (90, 90)]
     sequences = [sharp(shape, length, seed=i) for i, (_, length) in enumerate(lengths)]
@@ -181,11 +181,9 @@ def test_threads_change_no_bit(num_threads: int, has_team: bool, monkeypatch: py
         return run(backend, Rows(lengths, tables, shape.block_size), sequences, shape), pool
 
     output, pool = compute()
-    if not has_team:
-        monkeypatch.setattr(threads, "_torch_team", lambda: None)
-    torch.set_num_threads(num_threads)
     for _ in range(3):
-        other_output, other_pool = compute()
+        with Computing(num_threads, uses_openmp=uses_openmp):
+            other_output, other_pool = compute()
         assert same_bits(other_output, output)
         assert same_bits(other_pool, pool)
 

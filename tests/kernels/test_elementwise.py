@@ -227,4 +227,4 @@ def test_sizes_that_kernels_handle() -> None:
                    {"dtype": torch.float16}):
         assert not can_compute(**{**fits, **change})
     assert [rows_at_once(n) for n in (1, 2, 64, 10_000)] == [1, 1, 8, 32]
-    assert [threads_for(n) for n in (1, 41)] == [1, None]
+    assert [threads_for(n, 1024) for n in (1, 32, 33)] == [1, 1, None]

@@ -10,6 +10,7 @@ import torch
 from numba import types
 from numba.extending import intrinsic
 
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import (
     address_of,
     claim,
@@ -23,7 +24,6 @@ from pagedcore_kernels.cpu.simd import (
     store,
     store_floats,
 )
-from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
 
 
 @intrinsic(prefer_literal=True)

@@ -34,6 +34,7 @@ from pagedcore_kernels.cpu.rows import (
     scale_row,
     store_output,
 )
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import (
     LANES,
     LOG2_E,
@@ -48,7 +49,6 @@ from pagedcore_kernels.cpu.simd import (
     store_float32,
     store_int64,
 )
-from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.variants import TILE, Variant
 
 #: Words of the parameter block, in the order ``ParameterBlock.fill`` takes them.

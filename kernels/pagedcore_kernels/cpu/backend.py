@@ -12,8 +12,8 @@ from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore.ports import RaggedRows
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.cpu import attention, write_kv
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.simd import LOG2_E
-from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.variants import TILE, Variant
 from pagedcore_kernels.layout import KVLayout
 from pagedcore_kernels.plan import StepPlan
@@ -163,7 +163,7 @@ class NumbaCpuAttention:
 
     def _run(self, kernel: Kernel, parameters: ParameterBlock, num_items: int) -> None:
         if num_items:
-            kernel.run(parameters, min(num_items, torch.get_num_threads()))
+            kernel.run(parameters, num_items)
 
     def _current_plan(self) -> StepPlan:
         if self._plan is None:

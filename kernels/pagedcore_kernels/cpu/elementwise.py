@@ -19,8 +19,8 @@ import torch
 
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu import hidden_rows
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import LANES, address_of, claim, load_float32, load_int64
-from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
 
 if TYPE_CHECKING:
     from pagedcore_kernels.layout import KVLayout
@@ -33,8 +33,8 @@ SMALLEST_VECTOR = 4
 #: Why 32: the K of so many consecutive tokens fills the cache lines it touches, and no other thread writes them.
 _MOST_ROWS_AT_ONCE = 32
 _ROUNDS_OF_WORK = 8
-#: Up to so many rows one thread is done before a second one could help.
-_ROWS_OF_ONE_THREAD = 40
+#: Up to so many bytes of rows one thread is done before they have reached the cache of a second one.
+_BYTES_OF_ONE_THREAD = 2**15
 
 
 def can_compute(*, hidden_size: int, intermediate_size: int, head_size: int, dtype: torch.dtype) -> bool:
@@ -49,9 +49,9 @@ def rows_at_once(num_rows: int) -> int:
     return min(_MOST_ROWS_AT_ONCE, max(1, num_rows // _ROUNDS_OF_WORK))
 
 
-def threads_for(num_rows: int) -> int | None:
+def threads_for(num_rows: int, row_bytes: int) -> int | None:
     """How many threads share the light work on so many rows; ``None``: all."""
-    return 1 if num_rows <= _ROWS_OF_ONE_THREAD else None
+    return 1 if num_rows * row_bytes <= _BYTES_OF_ONE_THREAD else None
 
 
 class RmsNorm:
@@ -78,7 +78,7 @@ class RmsNorm:
             residual.data_ptr(), 0 if addend is None else addend.data_ptr(), self._weight.data_ptr(),
             out.data_ptr(), num_rows, hidden, rows_at_once(num_rows),
         )  # fmt: skip
-        self._kernels[addend is not None].run(self._parameters, threads_for(num_rows))
+        self._kernels[addend is not None].run(self._parameters, threads_for(num_rows, hidden * residual.itemsize))
 
 
 class GatedActivation:
@@ -165,7 +165,7 @@ class RotaryEmbedding:
             qkv.data_ptr(), positions.data_ptr(), angles.data_ptr(), *self._norm_addresses, num_rows, *self._heads,
             rows_at_once(num_rows), *_places(destination, layer),
         )  # fmt: skip
-        self._kernel.run(self._parameters, threads_for(num_rows))
+        self._kernel.run(self._parameters, threads_for(num_rows, self._row_size * qkv.itemsize))
 
 
 def _places(destination: KVDestination | None, layer: int) -> tuple[int, ...]:

@@ -36,8 +36,9 @@ from pagedcore_kernels.cpu.matmul_tiles import (
     multiply_tiles,
     store_sums,
 )
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
+from pagedcore_kernels.cpu.runtime.threads import num_threads
 from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats, stack_int64
-from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
 
 #: Steps whose products are summed up in registers: 64 KiB of a panel, which stays in the second cache level while all
 #: rows of a group pass. Part of the order of additions: another number gives other bits.
@@ -48,10 +49,8 @@ MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_S
 #: Rows that pass while a chunk stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
 #: level brings weights, 128 KiB.
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
-#: Fewest rows of a work item, if there are several in a panel.
+#: Fewest rows of a work item, where a panel is cut into several.
 _SHARE_ROWS = 64
-#: Work items per thread that are enough to share the work evenly.
-_ITEMS_PER_THREAD = 4
 
 
 def can_multiply(dtype: torch.dtype, num_inputs: int) -> bool:
@@ -100,7 +99,7 @@ class PackedMatmul:
             self._bias[: self._num_outputs] = bias
         uses_matrix_units = _uses_matrix_units(weight.dtype, self._num_inputs)
         self._kernel = matmul_kernel(int(weight.dtype == torch.bfloat16), int(uses_matrix_units))
-        self._parameters = ParameterBlock(9)
+        self._parameters = ParameterBlock(10)
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -117,15 +116,19 @@ class PackedMatmul:
         out = rows.new_empty(num_rows, self._num_outputs)
         self._parameters.fill(
             rows.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
-            self._num_outputs, self._num_inputs, self._num_panels, self._num_shares(num_rows),
+            self._num_outputs, self._num_inputs, self._num_panels, *self._items(num_rows),
         )  # fmt: skip
         self._kernel.run(self._parameters)
         return out
 
-    def _num_shares(self, num_rows: int) -> int:
-        """Into how many work items the rows of each panel are cut: one unless the panels are too few."""
-        wanted = -(-_ITEMS_PER_THREAD * torch.get_num_threads() // self._num_panels)
-        return max(1, min(wanted, -(-num_rows // _SHARE_ROWS)))
+    def _items(self, num_rows: int) -> tuple[int, int]:
+        """How many panels are work items as they are, and into how many shares of rows each of the last ones is cut.
+
+        Why the last ones: a thread that loses its core holds little then, and all threads end together.
+        """
+        most_shares = max(1, -(-num_rows // _SHARE_ROWS))
+        num_cut = min(self._num_panels, num_threads()) if most_shares > 1 else 0
+        return self._num_panels - num_cut, most_shares
 
 
 def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
@@ -157,18 +160,22 @@ def matmul_kernel(is_bf16: int, uses_matrix_units: int) -> Kernel:
         counter, rows, weight = load_int64(p, 0), load_int64(p, 1), load_int64(p, 2)
         bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
         num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * item_bytes // row_step_bytes
-        num_panels, num_shares = load_int64(p, 8), load_int64(p, 9)
+        num_panels, num_whole, num_shares = load_int64(p, 8), load_int64(p, 9), load_int64(p, 10)
         row_bytes, panel_bytes = num_steps * row_step_bytes, num_steps * step_bytes
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
+        num_items = num_whole + (num_panels - num_whole) * num_shares
         sums, configuration, configured_rows = stack_floats(num_sums), stack_int64(num_words), 0
         next_item = claim(counter)
-        while next_item < num_panels * num_shares:
+        while next_item < num_items:
             # Why: claimed ahead, the panel after this one is known, and its first chunk can be asked for.
             item, next_item = next_item, claim(counter)
-            next_panel = weight + min(next_item // num_shares, num_panels - 1) * panel_bytes
-            panel = item // num_shares
-            first_row = (item - panel * num_shares) * share_rows
-            end_row = min(first_row + share_rows, num_rows)
+            after = next_item if next_item < num_whole else num_whole + (next_item - num_whole) // num_shares
+            next_panel = weight + min(after, num_panels - 1) * panel_bytes
+            panel, first_row, end_row = item, 0, num_rows
+            if item >= num_whole:
+                panel = num_whole + (item - num_whole) // num_shares
+                first_row = (item - num_whole) % num_shares * share_rows
+                end_row = min(first_row + share_rows, num_rows)
             while first_row < end_row:
                 count = min(group_rows, end_row - first_row)
                 # Rows from ``last`` on have their sums ``spare`` places further on: those of the last block.

@@ -13,9 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pagedcore.errors import InternalError
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
+from pagedcore_kernels.cpu.runtime.threads import num_threads
 from pagedcore_kernels.cpu.sampling_kernels import (
     SAMPLING_ROW,
     greedy_kernel,
@@ -24,7 +25,6 @@ from pagedcore_kernels.cpu.sampling_kernels import (
     sampling_kernel,
 )
 from pagedcore_kernels.cpu.simd import LOG2_E
-from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock
 
 #: A temperature so low that its inverse is beyond this leaves the largest logits only.
 _LARGEST_SCALE: Final = 1e30
@@ -156,12 +156,12 @@ class _Launcher:
         if logits.shape[1:] != (self._vocab_size,) or logits.dtype != np.float32 or not logits.flags.c_contiguous:
             raise InternalError(f"logits: {logits.dtype} of shape {logits.shape}, expected float32 rows in one piece")
         enough = -(-num_pieces * self._vocab_size // _LOGITS_PER_THREAD)
-        num_threads = max(1, min(torch.get_num_threads(), num_pieces, enough))
-        if self._memory.size < num_threads * self._part_bytes:
-            self._memory = np.empty(num_threads * self._part_bytes, np.uint8)
+        threads = max(1, min(num_threads(), num_pieces, enough))
+        if self._memory.size < threads * self._part_bytes:
+            self._memory = np.empty(threads * self._part_bytes, np.uint8)
         self._counter[0] = 0
         self._parameters.fill(
             logits.ctypes.data, num_pieces, self._vocab_size, self._memory.ctypes.data, self._part_bytes,
             self._maxima_offset, self._counter.ctypes.data, *results,
         )  # fmt: skip
-        kernel.run(self._parameters, num_threads)
+        kernel.run(self._parameters, threads)

@@ -35,8 +35,8 @@ from pagedcore_kernels.cpu.logit_views import (
     pad_last_chunk,
     weigh,
 )
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, compile_kernel
 from pagedcore_kernels.cpu.simd import LOG2_E, address_of, claim, load_int64, store_int64
-from pagedcore_kernels.cpu.threads import Kernel, compile_kernel
 
 #: How one row is sampled: log2(e) / temperature or 0 for greedy; log(min_p) * temperature; and as their names say.
 SAMPLING_ROW: Final = np.dtype(

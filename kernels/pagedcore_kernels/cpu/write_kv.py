@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import (
     INT16,
     INT32,
@@ -30,7 +31,6 @@ from pagedcore_kernels.cpu.simd import (
     load_int64,
     store,
 )
-from pagedcore_kernels.cpu.threads import Kernel, ParameterBlock, compile_kernel
 
 #: Words of the parameter block, in the order ``ParameterBlock.fill`` takes them.
 COUNTER = ParameterBlock.COUNTER

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -26,6 +27,8 @@ from pagedcore.execution.models.attention_layers import AttentionLayer, Recordin
 from pagedcore.execution.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.execution.models.fused_decoder import best_decoder
 from pagedcore.ports import AttentionBackend, RaggedRows
+from pagedcore_kernels.cpu.matmul import PackedMatmul
+from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
@@ -128,6 +131,13 @@ class TransformersModel:
         return self._dtype
 
     @property
+    def computes_in_torch(self) -> bool:
+        """Whether other libraries compute matrix products of a step on the CPU."""
+        products, others = self._decoder.products, self._decoder.other_matrices
+        is_ours = all(isinstance(product.multiply, PackedMatmul) for product in products)
+        return self._device.kind == "cpu" and (bool(others) or not products or not is_ours)
+
+    @property
     def layers(self) -> dict[int, AttentionLayer]:
         """The attention layers by the model's own numbers."""
         return self._layers
@@ -187,8 +197,9 @@ class TransformersModel:
         send, wanted = self._device.send, batch.logits_rows
         step = PagedStep(attention, self._layers, batch, self._dtype, send(batch.positions))
         rows = np.repeat(wanted, 2) if len(wanted) == 1 else wanted
-        logits = self._decoder(step, send(batch.token_ids), step.positions, send(rows))
-        return logits[: len(wanted)].float().contiguous().cpu()
+        with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
+            logits = self._decoder(step, send(batch.token_ids), step.positions, send(rows))
+            return logits[: len(wanted)].float().contiguous().cpu()
 
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool

@@ -1,0 +1,260 @@
+"""What an engine loses to busy programs beside it, and what it costs when there are none; figures are in guest.md.
+
+    python benchmarks/guest.py [--base CHECKOUT] [--model demo|80m|qwen05b] [--pairs 20] [--only SCENARIO ...]
+
+Every engine under test runs in a process of its own that is loaded once and then answers one piece of work at a time.
+Two are compared in pairs that alternate: this checkout and ``--base`` (another checkout of the project, run by this
+interpreter), or the same engine with neighbours and without. A neighbour is a process that spins in Python.
+
+Scenarios: ``quiet`` compares with the base; ``same-K`` starts K neighbours in the session of the engine, ``own-K`` each
+in a session of its own, which Linux schedules as groups where autogroups are on; ``engines`` lets two engines of one
+process work at once. A ratio is given as the median of its pairs and the interval that holds the true median in 95 of
+100 cases (order statistics).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import comb
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Rows and generated tokens of a piece of work, long enough for several slices of a neighbour's time.
+WORK = {"demo": (32, 96), "80m": (32, 32), "qwen05b": (1, 24), "qwen05b-32": (32, 8)}
+PROMPT_TOKENS = 48
+SPIN = "while True: pass"
+
+
+class Worker:
+    """An engine, or two, in a process of its own."""
+
+    def __init__(self, checkout: Path, model: str, *, own_session: bool, num_engines: int = 1) -> None:
+        folders = [checkout, checkout / "kernels", checkout / "adapters"]
+        environment = os.environ | {"PYTHONPATH": ":".join(map(str, folders))}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--work", model, str(num_engines)], env=environment, cwd=checkout, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=own_session,
+        )  # fmt: skip
+        self._read()
+
+    def run(self, num_engines: int = 1, share: float = 1.0) -> dict[str, Any]:
+        """Do one piece of work, or a share of it, on each of so many engines at once."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{num_engines} {share}\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate("\n", timeout=60)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise SystemExit("a worker ended before its answer")
+
+
+def work(model: str, num_engines: int) -> None:
+    """Be a worker: load, then answer a line of JSON for every line read."""
+    from pagedcore import Engine, SamplingParams
+
+    engines = [Engine.from_pretrained(*_model(model)[:1], **_model(model)[1]) for _ in range(num_engines)]
+    num_rows, num_tokens = WORK[model]
+
+    def generate(engine: Any, share: float) -> tuple[int, ...]:
+        params = SamplingParams(temperature=0.0, max_tokens=max(2, int(num_tokens * share)), ignore_eos=True)
+        prompts = [[7 + row] * PROMPT_TOKENS for row in range(num_rows)]
+        return tuple(engine.generate(prompts, params, show_progress=False)[0].outputs[0].token_ids)
+
+    for engine in engines:
+        generate(engine, 1.0)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        if not line.strip():
+            break
+        busy, share = int(line.split()[0]), float(line.split()[1])
+        start_s, cpu_s, counters = time.perf_counter(), time.process_time(), _counters()
+        threads = [threading.Thread(target=generate, args=(engine, share)) for engine in engines[1:busy]]
+        for thread in threads:
+            thread.start()
+        answer = generate(engines[0], share)
+        for thread in threads:
+            thread.join()
+        wall_s = time.perf_counter() - start_s
+        print(json.dumps({
+            "tokens_per_s": busy * num_rows * len(answer) / wall_s, "cpu_share": (time.process_time() - cpu_s) / wall_s,
+            "digest": hash(answer), "wakes_per_step": (_counters() - counters) / len(answer) / busy,
+        }), flush=True)  # fmt: skip
+
+
+def _model(name: str) -> tuple[Any, dict[str, Any]]:
+    if name == "demo":
+        return "demo", {}
+    if name.startswith("qwen05b"):
+        from pagedcore.bench.models import random_model
+
+        return random_model("qwen05b", "bfloat16"), {"max_model_len": 1024, "num_kv_blocks": 256}
+    import torch
+    from door_measuring import SIZES
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=2048, max_position_embeddings=2048, tie_word_embeddings=True, **SIZES[name])
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval(), {"num_kv_blocks": 256}
+
+
+def _counters() -> int:
+    try:
+        from pagedcore_kernels.cpu.runtime.team import the_team
+    except ImportError:  # a base from before there was a team
+        return 0
+    return the_team().counters().num_wakes
+
+
+@contextmanager
+def neighbours(number: int, *, own_sessions: bool) -> Iterator[None]:
+    """Keep so many processes spinning."""
+    started = [subprocess.Popen([sys.executable, "-c", SPIN], start_new_session=own_sessions) for _ in range(number)]
+    time.sleep(0.2)
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def spinner_share(num_threads: int, seconds: float) -> float:
+    """Cores that a program of ``num_threads`` spinning threads gets in a session of its own."""
+    code = f"""
+import os, time
+children = [os.fork() for _ in range({num_threads - 1})]
+if 0 in children or not children: children = []
+end = time.monotonic() + {seconds}
+while time.monotonic() < end: pass
+own = time.process_time()
+if children:
+    for child in children: os.waitpid(child, 0)
+    print(own + sum(os.times()[2:4]))
+elif {num_threads} == 1: print(own)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=True)
+    return float(done.stdout) / seconds
+
+
+def summary(values: list[float]) -> str:
+    """Say the median and its interval."""
+    low, high = interval(values)
+    return f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f}; {len(values)} pairs)"
+
+
+def interval(values: list[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the order statistics that enclose the median with this confidence."""
+    ordered, number = sorted(values), len(values)
+    tail, place = 0.0, 0
+    while place < number // 2 and tail + comb(number, place) / 2**number <= (1 - confidence) / 2:
+        tail += comb(number, place) / 2**number
+        place += 1
+    place = max(0, place - 1)
+    return ordered[place], ordered[number - 1 - place]
+
+
+def pairs(number: int, first: Callable[[], float], second: Callable[[], float]) -> list[float]:
+    """Return first / second of so many pairs, each half coming first in every other one."""
+    ratios = []
+    for turn in range(number):
+        if turn % 2:
+            b = second()
+            a = first()
+        else:
+            a = first()
+            b = second()
+        ratios.append(a / b)
+    return ratios
+
+
+def main() -> None:
+    """Measure what is asked for and print one line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path)
+    parser.add_argument("--model", choices=sorted(WORK), default="demo")
+    parser.add_argument("--pairs", type=int, default=20)
+    scenarios = ["quiet", "same-1", "same-2", "same-4", "own-1", "own-2", "engines"]
+    parser.add_argument("--only", nargs="*", default=scenarios)
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.work:
+        work(given.work[0], int(given.work[1]))
+        return
+    print(f"{given.model}: {WORK[given.model]} rows and tokens, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}")
+    for scenario in given.only:
+        measure(scenario, given)
+
+
+def measure(scenario: str, given: argparse.Namespace) -> None:
+    """Measure one scenario."""
+    kind, _, count = scenario.partition("-")
+    own = Worker(ROOT, given.model, own_session=kind == "own", num_engines=2 if kind == "engines" else 1)
+    try:
+        if kind == "quiet":
+            against_base(own, given)
+        elif kind == "engines":
+            ratios = pairs(given.pairs, lambda: own.run(2)["tokens_per_s"], lambda: own.run(1)["tokens_per_s"])
+            print(f"engines: two of one process together, of one alone: {summary(ratios)}", flush=True)
+        else:
+            beside(own, int(count), kind == "own", given)
+    finally:
+        own.close()
+
+
+def against_base(own: Worker, given: argparse.Namespace) -> None:
+    """Compare with the base, nothing beside."""
+    base = Worker(given.base, given.model, own_session=False)
+    wakes: list[float] = []
+
+    def run() -> float:
+        result = own.run()
+        wakes.append(result["wakes_per_step"])
+        return float(result["tokens_per_s"])
+
+    try:
+        ratios = pairs(given.pairs, run, lambda: base.run()["tokens_per_s"])
+    finally:
+        base.close()
+    print(f"quiet: of the base: {summary(ratios)}; {statistics.median(wakes):.2f} wakes a step", flush=True)
+
+
+def beside(own: Worker, count: int, own_sessions: bool, given: argparse.Namespace) -> None:
+    """Compare throughput beside neighbours with that without."""
+    cores = len(os.sched_getaffinity(0))
+    cpu, shares = [], []
+
+    def busy() -> float:
+        with neighbours(count, own_sessions=own_sessions):
+            result = own.run()
+            if own_sessions:
+                shares.append(spinner_share(cores, 0.5) / cores)
+        cpu.append(result["cpu_share"] / cores)
+        return float(result["tokens_per_s"])
+
+    ratios = pairs(given.pairs, busy, lambda: own.run()["tokens_per_s"])
+    fair = statistics.median(shares) if shares else cores / (cores + count)
+    print(f"{'own' if own_sessions else 'same'}-{count}: of quiet: {summary(ratios)}; fair share {fair:.3f}, of it "
+          f"{statistics.median(ratios) / fair:.2f}; CPU {statistics.median(cpu):.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The helper threads of this process: they are started when kernels first want them, and end with the interpreter.
+
+Owns their memory, their birth and their end. They are threads of the operating system that never run Python: they need
+no interpreter state, hold no lock of it, and block all signals, so that signals reach the threads of the program that
+this one is a guest of. How they work is in ``team_loop.py``.
+
+Invariant: the memory and the compiled loops of a team live as long as the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from pagedcore_kernels.cpu.runtime import team_loop, team_waiting
+from pagedcore_kernels.cpu.runtime import team_memory as at
+
+_log = logging.getLogger("pagedcore")
+_LIBC = ctypes.CDLL(None)
+#: Number of Linux's system call ``futex``, by processor.
+_FUTEX_NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+#: ``CLOCK_MONOTONIC``.
+_CLOCK_NUMBER: Final = 6 if sys.platform == "darwin" else 1
+#: How long the end of the interpreter waits for helpers that still hold work, in seconds.
+END_TIMEOUT_S: Final = 5.0
+_RUN = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+_WAKE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)
+
+
+@dataclass(frozen=True, slots=True)
+class TeamCounters:
+    """What a team has done since it was made; differences of two readings mean something."""
+
+    num_runs: int
+    """Kernels that were opened to helpers."""
+    num_joins: int
+    """How often a helper took part in one."""
+    num_wakes: int
+    """How often a caller had to wake sleeping helpers through the operating system."""
+    num_sleeps_of_callers: int
+    """How often a caller slept until the last helper was done."""
+    num_descheduled: int
+    """How often other threads had a helper's core for a slice of time."""
+    spin_ns: int
+    """The present bound for spinning, in nanoseconds."""
+
+
+class Team:
+    """Helper threads that take part in kernels; any thread may call any method."""
+
+    def __init__(self, *, has_futex: bool | None = None) -> None:
+        """Make a team without helpers.
+
+        Args:
+            has_futex: sleep by Linux's futex, else by a condition variable; ``None``: where there is a futex.
+        """
+        self._lock = threading.Lock()
+        self._threads: list[ctypes.c_ulong] = []
+        self._is_closed = False
+        self._loops = team_loop.helper_loop(), team_loop.run_loop(), team_loop.wake_loop()
+        self._memory = _new_memory(_futex_number() if has_futex is None else _futex_number() * has_futex)
+        self._words = np.ctypeslib.as_array(
+            ctypes.cast(self._memory, ctypes.POINTER(ctypes.c_int64)), (at.MEMORY_BYTES // 8,)
+        )
+        self._run, self._wake = _RUN(self._loops[1].address), _WAKE(self._loops[2].address)
+        self.num_helpers = 0
+        """How many helpers there are."""
+
+    def launcher(self, slot: int, num_helpers: int) -> Callable[[int, int, int], None]:
+        """Return ``launch(entry, parameters, num_helpers)`` for callers that use a slot.
+
+        It calls the C function at address ``entry`` with ``parameters`` on its thread and on helpers that have time. It
+        returns when the call on its thread and all those that helpers began have returned. ``entry`` takes work until
+        none is left; a helper may call it at any time until then, or not at all.
+
+        Args:
+            slot: 0 to ``NUM_SLOTS - 1``; callers that have each their own get equal shares of the helpers.
+            num_helpers: how many there have to be.
+        """
+        if num_helpers > self.num_helpers:
+            self.grow(num_helpers)
+        # Why a partial: this is called for every kernel, and a function of Python around it costs half as much again.
+        return partial(self._run, self._memory + at.SLOTS + slot * at.SLOT_BYTES)
+
+    def wake(self, num_helpers: int) -> None:
+        """Wake so many helpers that sleep, so that they are awake when the next kernel comes."""
+        self._wake(self._memory, min(num_helpers, self.num_helpers))
+
+    def grow(self, num_helpers: int) -> None:
+        """Start helpers until there are ``num_helpers``, or as many as the system allows; none after ``close``."""
+        with self._lock:
+            while len(self._threads) < min(num_helpers, at.MOST_HELPERS) and not self._is_closed:
+                if not self._start_helper():
+                    break
+            # Why the number that was asked for: a system that refuses a thread is not asked again for every kernel.
+            self.num_helpers = max(self.num_helpers, num_helpers)
+
+    def counters(self) -> TeamCounters:
+        """Read what the team has done."""
+        names = at.NUM_RUNS, at.NUM_SHARED, at.NUM_WAKES, at.NUM_SLEEPS_OF_CALLERS
+        return TeamCounters(*(self._read(name) for name in (*names, at.NUM_DESCHEDULED, at.SPIN_NS)))
+
+    def close(self, timeout_s: float = END_TIMEOUT_S) -> bool:
+        """End the helpers; kernels run on their callers alone from now on. Whether all have ended in time.
+
+        A helper that hangs is left behind with everything it may touch.
+        """
+        with self._lock:
+            self._is_closed = True
+            self._words[at.STOP // 8] = 1
+            self._wake(self._memory, len(self._threads))
+            end_s = time.monotonic() + timeout_s
+            while (num_alive := self._read(at.NUM_ALIVE)) and time.monotonic() < end_s:
+                time.sleep(0.0005)
+            if num_alive == 0:
+                for thread in self._threads:
+                    _LIBC.pthread_join(thread, None)
+                self._threads.clear()
+            return num_alive == 0
+
+    def _read(self, offset: int) -> int:
+        return int(self._words[offset // 8])
+
+    def _start_helper(self) -> bool:
+        thread = ctypes.c_ulong()
+        # Why: a thread inherits the mask of the one that makes it, so there is no moment without it.
+        before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+        try:
+            self._words[at.NUM_ALIVE // 8] += 1
+            own = self._memory + at.HELPERS + len(self._threads) * at.HELPER_BYTES
+            ctypes.c_int64.from_address(own + at.MEMORY).value = self._memory
+            start = ctypes.c_void_p(self._loops[0].address), ctypes.c_void_p(own)
+            error = _LIBC.pthread_create(ctypes.byref(thread), None, *start)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if error:
+            self._words[at.NUM_ALIVE // 8] -= 1
+            _log.warning("a helper thread could not be started (%s); kernels run on fewer threads", os.strerror(error))
+            return False
+        self._threads.append(thread)
+        self._words[at.NUM_HELPERS // 8] = len(self._threads)
+        if sys.platform == "linux":
+            _LIBC.pthread_setname_np(thread, f"pagedcore-{len(self._threads)}".encode())
+        return True
+
+
+def _futex_number() -> int:
+    return _FUTEX_NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" else 0
+
+
+def _new_memory(futex_number: int) -> int:
+    """Return the address of a team's memory, which is never freed."""
+    address = ctypes.c_void_p()
+    size = at.MEMORY_BYTES
+    if _LIBC.posix_memalign(ctypes.byref(address), ctypes.c_size_t(at.LINE), ctypes.c_size_t(size)):
+        raise MemoryError(f"no memory for {size} bytes")
+    assert address.value is not None  # Invariant: no error
+    ctypes.memset(address.value, 0, size)
+    _LIBC.pthread_mutex_init(ctypes.c_void_p(address.value + at.MUTEX), None)
+    _LIBC.pthread_cond_init(ctypes.c_void_p(address.value + at.CONDITION), None)
+    words = {
+        at.SPIN_NS: team_waiting.MOST_SPIN_NS,
+        at.CLOCK_GETTIME: _address(_LIBC.clock_gettime),
+        at.CLOCK_NUMBER: _CLOCK_NUMBER,
+        at.SYSCALL: _address(_LIBC.syscall) if futex_number else 0,
+        at.FUTEX_NUMBER: futex_number,
+        at.MUTEX_LOCK: _address(_LIBC.pthread_mutex_lock),
+        at.MUTEX_UNLOCK: _address(_LIBC.pthread_mutex_unlock),
+        at.CONDITION_WAIT: _address(_LIBC.pthread_cond_wait),
+        at.CONDITION_BROADCAST: _address(_LIBC.pthread_cond_broadcast),
+    }
+    if hasattr(_LIBC, "sched_getcpu") and hasattr(_LIBC, "gettid"):
+        words |= {
+            at.SCHED_GETCPU: _address(_LIBC.sched_getcpu),
+            at.GETAFFINITY: _address(_LIBC.sched_getaffinity),
+            at.SETAFFINITY: _address(_LIBC.sched_setaffinity),
+            at.GETRUSAGE: _address(_LIBC.getrusage),
+            at.GETTID: _address(_LIBC.gettid),
+        }
+    for number in range(at.NUM_SLOTS):
+        words[at.SLOTS + number * at.SLOT_BYTES + at.MEMORY_OF_SLOT] = address.value
+    for offset, word in words.items():
+        ctypes.c_int64.from_address(address.value + offset).value = word
+    return address.value
+
+
+def _address(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+_the_team: Team | None = None
+_making = threading.Lock()
+
+
+def the_team() -> Team:
+    """Return the team of this process."""
+    return _the_team or _make_team()
+
+
+def _make_team() -> Team:
+    global _the_team
+    with _making:
+        if _the_team is None:
+            _the_team = Team()
+            # Why not at the end of the process: what helpers compute with is taken apart before that.
+            atexit.register(_the_team.close)
+        return _the_team
+
+
+def _forget_team() -> None:
+    """Begin anew in a forked child, which has the memory of its parent's helpers and none of the helpers."""
+    global _the_team, _making
+    if _the_team is not None:
+        atexit.unregister(_the_team.close)
+    _the_team, _making = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_team)

@@ -1,0 +1,267 @@
+"""The helper threads of the process: they take part when they have time, sleep when there is nothing to do, and end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from kernels.runtime.kernels_for_tests import count_kernel, hold_kernel
+from pagedcore_kernels.cpu.runtime import team_memory as at
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
+from pagedcore_kernels.cpu.runtime.team import Team
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of threads")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not become true"
+        time.sleep(0.002)
+
+
+@pytest.fixture(params=[True, False], ids=["futex", "condition variable"])
+def team(request: pytest.FixtureRequest) -> Iterator[Team]:
+    one = Team(has_futex=request.param)
+    yield one
+    assert one.close()
+
+
+class Held:
+    """A call of ``hold_kernel`` on two threads, whose helper returns when it is released."""
+
+    def __init__(self, team: Team, slot: int) -> None:
+        self.words = np.zeros(2, np.int64)
+        self._block = ParameterBlock(2)
+        state = int(self.words.ctypes.data)
+        self._block.fill(state, state + 8)
+        launch = team.launcher(slot, 1)
+        self.caller = threading.Thread(target=launch, args=(hold_kernel().address, self._block.address, 1), daemon=True)
+        self.caller.start()
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether one thread is inside and the other one has left."""
+        return int(self.words[0]) == 1
+
+    def release(self) -> None:
+        self.words[1] = 1
+
+
+def count(team: Team, slot: int, num_helpers: int, kernel: Kernel | None = None) -> bool:
+    """Count a thousand numbers up; whether each was counted once."""
+    numbers, flag, block = np.zeros(1000, np.int64), np.zeros(1, np.float32), ParameterBlock(4)
+    block.fill(numbers.ctypes.data, len(numbers), flag.ctypes.data)
+    team.launcher(slot, num_helpers)((kernel or count_kernel()).address, block.address, num_helpers)
+    return bool((numbers == 1).all())
+
+
+def thread_ids(team: Team) -> list[int]:
+    offsets = [at.HELPERS + i * at.HELPER_BYTES for i in range(team.num_helpers)]
+    wait_until(lambda: all(team._read(offset + at.THREAD_ID) for offset in offsets))
+    return [team._read(offset + at.THREAD_ID) for offset in offsets]
+
+
+def num_asleep(team: Team) -> int:
+    return team._read(at.NUM_SLEEPERS)
+
+
+@pytest.mark.parametrize("num_helpers", [0, 1, 3])
+def test_work_is_done_once(team: Team, num_helpers: int) -> None:
+    """Many short runs one after the other give out every item once, however helpers come and go."""
+    assert all(count(team, 1, num_helpers) for _ in range(300))
+    assert team.counters().num_runs == (300 if num_helpers else 0)
+    assert team.counters().num_joins <= 300 * num_helpers
+
+
+def test_a_helper_that_holds_work_is_waited_for(team: Team) -> None:
+    """A run ends when the last helper inside has left, and not before."""
+    held = Held(team, 1)
+    wait_until(lambda: held.is_holding)
+    held.caller.join(timeout=0.05)
+    assert held.caller.is_alive()
+    held.release()
+    held.caller.join(timeout=20)
+    assert not held.caller.is_alive()
+    assert held.words[0] == 2
+    assert team.counters().num_joins == 1
+
+
+def test_a_helper_that_is_late_is_not_waited_for(team: Team) -> None:
+    """While the only helper is busy elsewhere, other callers do all their work themselves."""
+    held = Held(team, 1)
+    wait_until(lambda: held.is_holding)
+    assert all(count(team, 2, 1) for _ in range(100))
+    assert held.caller.is_alive()
+    held.release()
+    held.caller.join(timeout=20)
+
+
+def test_a_slot_in_use_serves_nobody_else(team: Team) -> None:
+    """A second caller in a slot computes alone instead of waiting for the first one."""
+    held = Held(team, 1)
+    wait_until(lambda: held.is_holding)
+    runs = team.counters().num_runs
+    assert count(team, 1, 1)
+    assert team.counters().num_runs == runs
+    held.release()
+    held.caller.join(timeout=20)
+
+
+def test_callers_at_once_get_right_results(team: Team) -> None:
+    """Engines of one process share the helpers: each has its own work done, once."""
+    results: list[bool] = []
+
+    def compute(slot: int) -> None:
+        results.extend([count(team, slot, 2) for _ in range(200)])
+
+    callers = [threading.Thread(target=compute, args=(slot,)) for slot in (1, 2, 3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(timeout=60)
+    assert results == [True] * 600
+
+
+def test_helpers_sleep_when_there_is_nothing_to_do(team: Team) -> None:
+    """Soon after the last run all helpers sleep, and the next run wakes them once."""
+    count(team, 1, 2)
+    wait_until(lambda: num_asleep(team) == 2)
+    before = team.counters().num_wakes
+    count(team, 1, 2)
+    assert team.counters().num_wakes == before + 1
+
+
+@linux_only
+def test_helpers_take_no_time_when_they_sleep(team: Team) -> None:
+    """A sleeping helper uses no processor at all."""
+    count(team, 1, 2)
+    wait_until(lambda: num_asleep(team) == 2)
+
+    def used() -> list[int]:
+        lines = [Path(f"/proc/self/task/{number}/stat").read_text().rpartition(")")[2] for number in thread_ids(team)]
+        return [int(line.split()[11]) + int(line.split()[12]) for line in lines]
+
+    before = used()
+    time.sleep(0.3)
+    assert used() == before
+
+
+@linux_only
+def test_helpers_block_all_signals_and_have_names(team: Team) -> None:
+    """Signals reach the threads of the program, which can tell from its thread list whose the helpers are."""
+    count(team, 1, 1)
+    (number,) = thread_ids(team)
+    status = Path(f"/proc/self/task/{number}/status").read_text()
+    blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+    # SIGKILL and SIGSTOP cannot be blocked; the two that the C library keeps for itself stay open.
+    assert all(blocked & 1 << number - 1 for number in range(1, 32) if number not in (9, 19))
+    assert Path(f"/proc/self/task/{number}/comm").read_text().strip() == "pagedcore-1"
+
+
+@linux_only
+def test_a_placed_helper_may_go_where_it_could_before(team: Team) -> None:
+    """A helper that is kept off its caller's processor at a wake has its whole mask back when it works."""
+    count(team, 1, 1)
+    (number,) = thread_ids(team)
+    helper = at.HELPERS
+    for _ in range(5):
+        wait_until(lambda: num_asleep(team) == 1)
+        team._words[(helper + at.NEEDS_PLACING) // 8] = 1
+        count(team, 1, 1)
+        wait_until(lambda: os.sched_getaffinity(number) == os.sched_getaffinity(0))
+
+
+def test_helpers_end(team: Team) -> None:
+    """Closing ends all helpers; kernels go on on their callers alone, and closing again does nothing."""
+    before = psutil.Process().num_threads()
+    count(team, 1, 3)
+    assert psutil.Process().num_threads() == before + 3
+    assert team.close()
+    assert psutil.Process().num_threads() == before
+    assert count(team, 1, 3)
+    assert count(team, 1, 5)
+    assert psutil.Process().num_threads() == before
+    assert team.close()
+
+
+def test_a_helper_that_hangs_is_left_behind(team: Team) -> None:
+    """Closing does not wait for ever; what the helper works with stays until it is done."""
+    held = Held(team, 1)
+    wait_until(lambda: held.is_holding)
+    assert not team.close(timeout_s=0.05)
+    assert count(team, 2, 1)
+    held.release()
+    held.caller.join(timeout=20)
+    assert held.words[0] == 2
+
+
+def test_a_system_that_refuses_threads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without helpers kernels run on their callers, which is logged once and not tried again for every kernel."""
+    one = Team()
+    calls: list[int] = []
+    monkeypatch.setattr(one, "_start_helper", lambda: calls.append(1) or False)
+    assert all(count(one, 1, 2) for _ in range(3))
+    assert calls == [1]
+    assert one.close()
+
+
+END = """
+import sys, threading
+from kernels.runtime.test_team import Held, count, wait_until
+from pagedcore_kernels.cpu.runtime import team
+team.END_TIMEOUT_S = 0.2
+the_team = team.the_team()
+if sys.argv[1] == "hangs":
+    held = Held(the_team, 1)
+    wait_until(lambda: held.is_holding)
+elif sys.argv[1] == "computes":
+    def compute():
+        while True:
+            count(the_team, 1, 2)
+    threading.Thread(target=compute, daemon=True).start()
+    wait_until(lambda: the_team.counters().num_runs > 10)
+else:
+    count(the_team, 1, 2)
+print("last line")
+"""
+
+
+@pytest.mark.parametrize("what", ["sleeps", "computes", "hangs"])
+def test_the_interpreter_ends(what: str) -> None:
+    """A process ends cleanly while helpers sleep, while another thread computes, and while a helper hangs."""
+    code = END.replace("team.END_TIMEOUT_S = 0.2", "team.Team.close.__defaults__ = (0.2,)")
+    done = subprocess.run([sys.executable, "-c", code, what], env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "last line\n", "")
+
+
+FORK = """
+import os
+from kernels.runtime.test_team import count, num_asleep, wait_until
+from pagedcore_kernels.cpu.runtime.team import the_team
+assert count(the_team(), 1, 2)
+child = os.fork()
+if child == 0:
+    own = the_team()
+    wait_until(lambda: count(own, 1, 2) and own.counters().num_joins > 0)
+    raise SystemExit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+before = the_team().counters().num_joins
+wait_until(lambda: count(the_team(), 1, 2) and the_team().counters().num_joins > before)
+"""
+
+
+def test_a_forked_child_has_helpers_of_its_own() -> None:
+    """After a fork both processes compute with helpers, and both end cleanly."""
+    subprocess.run([sys.executable, "-c", FORK], env={**os.environ, "PYTHONPATH": ":".join(sys.path)}, check=True,
+                   timeout=120)  # fmt: skip

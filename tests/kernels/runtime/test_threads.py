@@ -1,0 +1,66 @@
+"""How many threads compute, and what the host's torch and OpenMP see of it: nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedcore_kernels.cpu.runtime import openmp
+from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
+
+libgomp_only = pytest.mark.skipif(openmp.openmp_threads() is None, reason="torch brings no libgomp here")
+
+
+def openmp_setting() -> int:
+    (path,) = (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")
+    return int(ctypes.CDLL(str(path)).omp_get_max_threads())
+
+
+@libgomp_only
+def test_torch_computes_alone_beside_kernels_and_the_host_gets_its_setting_back() -> None:
+    """Inside, torch uses one thread; another thread never sees that; afterwards everything is as before."""
+    torch.set_num_threads(3)
+    seen: list[int] = []
+    with Computing(2), torch_beside_kernels():
+        assert torch.get_num_threads() == openmp_setting() == 1
+        assert num_threads() == 2
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+    assert seen == [3]
+    assert torch.get_num_threads() == openmp_setting() == num_threads() == 3
+
+
+@libgomp_only
+def test_the_setting_returns_after_an_error() -> None:
+    """A forward that fails leaves the host's setting alone."""
+    torch.set_num_threads(3)
+    with pytest.raises(KeyError), Computing(2), torch_beside_kernels():
+        raise KeyError
+    assert torch.get_num_threads() == openmp_setting() == num_threads() == 3
+
+
+@libgomp_only
+def test_torch_has_its_threads_where_kernels_run_on_them() -> None:
+    """Where torch computes much, both use its threads, as many as were asked for."""
+    torch.set_num_threads(1)
+    with Computing(2, uses_openmp=True), torch_beside_kernels():
+        assert torch.get_num_threads() == openmp_setting() == 2
+    assert torch.get_num_threads() == 1
+
+
+def test_outside_of_an_engine_torch_is_left_alone() -> None:
+    """A model that is called without a number of threads computes as the host says."""
+    torch.set_num_threads(3)
+    with torch_beside_kernels():
+        assert torch.get_num_threads() == 3
+
+
+def test_without_libgomp_there_is_nothing_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where torch has no libgomp, kernels run on the team and torch is left alone."""
+    monkeypatch.setattr(openmp.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    assert openmp.openmp_threads.__wrapped__() is None

@@ -1,0 +1,36 @@
+"""The arithmetic of the benchmark that compares in pairs."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import guest
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    """Of many samples of twenty, about 19 in 20 have the true median in their interval, which is never all of it."""
+    rng = random.Random(0)
+    samples = [[rng.gauss(0, 1) for _ in range(20)] for _ in range(2000)]
+    intervals = [guest.interval(sample) for sample in samples]
+    held = sum(low <= 0 <= high for low, high in intervals) / len(intervals)
+    assert 0.94 <= held <= 0.98
+    assert all(min(one) < low <= statistics.median(one) <= high < max(one)
+               for one, (low, high) in zip(samples, intervals, strict=True))
+
+
+def test_few_pairs_have_a_wide_interval() -> None:
+    """Where no order statistics enclose the median surely enough, the interval is the whole range."""
+    assert guest.interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+def test_pairs_alternate() -> None:
+    """Each half comes first in every other pair, and the ratio is always first / second."""
+    calls: list[str] = []
+
+    def run(name: str, value: float) -> float:
+        calls.append(name)
+        return value
+
+    assert guest.pairs(3, lambda: run("a", 6.0), lambda: run("b", 3.0)) == [2.0, 2.0, 2.0]
+    assert calls == ["a", "b", "b", "a", "a", "b"]
