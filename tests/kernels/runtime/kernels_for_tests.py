@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from pagedcore_kernels.cpu.runtime.atomics import load_shared, pause, store_shared
+from pagedcore_kernels.cpu.runtime.atomics import call_function, load_shared, pause, store_shared
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, compile_kernel
 from pagedcore_kernels.cpu.simd import address_of, claim, load_float32, load_int64, store_float32, store_int64
 
@@ -44,12 +44,12 @@ def spin_kernel() -> Kernel:
 
 @cache
 def hold_kernel() -> Kernel:
-    """The first thread to come returns as soon as a second one is there, which waits until a word of memory changes."""
+    """The caller returns as soon as a helper is there, which waits until a word of memory changes."""
 
     def hold(parameters: Any) -> None:
         p = address_of(parameters)
         state, released = load_int64(p, 1), load_int64(p, 2)
-        if claim(load_int64(p, 0)) == 0:
+        if call_function(load_int64(p, 3), 0, 0, 0, 0, 0) == load_int64(p, 4):
             while load_shared(state) == 0:
                 pause()
         else:

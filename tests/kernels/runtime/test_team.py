@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -37,20 +38,22 @@ def team(request: pytest.FixtureRequest) -> Iterator[Team]:
 
 
 class Held:
-    """A call of ``hold_kernel`` on two threads, whose helper returns when it is released."""
+    """A call of ``hold_kernel`` on a thread of its own and a helper, which returns when it is released."""
 
     def __init__(self, team: Team, slot: int) -> None:
         self.words = np.zeros(2, np.int64)
-        self._block = ParameterBlock(2)
-        state = int(self.words.ctypes.data)
-        self._block.fill(state, state + 8)
-        launch = team.launcher(slot, 1)
-        self.caller = threading.Thread(target=launch, args=(hold_kernel().address, self._block.address, 1), daemon=True)
+        self._block = ParameterBlock(4)
+        self.caller = threading.Thread(target=self._call, args=(team.launcher(slot, 1),), daemon=True)
         self.caller.start()
+
+    def _call(self, launch: Callable[[int, int, int], None]) -> None:
+        state, own_id = int(self.words.ctypes.data), ctypes.cast(ctypes.CDLL(None).pthread_self, ctypes.c_void_p).value
+        self._block.fill(state, state + 8, own_id, threading.get_ident())
+        launch(hold_kernel().address, self._block.address, 1)
 
     @property
     def is_holding(self) -> bool:
-        """Whether one thread is inside and the other one has left."""
+        """Whether the helper is inside."""
         return int(self.words[0]) == 1
 
     def release(self) -> None:
