@@ -255,13 +255,44 @@ from pagedcore_kernels.cpu.runtime.team import the_team
 assert count(the_team(), 1, 2)
 child = os.fork()
 if child == 0:
-    own = the_team()
-    wait_until(lambda: count(own, 1, 2) and own.counters().num_joins > 0)
+    known = the_team().counters().num_joins
+    wait_until(lambda: count(the_team(), 1, 2) and the_team().counters().num_joins > known)
     raise SystemExit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 before = the_team().counters().num_joins
 wait_until(lambda: count(the_team(), 1, 2) and the_team().counters().num_joins > before)
 """
+
+
+TOUCH = """
+import os
+import numpy as np
+from kernels.runtime.kernels_for_tests import count_kernel
+from kernels.runtime.test_team import count, num_asleep, thread_ids, wait_until
+from pagedcore_kernels.cpu.runtime import team_memory as at
+from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
+from pagedcore_kernels.cpu.runtime.team import the_team
+team = the_team()
+assert count(team, 1, 1)
+(number,) = thread_ids(team)
+wait_until(lambda: num_asleep(team) == 1)
+team._words[(at.HELPERS + at.NEEDS_PLACING) // 8] = 1
+launch, block, numbers = team.launcher(1, 1), ParameterBlock(4), np.zeros(2, np.int64)
+block.fill(numbers.ctypes.data, 1, numbers[1:].ctypes.data)
+child = os.fork()
+if child == 0:
+    launch(count_kernel().address, block.address, 1)
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert os.sched_getaffinity(number) == os.sched_getaffinity(0)
+"""
+
+
+@linux_only
+def test_a_forked_child_leaves_its_parents_helpers_alone() -> None:
+    """An engine that a child inherits computes there without touching threads of the parent."""
+    subprocess.run([sys.executable, "-c", TOUCH], env={**os.environ, "PYTHONPATH": ":".join(sys.path)}, check=True,
+                   timeout=120)  # fmt: skip
 
 
 def test_a_forked_child_has_helpers_of_its_own() -> None:

@@ -131,6 +131,23 @@ class Team:
                 self._threads.clear()
             return num_alive == 0
 
+    def begin_anew(self) -> None:
+        """Forget the helpers, which a forked child does not have; new ones are started when they are wanted.
+
+        Safety: the memory holds the numbers of the parent's threads, whose affinity this process could change.
+        """
+        self._lock = threading.Lock()
+        self._threads.clear()
+        self.num_helpers = 0
+        for offset in (at.NUM_HELPERS, at.NUM_SLEEPERS, at.NUM_ALIVE, at.NUM_OPEN):
+            self._words[offset // 8] = 0
+        self._words[at.HELPERS // 8 :] = 0
+        for number in range(at.NUM_SLOTS):
+            slot = (at.SLOTS + number * at.SLOT_BYTES) // 8
+            self._words[slot : slot + at.MEMORY_OF_SLOT // 8] = 0
+        _LIBC.pthread_mutex_init(ctypes.c_void_p(self._memory + at.MUTEX), None)
+        _LIBC.pthread_cond_init(ctypes.c_void_p(self._memory + at.CONDITION), None)
+
     def _read(self, offset: int) -> int:
         return int(self._words[offset // 8])
 
@@ -220,12 +237,12 @@ def _make_team() -> Team:
         return _the_team
 
 
-def _forget_team() -> None:
-    """Begin anew in a forked child, which has the memory of its parent's helpers and none of the helpers."""
-    global _the_team, _making
+def _begin_anew() -> None:
+    """Let a forked child start helpers of its own."""
+    global _making
+    _making = threading.Lock()
     if _the_team is not None:
-        atexit.unregister(_the_team.close)
-    _the_team, _making = None, threading.Lock()
+        _the_team.begin_anew()
 
 
-os.register_at_fork(after_in_child=_forget_team)
+os.register_at_fork(after_in_child=_begin_anew)
