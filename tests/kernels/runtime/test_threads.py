@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
-from pagedcore_kernels.cpu.runtime import openmp
+from pagedcore_kernels.cpu.runtime import openmp, threads
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
 
 libgomp_only = pytest.mark.skipif(openmp.openmp_threads() is None, reason="torch brings no libgomp here")
@@ -41,6 +44,54 @@ def test_the_setting_returns_after_an_error() -> None:
     torch.set_num_threads(3)
     with pytest.raises(KeyError), Computing(2), torch_beside_kernels():
         raise KeyError
+    assert torch.get_num_threads() == openmp_setting() == num_threads() == 3
+
+
+def interrupt_at(num_lines: int) -> bool:
+    """Compute, and raise KeyboardInterrupt before that line of ``threads.py``; return whether it came so far."""
+    left = num_lines
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != threads.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with Computing(2), torch_beside_kernels():
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@libgomp_only
+def test_the_setting_returns_wherever_an_interrupt_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before any line of the way in and out leaves the host's setting alone."""
+    torch.set_num_threads(3)
+    lines = 0
+    while interrupt_at(lines + 1):
+        lines += 1
+        assert torch.get_num_threads() == openmp_setting() == 3, f"interrupted before line {lines}"
+        monkeypatch.setattr(threads, "_setting", threads._Setting())
+    assert lines > 20
+
+
+@libgomp_only
+def test_a_backend_may_run_an_engine_of_its_own() -> None:
+    """One computation inside of another leaves the outer one its threads, and the host its setting."""
+    torch.set_num_threads(3)
+    with Computing(2), torch_beside_kernels():
+        with Computing(2, uses_openmp=True), torch_beside_kernels():
+            pass
+        assert (num_threads(), torch.get_num_threads()) == (2, 1)
     assert torch.get_num_threads() == openmp_setting() == num_threads() == 3
 
 

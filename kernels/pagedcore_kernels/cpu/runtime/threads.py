@@ -41,6 +41,8 @@ class _Setting(threading.local):
     """What ``Computing`` sets, for one thread."""
 
     threads = _OF_TORCH
+    of_host: tuple[int, int] | None = None
+    """Threads of torch and of MKL that the host has set, while they are changed."""
 
 
 _setting = _Setting()
@@ -84,6 +86,8 @@ class Computing:
         self._before, _setting.threads = _setting.threads, self._own
 
     def __exit__(self, *_: object) -> None:
+        if self._before is _OF_TORCH:
+            _return_torch()
         _setting.threads = self._before
 
 
@@ -93,21 +97,33 @@ def torch_beside_kernels() -> Iterator[None]:
     compute on the calling thread alone until the block is left, or on its threads if kernels do so too.
 
     Why: its helpers would spin on the cores of the team's. The setting of other threads, and of this one afterwards, is
-    the host's. Outside of ``Computing`` nothing changes.
+    the host's. Outside of ``Computing`` nothing changes, nor inside of another such block.
     """
     openmp, threads = openmp_threads(), _setting.threads
     if threads.wake is not None:
         threads.wake()
-    if openmp is None or threads is _OF_TORCH:
+    if openmp is None or threads is _OF_TORCH or _setting.of_host is not None:
         yield
         return
-    before = torch.get_num_threads()
     wanted = threads.num_threads if threads.uses_openmp else 1
-    mkl_before = openmp.set(wanted, wanted)
+    # Why first: an interrupt may come between any two lines, and the host's number must be known then.
+    _setting.of_host = torch.get_num_threads(), 0
     try:
+        _setting.of_host = _setting.of_host[0], openmp.set(wanted, wanted)
         yield
     finally:
-        openmp.set(before, mkl_before)
+        _return_torch()
+
+
+def _return_torch() -> None:
+    """Give torch the host's numbers of threads back, unless that has been done.
+
+    Why asked twice, by ``Computing`` too: an interrupt may come before the first time is over.
+    """
+    openmp, before = openmp_threads(), _setting.of_host
+    if openmp is not None and before is not None:
+        openmp.set(*before)
+        _setting.of_host = None
 
 
 def launch(entry: int, parameters: int, most_threads: int | None) -> None:
