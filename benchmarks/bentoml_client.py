@@ -7,6 +7,11 @@ server lives, so that the server has them open too, as it has those of a client 
 posts each body to ``/stream`` and collects bytes until the last stream has ended; what they say is read after the clock
 has stopped. In the end it writes one line: wall and CPU seconds, and of every stream its tokens and its number of
 events. Imports the standard library only.
+
+    python benchmarks/bentoml_client.py PORT SECONDS
+
+reads one line instead, lists of bodies for each of some connections; until so many seconds are over, every connection
+posts its bodies one after the other, again and again.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import socket
 import sys
 import time
 from http.client import HTTPConnection
+from itertools import cycle
 
 LAST_CHUNK = b"0\r\n\r\n"
 """How a chunked response ends (RFC 9112, section 7.1)."""
@@ -62,6 +68,25 @@ def download(port: int, bodies: list[object]) -> tuple[list[bytes], float, float
     return [b"".join(received) for received in parts.values()], wall_s, cpu_s
 
 
+def keep_busy(port: int, seconds: float, bodies: list[list[object]]) -> None:
+    """Post the bodies of every list over a connection of its own, each when the stream before it has ended."""
+    asked = {connected(port): cycle([request_of(body) for body in some]) for some in bodies}
+    heard = dict.fromkeys(asked, b"")
+    end_s = time.perf_counter() + seconds
+    with selectors.DefaultSelector() as selector:
+        for connection, requests in asked.items():
+            selector.register(connection, selectors.EVENT_READ)
+            connection.sendall(next(requests))
+        while time.perf_counter() < end_s:
+            for key, _ in selector.select(1.0):
+                connection = key.fileobj  # type: ignore[assignment]
+                heard[connection] += connection.recv(65536)
+                if heard[connection].endswith(LAST_CHUNK):
+                    read(heard[connection])
+                    heard[connection] = b""
+                    connection.sendall(next(asked[connection]))
+
+
 def read(response: bytes) -> tuple[list[int], int]:
     """Return the tokens of a response and its number of events; refuse one that was cut off."""
     head, _, rest = response.partition(b"\r\n\r\n")
@@ -87,6 +112,9 @@ def _without_chunks(rest: bytes) -> bytes:
 
 def main() -> None:
     """Serve the lines of the input."""
+    if len(sys.argv) > 2:
+        keep_busy(int(sys.argv[1]), float(sys.argv[2]), json.loads(sys.stdin.readline()))
+        return
     for line in sys.stdin:
         responses, wall_s, cpu_s = download(int(sys.argv[1]), json.loads(line))
         print(json.dumps([wall_s, cpu_s, [read(response) for response in responses]]), flush=True)

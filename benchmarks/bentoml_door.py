@@ -57,12 +57,12 @@ class Door:
 
     def __init__(self, server: psutil.Process, port: str, client: subprocess.Popen[str]) -> None:
         self._server = server
-        self._port = port
+        self.port = port
         self._client = client
 
     def run_bare(self) -> Run:
         """Have the server's second engine answer, with nothing around it."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self._port}/bare", b"{}",
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/bare", b"{}",
                                          {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as response:
             run = json.load(response)
@@ -91,16 +91,16 @@ class Door:
 
 
 @contextmanager
-def served(model: str) -> Iterator[Door]:
+def served(model: str, service: str = SERVICE, environment: dict[str, str] | None = None) -> Iterator[Door]:
     """Serve the model from a folder of its own until the block is left."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "service.py").write_text(SERVICE, encoding="utf-8")
+        Path(folder, "service.py").write_text(service, encoding="utf-8")
         paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "DOOR_MODEL": model, "BENTOML_HOME": folder, "BENTOML_DO_NOT_TRACK": "True",
-               "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
+        env = {**os.environ, **(environment or {}), "DOOR_MODEL": model, "BENTOML_HOME": folder,
+               "BENTOML_DO_NOT_TRACK": "True", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, "-m", "bentoml", "serve", "service:LLM", "--host", "127.0.0.1", "--port", port]
         log = Path(folder, "log")
         with (log.open("w", encoding="utf-8") as output,

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
 
@@ -22,6 +23,7 @@ from pagedcore.engine_thread import Command, Commands, EngineThread, Sink
 from pagedcore.errors import EngineClosed, InvalidConfig, describe
 from pagedcore.health import Health
 from pagedcore.intake import Prompt
+from pagedcore.long_prompts import LongPrompts, is_long
 from pagedcore.outbox import Outbox
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
@@ -62,17 +64,17 @@ class AsyncEngine:
         from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
 
         _require_interval(stream_interval_s)
-        self._prepare = engine.prepare
-        self._token_text = engine.token_text
+        self._intake = engine.intake
         self._read_session = engine.sessions.read
         self._commands = Commands()
+        self._long_prompts = LongPrompts(self._commands, engine.intake.max_num_waiting)
         worker = EngineThread(engine, self._commands, Outbox(stream_interval_s, MonotonicClock()))
         self._progress = worker.progress
         # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
         end_openmp_helpers()
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
         # Why: the thread must not keep this object alive, so that losing it closes the engine.
-        self._finalizer = weakref.finalize(self, _close, self._commands, self._thread)
+        self._finalizer = weakref.finalize(self, _close, self._commands, self._thread, self._long_prompts)
         self._thread.start()
 
     @classmethod
@@ -133,13 +135,13 @@ class AsyncEngine:
         must not block. An answer that failed has the finish reason "error" and its error in the output.
 
         Raises:
-            InvalidRequest: the request is refused.
-            EngineOverloaded: the waiting queue is full; raised by the future.
+            InvalidRequest: the request is refused; raised by the future if the prompt is long, because it is looked
+                at on another thread then.
+            EngineOverloaded: the waiting queue is full; raised by the future, or at once for a long prompt.
             EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
         """
-        prepared = self._prepare(prompt, params, priority=priority)
         sink, commands = WholeAnswer(), self._commands
-        self._send(lambda worker: worker.accept(prepared, sink, wait_for_room))
+        self._accept(prompt, params, priority, sink, wait_for_room)
         sink.future.add_done_callback(lambda future: _abandon(commands, sink) if future.cancelled() else None)
         return sink.future
 
@@ -164,11 +166,11 @@ class AsyncEngine:
         Raises:
             InvalidRequest: the prompt is refused; ``PromptTooLong`` if the context has no room for it and an answer.
         """
-        return self._prepare(prompt, SamplingParams(max_tokens=1)).token_ids
+        return self._intake.prepare(prompt, SamplingParams(max_tokens=1)).token_ids
 
     def token_text(self, token_id: int) -> TokenText:
         """Say what a token stands for, without waiting. Raises ``InvalidRequest`` outside of the vocabulary."""
-        return self._token_text(token_id)
+        return self._intake.token_text(token_id)
 
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.
@@ -235,10 +237,19 @@ class AsyncEngine:
     def _open(self, prompt: Prompt, params: SamplingParams | None, priority: int, timeout_s: float | None,
               wait_for_room: bool) -> StreamReader:
         timeout_s = validate_timeout(timeout_s)
-        prepared = self._prepare(prompt, params, priority=priority)
         stream, commands = Stream(), self._commands
-        self._send(lambda worker: worker.accept(prepared, stream, wait_for_room))
-        return StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
+        reader = StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
+        self._accept(prompt, params, priority, stream, wait_for_room)
+        return reader
+
+    def _accept(self, prompt: Prompt, params: SamplingParams | None, priority: int, sink: Sink, may_wait: bool) -> None:
+        """Send a request to the engine thread, by way of another one if preparing it takes long."""
+        prepare = partial(self._intake.prepare, prompt, params, priority)
+        if is_long(prompt):
+            self._long_prompts.send(prepare, sink, may_wait)
+            return
+        prepared = prepare()
+        self._send(lambda worker: worker.accept(prepared, sink, may_wait))
 
     def read_turn(self, begin: Callable[[], Request]) -> StreamReader:
         """Read what a session's turn brings forth, which ``begin`` begins on the engine thread."""
@@ -270,10 +281,12 @@ def _require_interval(seconds: object) -> None:
 
 def _abandon(commands: Commands, sink: Sink) -> None:
     if not (isinstance(sink, Stream) and sink.has_ended):
+        sink.abandon()
         commands.put(lambda worker: worker.abandon(sink))
 
 
-def _close(commands: Commands, thread: threading.Thread) -> None:
+def _close(commands: Commands, thread: threading.Thread, long_prompts: LongPrompts) -> None:
+    long_prompts.close()
     commands.put(EngineThread.stop)
     if thread is not threading.current_thread():
         thread.join()

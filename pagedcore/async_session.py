@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from pagedcore.errors import EngineClosed, SessionStateError
 from pagedcore.intake import Prompt
+from pagedcore.long_prompts import is_long
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.parking import ParkedFile, ParkedState
 from pagedcore.request import Request
@@ -82,7 +83,10 @@ class AsyncSession:
         file = await self._call(lambda session: session.parked_file())
         session = self._session
         assert session is not None  # Invariant: every command makes it
-        turn = session.prepare(prompt, params)
+        if is_long(prompt):
+            turn = await asyncio.to_thread(session.prepare, prompt, params)
+        else:
+            turn = session.prepare(prompt, params)
         if file is not None:
             kv = await asyncio.to_thread(file.read)
             await self._call(lambda session: session.load(kv))

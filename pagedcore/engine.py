@@ -46,7 +46,7 @@ class Engine:
     def __init__(self, parts: EngineParts, clock: Clock | None = None) -> None:
         self._parts = parts
         self._config = parts.config
-        self._intake: Intake = parts.intake
+        self.intake: Intake = parts.intake
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._hooks = parts.hooks
@@ -110,7 +110,7 @@ class Engine:
         cache_salt: str | bytes | None = None,
     ) -> PreparedPrompt:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
-        return self._intake.prepare(prompt, params, priority, cache_salt)
+        return self.intake.prepare(prompt, params, priority, cache_salt)
 
     def accept(self, prepared: PreparedPrompt) -> Request:
         """Take a prepared request. Raises ``EngineOverloaded`` or ``EngineClosed``; then nothing was taken."""
@@ -170,7 +170,7 @@ class Engine:
 
     def token_text(self, token_id: int) -> TokenText:
         """Say what a token stands for, from any thread. Raises ``InvalidRequest`` outside of the vocabulary."""
-        return self._intake.token_text(token_id)
+        return self.intake.token_text(token_id)
 
     def has_pending_requests(self) -> bool:
         """Whether any request waits or runs."""

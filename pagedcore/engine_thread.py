@@ -48,14 +48,15 @@ class Commands:
         self._queue: SimpleQueue[Command] = SimpleQueue()
         # Why: re-entrant, because the garbage collector may abandon a stream while this thread is in ``put``.
         self._lock = threading.RLock()
-        self._is_closed = False
+        self.is_closed = False
+        """Whether ``put`` takes no more."""
 
     def put(self, command: Command) -> bool:
         """Hand a command over; False if the engine thread takes no more."""
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._queue.put(command)
-            return not self._is_closed
+            return not self.is_closed
 
     def wait(self, timeout_s: float) -> Command | None:
         """Return the next command, sleeping until there is one, but no longer than ``timeout_s`` seconds."""
@@ -72,7 +73,7 @@ class Commands:
     def close(self) -> Iterator[Command]:
         """Refuse further commands and yield those that came before."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
         return self.take_all()
 
 
@@ -117,6 +118,8 @@ class EngineThread:
 
     def accept(self, prepared: PreparedPrompt, sink: Sink, may_wait: bool) -> None:
         """Take a request for a sink, hold it back until there is room, or tell the sink why not."""
+        if sink.is_abandoned:
+            return
         has_room = not self._held and self.engine.can_accept(prepared.params.num_newcomers)
         if may_wait and not self._is_stopping and not has_room:
             self._held.append((prepared, sink))

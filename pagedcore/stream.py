@@ -68,7 +68,7 @@ class Stream:
     Invariant: after ``end`` nothing is added.
     """
 
-    __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended")
+    __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended", "is_abandoned")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,6 +76,12 @@ class Stream:
         self._waiter: Waiter | None = None
         self._error: Exception | None = None
         self.has_ended = False
+        self.is_abandoned = False
+        """Whether nobody reads any more, which the engine may not know yet."""
+
+    def abandon(self) -> None:
+        """Note that nobody reads any more."""
+        self.is_abandoned = True
 
     def put(self, deltas: Iterable[Delta]) -> Waiter | None:
         """Add deltas, at least one; return the sleeping reader, if there is one, for the caller to ``wake``."""

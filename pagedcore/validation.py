@@ -35,6 +35,7 @@ from pagedcore.ports import ChatMessage
 from pagedcore.sampling_params import SamplingParams
 
 _ENCODED_AT_ONCE = 4096
+_IDS_AT_ONCE = 16_384
 
 
 def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) -> list[int]:
@@ -60,12 +61,18 @@ def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) 
         raise PromptTooLong("prompt", len(token_ids), f"at most {max(max_model_len - 1, 0)} tokens",
                             f"The context of {max_model_len} positions must keep one for the answer.")
     ids = list(token_ids)
+    # Why: in pieces, because a caller's event loop cannot run during any one of these calls.
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        _validate_ids(ids[start : start + _IDS_AT_ONCE], vocab_size)
+    return ids
+
+
+def _validate_ids(ids: list[int], vocab_size: int) -> None:
     if set(map(type, ids)) != {int}:
         wrong = next(token_id for token_id in ids if type(token_id) is not int)
         raise InvalidPrompt("prompt", wrong, "token ids: Python integers, no booleans or NumPy scalars")
     for extreme in (min(ids), max(ids)):
         _require_in_vocabulary("prompt", extreme, vocab_size)
-    return ids
 
 
 def _require_in_vocabulary(what: str, token_id: int, vocab_size: int) -> None:

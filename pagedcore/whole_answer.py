@@ -21,6 +21,15 @@ class WholeAnswer:
         self.future: Future[RequestOutput] = Future()
         self._is_settled = False
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its owner cancelled it, which the engine may not know yet."""
+        return self.future.cancelled()
+
+    def abandon(self) -> None:
+        """Cancel it, unless it is settled."""
+        self.future.cancel()
+
     def complete(self, output: RequestOutput) -> None:
         """Hand the output over; what was settled or cancelled before stays as it is."""
         self._settle(lambda: self.future.set_result(output))

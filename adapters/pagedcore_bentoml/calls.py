@@ -75,7 +75,7 @@ async def complete(engine: AsyncEngine, prompt: Any, call: Call) -> Completion:
     for answer in output.outputs:
         if answer.error is not None:
             raise answer.error
-    return completion_of(output)
+    return await completion_of(output)
 
 
 async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCompletion:
@@ -99,7 +99,7 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
     finally:
         for future in futures:
             future.cancel()
-    return BatchCompletion(completions=[completion_of(output) for output in outputs])
+    return BatchCompletion(completions=[await completion_of(output) for output in outputs])
 
 
 def deltas_of(engine: AsyncEngine, prompt: Any, call: Call) -> AsyncGenerator[Delta, None]:

@@ -17,13 +17,19 @@ WAITING: Final = ": waiting\n\n"
 """A comment, which every reader skips: it shows that the connection lives."""
 
 _END: Final = re.compile("^event: (done|error)$", re.MULTILINE)
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+encode = json.JSONEncoder(separators=(",", ":")).encode
+"""Writes a value as JSON in ASCII."""
 
 
 def frame(data: Any, name: str = "") -> str:
     """Write one event."""
+    return frame_text(encode(data), name)
+
+
+def frame_text(data: str, name: str = "") -> str:
+    """Write one event whose data are JSON already."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {_encode(data)}\n\n"
+    return f"{head}data: {data}\n\n"
 
 
 def ends_stream(text: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
@@ -17,14 +17,15 @@ from typing import Any, ClassVar, TypeVar
 import bentoml
 from starlette.responses import Response
 
-from pagedcore import AsyncEngine, Delta, SamplingParams, Usage
+from pagedcore import AsyncEngine, Delta, SamplingParams, TokenLogprobs, Usage
 from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError
 from pagedcore.observability.metrics import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.body import MAX_BODY_BYTES
 from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
 from pagedcore_bentoml.doorkeeper import Doorkeeper
-from pagedcore_bentoml.events import frame
+from pagedcore_bentoml.events import encode, frame_text
 from pagedcore_bentoml.farewell import Farewell
+from pagedcore_bentoml.pieces import with_lists
 from pagedcore_bentoml.refusals import CLIENT_CLOSED_REQUEST, NotServing, refusal_of
 from pagedcore_bentoml.responses import ClientGone, EventText, run_until_disconnect
 from pagedcore_bentoml.wire import (
@@ -34,7 +35,7 @@ from pagedcore_bentoml.wire import (
     ChatInput,
     Completion,
     PromptInput,
-    logprobs_of,
+    json_of,
     prompt_logprobs_of,
 )
 
@@ -188,7 +189,7 @@ class PagedCoreRunner:
         with self._door.call():
             async with aclosing(deltas_of(self._live_engine(), prompt, Call(sampling, priority, timeout_s))) as deltas:
                 async for delta in deltas:
-                    yield _events_of(delta)
+                    yield await _events_of(delta)
                     if delta.error is not None:
                         raise delta.error
 
@@ -228,26 +229,28 @@ def _require_chat(messages: Any) -> Any:
     return messages
 
 
-def _events_of(delta: Delta) -> str:
-    text = frame(_delta_data(delta))
+async def _events_of(delta: Delta) -> str:
+    text = frame_text(await _delta_json(delta))
     if delta.usage is None or delta.error is not None:
         return text
     # Why: in one piece, because every piece passes through all that BentoML puts around an answer.
-    return text + frame(_end_data(delta.usage, delta.prompt_logprobs), "done")
+    return text + frame_text(await _end_json(delta.usage, delta.prompt_logprobs), "done")
 
 
-def _delta_data(delta: Delta) -> dict[str, Any]:
+async def _delta_json(delta: Delta) -> str:
     data: dict[str, Any] = {"index": delta.index, "text": delta.text, "token_ids": delta.token_ids}
     if delta.finish_reason is not None:
         data["finish_reason"] = delta.finish_reason
-    if delta.logprobs is not None:
-        data["logprobs"] = [logprobs_of(entry).model_dump() for entry in delta.logprobs]
-    return data
+    text = encode(data)
+    return text if delta.logprobs is None else await with_lists(text, {"logprobs": delta.logprobs}, _entry_json)
 
 
-def _end_data(usage: Usage, prompt_logprobs: Iterable[Any] | None) -> dict[str, Any]:
-    data: dict[str, Any] = {"usage": asdict(usage)}
-    if prompt_logprobs is not None:
-        entries = prompt_logprobs_of(prompt_logprobs)
-        data["prompt_logprobs"] = [None if one is None else one.model_dump() for one in entries]
-    return data
+async def _end_json(usage: Usage, prompt_logprobs: Sequence[TokenLogprobs | None] | None) -> str:
+    text = encode({"usage": asdict(usage)})
+    if prompt_logprobs is None:
+        return text
+    return await with_lists(text, {"prompt_logprobs": prompt_logprobs}, _entry_json)
+
+
+def _entry_json(entry: TokenLogprobs | None) -> str:
+    return json_of(prompt_logprobs_of(entry))

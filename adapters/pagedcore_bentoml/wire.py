@@ -6,21 +6,24 @@ never taken for a number. A body that cannot be read is noted in the request's s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
 from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 from bentoml import IODescriptor, get_current_service
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
+from starlette.responses import Response
 
-from pagedcore import RequestOutput
+from pagedcore import RequestOutput, TokenLogprobs
 from pagedcore.errors import PagedcoreError
 from pagedcore_bentoml.body import MAX_BODY_BYTES, read_fields
+from pagedcore_bentoml.pieces import map_in_pieces, with_lists
 
 REFUSAL_KEY: Final = "pagedcore_bentoml.refusal"
 """Where a request's scope holds the error of a body that was refused."""
 LEAST_LOGPROB: Final = -9999.0
+JSON: Final = "application/json"
 _PICKLE: Final = "application/vnd.bentoml+pickle"
 
 Prompt = Annotated[Any, WithJsonSchema({
@@ -124,7 +127,23 @@ class TokenUsage(BaseModel):
     num_output_tokens: int
 
 
-class Completion(IODescriptor):
+class EndpointOutput(IODescriptor):
+    """What an endpoint gives back whole."""
+
+    @classmethod
+    async def to_http_response(cls, obj: Any, serde: Any) -> Response:
+        """Write it, long lists in pieces."""
+        if serde.media_type != JSON:
+            response: Response = await super().to_http_response(obj, serde)
+            return response
+        return Response(await obj.json_in_pieces(), media_type=JSON)
+
+    @abstractmethod
+    async def json_in_pieces(self) -> str:
+        """Return what ``model_dump_json`` does."""
+
+
+class Completion(EndpointOutput):
     """All answers to one prompt."""
 
     request_id: str
@@ -133,32 +152,51 @@ class Completion(IODescriptor):
     prompt_logprobs: list[Logprobs | None] = Field(default_factory=list)
     """One entry per token of the prompt when asked for; of the first, null."""
 
+    async def json_in_pieces(self) -> str:
+        """Return what ``model_dump_json`` does."""
+        answers = [
+            await with_lists(answer.model_dump_json(exclude={"logprobs"}), {"logprobs": answer.logprobs}, json_of)
+            for answer in self.outputs
+        ]
+        text = self.model_dump_json(exclude={"outputs", "prompt_logprobs"})
+        text = await with_lists(text, {"prompt_logprobs": self.prompt_logprobs}, json_of)
+        return await with_lists(text, {"outputs": answers}, str)
 
-class BatchCompletion(IODescriptor):
+
+class BatchCompletion(EndpointOutput):
     """The completions of a batch, in the order of its prompts."""
 
     completions: list[Completion]
 
+    async def json_in_pieces(self) -> str:
+        """Return what ``model_dump_json`` does."""
+        return f'{{"completions":[{",".join([await one.json_in_pieces() for one in self.completions])}]}}'
 
-def completion_of(output: RequestOutput) -> Completion:
+
+async def completion_of(output: RequestOutput) -> Completion:
     """Write an engine's output for the wire."""
     answers = [
         Answer(index=answer.index, text=answer.text, token_ids=list(answer.token_ids),
                finish_reason=answer.finish_reason, error=None if answer.error is None else str(answer.error),
-               logprobs=[logprobs_of(entry) for entry in answer.logprobs or ()])
+               logprobs=await map_in_pieces(logprobs_of, answer.logprobs or ()))
         for answer in output.outputs
-    ]
+    ]  # fmt: skip
     return Completion(
         request_id=output.request_id, outputs=answers, usage=TokenUsage(**asdict(output.usage)),
-        prompt_logprobs=prompt_logprobs_of(output.prompt_logprobs),
+        prompt_logprobs=await map_in_pieces(prompt_logprobs_of, output.prompt_logprobs or ()),
     )
 
 
-def logprobs_of(entry: Any) -> Logprobs:
+def logprobs_of(entry: TokenLogprobs) -> Logprobs:
     """Write one token's log-probabilities for the wire."""
     return Logprobs(token_id=entry.token_id, logprob=max(entry.logprob, LEAST_LOGPROB), top=list(entry.top))
 
 
-def prompt_logprobs_of(entries: Iterable[Any] | None) -> list[Logprobs | None]:
-    """Write those of a prompt, nothing where they were not asked for."""
-    return [None if entry is None else logprobs_of(entry) for entry in entries or ()]
+def prompt_logprobs_of(entry: TokenLogprobs | None) -> Logprobs | None:
+    """Write those of a token of a prompt, whose first has none."""
+    return None if entry is None else logprobs_of(entry)
+
+
+def json_of(entry: Logprobs | None) -> str:
+    """Write them as JSON."""
+    return "null" if entry is None else entry.model_dump_json()

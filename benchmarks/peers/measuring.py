@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ def arguments(**extra: object) -> argparse.Namespace:
     """Parse the options of every peer script, and more: name=default."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--workloads", default="w3,w2,w2p,w1")
+    parser.add_argument("--workloads", default="w3,w2,w2p,w1", help="- reads a name from each line of the input")
     parser.add_argument("--results", default="", help="file that results are appended to")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     for name, default in extra.items():
@@ -40,7 +41,8 @@ def arguments(**extra: object) -> argparse.Namespace:
 def measure(peer: str, options: argparse.Namespace, run: Run, stream: Stream) -> None:
     """Warm up, then run the workloads one after the other."""
     run(workload("warm"))
-    for name in options.workloads.split(","):
+    names = map(str.strip, sys.stdin) if options.workloads == "-" else options.workloads.split(",")
+    for name in names:
         result = _stream_result(stream) if name == "w3" else _run_result(workload(name), run)
         line = json.dumps({"peer": peer, "workload": name, **result, "peak_rss_mb": _peak_rss_mb()})
         print(line, flush=True)

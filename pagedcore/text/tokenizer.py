@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from pagedcore.errors import InvalidConfig, InvalidText, describe
 from pagedcore.outputs import TokenText
@@ -16,24 +16,29 @@ from pagedcore.ports import ChatMessage, Detokenizer
 from pagedcore.text.chat_template import apply_chat_template, render_turn
 from pagedcore.text.detokenizer_choice import choose_detokenizer
 
+#: Characters that take about half a millisecond to tokenise.
+_LONG_TEXT: Final = 1024
+
 
 class HFTokenizer:
     """Text to token ids and back with a tokenizer of transformers; safe to use from several threads.
 
-    Encoding one text starts no worker thread. The given tokenizer is not changed, except that its truncation and
+    Encoding a short text starts no worker thread. The given tokenizer is not changed, except that its truncation and
     padding are switched off, as they are by its own calls without them.
 
     Invariant: ``new_detokenizer`` and ``decode`` give the same text for the same tokens.
 
     Args:
         tokenizer: a ``PreTrainedTokenizerFast`` or any other ``PreTrainedTokenizerBase``.
+        is_shared: whether others may change it at any time.
 
     Raises:
         InvalidConfig: it has no vocabulary.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, is_shared: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._is_shared = is_shared
         self._backend = _plain_backend(tokenizer)
         self._eos_token_ids = _eos_token_ids(tokenizer)
         vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
@@ -64,7 +69,7 @@ class HFTokenizer:
                 f"tokenizer: cannot be loaded ({type(error).__name__}). Expected a directory with tokenizer.json and "
                 "tokenizer_config.json, or a name on the hub; one that brings its own code needs trust_remote_code."
             ) from error
-        return cls(tokenizer)
+        return cls(tokenizer, is_shared=False)
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> HFTokenizer:
@@ -94,7 +99,14 @@ class HFTokenizer:
         backend = self._backend
         # Why: the wrapper of transformers sets the backend's truncation and padding, and starts a thread pool.
         if backend is not None and backend.truncation is None and backend.padding is None:
-            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int]
+            if len(text) <= _LONG_TEXT or self._is_shared:
+                ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                # Why: this one releases the interpreter's lock. While it runs a tokenizer cannot be changed, which the
+                # host may want to do with one of its own.
+                (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                ids = encoding.ids
             return ids
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stream", "whole_answer", "health"),
     ("outbox",),
     ("engine_thread",),
+    ("long_prompts",),
     ("async_session",),
     ("async_engine",),
     ("bench", "observability", "sizing"),

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -112,6 +114,26 @@ def test_encoding_is_safe_from_many_threads_and_starts_none() -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(tokenizer.encode, texts)) == expected
         assert list(pool.map(tokenizer.decode, expected)) == texts
+
+
+def test_others_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """A tokenizer loaded from files, which nobody else can change, releases the interpreter's lock; same tokens."""
+    PreTrainedTokenizerFast(tokenizer_object=byte_level()).save_pretrained(tmp_path)
+    tokenizer, text = HFTokenizer.from_directory(tmp_path), "the quick brown fox Größe 🙂 " * 5000
+    may_run, has_run = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: may_run.wait() and has_run.set())
+    other.start()
+    interval = sys.getswitchinterval()
+    # Why: from here on the lock changes hands only where it is released.
+    sys.setswitchinterval(60)
+    try:
+        may_run.set()
+        token_ids = tokenizer.encode(text)
+        assert has_run.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+    assert token_ids == make_fast("byte_level").encode(text)
 
 
 def test_a_saved_tokenizer_loads_from_its_directory(tmp_path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import json
+import math
 import re
 import signal
 import subprocess
@@ -15,18 +18,23 @@ import bentoml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from adapters.bentoml.asgi_caller import serving
 from adapters.bentoml.processes import environment
 from engine_builders import make_engine
-from pagedcore import AsyncEngine, expose
+from pagedcore import AsyncEngine, CompletionOutput, RequestOutput, TokenLogprobs, expose
 from pagedcore.errors import InvalidConfig
+from pagedcore.outputs import RequestMetrics
 from pagedcore_bentoml import EventParser, PagedCoreRunner, create_service
+from pagedcore_bentoml.body import MAX_JSON_DEPTH, read_fields
 from pagedcore_bentoml.doorkeeper import Doorkeeper
 from pagedcore_bentoml.events import WAITING, frame
 from pagedcore_bentoml.farewell import Farewell
-from pagedcore_bentoml.refusals import NotServing, refusal_of
+from pagedcore_bentoml.pieces import AT_ONCE
+from pagedcore_bentoml.refusals import NotServing, RefusedAtTheDoor, refusal_of
 from pagedcore_bentoml.responses import EventStream
+from pagedcore_bentoml.wire import BatchCompletion, completion_of
 
 
 async def test_a_signal_waits_for_the_drain_and_a_second_one_does_not() -> None:
@@ -203,3 +211,55 @@ def test_without_bentoml_the_extra_is_named() -> None:
     printed = printed_by(code)
     assert printed.startswith("MissingDependency")
     assert "pagedcore[bentoml]" in printed
+
+
+@pytest.mark.parametrize("num_entries", [0, 1, AT_ONCE, 2 * AT_ONCE + 1])
+async def test_long_lists_are_written_in_pieces_as_a_whole(num_entries: int) -> None:
+    """The JSON is pydantic's, whatever the values, and the loop runs between two pieces."""
+    entries = [TokenLogprobs(number, -math.inf if number == 3 else -0.1 * number, ((number, -1e-9), (7, -2.5)))
+               for number in range(num_entries)]
+    answer = CompletionOutput(0, 'a "word"\n\u20ac', (1, 2), "stop", tuple(entries))
+    output = RequestOutput("r", (1,), [answer, answer], True, 0, RequestMetrics(0.0), (None, *entries))
+    turns = itertools.count()
+
+    async def count() -> None:
+        while True:
+            next(turns)
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    completion = await completion_of(output)
+    batch = BatchCompletion(completions=[completion, completion])
+    written = await batch.json_in_pieces()
+    counting.cancel()
+    assert json.loads(written) == json.loads(batch.model_dump_json())
+    assert next(turns) >= 9 * (max(1, math.ceil(num_entries / AT_ONCE)) - 1)
+
+
+def nested(depth: int) -> Any:
+    return {} if depth == 1 else {"a": nested(depth - 1)} if depth % 2 else [1, nested(depth - 1)]
+
+
+@pytest.mark.parametrize("filler", [[], [7] * 40_000, [{"role": "user", "content": "a [ { text"}] * 1000,
+                                    [None, True, 1.5, "x", -0, 10**30] * 1000, {str(n): n for n in range(5000)}])
+async def test_a_long_body_is_read_as_a_short_one(filler: Any) -> None:
+    """On another thread where it is long: the same values, the same refusals of what is too deep or no JSON."""
+    for depth, is_refused in ((MAX_JSON_DEPTH - 1, False), (MAX_JSON_DEPTH, True)):
+        fields = {"prompt": filler, "sampling": nested(depth)}
+        reading = read_fields(request_with(json.dumps(fields).encode()), ["prompt", "sampling"], [], 2**20)
+        if is_refused:
+            with pytest.raises(RefusedAtTheDoor, match="64 levels"):
+                await reading
+        else:
+            assert await reading == fields
+    for ending in (b"", b"}}", b',"a":NaN}'):
+        broken = b'{"prompt":' + json.dumps(filler).encode() + ending
+        with pytest.raises(RefusedAtTheDoor, match="JSON text"):
+            await read_fields(request_with(broken), ["prompt"], [], 2**20)
+
+
+def request_with(body: bytes) -> Request:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "headers": []}, receive)
