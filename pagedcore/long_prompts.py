@@ -78,23 +78,25 @@ class LongPrompts:
         self._threads.shutdown(wait=False)
 
     def _run(self, prepare: Callable[[], PreparedPrompt], sink: Sink, may_wait: bool) -> None:
-        try:
-            # Why: what its caller has left need not be tokenised.
-            if not sink.is_abandoned:
-                self._prepare_and_send(prepare, sink, may_wait)
-        except Exception as error:  # whatever it was, the reader is told
+        prepared = self._prepare(prepare, sink)
+        # Why: before anybody is told, so that the next request of the same caller has its place.
+        with self._lock:
+            self._num_present -= 1
+        error = prepared if isinstance(prepared, Exception) else self._send_on(prepared, sink, may_wait)
+        if error is not None:
             wake([sink.end(error)])
-        finally:
-            with self._lock:
-                self._num_present -= 1
 
-    def _prepare_and_send(self, prepare: Callable[[], PreparedPrompt], sink: Sink, may_wait: bool) -> None:
-        # Why: asked first, because nobody will compute what is tokenised after the end.
-        if self._commands.is_closed:
-            raise _closed()
-        prepared = prepare()
-        if not self._commands.put(lambda worker: worker.accept(prepared, sink, may_wait)):
-            raise _closed()
+    def _send_on(self, prepared: PreparedPrompt, sink: Sink, may_wait: bool) -> Exception | None:
+        return None if self._commands.put(lambda worker: worker.accept(prepared, sink, may_wait)) else _closed()
+
+    def _prepare(self, prepare: Callable[[], PreparedPrompt], sink: Sink) -> PreparedPrompt | Exception:
+        # Why: what its caller has left, or nobody will compute, need not be tokenised.
+        if sink.is_abandoned or self._commands.is_closed:
+            return _closed()
+        try:
+            return prepare()
+        except Exception as error:  # whatever it was, the reader is told
+            return error
 
 
 def _closed() -> EngineClosed:
