@@ -3,7 +3,7 @@
     python benchmarks/guest_peers.py MODEL OPENVINO_MODEL VLLM_PYTHON OPENVINO_PYTHON [--rounds 20] [--only same-1 ...]
 
 Models and environments are those of ``run_peers.sh``. All three engines are loaded once and wait; then each in turn,
-in an order that is reversed every round, does one piece of work: one request alone (``w3``) and 32 at once
+in an order that is reversed every round, does one piece of work: one request alone (``brief``) and 16 at once
 (``burst``). Neighbours and their sessions are those of ``guest.py``. A line gives the
 median of the rounds' ratios of tokens per second, pagedcore's to the peer's, and its interval.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from guest import neighbours, summary
 
 HERE = Path(__file__).resolve().parent
-WORKLOADS = ("w3", "burst")
+WORKLOADS = ("brief", "burst")
 
 
 class Peer:

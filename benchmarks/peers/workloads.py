@@ -37,7 +37,7 @@ def workload(name: str) -> Workload:
     """Return a workload by name.
 
     ``w1``: 64 ragged requests. ``w2``: 32 requests with a shared prefix of 512 tokens that nobody has seen;
-    ``w2p``: the same after one request with that prefix. ``w3``: one stream. ``burst``: 32 short requests at once.
+    ``w2p``: the same after one request with that prefix. ``w3``: one stream. ``brief``: a short one. ``burst``: 16 short requests at once.
     ``warm``: four small ones. ``w3@1`` is of the same shape with other tokens.
     """
     base, _, variation = name.partition("@")
@@ -54,7 +54,9 @@ def workload(name: str) -> Workload:
     if base == "w3":
         return Workload(name, [_tokens(rng, 128)], [64])
     if base == "burst":
-        return Workload(name, [_tokens(rng, 48) for _ in range(32)], [16] * 32)
+        return Workload(name, [_tokens(rng, 32) for _ in range(16)], [8] * 16)
+    if base == "brief":
+        return Workload(name, [_tokens(rng, 32)], [24])
     if base == "warm":
         return Workload(name, [_tokens(rng, n) for n in (20, 90, 40, 130)], [12, 8, 16, 10])
     raise SystemExit(f"no workload {name!r}")
