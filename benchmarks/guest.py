@@ -8,8 +8,9 @@ interpreter), or the same engine with neighbours and without. A neighbour is a p
 
 Scenarios: ``quiet`` compares with the base; ``same-K`` starts K neighbours in the session of the engine, ``own-K`` each
 in a session of its own, which Linux schedules as groups where autogroups are on; ``engines`` lets two engines of one
-process work at once. A ratio is given as the median of its pairs and the interval that holds the true median in 95 of
-100 cases (order statistics).
+process work at once. ``guest_peers.py`` compares with other engines beside the same neighbours, ``event_loop.py``
+measures the event loop of the program around the engine. A ratio is given as the median of its pairs and the interval
+that holds the true median in 95 of 100 cases (order statistics).
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Rows and generated tokens of a piece of work, long enough for several slices of a neighbour's time.
-WORK = {"demo": (32, 96), "80m": (32, 32), "qwen05b": (1, 24), "qwen05b-32": (32, 8)}
+#: Rows and generated tokens of a piece of work, long enough for several slices of a neighbour's time. Of GPT-2 torch
+#: computes all but products and attention.
+WORK = {"demo": (32, 96), "80m": (32, 32), "qwen05b": (1, 24), "qwen05b-32": (32, 8), "gpt2": (1, 24),
+        "gpt2-16": (16, 16)}
 PROMPT_TOKENS = 48
 SPIN = "while True: pass"
 
@@ -108,9 +111,12 @@ def _model(name: str) -> tuple[Any, dict[str, Any]]:
         return random_model("qwen05b", "bfloat16"), {"max_model_len": 1024, "num_kv_blocks": 256}
     import torch
     from door_measuring import SIZES
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    if name.startswith("gpt2"):
+        shape = GPT2Config(vocab_size=2048, bos_token_id=0, eos_token_id=0)
+        return GPT2LMHeadModel(shape).to(torch.bfloat16).eval(), {"num_kv_blocks": 256}
     config = LlamaConfig(vocab_size=2048, max_position_embeddings=2048, tie_word_embeddings=True, **SIZES[name])
     return LlamaForCausalLM(config).to(torch.bfloat16).eval(), {"num_kv_blocks": 256}
 
@@ -238,9 +244,10 @@ def against_base(own: Worker, given: argparse.Namespace) -> None:
 
 
 def beside(own: Worker, count: int, own_sessions: bool, given: argparse.Namespace) -> None:
-    """Compare throughput beside neighbours with that without."""
+    """Compare throughput beside neighbours with that of another worker, which has never had any."""
     cores = len(os.sched_getaffinity(0))
-    cpu, shares = [], []
+    cpu, shares, speeds = [], [], []
+    calm = Worker(ROOT, given.model, own_session=own_sessions)
 
     def busy() -> float:
         with neighbours(count, own_sessions=own_sessions):
@@ -250,10 +257,18 @@ def beside(own: Worker, count: int, own_sessions: bool, given: argparse.Namespac
         cpu.append(result["cpu_share"] / cores)
         return float(result["tokens_per_s"])
 
-    ratios = pairs(given.pairs, busy, lambda: own.run()["tokens_per_s"])
+    def quiet() -> float:
+        speeds.append(calm.run()["tokens_per_s"])
+        return speeds[-1]
+
+    try:
+        ratios = pairs(given.pairs, busy, quiet)
+    finally:
+        calm.close()
     fair = statistics.median(shares) if shares else cores / (cores + count)
     print(f"{'own' if own_sessions else 'same'}-{count}: of quiet: {summary(ratios)}; fair share {fair:.3f}, of it "
-          f"{statistics.median(ratios) / fair:.2f}; CPU {statistics.median(cpu):.2f}", flush=True)
+          f"{statistics.median(ratios) / fair:.2f}; CPU {statistics.median(cpu):.2f}; quiet "
+          f"{statistics.median(speeds):.0f} tokens/s", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def workload(name: str) -> Workload:
     """Return a workload by name.
 
     ``w1``: 64 ragged requests. ``w2``: 32 requests with a shared prefix of 512 tokens that nobody has seen;
-    ``w2p``: the same after one request with that prefix. ``w3``: one stream. ``brief``: a short one. ``burst``: 16 short requests at once.
-    ``warm``: four small ones. ``w3@1`` is of the same shape with other tokens.
+    ``w2p``: the same after one request with that prefix. ``w3``: one stream; ``brief``: a short one. ``burst``: 16
+    short requests at once. ``warm``: four small ones. ``w3@1`` is of the same shape with other tokens.
     """
     base, _, variation = name.partition("@")
     rng = random.Random(f"tokens-{base}-{variation}")

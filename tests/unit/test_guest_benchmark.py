@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import guest
+import pytest
+
+BENCHMARKS = Path(guest.__file__).parent
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
@@ -34,3 +41,16 @@ def test_pairs_alternate() -> None:
 
     assert guest.pairs(3, lambda: run("a", 6.0), lambda: run("b", 3.0)) == [2.0, 2.0, 2.0]
     assert calls == ["a", "b", "b", "a", "a", "b"]
+
+
+@pytest.mark.parametrize(("command", "expected"), [
+    ("guest.py --pairs 1 --only same-1 engines", r"same-1: of quiet: [\d.]+ .*\nengines: .* of one alone: [\d.]+ "),
+    ("event_loop.py --doors asyncgen --seconds 0.2 --turns 1 --long-prompts", r"engine above that of the stub, ms: -?"),
+])  # fmt: skip
+def test_the_benchmarks_run(command: str, expected: str) -> None:
+    """They measure the engine of this checkout and print what they say."""
+    script, *words = command.split()
+    line = [sys.executable, str(BENCHMARKS / script), *words]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(expected, done.stdout), done.stdout

@@ -17,6 +17,7 @@ import pytest
 
 from kernels.runtime.kernels_for_tests import count_kernel, hold_kernel
 from pagedcore_kernels.cpu.runtime import team_memory as at
+from pagedcore_kernels.cpu.runtime import team_waiting
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.runtime.team import Team
 
@@ -142,6 +143,18 @@ def test_helpers_sleep_when_there_is_nothing_to_do(team: Team) -> None:
     before = team.counters().num_wakes
     count(team, 1, 2)
     assert team.counters().num_wakes == before + 1
+
+
+def test_a_helper_that_sleeps_after_every_run_learns_that_nobody_wants_its_core(team: Team) -> None:
+    """When a busy neighbour has left, the bound for spinning grows again, although no helper is ever awake for long."""
+    count(team, 1, 1)
+    # Nobody ever takes this helper's core: the system is not asked.
+    for offset, value in ((at.GETRUSAGE, 0), (at.SPIN_NS, team_waiting.LEAST_SPIN_NS)):
+        ctypes.c_int64.from_address(team._memory + offset).value = value
+    deadline_s = time.monotonic() + 20
+    while team.counters().spin_ns < 20 * team_waiting.LEAST_SPIN_NS:
+        count(team, 1, 1)
+        assert time.monotonic() < deadline_s, team.counters()
 
 
 @linux_only
@@ -270,6 +283,7 @@ import numpy as np
 from kernels.runtime.kernels_for_tests import count_kernel
 from kernels.runtime.test_team import count, num_asleep, thread_ids, wait_until
 from pagedcore_kernels.cpu.runtime import team_memory as at
+from pagedcore_kernels.cpu.runtime import team_waiting
 from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
 from pagedcore_kernels.cpu.runtime.team import the_team
 team = the_team()

@@ -33,7 +33,7 @@ from pagedcore_kernels.cpu.runtime.compiled import CompiledEntry, compile_entry
 from pagedcore_kernels.cpu.runtime.team_waiting import (
     adapt_spin,
     leave_cpu,
-    look,
+    note_sleep,
     now_ns,
     present_cpu,
     return_mask,
@@ -81,6 +81,7 @@ def _await_run(c: int, helper: int, seen: int) -> None:
         # Why a second bound: the caller of a run that stays open has lost its core.
         if now - start > bound or now - begin > 4 * bound:
             break
+    awake_until = now_ns(c)
     if load_shared(c + at.GENERATION) == seen:
         store_shared(helper + at.SLEEPS, 1)
         add_shared(c + at.NUM_SLEEPERS, 1)
@@ -89,7 +90,7 @@ def _await_run(c: int, helper: int, seen: int) -> None:
         add_shared(c + at.NUM_SLEEPERS, -1)
         store_shared(helper + at.SLEEPS, 0)
         return_mask(c, helper)
-        look(c, helper, now_ns(c))
+        note_sleep(helper, now_ns(c) - awake_until)
         cpu = present_cpu(c)
         if cpu >= 0 and cpu == load_shared(c + at.CALLER_CPU):
             store_shared(helper + at.NEEDS_PLACING, 1)

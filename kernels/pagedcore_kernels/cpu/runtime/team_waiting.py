@@ -15,7 +15,7 @@ from pagedcore_kernels.cpu.runtime import team_memory as at
 from pagedcore_kernels.cpu.runtime.atomics import add_shared, call_function, load_shared, read_clock, store_shared
 from pagedcore_kernels.cpu.simd import load_int64, stack_int64, store_int64
 
-#: How often a helper asks the system whether other threads have had its core.
+#: After how much time awake a helper asks the system whether other threads have had its core.
 _LOOK_NS: Final = 1_000_000
 #: So much of it is a slice of time; interrupts and short work take less.
 _SLICE_NS: Final = 500_000
@@ -27,7 +27,7 @@ LEAST_SPIN_NS: Final = 5_000
 #: Longer than the pause between two steps: where a machine is virtual, a processor that sleeps for a moment is given to
 #: others and may come back milliseconds later.
 MOST_SPIN_NS: Final = 2_000_000
-#: Without a loss the bound doubles in this time: fifty losses a second keep it where it is.
+#: Awake so long without a loss, a helper doubles the bound: fifty losses a second keep it where it is.
 _DOUBLING_NS: Final = 20_000_000
 #: Operations of Linux's futex, without sharing between processes.
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
@@ -105,7 +105,13 @@ def return_mask(c: int, helper: int) -> None:
 
 
 @njit(inline="always")
-def look(c: int, helper: int, now: int) -> int:
+def note_sleep(helper: int, slept_ns: int) -> None:
+    """Leave a sleep out of the time since the last look: a helper that never spins for long must get there too."""
+    store_int64(helper + at.LOOKED_NS, 0, load_int64(helper + at.LOOKED_NS, 0) + slept_ns)
+
+
+@njit(inline="always")
+def _look(c: int, helper: int, now: int) -> int:
     """Note what this helper has had of its core up to now; return the switches to other threads since the last look."""
     usage = stack_int64(_RUSAGE_WORDS)
     function = load_int64(c, at.GETRUSAGE // 8)
@@ -130,7 +136,7 @@ def adapt_spin(c: int, helper: int, now: int) -> None:
     if elapsed < _LOOK_NS:
         return
     cpu_before = load_int64(helper + at.SEEN_CPU_NS, 0)
-    switches = look(c, helper, now)
+    switches = _look(c, helper, now)
     lost = elapsed - (load_int64(helper + at.SEEN_CPU_NS, 0) - cpu_before)
     spin = load_shared(c + at.SPIN_NS)
     if switches > 0 and lost > _SLICE_NS:
