@@ -238,9 +238,8 @@ class AsyncEngine:
               wait_for_room: bool) -> StreamReader:
         timeout_s = validate_timeout(timeout_s)
         stream, commands = Stream(), self._commands
-        reader = StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
         self._accept(prompt, params, priority, stream, wait_for_room)
-        return reader
+        return StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
 
     def _accept(self, prompt: Prompt, params: SamplingParams | None, priority: int, sink: Sink, may_wait: bool) -> None:
         """Send a request to the engine thread, by way of another one if preparing it takes long."""
