@@ -96,6 +96,11 @@ class _Pauses:
         self._count()
         return int(digits)
 
+    def real(self, digits: str) -> float:
+        """Read a number that is none."""
+        self._count()
+        return float(digits)
+
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Make an object."""
         self._count()
@@ -109,7 +114,7 @@ class _Pauses:
 
 def _parse(body: bytes, pauses: _Pauses | None = None) -> dict[str, Any]:
     hooks: dict[str, Any] = {} if pauses is None else {
-        "parse_int": pauses.integer, "object_pairs_hook": pauses.object
+        "parse_int": pauses.integer, "parse_float": pauses.real, "object_pairs_hook": pauses.object
     }  # fmt: skip
     try:
         fields = json.loads(body or b"{}", parse_constant=_refuse_constant, **hooks)

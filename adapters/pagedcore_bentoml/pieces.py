@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 AT_ONCE: Final = 64
 """Entries of a piece: log-probabilities of one token each, with twenty alternatives."""
@@ -25,8 +25,6 @@ async def map_in_pieces(function: Callable[[_Item], _Result], items: Sequence[_I
     return results
 
 
-async def with_lists(text: str, lists: dict[str, Sequence[Any]], encode: Callable[[Any], str]) -> str:
-    """Add fields to the JSON object in ``text``, which has some: lists, each of their entries written by ``encode``."""
-    for name, items in lists.items():
-        text = f'{text[:-1]},"{name}":[{",".join(await map_in_pieces(encode, items))}]}}'
-    return text
+async def with_list(text: str, name: str, items: Sequence[_Item], encode: Callable[[_Item], str]) -> str:
+    """Add a field to the JSON object in ``text``, which has some: a list whose entries are written by ``encode``."""
+    return f'{text[:-1]},"{name}":[{",".join(await map_in_pieces(encode, items))}]}}'

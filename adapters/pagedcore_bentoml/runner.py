@@ -25,7 +25,7 @@ from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
 from pagedcore_bentoml.doorkeeper import Doorkeeper
 from pagedcore_bentoml.events import encode, frame_text
 from pagedcore_bentoml.farewell import Farewell
-from pagedcore_bentoml.pieces import with_lists
+from pagedcore_bentoml.pieces import with_list
 from pagedcore_bentoml.refusals import CLIENT_CLOSED_REQUEST, NotServing, refusal_of
 from pagedcore_bentoml.responses import ClientGone, EventText, run_until_disconnect
 from pagedcore_bentoml.wire import (
@@ -242,14 +242,14 @@ async def _delta_json(delta: Delta) -> str:
     if delta.finish_reason is not None:
         data["finish_reason"] = delta.finish_reason
     text = encode(data)
-    return text if delta.logprobs is None else await with_lists(text, {"logprobs": delta.logprobs}, _entry_json)
+    return text if delta.logprobs is None else await with_list(text, "logprobs", delta.logprobs, _entry_json)
 
 
 async def _end_json(usage: Usage, prompt_logprobs: Sequence[TokenLogprobs | None] | None) -> str:
     text = encode({"usage": asdict(usage)})
     if prompt_logprobs is None:
         return text
-    return await with_lists(text, {"prompt_logprobs": prompt_logprobs}, _entry_json)
+    return await with_list(text, "prompt_logprobs", prompt_logprobs, _entry_json)
 
 
 def _entry_json(entry: TokenLogprobs | None) -> str:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from pagedcore import RequestOutput, TokenLogprobs
 from pagedcore.errors import PagedcoreError
 from pagedcore_bentoml.body import MAX_BODY_BYTES, read_fields
-from pagedcore_bentoml.pieces import map_in_pieces, with_lists
+from pagedcore_bentoml.pieces import map_in_pieces, with_list
 
 REFUSAL_KEY: Final = "pagedcore_bentoml.refusal"
 """Where a request's scope holds the error of a body that was refused."""
@@ -155,12 +155,12 @@ class Completion(EndpointOutput):
     async def json_in_pieces(self) -> str:
         """Return what ``model_dump_json`` does."""
         answers = [
-            await with_lists(answer.model_dump_json(exclude={"logprobs"}), {"logprobs": answer.logprobs}, json_of)
+            await with_list(answer.model_dump_json(exclude={"logprobs"}), "logprobs", answer.logprobs, json_of)
             for answer in self.outputs
         ]
         text = self.model_dump_json(exclude={"outputs", "prompt_logprobs"})
-        text = await with_lists(text, {"prompt_logprobs": self.prompt_logprobs}, json_of)
-        return await with_lists(text, {"outputs": answers}, str)
+        text = await with_list(text, "prompt_logprobs", self.prompt_logprobs, json_of)
+        return await with_list(text, "outputs", answers, str)
 
 
 class BatchCompletion(EndpointOutput):

@@ -187,6 +187,26 @@ async def test_the_end_of_the_engine_ends_long_prompts(
     assert len(tokenizer.threads) == 2
 
 
+async def test_a_flood_of_long_prompts_hurts_nobody_else(engine: AsyncEngine, tokenizer: GatedTokenizer) -> None:
+    """Most of two hundred leave, some are refused; short ones get their answers, and every place is free afterwards."""
+    flood = [asyncio.create_task(tokens_of(engine.generate(LONG + "?" * (number % 3 == 0), PARAMS,
+                                                           wait_for_room=number % 2 == 0))) for number in range(200)]
+    await asyncio.sleep(0)
+    tokenizer.gate.set()
+    for number, task in enumerate(flood):
+        if number % 4:
+            task.cancel()
+    short = [tokens_of(engine.generate("short", PARAMS, wait_for_room=True)) for _ in range(10)]
+    assert await asyncio.gather(*short) == [ANSWER] * 10
+    for number, end in enumerate(await asyncio.gather(*flood, return_exceptions=True)):
+        allowed = asyncio.CancelledError, EngineOverloaded, PromptTooLong if number % 3 == 0 else asyncio.CancelledError
+        assert end == ANSWER or isinstance(end, allowed), end
+        assert number % 4 or number % 3 == 0 or end == ANSWER
+    assert await tokens_of(engine.generate(LONG, PARAMS)) == ANSWER
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
+
+
 def test_what_is_long() -> None:
     """By characters, messages and ids; what will be refused anyway is short."""
     assert is_long([1] * (LONG_IDS + 1))
