@@ -4,7 +4,8 @@ Owns ``PackedLinear`` and the walk over a module tree that puts it in the place 
 ``Conv1D``, one layer at a time so that memory never holds two copies of the model. It never touches a module of
 another type. Read ``invariance.py`` next.
 
-Two products do the arithmetic: ``pagedcore_kernels/cpu/matmul.py`` where vectors are wide enough, oneDNN elsewhere.
+Two products do the arithmetic: ``pagedcore_kernels/cpu/matmul.py`` on x86 processors with AVX2 or AVX-512, oneDNN
+elsewhere.
 """
 
 from __future__ import annotations
@@ -117,8 +118,12 @@ class PackingReport:
     """Types of modules that still hold matrices of their own: experts, routers, unpackable linears."""
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether this build of torch on this machine packs weights of ``dtype``."""
+def can_pack(dtype: torch.dtype, num_inputs: int = 2) -> bool:
+    """Return whether linear layers of this format and number of inputs are packed on this machine."""
+    return can_multiply(dtype, num_inputs) or _packs_in_onednn(dtype)
+
+
+def _packs_in_onednn(dtype: torch.dtype) -> bool:
     if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     if dtype == torch.bfloat16:
@@ -129,7 +134,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 def pack_linears(
     model: nn.Module,
     *,
-    may_pack: Callable[[torch.dtype], bool] = can_pack,
+    may_pack: Callable[[torch.dtype, int], bool] = can_pack,
     on_unused: Callable[[torch.Tensor], None] = lambda weight: None,
 ) -> PackingReport:
     """Replace every linear layer inside ``model`` and free each original before the next one is packed.
@@ -138,14 +143,14 @@ def pack_linears(
 
     Args:
         model: changed in place.
-        may_pack: tells for which number formats the machine can do it; others are left alone.
+        may_pack: tells for which number formats and inputs the machine can do it; others are left alone.
         on_unused: told of each weight that no module of the model has any more.
     """
     packed = []
     shared = _shared_parameters(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if not _is_plain_linear(child) or not may_pack(_weight_of(child).dtype):
+            if not _is_plain_linear(child) or not may_pack(*_format_of(child)):
                 continue
             packed.append(_pack(child))
             setattr(parent, name, packed[-1])
@@ -165,9 +170,19 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and type(module).__bases__ == (nn.Module,))
 
 
+def _format_of(linear: nn.Module) -> tuple[torch.dtype, int]:
+    weight = _weight_as_in_linear(linear)
+    return weight.dtype, weight.shape[1]
+
+
+def _weight_as_in_linear(linear: Any) -> torch.Tensor:
+    """Return the weight [out, in]; that of ``Conv1D`` is [in, out]."""
+    weight: torch.Tensor = linear.weight if type(linear) is nn.Linear else linear.weight.t()
+    return weight
+
+
 def _pack(linear: Any) -> PackedLinear:
-    weight = linear.weight if type(linear) is nn.Linear else linear.weight.t()
-    packed = PackedLinear(weight, linear.bias)
+    packed = PackedLinear(_weight_as_in_linear(linear), linear.bias)
     packed.train(linear.training)
     return packed
 

@@ -62,7 +62,7 @@ def test_originals_are_freed_one_after_the_other() -> None:
     originals = [weakref.ref(layer.weight) for layer in holder]
     alive: list[int] = []
 
-    def note(dtype: torch.dtype) -> bool:
+    def note(dtype: torch.dtype, num_inputs: int) -> bool:
         alive.append(sum(original() is not None for original in originals))
         return True
 
@@ -99,7 +99,7 @@ def test_other_modules_with_matrices_are_left_alone_and_named() -> None:
 def test_without_packing_the_model_stays_as_it_was() -> None:
     """Where the operation is missing, plain layers remain and are reported as not packed."""
     holder = nn.Sequential(linear())
-    report = pack_linears(holder, may_pack=lambda dtype: False)
+    report = pack_linears(holder, may_pack=lambda dtype, num_inputs: False)
     assert report.packed == ()
     assert report.unpacked == ("Linear",)
     assert type(holder[0]) is nn.Linear
@@ -107,7 +107,7 @@ def test_without_packing_the_model_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8], ids=str)
 def test_formats_that_cannot_be_packed_are_known(dtype: torch.dtype) -> None:
-    """Only formats that oneDNN rearranges on this machine are tried."""
+    """Only formats for which there is a product on this machine are tried."""
     assert not can_pack(dtype)
 
 

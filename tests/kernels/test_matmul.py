@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import llvmlite.binding
 import numpy as np
 import pytest
 import torch
 
 from kernels import edge_of_memory
 from pagedcore.errors import InternalError
-from pagedcore_kernels.cpu import matmul, matmul_amx
+from pagedcore_kernels.cpu import features, matmul, matmul_amx
 from pagedcore_kernels.cpu.matmul import CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS, PackedMatmul, can_multiply
 
 #: Inputs of a chunk in bfloat16, of two in float32.
@@ -188,12 +192,54 @@ def test_other_weights_are_refused(dtype: torch.dtype, num_inputs: int) -> None:
         PackedMatmul(torch.zeros(4, num_inputs, dtype=dtype), None)
 
 
-@pytest.mark.parametrize("setting", ["CPU_NAME", "CPU_FEATURES"])
-def test_code_for_another_processor_is_not_tried(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    """Numba told to compile for something else than this processor would not know the instruction."""
-    monkeypatch.setattr(matmul.config, setting, "generic")
+def test_code_for_another_processor_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba told to compile for less than this processor would not know the instructions."""
+    monkeypatch.setattr(features.config, "CPU_FEATURES", "+sse2,-avx512f")
     assert not can_multiply(torch.bfloat16, 8)
     assert not can_multiply(torch.float32, 8)
+
+
+#: Products of a processor with fewer instructions, computed in a process of its own: each within the error of float32,
+#: the same bits in any company; prints a digest of the bits.
+OTHER_PROCESSOR = """
+import hashlib
+import torch
+from pagedcore_kernels.cpu.matmul import PackedMatmul, products_here
+
+digest = hashlib.sha256()
+for dtype in (torch.float32, torch.bfloat16):
+    for num_outputs, num_inputs in ((1, 2), (65, 512), (200, 1030), (100, 1088)):
+        weight, rows = (torch.randn(n, num_inputs, generator=torch.Generator().manual_seed(n)).to(dtype)
+                        for n in (num_outputs, 70))
+        bias = torch.arange(num_outputs).to(dtype)
+        product = PackedMatmul(weight, bias)
+        actual, magnitude = product(rows), rows.double().abs() @ weight.double().abs().T + bias.double()
+        expected = rows.double() @ weight.double().T + bias.double()
+        rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0
+        assert ((actual.double() - expected).abs() <= rounding + 2**-20 * magnitude).all()
+        for count in range(1, 70):
+            assert torch.equal(product(rows[:count]), actual[:count])
+        digest.update(actual.float().numpy().tobytes())
+print(products_here(), digest.hexdigest())
+"""
+
+
+def on_another_processor(cpu_name: str, *missing: str) -> str:
+    """Run ``OTHER_PROCESSOR`` as if instruction sets whose names begin so were missing."""
+    host = llvmlite.binding.get_host_cpu_features()
+    names = [name for name, is_there in host.items() if is_there and not name.startswith(missing)]
+    processor = {"NUMBA_CPU_NAME": cpu_name, "NUMBA_CPU_FEATURES": ",".join("+" + name for name in sorted(names))}
+    command = [sys.executable, "-c", OTHER_PROCESSOR]
+    return subprocess.run(command, env=os.environ | processor, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.skipif(not features.has_wide_vectors(), reason="no vectors of 512 bits")
+def test_processors_without_bfloat16_compute_the_same_bits() -> None:
+    """Vectors of 256 and of 512 bits add in the same order: widened pairs have the same bits with either."""
+    wide = on_another_processor("skylake-avx512", "amx", "avx512bf16", "avx512fp16", "avx10")
+    narrow = on_another_processor("haswell", "amx", "avx512", "avx10", "evex512")
+    assert wide.startswith(str((matmul.SINGLES, matmul.WIDENED_PAIRS, matmul.WIDENED_PAIRS)))
+    assert narrow == wide
 
 
 @pytest.fixture
@@ -211,7 +257,7 @@ def test_without_the_systems_leave_vectors_multiply() -> None:
     """Matrix units that the process may not use are not used: the same numbers come from the other kernel."""
     weight, rows = numbers(1, 70, 64, dtype=torch.bfloat16), numbers(2, 40, 64, dtype=torch.bfloat16)
     product = PackedMatmul(weight, None)
-    assert product._kernel is matmul.matmul_kernel(1, 0)
+    assert product._form != matmul.MATRIX_UNITS
     torch.testing.assert_close(product(rows), rows @ weight.T)
 
 
@@ -220,4 +266,4 @@ def test_matrix_units_multiply_whole_tiles_of_inputs() -> None:
     """The number of inputs alone decides, and float32 has no such unit."""
     for dtype, num_inputs, uses in [(torch.bfloat16, 64, 1), (torch.bfloat16, 48, 0), (torch.float32, 64, 0)]:
         product = PackedMatmul(torch.zeros(8, num_inputs, dtype=dtype), None)
-        assert product._kernel is matmul.matmul_kernel(int(dtype == torch.bfloat16), uses)
+        assert (product._form == matmul.MATRIX_UNITS) == uses

@@ -1,4 +1,4 @@
-"""Matrix products of float32 or bfloat16 rows with packed weights, on processors with vectors of 512 bits.
+"""Matrix products of float32 or bfloat16 rows with packed weights, on x86 processors with AVX2 or AVX-512.
 
 Owns the arrangement of the weights and the kernel that reads each of them once per step from memory. A step of a few
 dozen rows is bound by memory and by arithmetic at once, so while one chunk of a panel is multiplied the next one is on
@@ -14,11 +14,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import llvmlite.binding
 import torch
-from numba.core import config
 
 from pagedcore.errors import InternalError
+from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul_amx import (
     CONFIGURATION_WORDS,
     TILE_STEPS,
@@ -29,11 +28,14 @@ from pagedcore_kernels.cpu.matmul_amx import (
     rows_of_blocks,
 )
 from pagedcore_kernels.cpu.matmul_tiles import (
+    PAIRS,
     PANEL,
-    ROW_STEP_BYTES,
+    SINGLES,
     STEP_BYTES,
     SUM_BYTES,
+    WIDENED_PAIRS,
     multiply_tiles,
+    row_step_bytes,
     store_sums,
 )
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
@@ -49,35 +51,41 @@ MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_S
 #: Rows that pass while a chunk stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
 #: level brings weights, 128 KiB.
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
+#: The form of a product on matrix units, beside those of ``matmul_tiles.py``.
+MATRIX_UNITS = 3
+#: Bytes of a row's inputs in a step, in the weight's format.
+_INPUT_BYTES = 4
+#: Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
+_WIDE_SUMS, _NARROW_SUMS = 16, 4
 #: Fewest rows of a work item, where a panel is cut into several.
 _SHARE_ROWS = 64
 
 
+def form_of_product(dtype: torch.dtype, num_inputs: int) -> int | None:
+    """Say how products of this number format and size are computed here; ``None``: they are not.
+
+    Invariant: nothing that changes from call to call may decide this, for it decides the order of additions.
+    """
+    if not has_fused_vectors():
+        return None
+    if dtype == torch.float32:
+        return SINGLES
+    if dtype != torch.bfloat16 or num_inputs % 2:
+        return None
+    if num_inputs % (TILE_STEPS * 2) == 0 and may_use_tiles():
+        return MATRIX_UNITS
+    return PAIRS if has_instructions("avx512bf16") else WIDENED_PAIRS
+
+
 def can_multiply(dtype: torch.dtype, num_inputs: int) -> bool:
     """Whether products of this number format and size run here."""
-    # Why: told to compile for another processor, LLVM would not know the instructions.
-    if config.CPU_NAME or config.CPU_FEATURES:
-        return False
-    features = llvmlite.binding.get_host_cpu_features()
-    if dtype == torch.bfloat16:
-        return bool(features.get("avx512bf16", False)) and num_inputs % _inputs_per_step(dtype) == 0
-    return dtype == torch.float32 and bool(features.get("avx512f", False))
+    return form_of_product(dtype, num_inputs) is not None
 
 
-def _inputs_per_step(dtype: torch.dtype) -> int:
-    return ROW_STEP_BYTES // dtype.itemsize
-
-
-def _uses_matrix_units(dtype: torch.dtype, num_inputs: int) -> bool:
-    # Invariant: nothing that changes from call to call may decide this, for it decides the order of additions.
-    return dtype == torch.bfloat16 and num_inputs % (TILE_STEPS * _inputs_per_step(dtype)) == 0 and may_use_tiles()
-
-
-def products_here() -> tuple[bool, bool, bool]:
-    """Say which products run here, float32, bfloat16 and that on matrix units: others add up in other orders."""
-    inputs = TILE_STEPS * _inputs_per_step(torch.bfloat16)
-    is_bf16, uses_tiles = can_multiply(torch.bfloat16, inputs), _uses_matrix_units(torch.bfloat16, inputs)
-    return can_multiply(torch.float32, inputs), is_bf16, is_bf16 and uses_tiles
+def products_here() -> tuple[int | None, ...]:
+    """Say how products run here: float32, bfloat16, and bfloat16 of matrix units; others add up in other orders."""
+    formats = ((torch.float32, 2), (torch.bfloat16, 2), (torch.bfloat16, 2 * TILE_STEPS))
+    return tuple(form_of_product(dtype, num_inputs) for dtype, num_inputs in formats)
 
 
 class PackedMatmul:
@@ -90,15 +98,15 @@ class PackedMatmul:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs, self._num_inputs = weight.shape
-        if not can_multiply(weight.dtype, self._num_inputs):
+        form = form_of_product(weight.dtype, self._num_inputs)
+        if form is None:
             raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
         self._num_panels = -(-self._num_outputs // PANEL)
         self.weight = _panels(weight, self._num_panels)
         self._bias = weight.new_zeros(self._num_panels * PANEL)
         if bias is not None:
             self._bias[: self._num_outputs] = bias
-        uses_matrix_units = _uses_matrix_units(weight.dtype, self._num_inputs)
-        self._kernel = matmul_kernel(int(weight.dtype == torch.bfloat16), int(uses_matrix_units))
+        self._form, self._kernel = form, matmul_kernel(form)
         self._parameters = ParameterBlock(10)
 
     @property
@@ -114,6 +122,8 @@ class PackedMatmul:
         if rows.shape != (num_rows, size) or rows.dtype != kind or not rows.is_contiguous():
             raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {kind} [M, {size}]")
         out = rows.new_empty(num_rows, self._num_outputs)
+        if self._form == WIDENED_PAIRS:
+            rows = rows.float()
         self._parameters.fill(
             rows.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
             self._num_outputs, self._num_inputs, self._num_panels, *self._items(num_rows),
@@ -134,7 +144,7 @@ class PackedMatmul:
 def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
     """Return [num_panels, steps, PANEL, inputs of a step], filled up with zeros."""
     num_outputs, num_inputs = weight.shape
-    inputs = _inputs_per_step(weight.dtype)
+    inputs = _INPUT_BYTES // weight.dtype.itemsize
     num_whole, num_steps = num_outputs // PANEL, num_inputs // inputs
     panels = weight.new_empty(num_panels, num_steps, PANEL, inputs)
     steps = weight.reshape(num_outputs, num_steps, inputs)
@@ -146,22 +156,24 @@ def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
 
 
 @cache
-def matmul_kernel(is_bf16: int, uses_matrix_units: int) -> Kernel:
+def matmul_kernel(form: int) -> Kernel:
     """Compile the kernel, or take it from the cache; its parameters are those that ``PackedMatmul`` fills in."""
-    panel_outputs, step_bytes, row_step_bytes, sum_bytes = PANEL, STEP_BYTES, ROW_STEP_BYTES, SUM_BYTES
+    is_bf16, uses_matrix_units = int(form != SINGLES), int(form == MATRIX_UNITS)
+    most_sums = _WIDE_SUMS if has_wide_vectors() else _NARROW_SUMS
+    panel_outputs, step_bytes, row_bytes_of_step, sum_bytes = PANEL, STEP_BYTES, row_step_bytes(form), SUM_BYTES
     chunk_steps = MATRIX_UNIT_CHUNK_STEPS if uses_matrix_units else CHUNK_STEPS
     single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS
     group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
     least_rows, num_sums, num_words = _SHARE_ROWS, group_rows * PANEL, CONFIGURATION_WORDS
-    item_bytes = 2 if is_bf16 else 4
+    item_bytes, input_bytes = 2 if is_bf16 else 4, _INPUT_BYTES
 
     def matmul(parameters: Any) -> None:
         p = address_of(parameters)
         counter, rows, weight = load_int64(p, 0), load_int64(p, 1), load_int64(p, 2)
         bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
-        num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * item_bytes // row_step_bytes
+        num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * item_bytes // input_bytes
         num_panels, num_whole, num_shares = load_int64(p, 8), load_int64(p, 9), load_int64(p, 10)
-        row_bytes, panel_bytes = num_steps * row_step_bytes, num_steps * step_bytes
+        row_bytes, panel_bytes = num_steps * row_bytes_of_step, num_steps * step_bytes
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
         num_items = num_whole + (num_panels - num_whole) * num_shares
         sums, configuration, configured_rows = stack_floats(num_sums), stack_int64(num_words), 0
@@ -194,12 +206,12 @@ def matmul_kernel(is_bf16: int, uses_matrix_units: int) -> Kernel:
                     ahead, ahead_bytes = here + steps * step_bytes, steps * step_bytes
                     if start + chunk >= num_steps:
                         ahead, ahead_bytes = next_panel, min(chunk, num_steps) * step_bytes
-                    source, is_first = rows + first_row * row_bytes + start * row_step_bytes, int(start == 0)
+                    source, is_first = rows + first_row * row_bytes + start * row_bytes_of_step, int(start == 0)
                     if uses_matrix_units:
                         multiply_blocks(source, row_bytes, count, size, here, steps, sums, is_first, ahead, ahead_bytes)
                     else:
                         multiply_tiles(
-                            is_bf16, source, row_bytes, count, here, steps, sums, is_first, ahead, ahead_bytes
+                            form, most_sums, source, row_bytes, count, here, steps, sums, is_first, ahead, ahead_bytes
                         )
                     start += chunk
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)

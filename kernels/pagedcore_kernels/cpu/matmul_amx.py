@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pagedcore_kernels.cpu.features import has_instructions
 from pagedcore_kernels.cpu.matmul_tiles import STEP_BYTES, SUM_BYTES
 from pagedcore_kernels.cpu.simd import Builder, Typing, Value, int64, pointer, prefetch_line, store_int64
 
@@ -48,8 +48,7 @@ def may_use_tiles() -> bool:
 
     Why it has to ask: tiles are large, and Linux keeps room for them only where they are used.
     """
-    features = llvmlite.binding.get_host_cpu_features()
-    if sys.platform != "linux" or not (features.get("amx-tile") and features.get("amx-bf16")):
+    if sys.platform != "linux" or not has_instructions("amx-tile", "amx-bf16"):
         return False
     request = [ctypes.c_long(number) for number in (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILES)]
     return bool(ctypes.CDLL(None).syscall(*request) == 0)

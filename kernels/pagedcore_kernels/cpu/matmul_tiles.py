@@ -1,9 +1,10 @@
 """The inner part of a matrix product as intrinsics: a few rows by one panel of weights, and the way out.
 
-A panel is ``PANEL`` outputs of a weight matrix, in steps that take ``STEP_BYTES`` of weights and four bytes of a row:
-one input in float32, two side by side in bfloat16. An instruction multiplies a row's step by sixteen outputs and adds
-to sixteen float32 sums, which stay in registers over a whole chunk of steps. ``matmul_amx.py`` multiplies the same
-panels with other instructions; ``matmul.py`` makes a product of either.
+A panel is ``PANEL`` outputs of a weight matrix, in steps that take ``STEP_BYTES`` of weights: one input in float32, two
+side by side in bfloat16. An instruction multiplies a row's step by sixteen outputs and adds to sixteen float32 sums,
+which stay in registers over a whole chunk of steps. Where no instruction takes pairs of bfloat16, the two are widened
+to float32 and added one after the other, to rows that were widened before. ``matmul_amx.py`` multiplies the same panels
+with other instructions; ``matmul.py`` makes a product of either.
 
 Invariant: an output is the sum over chunks, in order, of the sum over the chunk's steps, in order. How many rows a tile
 has changes the speed and never a bit.
@@ -30,6 +31,7 @@ from pagedcore_kernels.cpu.simd import (
     floats,
     fma,
     int64,
+    integer_constant,
     item_bytes,
     load,
     load_floats,
@@ -44,8 +46,10 @@ from pagedcore_kernels.cpu.simd import (
 PANEL = 64
 #: Most rows of a tile: with four vectors of outputs enough sums to hide the latency of an addition.
 TILE_ROWS = 4
-#: Bytes of a panel's weights for one step, and of a row.
-STEP_BYTES, ROW_STEP_BYTES = 4 * PANEL, 4
+#: Bytes of a panel's weights for one step.
+STEP_BYTES = 4 * PANEL
+#: How a step is multiplied: float32; pairs of bfloat16 in one instruction; such pairs widened.
+SINGLES, PAIRS, WIDENED_PAIRS = 0, 1, 2
 #: Bytes of one row of a panel's sums.
 SUM_BYTES = 4 * PANEL
 
@@ -68,13 +72,13 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_PAIR_VECTOR = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 @njit(inline="always")
 def multiply_tiles(
-    is_bf16: int, rows: int, row_bytes: int, num_rows: int, weights: int, num_steps: int, sums: int, is_first: int,
-    ahead: int, ahead_bytes: int,
+    form: int, most_sums: int, rows: int, row_bytes: int, num_rows: int, weights: int, num_steps: int, sums: int,
+    is_first: int, ahead: int, ahead_bytes: int,
 ) -> None:  # fmt: skip
     """``multiply_tile`` for any number of rows, each tile asking for its share of the memory ahead."""
     num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
@@ -86,19 +90,20 @@ def multiply_tiles(
         source, target = rows + row * row_bytes, sums + row * SUM_BYTES
         share = ahead + tile * ahead_bytes // num_tiles
         if end - row == 4:
-            multiply_tile(is_bf16, 4, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(form, most_sums, 4, source, row_bytes, weights, num_steps, target, is_first, share, step)
         elif end - row == 3:
-            multiply_tile(is_bf16, 3, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(form, most_sums, 3, source, row_bytes, weights, num_steps, target, is_first, share, step)
         elif end - row == 2:
-            multiply_tile(is_bf16, 2, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(form, most_sums, 2, source, row_bytes, weights, num_steps, target, is_first, share, step)
         else:
-            multiply_tile(is_bf16, 1, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(form, most_sums, 1, source, row_bytes, weights, num_steps, target, is_first, share, step)
 
 
 @intrinsic(prefer_literal=True)
 def multiply_tile(
     typing: Typing,
-    is_bf16: Any,
+    form: Any,
+    most_sums: Any,
     num_rows: Any,
     rows: Any,
     row_bytes: Any,
@@ -111,32 +116,45 @@ def multiply_tile(
 ) -> Any:
     """sums[num_rows, PANEL] = (nothing if ``is_first``, else sums) + rows[num_rows, num_steps] @ weights.
 
-    Literal: is_bf16, num_rows. ``weights`` is the address of a panel's chunk [num_steps, STEP_BYTES]; ``rows`` are
-    ``row_bytes`` apart. With every step, memory ``ahead_step`` bytes further on from ``ahead`` is asked for.
+    Literal: form, most_sums (vectors of them that are in registers at once), num_rows. ``weights`` is the address of a
+    panel's chunk [num_steps, STEP_BYTES]; ``rows`` are ``row_bytes`` apart. With every step, memory ``ahead_step``
+    bytes further on from ``ahead`` is asked for.
     """
-    count, add_products = num_rows.literal_value, _add_pairs if is_bf16.literal_value else _add_product
+    literals = (form, most_sums, num_rows)
+    kind, most, count = (literal.literal_value for literal in literals)
+    width = max(1, min(_VECTORS, most // count))
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        _, _, x, stride, w, steps, target, first, next_memory, step = args
-        totals = {(m, v): cgutils.alloca_once_value(b, constant(0.0)) for m in range(count) for v in range(_VECTORS)}
+        x, stride, w, steps, target, first, next_memory, step = args[len(literals) :]
         starts = [b.add(x, b.mul(stride, int64(m))) for m in range(count)]
-        with cgutils.for_range(b, steps) as loop:
-            panel_row = b.mul(loop.index, int64(STEP_BYTES))
-            weight = [load(b, w, b.add(panel_row, int64(v * 64)), floats(), 4) for v in range(_VECTORS)]
-            prefetch_line(b, next_memory, b.mul(loop.index, step))
-            for m in range(count):
-                inputs = splat(b, load(b, starts[m], b.mul(loop.index, int64(ROW_STEP_BYTES)), FLOAT, 4))
-                for v in range(_VECTORS):
-                    b.store(add_products(b, b.load(totals[m, v]), weight[v], inputs), totals[m, v])
         starts_anew = b.icmp_signed("!=", first, int64(0))
-        for (m, v), total in totals.items():
-            place, chunk = m * SUM_BYTES + v * 64, b.load(total)
-            before = load(b, target, place, floats(), 4)
-            store(b, b.select(starts_anew, chunk, b.fadd(before, chunk)), target, place, 4)
+
+        def multiply(vectors: range) -> None:
+            places = [(m, v) for m in range(count) for v in vectors]
+            totals = {place: cgutils.alloca_once_value(b, constant(0.0)) for place in places}
+            with cgutils.for_range(b, steps) as loop:
+                panel_row = b.mul(loop.index, int64(STEP_BYTES))
+                weight = {v: _weights(b, kind, w, b.add(panel_row, int64(v * 64))) for v in vectors}
+                if vectors.start == 0:
+                    prefetch_line(b, next_memory, b.mul(loop.index, step))
+                row_step = b.mul(loop.index, int64(row_step_bytes(kind)))
+                for m in range(count):
+                    for part in range(len(weight[vectors.start])):
+                        inputs = splat(b, load(b, starts[m], b.add(row_step, int64(4 * part)), FLOAT, 4))
+                        for v in vectors:
+                            total = b.load(totals[m, v])
+                            b.store(_add_products(b, kind, total, weight[v][part], inputs), totals[m, v])
+            for m, v in places:
+                place, chunk = m * SUM_BYTES + v * 64, b.load(totals[m, v])
+                before = load(b, target, place, floats(), 4)
+                store(b, b.select(starts_anew, chunk, b.fadd(before, chunk)), target, place, 4)
+
+        for start in range(0, _VECTORS, width):
+            multiply(range(start, min(start + width, _VECTORS)))
         return context.get_dummy_value()
 
     addresses = [types.int64] * 8
-    return types.void(is_bf16, num_rows, *addresses), codegen
+    return types.void(*literals, *addresses), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -157,14 +175,27 @@ def store_sums(typing: Typing, is_bf16: Any, sums: Any, bias: Any, out: Any, num
     return types.void(is_bf16, *[types.int64] * 4), codegen
 
 
-def _add_product(b: Builder, total: Value, weights: Value, inputs: Value) -> Value:
-    return fma(b, inputs, weights, total)
+def row_step_bytes(form: int) -> int:
+    """Bytes of a row for one step: rows of widened pairs are float32."""
+    return 8 if form == WIDENED_PAIRS else 4
 
 
-def _add_pairs(b: Builder, total: Value, weights: Value, inputs: Value) -> Value:
-    kind = ir.FunctionType(floats(), [floats(), _PAIRS, _PAIRS])
+def _weights(b: Builder, form: int, address: Value, offset: Value) -> list[Value]:
+    """Load the weights of one step for sixteen outputs: one vector, or two where pairs are widened."""
+    if form != WIDENED_PAIRS:
+        return [load(b, address, offset, floats(), 4)]
+    whole = ir.VectorType(INT32, LANES)
+    pairs = load(b, address, offset, whole, 4)
+    upper = b.and_(pairs, integer_constant(-0x10000, whole))
+    return [b.bitcast(half, floats()) for half in (b.shl(pairs, integer_constant(16, whole)), upper)]
+
+
+def _add_products(b: Builder, form: int, total: Value, weights: Value, inputs: Value) -> Value:
+    if form != PAIRS:
+        return fma(b, inputs, weights, total)
+    kind = ir.FunctionType(floats(), [floats(), _PAIR_VECTOR, _PAIR_VECTOR])
     dot_product = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return b.call(dot_product, [total, b.bitcast(weights, _PAIRS), b.bitcast(inputs, _PAIRS)])
+    return b.call(dot_product, [total, b.bitcast(weights, _PAIR_VECTOR), b.bitcast(inputs, _PAIR_VECTOR)])
 
 
 def _store_first(b: Builder, values: Value, address: Value, count: Value) -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import llvmlite.binding
-
+from pagedcore_kernels.cpu.features import has_wide_vectors
 from pagedcore_kernels.cpu.simd import LANES
 
 #: Positions per online-softmax step: long enough to amortise it, short enough for scores to stay in L1.
@@ -19,8 +18,7 @@ _ROWS = 16
 
 def accumulator_budget() -> int:
     """How many 16-lane float accumulators the host's registers hold, with room left for operands."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return 28 if features.get("avx512f") else 6
+    return 28 if has_wide_vectors() else 6
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""Which instruction sets kernels may be made of."""
+
+from __future__ import annotations
+
+import llvmlite.binding
+from numba.core import config
+
+
+def has_instructions(*names: str) -> bool:
+    """Whether the processor has these instruction sets, by LLVM's names, and Numba compiles for them.
+
+    Why both: with ``NUMBA_CPU_FEATURES`` set, LLVM knows the instructions that are named there and no others.
+    """
+    host = llvmlite.binding.get_host_cpu_features()
+    if config.CPU_FEATURES is None:
+        return all(host.get(name, False) for name in names)
+    given = {part.strip() for part in config.CPU_FEATURES.split(",")}
+    return all(host.get(name, False) and f"+{name}" in given for name in names)
+
+
+def has_wide_vectors() -> bool:
+    """Whether vectors of 512 bits are there."""
+    return has_instructions("avx512f")
+
+
+def has_fused_vectors() -> bool:
+    """Whether an x86 processor multiplies and adds vectors of 256 bits or more in one instruction."""
+    return has_wide_vectors() or has_instructions("avx2", "fma")
