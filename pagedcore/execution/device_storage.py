@@ -106,6 +106,11 @@ class DeviceKVStorage(KVStorage):
             self._end_pinning()
         super().release()
 
+    def copy_blocks(self, pairs: BlockPairs) -> None:
+        """Copy device blocks (source, destination); the device does so when it gets there."""
+        for here, there in pairs:
+            self.pool[there].copy_(self.pool[here])
+
     def start_swap_out(self, transfer_id: int, pairs: BlockPairs) -> None:
         """Begin to copy device blocks to host blocks."""
         self._start(self._outgoing, transfer_id, self.pool, self._require_host(), pairs)

@@ -89,12 +89,12 @@ class KVStorage:
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes of device blocks, shape [N, block_bytes]."""
-        contents: npt.NDArray[np.uint8] = self.pool[list(block_ids)].numpy()
+        contents: npt.NDArray[np.uint8] = self.pool.numpy()[list(block_ids)]
         return contents
 
     def read_host_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes of host blocks, shape [N, block_bytes]."""
-        contents: npt.NDArray[np.uint8] = self._require_host()[list(block_ids)].numpy()
+        contents: npt.NDArray[np.uint8] = self._require_host().numpy()[list(block_ids)]
         return contents
 
     def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
@@ -106,7 +106,7 @@ class KVStorage:
         if contents.shape != (len(block_ids), self.block_bytes):
             raise InternalError(f"write: got bytes of shape {contents.shape} for {len(block_ids)} blocks")
         for block_id, block in zip(block_ids, contents, strict=True):
-            self.pool[block_id].numpy()[:] = block
+            self.pool.numpy()[block_id] = block
 
     def _require_host(self) -> torch.Tensor:
         if self._host is None:
@@ -134,5 +134,7 @@ def _allocate(
 
 def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) -> None:
     # Shape: both [blocks, block_bytes]; one block is one contiguous run, so each copy is one memcpy.
+    # Why not torch's: it would wake OpenMP's threads for a large block, and wait for ever for them in a forked child.
+    sources, destinations = source.numpy(), destination.numpy()
     for here, there in pairs:
-        destination[there].copy_(source[here])
+        destinations[there] = sources[here]
