@@ -185,16 +185,20 @@ def test_helpers_block_all_signals_and_have_names(team: Team) -> None:
 
 
 @linux_only
-def test_a_placed_helper_may_go_where_it_could_before(team: Team) -> None:
-    """A helper that is kept off its caller's processor at a wake has its whole mask back when it works."""
+def test_a_placed_helper_stays_off_its_callers_processor_until_it_sleeps(team: Team) -> None:
+    """Once it woke there: it works elsewhere, if there is a processor elsewhere, and sleeps with its whole mask."""
+    whole = os.sched_getaffinity(0)
     count(team, 1, 1)
     (number,) = thread_ids(team)
-    helper = at.HELPERS
     for _ in range(5):
         wait_until(lambda: num_asleep(team) == 1)
-        team._words[(helper + at.NEEDS_PLACING) // 8] = 1
-        count(team, 1, 1)
-        wait_until(lambda: os.sched_getaffinity(number) == os.sched_getaffinity(0))
+        assert os.sched_getaffinity(number) == whole
+        team._words[(at.HELPERS + at.NEEDS_PLACING) // 8] = 1
+        held = Held(team, 1)
+        wait_until(lambda: held.is_holding)
+        assert len(whole - os.sched_getaffinity(number)) == min(1, len(whole) - 1)
+        held.release()
+        held.caller.join()
 
 
 def test_helpers_end(team: Team) -> None:

@@ -70,8 +70,6 @@ def _await_run(c: int, helper: int, seen: int) -> None:
     """Wait until the generation is another than ``seen``."""
     begin = start = now_ns(c)
     adapt_spin(c, helper, begin)
-    # Why here too: a caller that found this helper asleep may have placed it when it was already awake.
-    return_mask(c, helper)
     while load_shared(c + at.GENERATION) == seen:
         pause()
         now = now_ns(c)
@@ -83,19 +81,18 @@ def _await_run(c: int, helper: int, seen: int) -> None:
             break
     awake_until = now_ns(c)
     if load_shared(c + at.GENERATION) == seen:
+        return_mask(c, helper)
         store_shared(helper + at.SLEEPS, 1)
         add_shared(c + at.NUM_SLEEPERS, 1)
         while load_shared(c + at.GENERATION) == seen:
             sleep_while(c, c + at.GENERATION, seen)
         add_shared(c + at.NUM_SLEEPERS, -1)
         store_shared(helper + at.SLEEPS, 0)
-        return_mask(c, helper)
         note_sleep(helper, now_ns(c) - awake_until)
         cpu = present_cpu(c)
         if cpu >= 0 and cpu == load_shared(c + at.CALLER_CPU):
             store_shared(helper + at.NEEDS_PLACING, 1)
             leave_cpu(c, helper, cpu)
-            return_mask(c, helper)
 
 
 @njit(inline="always")

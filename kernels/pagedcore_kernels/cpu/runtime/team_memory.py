@@ -84,8 +84,9 @@ THREAD_ID: Final = 0
 SLEEPS: Final = 8
 NEEDS_PLACING: Final = 16
 """1 once it woke on the processor of its caller."""
-IS_PLACED: Final = 24
-"""1 while its mask leaves a processor out; the whole mask is kept in the first of the two."""
+PLACEMENT: Final = 24
+"""``WHOLE``; ``PLACED`` while its mask leaves a processor out, the whole mask being kept in the first of the two; or
+``CHANGES`` while a thread changes it, which no other one waits for."""
 MEMORY: Final = 32
 """Address of the team's memory."""
 LOOKED_NS: Final = 40
@@ -97,6 +98,8 @@ PLACED_MASK: Final = 3 * LINE
 MASK_BYTES: Final = 2 * LINE
 HELPER_BYTES: Final = 5 * LINE
 MEMORY_BYTES: Final = HELPERS + MOST_HELPERS * HELPER_BYTES
+
+WHOLE, PLACED, CHANGES = 0, 1, 2
 
 PLACE: Final = 1 << 16
 """One place, in a state."""

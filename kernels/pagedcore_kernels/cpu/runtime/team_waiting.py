@@ -12,7 +12,14 @@ from typing import Final
 from numba import njit
 
 from pagedcore_kernels.cpu.runtime import team_memory as at
-from pagedcore_kernels.cpu.runtime.atomics import add_shared, call_function, load_shared, read_clock, store_shared
+from pagedcore_kernels.cpu.runtime.atomics import (
+    add_shared,
+    call_function,
+    exchange_if,
+    load_shared,
+    read_clock,
+    store_shared,
+)
 from pagedcore_kernels.cpu.simd import load_int64, stack_int64, store_int64
 
 #: After how much time awake a helper asks the system whether other threads have had its core.
@@ -77,9 +84,12 @@ def present_cpu(c: int) -> int:
 @njit(inline="always")
 def leave_cpu(c: int, helper: int, cpu: int) -> None:
     """Keep a helper off a processor until ``return_mask``; does nothing if it may be on no other one."""
+    before = load_shared(helper + at.PLACEMENT)
+    if before == at.CHANGES or exchange_if(helper + at.PLACEMENT, before, at.CHANGES) == 0:
+        return
     thread_id = load_shared(helper + at.THREAD_ID)
     failed = 0
-    if load_shared(helper + at.IS_PLACED) == 0:
+    if before == at.WHOLE:
         function = load_int64(c, at.GETAFFINITY // 8)
         failed = call_function(function, thread_id, at.MASK_BYTES, helper + at.WHOLE_MASK, 0, 0)
     others = 0
@@ -91,17 +101,18 @@ def leave_cpu(c: int, helper: int, cpu: int) -> None:
             store_int64(helper + at.PLACED_MASK, word, bits)
             others |= bits
     if others != 0:
-        store_shared(helper + at.IS_PLACED, 1)
         call_function(load_int64(c, at.SETAFFINITY // 8), thread_id, at.MASK_BYTES, helper + at.PLACED_MASK, 0, 0)
+        before = at.PLACED
+    store_shared(helper + at.PLACEMENT, before)
 
 
 @njit(inline="always")
 def return_mask(c: int, helper: int) -> None:
     """Let this helper run wherever it might before ``leave_cpu``."""
-    if load_shared(helper + at.IS_PLACED) != 0:
+    if exchange_if(helper + at.PLACEMENT, at.PLACED, at.CHANGES) != 0:
         thread_id = load_shared(helper + at.THREAD_ID)
         call_function(load_int64(c, at.SETAFFINITY // 8), thread_id, at.MASK_BYTES, helper + at.WHOLE_MASK, 0, 0)
-        store_shared(helper + at.IS_PLACED, 0)
+        store_shared(helper + at.PLACEMENT, at.WHOLE)
 
 
 @njit(inline="always")
