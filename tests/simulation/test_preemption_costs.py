@@ -107,8 +107,8 @@ def compare(
     "prices",
     [
         pytest.param(CPU, id="a small model on a CPU"),
-        pytest.param(MATRIX_UNITS, id="the same with matrix units"),
-        pytest.param(SLOW_BUS, id="cheap tokens and a slow bus"),
+        pytest.param(MATRIX_UNITS, id="the same with matrix units", marks=pytest.mark.slow),
+        pytest.param(SLOW_BUS, id="cheap tokens and a slow bus", marks=pytest.mark.slow),
         pytest.param(CHEAP_STEPS, id="cheap steps", marks=pytest.mark.slow),
         pytest.param(CARD, id="a card", marks=pytest.mark.slow),
         pytest.param(FREE_TOKENS, id="tokens for nothing", marks=pytest.mark.slow),

@@ -195,7 +195,7 @@ def test_a_placed_helper_stays_off_its_callers_processor_until_it_sleeps(team: T
         assert os.sched_getaffinity(number) == whole
         team._words[(at.HELPERS + at.NEEDS_PLACING) // 8] = 1
         held = Held(team, 1)
-        wait_until(lambda: held.is_holding)
+        wait_until(lambda held=held: held.is_holding)  # type: ignore[misc]
         assert len(whole - os.sched_getaffinity(number)) == min(1, len(whole) - 1)
         held.release()
         held.caller.join()
