@@ -192,9 +192,13 @@ def test_other_weights_are_refused(dtype: torch.dtype, num_inputs: int) -> None:
         PackedMatmul(torch.zeros(4, num_inputs, dtype=dtype), None)
 
 
-def test_code_for_another_processor_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba told to compile for less than this processor would not know the instructions."""
-    monkeypatch.setattr(features.config, "CPU_FEATURES", "+sse2,-avx512f")
+@pytest.mark.parametrize("given", ["", "+sse2,-avx512f"], ids=["none", "others"])
+def test_code_for_another_processor_is_not_tried(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """Numba told to compile for less than this processor would not know the instructions.
+
+    ``NUMBA_CPU_NAME=generic`` makes it none; with any other name Numba still names all instructions of this processor.
+    """
+    monkeypatch.setattr(features.config, "CPU_FEATURES", given)
     assert not can_multiply(torch.bfloat16, 8)
     assert not can_multiply(torch.float32, 8)
 
@@ -257,13 +261,16 @@ def test_without_the_systems_leave_vectors_multiply() -> None:
     """Matrix units that the process may not use are not used: the same numbers come from the other kernel."""
     weight, rows = numbers(1, 70, 64, dtype=torch.bfloat16), numbers(2, 40, 64, dtype=torch.bfloat16)
     product = PackedMatmul(weight, None)
-    assert product._form != matmul.MATRIX_UNITS
+    expected = matmul.PAIRS if features.has_instructions("avx512bf16") else matmul.WIDENED_PAIRS
+    assert product._kernel is matmul.matmul_kernel(expected)
     torch.testing.assert_close(product(rows), rows @ weight.T)
 
 
 @pytest.mark.skipif(not matmul_amx.may_use_tiles(), reason="no matrix units")
 def test_matrix_units_multiply_whole_tiles_of_inputs() -> None:
     """The number of inputs alone decides, and float32 has no such unit."""
-    for dtype, num_inputs, uses in [(torch.bfloat16, 64, 1), (torch.bfloat16, 48, 0), (torch.float32, 64, 0)]:
+    units, pairs, singles = matmul.MATRIX_UNITS, matmul.PAIRS, matmul.SINGLES
+    cases = [(torch.bfloat16, 64, units), (torch.bfloat16, 48, pairs), (torch.float32, 64, singles)]
+    for dtype, num_inputs, form in cases:
         product = PackedMatmul(torch.zeros(8, num_inputs, dtype=dtype), None)
-        assert (product._form == matmul.MATRIX_UNITS) == uses
+        assert product._kernel is matmul.matmul_kernel(form)

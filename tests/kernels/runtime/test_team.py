@@ -201,6 +201,24 @@ def test_a_placed_helper_stays_off_its_callers_processor_until_it_sleeps(team: T
         held.caller.join()
 
 
+@linux_only
+def test_a_placed_helper_stays_where_somebody_else_puts_it(team: Team) -> None:
+    """An operator who confines all threads of a process while a helper is placed is not overruled when it sleeps."""
+    whole = os.sched_getaffinity(0)
+    count(team, 1, 1)
+    (number,) = thread_ids(team)
+    wait_until(lambda: num_asleep(team) == 1)
+    team._words[(at.HELPERS + at.NEEDS_PLACING) // 8] = 1
+    held = Held(team, 1)
+    wait_until(lambda: held.is_holding)
+    given = (whole - os.sched_getaffinity(number)) or whole
+    os.sched_setaffinity(number, given)
+    held.release()
+    held.caller.join()
+    wait_until(lambda: num_asleep(team) == 1)
+    assert os.sched_getaffinity(number) == given
+
+
 def test_helpers_end(team: Team) -> None:
     """Closing ends all helpers; kernels go on on their callers alone, and closing again does nothing."""
     before = psutil.Process().num_threads()

@@ -28,6 +28,8 @@ _LOOK_NS: Final = 1_000_000
 _SLICE_NS: Final = 500_000
 #: ``getrusage`` of the calling thread, where in its result the involuntary context switches are, and its size.
 _RUSAGE_THREAD, _SWITCHES, _RUSAGE_WORDS = 1, 17, 18
+#: 64-bit words of a mask of processors.
+_MASK_WORDS: Final = at.MASK_BYTES // 8
 #: ``CLOCK_THREAD_CPUTIME_ID`` of Linux; without effect where ``GETRUSAGE`` is 0.
 _THREAD_CLOCK: Final = 3
 LEAST_SPIN_NS: Final = 5_000
@@ -94,7 +96,7 @@ def leave_cpu(c: int, helper: int, cpu: int) -> None:
         failed = call_function(function, thread_id, at.MASK_BYTES, helper + at.WHOLE_MASK, 0, 0)
     others = 0
     if failed & 0xFFFFFFFF == 0:
-        for word in range(at.MASK_BYTES // 8):
+        for word in range(_MASK_WORDS):
             bits = load_int64(helper + at.WHOLE_MASK, word)
             if word == cpu // 64:
                 bits &= ~(1 << (cpu % 64))
@@ -108,10 +110,14 @@ def leave_cpu(c: int, helper: int, cpu: int) -> None:
 
 @njit(inline="always")
 def return_mask(c: int, helper: int) -> None:
-    """Let this helper run wherever it might before ``leave_cpu``."""
+    """Let this helper run wherever it might before ``leave_cpu``; leave it where somebody else has put it since."""
     if exchange_if(helper + at.PLACEMENT, at.PLACED, at.CHANGES) != 0:
-        thread_id = load_shared(helper + at.THREAD_ID)
-        call_function(load_int64(c, at.SETAFFINITY // 8), thread_id, at.MASK_BYTES, helper + at.WHOLE_MASK, 0, 0)
+        thread_id, present = load_shared(helper + at.THREAD_ID), stack_int64(_MASK_WORDS)
+        changes = call_function(load_int64(c, at.GETAFFINITY // 8), thread_id, at.MASK_BYTES, present, 0, 0)
+        for word in range(_MASK_WORDS):
+            changes |= load_int64(present, word) ^ load_int64(helper + at.PLACED_MASK, word)
+        if changes == 0:
+            call_function(load_int64(c, at.SETAFFINITY // 8), thread_id, at.MASK_BYTES, helper + at.WHOLE_MASK, 0, 0)
         store_shared(helper + at.PLACEMENT, at.WHOLE)
 
 
