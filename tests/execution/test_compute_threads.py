@@ -120,12 +120,13 @@ def test_the_host_finds_its_settings_as_they_were() -> None:
 
 
 FORK = """
-import os, sys, torch
+import os, signal, sys, torch
 from pagedcore import Engine, SamplingParams
 # Not by torch.set_num_threads: torch then has a pool of threads that crashes at the end of a child that starts any.
 torch.ones(1 << 22).exp()
-def answer(engine):
-    outputs = engine.generate(["What is 2 + 3?"] * 4, SamplingParams(max_tokens=8), show_progress=False)
+def answer(engine, **options):
+    params = SamplingParams(**{"max_tokens": 8} | options)
+    outputs = engine.generate(["What is 2 + 3?"] * 4, params, show_progress=False)
     return [one.outputs[0].token_ids for one in outputs]
 # Float32 everywhere: its blocks are large enough for torch to copy them with several threads.
 engine = Engine.from_pretrained("demo", dtype="float32")
@@ -133,6 +134,15 @@ expected = answer(engine)
 child = os.fork()
 if child == 0:
     assert answer(Engine.from_pretrained("demo", dtype="float32")) == expected
+    assert answer(engine) == expected
+    # Ctrl-C in the middle of a kernel or between two: far less time than the answers take.
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.002)
+    try:
+        answer(engine, max_tokens=64, ignore_eos=True)
+        sys.exit("was not interrupted")
+    except KeyboardInterrupt:
+        pass
     assert answer(engine) == expected
     assert torch.get_num_threads() == 2
     sys.exit(7)
@@ -142,7 +152,10 @@ assert answer(engine) == expected
 
 
 def test_a_forked_child_can_build_an_engine() -> None:
-    """In a child of a process whose engine and torch have computed on several threads, a new engine answers."""
+    """In a child of a process whose engine and torch have computed on several threads, a new engine answers.
+
+    So does the parent's own engine, also after Ctrl-C in the child.
+    """
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "2"}
     subprocess.run([sys.executable, "-c", FORK], env=environment, check=True, timeout=120)
 
