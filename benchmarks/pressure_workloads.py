@@ -19,9 +19,9 @@ MODES_WITH_HOST = ("auto", "swap")
 Requests = list[tuple[list[int], int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workload:
-    """Requests as (prompt, answer length), all there from the start."""
+    """Requests as (prompt, answer length), all there from the start; one workload equals no other."""
 
     name: str
     requests: Requests
