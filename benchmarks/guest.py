@@ -1,6 +1,6 @@
 """What an engine loses to busy programs beside it, and what it costs when there are none; figures are in guest.md.
 
-    python benchmarks/guest.py [--base CHECKOUT] [--model demo|80m|qwen05b] [--pairs 20] [--only SCENARIO ...]
+    python benchmarks/guest.py [--base CHECKOUT] [--model demo|80m|qwen05b|...] [--pairs 20] [--only SCENARIO ...]
 
 Every engine under test runs in a process of its own that is loaded once and then answers one piece of work at a time.
 Two are compared in pairs that alternate: this checkout and ``--base`` (another checkout of the project, run by this
@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 #: computes all but products and attention.
 WORK = {"demo": (32, 96), "80m": (32, 32), "qwen05b": (1, 24), "qwen05b-32": (32, 8), "gpt2": (1, 24),
         "gpt2-16": (16, 16)}
+#: 64 requests of mixed lengths; the peers' W1 needs a vocabulary of 4,000 tokens.
+MIXED = {"demo-w1": "ragged", "80m-w1": "ragged", "qwen05b-w1": "w1"}
 PROMPT_TOKENS = 48
 SPIN = "while True: pass"
 
@@ -74,12 +76,13 @@ def work(model: str, num_engines: int) -> None:
     from pagedcore import Engine, SamplingParams
 
     engines = [Engine.from_pretrained(*_model(model)[:1], **_model(model)[1]) for _ in range(num_engines)]
-    num_rows, num_tokens = WORK[model]
+    prompts, lengths = _even(*WORK[model]) if model in WORK else _mixed(model)
 
-    def generate(engine: Any, share: float) -> tuple[int, ...]:
-        params = SamplingParams(temperature=0.0, max_tokens=max(2, int(num_tokens * share)), ignore_eos=True)
-        prompts = [[7 + row] * PROMPT_TOKENS for row in range(num_rows)]
-        return tuple(engine.generate(prompts, params, show_progress=False)[0].outputs[0].token_ids)
+    def generate(engine: Any, share: float) -> tuple[tuple[int, ...], ...]:
+        params = [SamplingParams(temperature=0.0, max_tokens=max(2, int(length * share)), ignore_eos=True)
+                  for length in lengths]
+        outputs = engine.generate(prompts, params, show_progress=False)
+        return tuple(tuple(one.outputs[0].token_ids) for one in outputs)
 
     for engine in engines:
         generate(engine, 1.0)
@@ -96,19 +99,32 @@ def work(model: str, num_engines: int) -> None:
         for thread in threads:
             thread.join()
         wall_s = time.perf_counter() - start_s
+        num_steps = max(map(len, answer))
         print(json.dumps({
-            "tokens_per_s": busy * num_rows * len(answer) / wall_s, "cpu_share": (time.process_time() - cpu_s) / wall_s,
-            "digest": hash(answer), "wakes_per_step": (_counters() - counters) / len(answer) / busy,
+            "tokens_per_s": busy * sum(map(len, answer)) / wall_s, "cpu_share": (time.process_time() - cpu_s) / wall_s,
+            "digest": hash(answer), "wakes_per_step": (_counters() - counters) / num_steps / busy,
         }), flush=True)  # fmt: skip
 
 
+def _even(num_rows: int, num_tokens: int) -> tuple[list[list[int]], list[int]]:
+    return [[7 + row] * PROMPT_TOKENS for row in range(num_rows)], [num_tokens] * num_rows
+
+
+def _mixed(model: str) -> tuple[list[list[int]], list[int]]:
+    from pagedcore.bench.workloads import make_workload
+
+    workload = make_workload(MIXED[model], 512)
+    return [list(prompt) for prompt in workload.prompts], list(workload.num_outputs)
+
+
 def _model(name: str) -> tuple[Any, dict[str, Any]]:
-    if name == "demo":
+    if name.startswith("demo"):
         return "demo", {}
+    room = {"num_kv_blocks": 1200 if name in MIXED else 256}
     if name.startswith("qwen05b"):
         from pagedcore.bench.models import random_model
 
-        return random_model("qwen05b", "bfloat16"), {"max_model_len": 1024, "num_kv_blocks": 256}
+        return random_model("qwen05b", "bfloat16"), {"max_model_len": 1024, **room}
     import torch
     from door_measuring import SIZES
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -116,9 +132,9 @@ def _model(name: str) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
     if name.startswith("gpt2"):
         shape = GPT2Config(vocab_size=2048, bos_token_id=0, eos_token_id=0)
-        return GPT2LMHeadModel(shape).to(torch.bfloat16).eval(), {"num_kv_blocks": 256}
-    config = LlamaConfig(vocab_size=2048, max_position_embeddings=2048, tie_word_embeddings=True, **SIZES[name])
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval(), {"num_kv_blocks": 256}
+        return GPT2LMHeadModel(shape).to(torch.bfloat16).eval(), room
+    config = LlamaConfig(vocab_size=2048, max_position_embeddings=2048, tie_word_embeddings=True, **SIZES["80m"])
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval(), room
 
 
 def _counters() -> int:
@@ -196,7 +212,7 @@ def main() -> None:
     """Measure what is asked for and print one line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path)
-    parser.add_argument("--model", choices=sorted(WORK), default="demo")
+    parser.add_argument("--model", choices=sorted([*WORK, *MIXED]), default="demo")
     parser.add_argument("--pairs", type=int, default=20)
     scenarios = ["quiet", "same-1", "same-2", "same-4", "own-1", "own-2", "engines"]
     parser.add_argument("--only", nargs="*", default=scenarios)
@@ -205,7 +221,8 @@ def main() -> None:
     if given.work:
         work(given.work[0], int(given.work[1]))
         return
-    print(f"{given.model}: {WORK[given.model]} rows and tokens, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}")
+    size = WORK.get(given.model, (64, "mixed"))
+    print(f"{given.model}: {size} rows and tokens, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}")
     for scenario in given.only:
         measure(scenario, given)
 
