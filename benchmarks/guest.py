@@ -35,9 +35,10 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = {"demo": (32, 96), "80m": (32, 32), "qwen05b": (1, 24), "qwen05b-32": (32, 8), "gpt2": (1, 24),
         "gpt2-16": (16, 16)}
 #: 64 requests of mixed lengths; the peers' W1 needs a vocabulary of 4,000 tokens.
-MIXED = {"demo-w1": "ragged", "80m-w1": "ragged", "qwen05b-w1": "w1"}
+MIXED = {"demo-ragged": "ragged", "80m-ragged": "ragged", "qwen05b-w1": "w1"}
 PROMPT_TOKENS = 48
-SPIN = "while True: pass"
+#: Ends with the benchmark even if that is killed (``PR_SET_PDEATHSIG`` of Linux), or it would take a core for ever.
+SPIN = "import ctypes; ctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
 
 
 class Worker:
@@ -52,10 +53,10 @@ class Worker:
         )  # fmt: skip
         self._read()
 
-    def run(self, num_engines: int = 1, share: float = 1.0) -> dict[str, Any]:
-        """Do one piece of work, or a share of it, on each of so many engines at once."""
+    def run(self, num_engines: int = 1) -> dict[str, Any]:
+        """Do one piece of work on each of so many engines at once."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_engines} {share}\n")
+        self._process.stdin.write(f"{num_engines}\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -78,31 +79,30 @@ def work(model: str, num_engines: int) -> None:
     engines = [Engine.from_pretrained(*_model(model)[:1], **_model(model)[1]) for _ in range(num_engines)]
     prompts, lengths = _even(*WORK[model]) if model in WORK else _mixed(model)
 
-    def generate(engine: Any, share: float) -> tuple[tuple[int, ...], ...]:
-        params = [SamplingParams(temperature=0.0, max_tokens=max(2, int(length * share)), ignore_eos=True)
-                  for length in lengths]
-        outputs = engine.generate(prompts, params, show_progress=False)
-        return tuple(tuple(one.outputs[0].token_ids) for one in outputs)
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+
+    def generate(engine: Any) -> None:
+        engine.generate(prompts, params, show_progress=False)
 
     for engine in engines:
-        generate(engine, 1.0)
+        generate(engine)
     print("{}", flush=True)
     for line in sys.stdin:
         if not line.strip():
             break
-        busy, share = int(line.split()[0]), float(line.split()[1])
+        busy, steps_before = int(line), engines[0].stats().num_steps
         start_s, cpu_s, counters = time.perf_counter(), time.process_time(), _counters()
-        threads = [threading.Thread(target=generate, args=(engine, share)) for engine in engines[1:busy]]
+        threads = [threading.Thread(target=generate, args=(engine,)) for engine in engines[1:busy]]
         for thread in threads:
             thread.start()
-        answer = generate(engines[0], share)
+        generate(engines[0])
         for thread in threads:
             thread.join()
         wall_s = time.perf_counter() - start_s
-        num_steps = max(map(len, answer))
+        num_steps = engines[0].stats().num_steps - steps_before
         print(json.dumps({
-            "tokens_per_s": busy * sum(map(len, answer)) / wall_s, "cpu_share": (time.process_time() - cpu_s) / wall_s,
-            "digest": hash(answer), "wakes_per_step": (_counters() - counters) / num_steps / busy,
+            "tokens_per_s": busy * sum(lengths) / wall_s, "cpu_share": (time.process_time() - cpu_s) / wall_s,
+            "wakes_per_step": (_counters() - counters) / num_steps / busy,
         }), flush=True)  # fmt: skip
 
 

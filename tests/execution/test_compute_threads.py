@@ -142,7 +142,7 @@ if child == 0:
         answer(engine, max_tokens=64, ignore_eos=True)
         sys.exit("was not interrupted")
     except KeyboardInterrupt:
-        pass
+        assert not engine.has_pending_requests()
     assert answer(engine) == expected
     assert torch.get_num_threads() == 2
     sys.exit(7)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import guest
+import psutil
 import pytest
 
 BENCHMARKS = Path(guest.__file__).parent
@@ -41,6 +42,20 @@ def test_pairs_alternate() -> None:
 
     assert guest.pairs(3, lambda: run("a", 6.0), lambda: run("b", 3.0)) == [2.0, 2.0, 2.0]
     assert calls == ["a", "b", "b", "a", "a", "b"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_neighbours_end_with_a_benchmark_that_is_killed() -> None:
+    """Or they would take everybody's cores for ever, those in sessions of their own too."""
+    code = "import guest, time\nwith guest.neighbours(2, own_sessions=True): print(flush=True); time.sleep(60)"
+    line = [sys.executable, "-c", code]
+    with subprocess.Popen(line, cwd=BENCHMARKS, stdout=subprocess.PIPE) as benchmark:
+        assert benchmark.stdout is not None
+        benchmark.stdout.readline()
+        spinning = psutil.Process(benchmark.pid).children()
+        assert len(spinning) == 2
+        benchmark.kill()
+        assert not psutil.wait_procs(spinning, timeout=10)[1]
 
 
 @pytest.mark.parametrize(("command", "expected"), [
