@@ -283,6 +283,12 @@ def test_the_interpreter_ends(what: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "last line\n", "")
 
 
+def run_apart(code: str) -> None:
+    """Run ``code`` in a process of its own, which has to end well."""
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
 FORK = """
 import os
 from kernels.runtime.test_team import count, num_asleep, wait_until
@@ -296,6 +302,33 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 before = the_team().counters().num_joins
 wait_until(lambda: count(the_team(), 1, 2) and the_team().counters().num_joins > before)
+"""
+
+
+PLACED_FORK = """
+import os
+from kernels.runtime.test_team import Held, count, num_asleep, thread_ids, wait_until
+from pagedcore_kernels.cpu.runtime import team_memory as at
+from pagedcore_kernels.cpu.runtime.team import the_team
+team = the_team()
+assert count(team, 1, 1)
+wait_until(lambda: num_asleep(team) == 1)
+# As if another thread were just placing the helper; that thread does not exist in the child.
+team._words[(at.HELPERS + at.PLACEMENT) // 8] = at.CHANGES
+child = os.fork()
+if child == 0:
+    whole = os.sched_getaffinity(0)
+    assert count(team, 1, 1)
+    wait_until(lambda: num_asleep(team) == 1)
+    (number,) = thread_ids(team)
+    team._words[(at.HELPERS + at.NEEDS_PLACING) // 8] = 1
+    held = Held(team, 1)
+    wait_until(lambda: held.is_holding)
+    is_placed = len(whole - os.sched_getaffinity(number)) == min(1, len(whole) - 1)
+    held.release()
+    held.caller.join()
+    raise SystemExit(7 if is_placed else "the child's helper was not placed")
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """
 
 
@@ -327,11 +360,15 @@ assert os.sched_getaffinity(number) == os.sched_getaffinity(0)
 @linux_only
 def test_a_forked_child_leaves_its_parents_helpers_alone() -> None:
     """An engine that a child inherits computes there without touching threads of the parent."""
-    subprocess.run([sys.executable, "-c", TOUCH], env={**os.environ, "PYTHONPATH": ":".join(sys.path)}, check=True,
-                   timeout=120)  # fmt: skip
+    run_apart(TOUCH)
+
+
+@linux_only
+def test_a_forked_child_places_its_own_helpers() -> None:
+    """Also when the parent was placing one in the moment of the fork."""
+    run_apart(PLACED_FORK)
 
 
 def test_a_forked_child_has_helpers_of_its_own() -> None:
     """After a fork both processes compute with helpers, and both end cleanly."""
-    subprocess.run([sys.executable, "-c", FORK], env={**os.environ, "PYTHONPATH": ":".join(sys.path)}, check=True,
-                   timeout=120)  # fmt: skip
+    run_apart(FORK)
