@@ -22,6 +22,8 @@ HOPELESS_FACTOR: Final = 8
 #: A trial is at least so many steps and so long, in seconds: shorter ones measure a neighbour's slices of time.
 TRIAL_STEPS: Final = 3
 TRIAL_S: Final = 0.05
+#: A way that looks faster is chosen after so many seconds only: beside neighbours the cost of 50 ms varies by a third.
+WINNING_S: Final = 0.2
 #: The first steps of a trial do not count, and neither do later ones for so long: threads that slept begin slowly.
 WARM_UP_STEPS: Final = 1
 WARM_UP_S: Final = 0.01
@@ -34,7 +36,11 @@ LONGEST_WAIT_S: Final = 60.0
 LONGEST_WAIT_ALONE_S: Final = 2.0
 #: Such a change in the share of the time that the thread had its core is a change of the machine.
 CHANGE: Final = 0.1
-_WEIGHT: Final = 0.1
+#: The last steps are averaged over about so many seconds, or three steps: many slices of a neighbour's time.
+AVERAGE_S: Final = 0.1
+LEAST_KEPT: Final = 0.7
+#: The wait after a trial is at least so many times as long as the trial.
+WAIT_PER_TRIAL: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,8 @@ class _Size:
     def __init__(self, ways: tuple[Way, ...]) -> None:
         self._ways = ways
         self._current, self._trial, self._next_trial = 0, -1, 1
-        self._cost_s = self._core_share = self._core_share_at_trial = 0.0
+        self._steps = self._seconds = self._core_s = 0.0
+        self._core_share_at_trial = 0.0
         self._num_steps = 0
         self._trial_costs: list[float] = []
         self._num_warm = 0
@@ -98,12 +105,27 @@ class _Size:
             self._observe_trial(now_s, cost_s)
             return
         self._num_steps += 1
-        weight = max(_WEIGHT, 1 / self._num_steps)
-        self._cost_s += weight * (cost_s - self._cost_s)
-        self._core_share += weight * (core_share - self._core_share)
-        if abs(self._core_share - self._core_share_at_trial) > CHANGE and self._wait_s > SHORTEST_WAIT_S:
+        kept = max(LEAST_KEPT, 1 - cost_s / AVERAGE_S)
+        self._note(kept, 1, cost_s, cost_s * core_share)
+        if abs(self._core_share() - self._core_share_at_trial) > CHANGE and self._wait_s > SHORTEST_WAIT_S:
             self._wait_s = SHORTEST_WAIT_S
             self._trial_at_s = min(self._trial_at_s, now_s + self._wait_s)
+            self._note(0, 1, cost_s, cost_s * core_share)
+
+    def _note(self, kept: float, steps: float, seconds: float, core_s: float) -> None:
+        """Add to the sums, after multiplying what is in them by ``kept``.
+
+        Why sums and not an average of costs: a mean whose weights are durations would exceed that of a trial.
+        """
+        self._steps = kept * self._steps + steps
+        self._seconds = kept * self._seconds + seconds
+        self._core_s = kept * self._core_s + core_s
+
+    def _cost_s(self) -> float:
+        return self._seconds / self._steps
+
+    def _core_share(self) -> float:
+        return self._core_s / self._seconds if self._seconds else 0.0
 
     def _observe_trial(self, now_s: float, cost_s: float) -> None:
         if len(self._trial_costs) < WARM_UP_STEPS or sum(self._trial_costs) < WARM_UP_S:
@@ -112,19 +134,24 @@ class _Size:
             return
         self._trial_costs.append(cost_s)
         total_s, num_steps = sum(self._trial_costs[self._num_warm :]), len(self._trial_costs) - self._num_warm
-        is_hopeless = total_s > HOPELESS * self._cost_s * num_steps and total_s >= TRIAL_S
-        if is_hopeless or (num_steps >= TRIAL_STEPS and total_s >= TRIAL_S):
-            self._end_trial(now_s, total_s / num_steps, is_hopeless)
+        is_hopeless = total_s > HOPELESS * self._cost_s() * num_steps and total_s >= TRIAL_S
+        needed_s = WINNING_S if total_s < ADVANTAGE * self._cost_s() * num_steps else TRIAL_S
+        if is_hopeless or (num_steps >= TRIAL_STEPS and total_s >= needed_s):
+            self._end_trial(now_s, total_s, num_steps, is_hopeless)
 
-    def _end_trial(self, now_s: float, cost_s: float, is_hopeless: bool) -> None:
-        if cost_s < ADVANTAGE * self._cost_s:
-            self._current, self._cost_s, self._num_steps = self._trial, cost_s, FIRST_STEPS
-            self._wait_s = SHORTEST_WAIT_S
+    def _end_trial(self, now_s: float, total_s: float, num_steps: int, is_hopeless: bool) -> None:
+        core_share = self._core_share()
+        self._core_share_at_trial = core_share
+        least_wait_s = WAIT_PER_TRIAL * sum(self._trial_costs)
+        if total_s < ADVANTAGE * self._cost_s() * num_steps:
+            self._current, self._num_steps = self._trial, FIRST_STEPS
+            self._note(0, num_steps, total_s, total_s * core_share)
+            self._wait_s, least_wait_s = SHORTEST_WAIT_S, 0
         elif self._ways[self._current].num_threads == 1:
             self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_ALONE_S)
         else:
             self._wait_s = min(self._wait_s * (HOPELESS_FACTOR if is_hopeless else 2), LONGEST_WAIT_S)
         others = [number for number in range(len(self._ways)) if number != self._current]
         self._next_trial = next((number for number in others if number > self._trial), others[0])
-        self._core_share_at_trial, self._trial = self._core_share, -1
-        self._trial_at_s = now_s + self._wait_s
+        self._trial = -1
+        self._trial_at_s = now_s + max(self._wait_s, least_wait_s)

@@ -63,6 +63,23 @@ def test_trials_cost_little_on_a_machine_that_stays_as_it_is() -> None:
     assert 0.04 * Counter(way for _, way in used)[ONE] < 0.01 * 60
 
 
+def test_a_way_that_is_fast_for_a_moment_is_not_chosen() -> None:
+    """Beside neighbours a thread has its core for some milliseconds and then not: a trial does not end at its best."""
+
+    def cost(way: Way, now_s: float) -> float:
+        # One thread: 0.1 s at 10 ms a step, then 0.1 s at 40 ms; together slower than 20 ms.
+        return 0.02 if way == ALL else 0.01 if now_s % 0.2 < 0.1 else 0.04
+
+    used = simulate(ThreadChoice((ALL, ONE)), cost, 60)
+    assert share(used, ALL) > 0.9
+
+
+def test_trials_that_decide_nothing_take_a_tenth_of_the_time_at_most() -> None:
+    """Long steps make long trials, and after a long trial the next one is far, while the machine stays as it is."""
+    used = simulate(ThreadChoice((ALL, ONE)), lambda way, now: 0.05 if way == ALL else 0.055, 5)
+    assert 0.055 * Counter(way for _, way in used)[ONE] < 0.1 * 5
+
+
 def test_a_neighbour_that_comes_and_goes_is_noticed() -> None:
     """One thread computes while it is the faster way, and all of them soon after it no longer is."""
 

@@ -19,7 +19,7 @@ from kernels.runtime.kernels_for_tests import count_kernel, hold_kernel
 from pagedcore_kernels.cpu.runtime import team_memory as at
 from pagedcore_kernels.cpu.runtime import team_waiting
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
-from pagedcore_kernels.cpu.runtime.team import Team
+from pagedcore_kernels.cpu.runtime.team import Team, call_numbers
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of threads")
 
@@ -145,16 +145,91 @@ def test_helpers_sleep_when_there_is_nothing_to_do(team: Team) -> None:
     assert team.counters().num_wakes == before + 1
 
 
-def test_a_helper_that_sleeps_after_every_run_learns_that_nobody_wants_its_core(team: Team) -> None:
-    """When a busy neighbour has left, the bound for spinning grows again, although no helper is ever awake for long."""
+def test_a_helper_spins_for_longer_when_the_next_run_comes_soon_after_it_fell_asleep(team: Team) -> None:
+    """Pauses a little longer than the bound lengthen it until the helper stays awake through them."""
     count(team, 1, 1)
-    # Nobody ever takes this helper's core: the system is not asked.
-    for offset, value in ((at.GETRUSAGE, 0), (at.SPIN_NS, team_waiting.LEAST_SPIN_NS)):
-        ctypes.c_int64.from_address(team._memory + offset).value = value
+    team._words[(at.HELPERS + at.SPIN_NS) // 8] = team_waiting.LEAST_SPIN_NS
     deadline_s = time.monotonic() + 20
-    while team.counters().spin_ns < 20 * team_waiting.LEAST_SPIN_NS:
+    while team.counters().spin_ns < 5 * team_waiting.LEAST_SPIN_NS:
+        wait_until(lambda: num_asleep(team) == 1)
         count(team, 1, 1)
         assert time.monotonic() < deadline_s, team.counters()
+
+
+def test_a_helper_spins_for_less_when_the_next_run_comes_late(team: Team) -> None:
+    """After a few pauses that no spinning could have bridged, a helper sleeps after the shortest bound."""
+    count(team, 1, 1)
+    assert team.counters().spin_ns == team_waiting.MOST_SPIN_NS
+    for _ in range(10):
+        wait_until(lambda: num_asleep(team) == 1)
+        time.sleep(3 * team_waiting.MOST_SPIN_NS / 1e9)
+        count(team, 1, 1)
+    wait_until(lambda: team.counters().spin_ns == team_waiting.LEAST_SPIN_NS)
+    assert team.counters().num_long_sleeps >= 5
+
+
+def test_helpers_hardly_spin_while_they_lose_their_cores_with_work_in_hand(team: Team) -> None:
+    """One long wait of a caller changes nothing; two that are close together do, for a while."""
+    for num_waits in (1, 2):
+        held = Held(team, 1)
+        wait_until(lambda held=held: held.is_holding)  # type: ignore[misc]
+        wait_until(lambda: team._read(at.SLOTS + at.SLOT_BYTES + at.CALLER_SLEEPS) == 1)
+        held.release()
+        held.caller.join(timeout=20)
+        if num_waits == 1:
+            assert team._read(at.LAST_LOSS_NS) > 0
+            assert team._read(at.SHORT_UNTIL_NS) == 0
+            # The second wait may begin late on a busy machine.
+            team._words[at.LAST_LOSS_NS // 8] = time.monotonic_ns() + 10**9
+    assert team._read(at.SHORT_UNTIL_NS) > team._read(at.LAST_LOSS_NS)
+    end_ns = time.monotonic_ns() + 10**12
+    team._words[at.SHORT_UNTIL_NS // 8] = end_ns
+    before = team.counters()
+    for _ in range(20):
+        wait_until(lambda: num_asleep(team) == 1)
+        count(team, 1, 1)
+    assert team.counters().spin_ns == before.spin_ns
+
+
+class Attributes(ctypes.Structure):
+    """``struct sched_attr`` of Linux."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("flags", ctypes.c_uint64), ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32), ("slice_ns", ctypes.c_uint64), ("deadline", ctypes.c_uint64),
+        ("period", ctypes.c_uint64),
+    )  # fmt: skip
+
+    @classmethod
+    def of(cls, thread_id: int) -> Attributes:
+        one = cls()
+        number = call_numbers()[1]
+        assert ctypes.CDLL(None).syscall(number, thread_id, ctypes.byref(one), ctypes.sizeof(one), 0) == 0
+        return one
+
+
+@pytest.mark.skipif(call_numbers() is None, reason="the numbers of Linux's system calls are not known here")
+def test_helpers_ask_for_short_slices_and_nothing_else() -> None:
+    """A helper gets its core as soon as it wakes; policy and niceness are the host's, and so are its other threads."""
+    report = """
+import os, sys
+from kernels.runtime.test_team import Attributes, Team, count, thread_ids
+os.nice(3)
+before = Attributes.of(0)
+team = Team()
+count(team, 1, 1)
+(helper,) = thread_ids(team)
+after, own = Attributes.of(0), Attributes.of(helper)
+assert (after.policy, after.nice, after.slice_ns) == (before.policy, before.nice, before.slice_ns), "the host's"
+print(own.policy == before.policy, own.nice, before.slice_ns, own.slice_ns)
+assert team.close()
+"""
+    done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True, env=os.environ
+                          | {"PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    same_policy, nice, slice_before, slice_ns = done.stdout.split()
+    assert (same_policy, nice) == ("True", "3")
+    # Linux before 6.12 has no slices of threads' own, and says 0.
+    assert int(slice_ns) == (team_waiting.HELPER_SLICE_NS if int(slice_before) else 0)
 
 
 @linux_only

@@ -30,8 +30,11 @@ from pagedcore_kernels.cpu.runtime import team_memory as at
 
 _log = logging.getLogger("pagedcore")
 _LIBC = ctypes.CDLL(None)
-#: Number of Linux's system call ``futex``, by processor.
-_FUTEX_NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+#: Numbers of Linux's system calls ``futex``, ``sched_getattr`` and ``sched_setattr``, by processor.
+_CALL_NUMBERS: Final = {
+    "x86_64": (202, 315, 314), "aarch64": (98, 275, 274), "riscv64": (98, 275, 274), "ppc64le": (221, 356, 355),
+    "s390x": (238, 346, 345),
+}  # fmt: skip
 #: ``CLOCK_MONOTONIC``.
 _CLOCK_NUMBER: Final = 6 if sys.platform == "darwin" else 1
 #: How long the end of the interpreter waits for helpers that still hold work, in seconds.
@@ -52,10 +55,10 @@ class TeamCounters:
     """How often a caller had to wake sleeping helpers through the operating system."""
     num_sleeps_of_callers: int
     """How often a caller slept until the last helper was done."""
-    num_descheduled: int
-    """How often other threads had a helper's core for a slice of time."""
+    num_long_sleeps: int
+    """How often a helper or a caller slept for longer than it may spin."""
     spin_ns: int
-    """The present bound for spinning, in nanoseconds."""
+    """The shortest present bound of a helper for spinning, in nanoseconds; 0 without helpers."""
 
 
 class Team:
@@ -71,7 +74,7 @@ class Team:
         self._threads: list[ctypes.c_ulong] = []
         self._is_closed = False
         self._loops = team_loop.helper_loop(), team_loop.run_loop(), team_loop.wake_loop()
-        self._memory = _new_memory(_futex_number() if has_futex is None else _futex_number() * has_futex)
+        self._memory = _new_memory(call_numbers() if has_futex is not False else None)
         self._words = np.ctypeslib.as_array(
             ctypes.cast(self._memory, ctypes.POINTER(ctypes.c_int64)), (at.MEMORY_BYTES // 8,)
         )
@@ -110,8 +113,10 @@ class Team:
 
     def counters(self) -> TeamCounters:
         """Read what the team has done."""
-        names = at.NUM_RUNS, at.NUM_SHARED, at.NUM_WAKES, at.NUM_SLEEPS_OF_CALLERS
-        return TeamCounters(*(self._read(name) for name in (*names, at.NUM_DESCHEDULED, at.SPIN_NS)))
+        names = at.NUM_RUNS, at.NUM_SHARED, at.NUM_WAKES, at.NUM_SLEEPS_OF_CALLERS, at.NUM_LONG_SLEEPS
+        helpers = range(at.HELPERS, at.HELPERS + self._read(at.NUM_HELPERS) * at.HELPER_BYTES, at.HELPER_BYTES)
+        spin_ns = min((self._read(helper + at.SPIN_NS) for helper in helpers), default=0)
+        return TeamCounters(*[*map(self._read, names), spin_ns])
 
     def close(self, timeout_s: float = END_TIMEOUT_S) -> bool:
         """End the helpers; kernels run on their callers alone from now on. Whether all have ended in time.
@@ -145,6 +150,7 @@ class Team:
         for number in range(at.NUM_SLOTS):
             slot = (at.SLOTS + number * at.SLOT_BYTES) // 8
             self._words[slot : slot + at.MEMORY_OF_SLOT // 8] = 0
+            self._words[slot + at.SPIN_OF_CALLER_NS // 8] = team_waiting.MOST_SPIN_NS
         _LIBC.pthread_mutex_init(ctypes.c_void_p(self._memory + at.MUTEX), None)
         _LIBC.pthread_cond_init(ctypes.c_void_p(self._memory + at.CONDITION), None)
 
@@ -159,6 +165,7 @@ class Team:
             self._words[at.NUM_ALIVE // 8] += 1
             own = self._memory + at.HELPERS + len(self._threads) * at.HELPER_BYTES
             ctypes.c_int64.from_address(own + at.MEMORY).value = self._memory
+            ctypes.c_int64.from_address(own + at.SPIN_NS).value = team_waiting.MOST_SPIN_NS
             start = ctypes.c_void_p(self._loops[0].address), ctypes.c_void_p(own)
             error = _LIBC.pthread_create(ctypes.byref(thread), None, *start)
         finally:
@@ -174,11 +181,12 @@ class Team:
         return True
 
 
-def _futex_number() -> int:
-    return _FUTEX_NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" else 0
+def call_numbers() -> tuple[int, int, int] | None:
+    """Return the numbers of ``futex``, ``sched_getattr`` and ``sched_setattr``; ``None`` where they are not known."""
+    return _CALL_NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
 
 
-def _new_memory(futex_number: int) -> int:
+def _new_memory(call_numbers: tuple[int, int, int] | None) -> int:
     """Return the address of a team's memory, which is never freed."""
     address = ctypes.c_void_p()
     size = at.MEMORY_BYTES
@@ -189,26 +197,27 @@ def _new_memory(futex_number: int) -> int:
     _LIBC.pthread_mutex_init(ctypes.c_void_p(address.value + at.MUTEX), None)
     _LIBC.pthread_cond_init(ctypes.c_void_p(address.value + at.CONDITION), None)
     words = {
-        at.SPIN_NS: team_waiting.MOST_SPIN_NS,
         at.CLOCK_GETTIME: _address(_LIBC.clock_gettime),
         at.CLOCK_NUMBER: _CLOCK_NUMBER,
-        at.SYSCALL: _address(_LIBC.syscall) if futex_number else 0,
-        at.FUTEX_NUMBER: futex_number,
         at.MUTEX_LOCK: _address(_LIBC.pthread_mutex_lock),
         at.MUTEX_UNLOCK: _address(_LIBC.pthread_mutex_unlock),
         at.CONDITION_WAIT: _address(_LIBC.pthread_cond_wait),
         at.CONDITION_BROADCAST: _address(_LIBC.pthread_cond_broadcast),
     }
+    if call_numbers is not None:
+        words[at.SYSCALL] = _address(_LIBC.syscall)
+        names = at.FUTEX_NUMBER, at.GET_ATTRIBUTES_NUMBER, at.SET_ATTRIBUTES_NUMBER
+        words |= dict(zip(names, call_numbers, strict=True))
     if hasattr(_LIBC, "sched_getcpu") and hasattr(_LIBC, "gettid"):
         words |= {
             at.SCHED_GETCPU: _address(_LIBC.sched_getcpu),
             at.GETAFFINITY: _address(_LIBC.sched_getaffinity),
             at.SETAFFINITY: _address(_LIBC.sched_setaffinity),
-            at.GETRUSAGE: _address(_LIBC.getrusage),
             at.GETTID: _address(_LIBC.gettid),
         }
     for number in range(at.NUM_SLOTS):
-        words[at.SLOTS + number * at.SLOT_BYTES + at.MEMORY_OF_SLOT] = address.value
+        slot = at.SLOTS + number * at.SLOT_BYTES
+        words |= {slot + at.MEMORY_OF_SLOT: address.value, slot + at.SPIN_OF_CALLER_NS: team_waiting.MOST_SPIN_NS}
     for offset, word in words.items():
         ctypes.c_int64.from_address(address.value + offset).value = word
     return address.value

@@ -31,13 +31,16 @@ from pagedcore_kernels.cpu.runtime.atomics import (
 )
 from pagedcore_kernels.cpu.runtime.compiled import CompiledEntry, compile_entry
 from pagedcore_kernels.cpu.runtime.team_waiting import (
+    SHORT_SPIN_NS,
     adapt_spin,
     leave_cpu,
-    note_sleep,
+    note_wait,
     now_ns,
     present_cpu,
     return_mask,
+    shorten_slice,
     sleep_while,
+    spin_bound,
     wake,
 )
 from pagedcore_kernels.cpu.simd import address_of, load_int64
@@ -69,17 +72,16 @@ def _help(c: int) -> int:
 def _await_run(c: int, helper: int, seen: int) -> None:
     """Wait until the generation is another than ``seen``."""
     begin = start = now_ns(c)
-    adapt_spin(c, helper, begin)
+    bound = spin_bound(c, helper, begin)
     while load_shared(c + at.GENERATION) == seen:
         pause()
         now = now_ns(c)
         if load_shared(c + at.NUM_OPEN) > 0:
             start = now
-        bound = load_shared(c + at.SPIN_NS)
         # Why a second bound: the caller of a run that stays open has lost its core.
         if now - start > bound or now - begin > 4 * bound:
             break
-    awake_until = now_ns(c)
+    asleep_since = now_ns(c)
     if load_shared(c + at.GENERATION) == seen:
         return_mask(c, helper)
         store_shared(helper + at.SLEEPS, 1)
@@ -88,7 +90,8 @@ def _await_run(c: int, helper: int, seen: int) -> None:
             sleep_while(c, c + at.GENERATION, seen)
         add_shared(c + at.NUM_SLEEPERS, -1)
         store_shared(helper + at.SLEEPS, 0)
-        note_sleep(helper, now_ns(c) - awake_until)
+        if bound > SHORT_SPIN_NS:
+            adapt_spin(c, helper + at.SPIN_NS, now_ns(c) - asleep_since)
         cpu = present_cpu(c)
         if cpu >= 0 and cpu == load_shared(c + at.CALLER_CPU):
             store_shared(helper + at.NEEDS_PLACING, 1)
@@ -127,19 +130,23 @@ def _places(c: int, slot: int, wanted: int) -> int:
 def _await_helpers(c: int, slot: int) -> None:
     """Wait until no helper is inside the run of a slot, which is closed."""
     start = now_ns(c)
+    bound = load_shared(slot + at.SPIN_OF_CALLER_NS)
     while load_shared(slot + at.STATE) != 0:
         pause()
-        now = now_ns(c)
-        if now - start > load_shared(c + at.SPIN_NS):
+        if now_ns(c) - start > bound:
             break
     if load_shared(slot + at.STATE) != 0:
         add_shared(c + at.NUM_SLEEPS_OF_CALLERS, 1)
         store_shared(slot + at.CALLER_SLEEPS, 1)
+        asleep_since = now_ns(c)
         inside = load_shared(slot + at.STATE)
         while inside != 0:
             sleep_while(c, slot + at.STATE, inside)
             inside = load_shared(slot + at.STATE)
         store_shared(slot + at.CALLER_SLEEPS, 0)
+        awake_since = now_ns(c)
+        adapt_spin(c, slot + at.SPIN_OF_CALLER_NS, awake_since - asleep_since)
+        note_wait(c, awake_since - start, awake_since)
 
 
 @cache
@@ -155,6 +162,7 @@ def helper_loop() -> CompiledEntry:
         gettid = load_int64(c, at.GETTID // 8)
         if gettid != 0:
             store_shared(helper + at.THREAD_ID, call_function(gettid, 0, 0, 0, 0, 0) & 0xFFFFFFFF)
+        shorten_slice(c)
         while True:
             seen = load_shared(c + at.GENERATION)
             if load_shared(c + at.STOP) != 0:

@@ -15,9 +15,8 @@ GENERATION: Final = 0
 """Counts runs that were opened; helpers wait for it to change."""
 STOP: Final = 16
 """1 when helpers are to end."""
-SPIN_NS: Final = 24
-"""The present bound for spinning, in nanoseconds."""
-
+SHORT_UNTIL_NS: Final = 24
+"""Until when helpers spin shortly."""
 CALLER_CPU: Final = 32
 """The processor that the caller of the newest run was on."""
 NUM_HELPERS: Final = 40
@@ -31,12 +30,14 @@ NUM_WAKES: Final = 2 * LINE
 """How often a caller had to wake helpers through the operating system."""
 NUM_SLEEPS_OF_CALLERS: Final = 2 * LINE + 8
 """How often a caller slept because a helper held its work for longer than the bound."""
-NUM_DESCHEDULED: Final = 2 * LINE + 16
-"""How often other threads had a helper's core for a slice of time."""
+NUM_LONG_SLEEPS: Final = 2 * LINE + 16
+"""How often a thread slept for longer than it may spin."""
 NUM_RUNS: Final = 2 * LINE + 24
 """Runs that were opened to helpers."""
 NUM_SHARED: Final = 2 * LINE + 32
 """Joins of helpers."""
+LAST_LOSS_NS: Final = 2 * LINE + 40
+"""When a caller last waited for a helper without a core."""
 NUM_ALIVE: Final = 3 * LINE
 """Helpers that have not ended."""
 
@@ -57,8 +58,10 @@ SCHED_GETCPU: Final = 9 * LINE
 GETAFFINITY: Final = 9 * LINE + 8
 SETAFFINITY: Final = 9 * LINE + 16
 GETTID: Final = 9 * LINE + 24
-GETRUSAGE: Final = 9 * LINE + 32
-"""0 where it cannot tell of a single thread."""
+
+GET_ATTRIBUTES_NUMBER: Final = 9 * LINE + 32
+"""Numbers of the system calls ``sched_getattr`` and ``sched_setattr``."""
+SET_ATTRIBUTES_NUMBER: Final = 9 * LINE + 40
 
 SLOTS: Final = 10 * LINE
 NUM_SLOTS: Final = 16
@@ -71,6 +74,8 @@ CALLER_SLEEPS: Final = 24
 OWNED: Final = 32
 """1 while a caller uses the slot."""
 LAST_END_NS: Final = 40
+SPIN_OF_CALLER_NS: Final = 48
+"""How long a caller spins at most until its helpers are done."""
 
 MEMORY_OF_SLOT: Final = 64
 """Address of the team's memory, on a line that nobody writes."""
@@ -89,10 +94,8 @@ PLACEMENT: Final = 24
 ``CHANGES`` while a thread changes it, which no other one waits for."""
 MEMORY: Final = 32
 """Address of the team's memory."""
-LOOKED_NS: Final = 40
-"""When it looked how much it had of its core, and what it saw."""
-SEEN_SWITCHES: Final = 48
-SEEN_CPU_NS: Final = 56
+SPIN_NS: Final = 40
+"""How long it spins at most until the next run."""
 WHOLE_MASK: Final = LINE
 PLACED_MASK: Final = 3 * LINE
 MASK_BYTES: Final = 2 * LINE

@@ -1,7 +1,7 @@
 """How the threads of a team wait and where they run: sleeping and waking, how long to spin, and on which processor.
 
-The bound for spinning shrinks while other threads want the cores, because a thread that spins takes time from the one
-that it waits for and from the neighbours, and grows back when nothing else wants them.
+Every helper, and every caller, has a bound of its own for spinning. It shrinks while other programs want the cores,
+because a thread that spins takes time from the one that it waits for and from the neighbours, and grows afterwards.
 Read ``team_loop.py`` for who waits.
 """
 
@@ -22,22 +22,23 @@ from pagedcore_kernels.cpu.runtime.atomics import (
 )
 from pagedcore_kernels.cpu.simd import load_int64, stack_int64, store_int64
 
-#: After how much time awake a helper asks the system whether other threads have had its core.
-_LOOK_NS: Final = 1_000_000
-#: So much of it is a slice of time; interrupts and short work take less.
-_SLICE_NS: Final = 500_000
-#: ``getrusage`` of the calling thread, where in its result the involuntary context switches are, and its size.
-_RUSAGE_THREAD, _SWITCHES, _RUSAGE_WORDS = 1, 17, 18
 #: 64-bit words of a mask of processors.
 _MASK_WORDS: Final = at.MASK_BYTES // 8
-#: ``CLOCK_THREAD_CPUTIME_ID`` of Linux; without effect where ``GETRUSAGE`` is 0.
-_THREAD_CLOCK: Final = 3
-LEAST_SPIN_NS: Final = 5_000
+#: Longer than the pause between two kernels of a step.
+LEAST_SPIN_NS: Final = 100_000
 #: Longer than the pause between two steps: where a machine is virtual, a processor that sleeps for a moment is given to
 #: others and may come back milliseconds later.
 MOST_SPIN_NS: Final = 2_000_000
-#: Awake so long without a loss, a helper doubles the bound: fifty losses a second keep it where it is.
-_DOUBLING_NS: Final = 20_000_000
+#: The bound of helpers that lose their cores with work in hand: shorter than the pause between two kernels.
+SHORT_SPIN_NS: Final = 5_000
+#: A caller that waits for so long waits for a helper that has lost its core. After two such waits that are so close,
+#: helpers spin shortly for so long.
+_LOSS_NS, _CLOSE_NS, _SHORT_FOR_NS = 1_000_000, 50_000_000, 100_000_000
+#: Helpers run in slices of this length, the least that Linux knows.
+HELPER_SLICE_NS: Final = 100_000
+#: ``struct sched_attr`` in 64-bit words: its size and the policy, the flags, nice and priority, the slice, two more.
+_ATTRIBUTE_WORDS, _SLICE = 6, 3
+_SCHED_OTHER, _SCHED_BATCH = 0, 3
 #: Operations of Linux's futex, without sharing between processes.
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
 
@@ -122,42 +123,53 @@ def return_mask(c: int, helper: int) -> None:
 
 
 @njit(inline="always")
-def note_sleep(helper: int, slept_ns: int) -> None:
-    """Leave a sleep out of the time since the last look: a helper that never spins for long must get there too."""
-    store_int64(helper + at.LOOKED_NS, 0, load_int64(helper + at.LOOKED_NS, 0) + slept_ns)
+def shorten_slice(c: int) -> None:
+    """Ask Linux (6.12 or later) to give the calling thread its time in short slices; its share stays the same.
 
-
-@njit(inline="always")
-def _look(c: int, helper: int, now: int) -> int:
-    """Note what this helper has had of its core up to now; return the switches to other threads since the last look."""
-    usage = stack_int64(_RUSAGE_WORDS)
-    function = load_int64(c, at.GETRUSAGE // 8)
-    if function == 0 or call_function(function, _RUSAGE_THREAD, usage, 0, 0, 0) & 0xFFFFFFFF != 0:
-        return 0
-    before = load_int64(helper + at.SEEN_SWITCHES, 0)
-    store_int64(helper + at.SEEN_SWITCHES, 0, load_int64(usage, _SWITCHES))
-    store_int64(helper + at.SEEN_CPU_NS, 0, read_clock(load_int64(c, at.CLOCK_GETTIME // 8), _THREAD_CLOCK))
-    store_int64(helper + at.LOOKED_NS, 0, now)
-    switches: int = load_int64(usage, _SWITCHES) - before
-    return switches
-
-
-@njit(inline="always")
-def adapt_spin(c: int, helper: int, now: int) -> None:
-    """Halve the bound for spinning if other threads had this helper's core for a slice of time, else let it grow.
-
-    Why switches and time: what interrupts the core for a moment needs no room made for it, and a hypervisor that takes
-    it away gives it back later to a thread that sleeps.
+    Why: a thread with a shorter slice than the present one is given the core as soon as it wakes, so a helper computes
+    while its caller does. With the same slices it gets the core at a tick, when its caller's time is over.
     """
-    elapsed = now - load_int64(helper + at.LOOKED_NS, 0)
-    if elapsed < _LOOK_NS:
-        return
-    cpu_before = load_int64(helper + at.SEEN_CPU_NS, 0)
-    switches = _look(c, helper, now)
-    lost = elapsed - (load_int64(helper + at.SEEN_CPU_NS, 0) - cpu_before)
-    spin = load_shared(c + at.SPIN_NS)
-    if switches > 0 and lost > _SLICE_NS:
-        add_shared(c + at.NUM_DESCHEDULED, 1)
-        store_shared(c + at.SPIN_NS, max(LEAST_SPIN_NS, spin // 2))
+    syscall = load_int64(c, at.SYSCALL // 8)
+    words = stack_int64(_ATTRIBUTE_WORDS)
+    get, put = load_int64(c, at.GET_ATTRIBUTES_NUMBER // 8), load_int64(c, at.SET_ATTRIBUTES_NUMBER // 8)
+    if syscall != 0 and call_function(syscall, get, 0, words, _ATTRIBUTE_WORDS * 8, 0) & 0xFFFFFFFF == 0:
+        policy = load_int64(words, 0) >> 32
+        if load_int64(words, _SLICE) != 0 and policy in (_SCHED_OTHER, _SCHED_BATCH):
+            store_int64(words, _SLICE, HELPER_SLICE_NS)
+            call_function(syscall, put, 0, words, 0, 0)
+
+
+@njit(inline="always")
+def spin_bound(c: int, helper: int, now: int) -> int:
+    """How long a helper may spin from now on, in nanoseconds."""
+    bound: int = SHORT_SPIN_NS if now < load_shared(c + at.SHORT_UNTIL_NS) else load_shared(helper + at.SPIN_NS)
+    return bound
+
+
+@njit(inline="always")
+def note_wait(c: int, waited_ns: int, now: int) -> None:
+    """Note how long a caller has waited for its helpers; after long waits helpers sleep between kernels for a while.
+
+    Why: a neighbour that shares a helper's core alone takes it at a tick, work in hand, from a helper that stays awake.
+    A helper that sleeps between kernels leaves out some of them instead. Where callers lose their cores as often as
+    helpers do, such waits are rare: both are on their cores at the same time.
+    """
+    if waited_ns > _LOSS_NS:
+        if now - load_shared(c + at.LAST_LOSS_NS) < _CLOSE_NS:
+            store_shared(c + at.SHORT_UNTIL_NS, now + _SHORT_FOR_NS)
+        store_shared(c + at.LAST_LOSS_NS, now)
+
+
+@njit(inline="always")
+def adapt_spin(c: int, bound: int, slept_ns: int) -> None:
+    """Change the bound at address ``bound`` after a sleep of so many nanoseconds.
+
+    A sleep that no spinning would have spared shortens it: beside busy programs it means that the thread that is waited
+    for has lost its core. Other sleeps lengthen it.
+    """
+    spin = load_shared(bound)
+    if slept_ns > MOST_SPIN_NS:
+        add_shared(c + at.NUM_LONG_SLEEPS, 1)
+        store_shared(bound, max(LEAST_SPIN_NS, spin // 2))
     else:
-        store_shared(c + at.SPIN_NS, min(MOST_SPIN_NS, spin + spin * min(elapsed, _DOUBLING_NS) // _DOUBLING_NS))
+        store_shared(bound, min(MOST_SPIN_NS, spin + spin // 2))
