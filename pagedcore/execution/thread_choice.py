@@ -39,6 +39,8 @@ CHANGE: Final = 0.1
 #: The last steps are averaged over about so many seconds, or three steps: many slices of a neighbour's time.
 AVERAGE_S: Final = 0.1
 LEAST_KEPT: Final = 0.7
+#: The share of the core over so many, because it varies more and a change of it leads to a trial.
+SHARE_AVERAGE_S: Final = 0.4
 #: The wait after a trial is at least so many times as long as the trial.
 WAIT_PER_TRIAL: Final = 10
 
@@ -82,13 +84,33 @@ class ThreadChoice:
         return self._sizes.setdefault(num_tokens.bit_length(), _Size(self.ways))
 
 
+class _Mean:
+    """The mean over the last seconds: a ratio of two sums that fade.
+
+    Why not a mean of ratios: one whose weights are durations would exceed the mean cost of a trial.
+    """
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s, self._weight, self._sum = over_s, 0.0, 0.0
+
+    def begin(self, weight: float, amount: float) -> None:
+        self._weight, self._sum = weight, amount
+
+    def add(self, weight: float, amount: float, elapsed_s: float) -> None:
+        kept = max(LEAST_KEPT, 1 - elapsed_s / self._over_s)
+        self._weight, self._sum = kept * self._weight + weight, kept * self._sum + amount
+
+    def mean(self) -> float:
+        return self._sum / self._weight if self._weight else 0.0
+
+
 class _Size:
     """The judgement for one size."""
 
     def __init__(self, ways: tuple[Way, ...]) -> None:
         self._ways = ways
         self._current, self._trial, self._next_trial = 0, -1, 1
-        self._steps = self._seconds = self._core_s = 0.0
+        self._cost, self._core_share = _Mean(AVERAGE_S), _Mean(SHARE_AVERAGE_S)
         self._core_share_at_trial = 0.0
         self._num_steps = 0
         self._trial_costs: list[float] = []
@@ -105,27 +127,13 @@ class _Size:
             self._observe_trial(now_s, cost_s)
             return
         self._num_steps += 1
-        kept = max(LEAST_KEPT, 1 - cost_s / AVERAGE_S)
-        self._note(kept, 1, cost_s, cost_s * core_share)
-        if abs(self._core_share() - self._core_share_at_trial) > CHANGE and self._wait_s > SHORTEST_WAIT_S:
+        self._cost.add(1, cost_s, cost_s)
+        self._core_share.add(cost_s, cost_s * core_share, cost_s)
+        if abs(self._core_share.mean() - self._core_share_at_trial) > CHANGE and self._wait_s > SHORTEST_WAIT_S:
             self._wait_s = SHORTEST_WAIT_S
             self._trial_at_s = min(self._trial_at_s, now_s + self._wait_s)
-            self._note(0, 1, cost_s, cost_s * core_share)
-
-    def _note(self, kept: float, steps: float, seconds: float, core_s: float) -> None:
-        """Add to the sums, after multiplying what is in them by ``kept``.
-
-        Why sums and not an average of costs: a mean whose weights are durations would exceed that of a trial.
-        """
-        self._steps = kept * self._steps + steps
-        self._seconds = kept * self._seconds + seconds
-        self._core_s = kept * self._core_s + core_s
-
-    def _cost_s(self) -> float:
-        return self._seconds / self._steps
-
-    def _core_share(self) -> float:
-        return self._core_s / self._seconds if self._seconds else 0.0
+            self._cost.begin(1, cost_s)
+            self._core_share.begin(cost_s, cost_s * core_share)
 
     def _observe_trial(self, now_s: float, cost_s: float) -> None:
         if len(self._trial_costs) < WARM_UP_STEPS or sum(self._trial_costs) < WARM_UP_S:
@@ -134,18 +142,17 @@ class _Size:
             return
         self._trial_costs.append(cost_s)
         total_s, num_steps = sum(self._trial_costs[self._num_warm :]), len(self._trial_costs) - self._num_warm
-        is_hopeless = total_s > HOPELESS * self._cost_s() * num_steps and total_s >= TRIAL_S
-        needed_s = WINNING_S if total_s < ADVANTAGE * self._cost_s() * num_steps else TRIAL_S
+        is_hopeless = total_s > HOPELESS * self._cost.mean() * num_steps and total_s >= TRIAL_S
+        needed_s = WINNING_S if total_s < ADVANTAGE * self._cost.mean() * num_steps else TRIAL_S
         if is_hopeless or (num_steps >= TRIAL_STEPS and total_s >= needed_s):
             self._end_trial(now_s, total_s, num_steps, is_hopeless)
 
     def _end_trial(self, now_s: float, total_s: float, num_steps: int, is_hopeless: bool) -> None:
-        core_share = self._core_share()
-        self._core_share_at_trial = core_share
+        self._core_share_at_trial = self._core_share.mean()
         least_wait_s = WAIT_PER_TRIAL * sum(self._trial_costs)
-        if total_s < ADVANTAGE * self._cost_s() * num_steps:
+        if total_s < ADVANTAGE * self._cost.mean() * num_steps:
             self._current, self._num_steps = self._trial, FIRST_STEPS
-            self._note(0, num_steps, total_s, total_s * core_share)
+            self._cost.begin(num_steps, total_s)
             self._wait_s, least_wait_s = SHORTEST_WAIT_S, 0
         elif self._ways[self._current].num_threads == 1:
             self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_ALONE_S)

@@ -79,7 +79,7 @@ def _await_run(c: int, helper: int, seen: int) -> None:
         if load_shared(c + at.NUM_OPEN) > 0:
             start = now
         # Why a second bound: the caller of a run that stays open has lost its core.
-        if now - start > bound or now - begin > 4 * bound:
+        if now - start > bound or now - begin > 2 * bound:
             break
     asleep_since = now_ns(c)
     if load_shared(c + at.GENERATION) == seen:
@@ -146,7 +146,7 @@ def _await_helpers(c: int, slot: int) -> None:
         store_shared(slot + at.CALLER_SLEEPS, 0)
         awake_since = now_ns(c)
         adapt_spin(c, slot + at.SPIN_OF_CALLER_NS, awake_since - asleep_since)
-        note_wait(c, awake_since - start, awake_since)
+        note_wait(c, start, awake_since)
 
 
 @cache

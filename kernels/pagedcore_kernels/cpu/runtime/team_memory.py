@@ -37,7 +37,7 @@ NUM_RUNS: Final = 2 * LINE + 24
 NUM_SHARED: Final = 2 * LINE + 32
 """Joins of helpers."""
 LAST_LOSS_NS: Final = 2 * LINE + 40
-"""When a caller last waited for a helper without a core."""
+"""When a caller had last waited for a helper without a core."""
 NUM_ALIVE: Final = 3 * LINE
 """Helpers that have not ended."""
 

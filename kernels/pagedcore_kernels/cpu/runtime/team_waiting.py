@@ -33,7 +33,7 @@ MOST_SPIN_NS: Final = 2_000_000
 SHORT_SPIN_NS: Final = 5_000
 #: A caller that waits for so long waits for a helper that has lost its core. After two such waits that are so close,
 #: helpers spin shortly for so long.
-_LOSS_NS, _CLOSE_NS, _SHORT_FOR_NS = 1_000_000, 50_000_000, 100_000_000
+_LOSS_NS, _CLOSE_NS, _SHORT_FOR_NS = 1_000_000, 20_000_000, 100_000_000
 #: Helpers run in slices of this length, the least that Linux knows.
 HELPER_SLICE_NS: Final = 100_000
 #: ``struct sched_attr`` in 64-bit words: its size and the policy, the flags, nice and priority, the slice, two more.
@@ -147,17 +147,17 @@ def spin_bound(c: int, helper: int, now: int) -> int:
 
 
 @njit(inline="always")
-def note_wait(c: int, waited_ns: int, now: int) -> None:
-    """Note how long a caller has waited for its helpers; after long waits helpers sleep between kernels for a while.
+def note_wait(c: int, start: int, end: int) -> None:
+    """Note when a caller has waited for its helpers; after long waits helpers sleep between kernels for a while.
 
     Why: a neighbour that shares a helper's core alone takes it at a tick, work in hand, from a helper that stays awake.
     A helper that sleeps between kernels leaves out some of them instead. Where callers lose their cores as often as
     helpers do, such waits are rare: both are on their cores at the same time.
     """
-    if waited_ns > _LOSS_NS:
-        if now - load_shared(c + at.LAST_LOSS_NS) < _CLOSE_NS:
-            store_shared(c + at.SHORT_UNTIL_NS, now + _SHORT_FOR_NS)
-        store_shared(c + at.LAST_LOSS_NS, now)
+    if end - start > _LOSS_NS:
+        if start - load_shared(c + at.LAST_LOSS_NS) < _CLOSE_NS:
+            store_shared(c + at.SHORT_UNTIL_NS, end + _SHORT_FOR_NS)
+        store_shared(c + at.LAST_LOSS_NS, end)
 
 
 @njit(inline="always")
