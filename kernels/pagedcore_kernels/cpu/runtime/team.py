@@ -113,10 +113,15 @@ class Team:
 
     def counters(self) -> TeamCounters:
         """Read what the team has done."""
-        names = at.NUM_RUNS, at.NUM_SHARED, at.NUM_WAKES, at.NUM_SLEEPS_OF_CALLERS, at.NUM_LONG_SLEEPS
         helpers = range(at.HELPERS, at.HELPERS + self._read(at.NUM_HELPERS) * at.HELPER_BYTES, at.HELPER_BYTES)
-        spin_ns = min((self._read(helper + at.SPIN_NS) for helper in helpers), default=0)
-        return TeamCounters(*[*map(self._read, names), spin_ns])
+        return TeamCounters(
+            num_runs=self._read(at.NUM_RUNS),
+            num_joins=self._read(at.NUM_SHARED),
+            num_wakes=self._read(at.NUM_WAKES),
+            num_sleeps_of_callers=self._read(at.NUM_SLEEPS_OF_CALLERS),
+            num_long_sleeps=self._read(at.NUM_LONG_SLEEPS),
+            spin_ns=min((self._read(helper + at.SPIN_NS) for helper in helpers), default=0),
+        )
 
     def close(self, timeout_s: float = END_TIMEOUT_S) -> bool:
         """End the helpers; kernels run on their callers alone from now on. Whether all have ended in time.
@@ -186,7 +191,7 @@ def call_numbers() -> tuple[int, int, int] | None:
     return _CALL_NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
 
 
-def _new_memory(call_numbers: tuple[int, int, int] | None) -> int:
+def _new_memory(numbers: tuple[int, int, int] | None) -> int:
     """Return the address of a team's memory, which is never freed."""
     address = ctypes.c_void_p()
     size = at.MEMORY_BYTES
@@ -204,10 +209,10 @@ def _new_memory(call_numbers: tuple[int, int, int] | None) -> int:
         at.CONDITION_WAIT: _address(_LIBC.pthread_cond_wait),
         at.CONDITION_BROADCAST: _address(_LIBC.pthread_cond_broadcast),
     }
-    if call_numbers is not None:
+    if numbers is not None:
         words[at.SYSCALL] = _address(_LIBC.syscall)
         names = at.FUTEX_NUMBER, at.GET_ATTRIBUTES_NUMBER, at.SET_ATTRIBUTES_NUMBER
-        words |= dict(zip(names, call_numbers, strict=True))
+        words |= dict(zip(names, numbers, strict=True))
     if hasattr(_LIBC, "sched_getcpu") and hasattr(_LIBC, "gettid"):
         words |= {
             at.SCHED_GETCPU: _address(_LIBC.sched_getcpu),

@@ -81,15 +81,16 @@ def _await_run(c: int, helper: int, seen: int) -> None:
         # Why a second bound: the caller of a run that stays open has lost its core.
         if now - start > bound or now - begin > 2 * bound:
             break
-    asleep_since = now_ns(c)
     if load_shared(c + at.GENERATION) == seen:
         return_mask(c, helper)
         store_shared(helper + at.SLEEPS, 1)
         add_shared(c + at.NUM_SLEEPERS, 1)
+        asleep_since = now_ns(c)
         while load_shared(c + at.GENERATION) == seen:
             sleep_while(c, c + at.GENERATION, seen)
         add_shared(c + at.NUM_SLEEPERS, -1)
         store_shared(helper + at.SLEEPS, 0)
+        # Why: a sleep after hardly any spinning says nothing of the bound.
         if bound > SHORT_SPIN_NS:
             adapt_spin(c, helper + at.SPIN_NS, now_ns(c) - asleep_since)
         cpu = present_cpu(c)

@@ -36,9 +36,8 @@ SHORT_SPIN_NS: Final = 5_000
 _LOSS_NS, _CLOSE_NS, _SHORT_FOR_NS = 1_000_000, 20_000_000, 100_000_000
 #: Helpers run in slices of this length, the least that Linux knows.
 HELPER_SLICE_NS: Final = 100_000
-#: ``struct sched_attr`` in 64-bit words: its size and the policy, the flags, nice and priority, the slice, two more.
+#: ``struct sched_attr`` in 64-bit words: its size and policy, the flags, nice and priority, the slice, two more.
 _ATTRIBUTE_WORDS, _SLICE = 6, 3
-_SCHED_OTHER, _SCHED_BATCH = 0, 3
 #: Operations of Linux's futex, without sharing between processes.
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
 
@@ -133,8 +132,8 @@ def shorten_slice(c: int) -> None:
     words = stack_int64(_ATTRIBUTE_WORDS)
     get, put = load_int64(c, at.GET_ATTRIBUTES_NUMBER // 8), load_int64(c, at.SET_ATTRIBUTES_NUMBER // 8)
     if syscall != 0 and call_function(syscall, get, 0, words, _ATTRIBUTE_WORDS * 8, 0) & 0xFFFFFFFF == 0:
-        policy = load_int64(words, 0) >> 32
-        if load_int64(words, _SLICE) != 0 and policy in (_SCHED_OTHER, _SCHED_BATCH):
+        # Linux says 0 where a thread has no slice of its own: before 6.12, and in policies that know none.
+        if load_int64(words, _SLICE) != 0:
             store_int64(words, _SLICE, HELPER_SLICE_NS)
             call_function(syscall, put, 0, words, 0, 0)
 
