@@ -131,11 +131,11 @@ def shorten_slice(c: int) -> None:
     syscall = load_int64(c, at.SYSCALL // 8)
     words = stack_int64(_ATTRIBUTE_WORDS)
     get, put = load_int64(c, at.GET_ATTRIBUTES_NUMBER // 8), load_int64(c, at.SET_ATTRIBUTES_NUMBER // 8)
-    if syscall != 0 and call_function(syscall, get, 0, words, _ATTRIBUTE_WORDS * 8, 0) & 0xFFFFFFFF == 0:
-        # Linux says 0 where a thread has no slice of its own: before 6.12, and in policies that know none.
-        if load_int64(words, _SLICE) != 0:
-            store_int64(words, _SLICE, HELPER_SLICE_NS)
-            call_function(syscall, put, 0, words, 0, 0)
+    knows = syscall != 0 and call_function(syscall, get, 0, words, _ATTRIBUTE_WORDS * 8, 0) & 0xFFFFFFFF == 0
+    # Linux says 0 where a thread has no slice of its own: before 6.12, and in policies that know none.
+    if knows and load_int64(words, _SLICE) != 0:
+        store_int64(words, _SLICE, HELPER_SLICE_NS)
+        call_function(syscall, put, 0, words, 0, 0)
 
 
 @njit(inline="always")
