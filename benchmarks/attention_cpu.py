@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from pagedcore_kernels.cpu.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.layout import KVLayout, LayerShape
 
 Action = Callable[[], object]

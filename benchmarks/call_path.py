@@ -20,7 +20,7 @@ from typing import Any
 from pagedcore import Engine, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1] / "pagedcore"
-LEFT_OUT = ("models/", "execution/models/", "execution/linears.py")
+LEFT_OUT = ("models/",)
 PROMPT, PARAMS = "What is 2 + 3?", SamplingParams(max_tokens=8)
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from pagedcore_kernels.cuda.work_lists import Visibility, make_work_lists
-from pagedcore_kernels.plan import StepPlan
+from pagedcore_kernels.cuda.attention.work_lists import Visibility, make_work_lists
+from pagedcore_kernels.step_plan import StepPlan
 
 NUM_CTAS = 264
 BLOCK = 16

@@ -37,7 +37,7 @@ from door_measuring import NUM_REQUESTS, NUM_TOKENS, SETTINGS, prompts
 from guest import summary
 
 from pagedcore import AsyncEngine, Delta, SamplingParams, Usage
-from pagedcore.stream import Stream, StreamReader, wake
+from pagedcore.serving.stream import Stream, StreamReader, wake
 
 Measure = Callable[[float], list[float]]
 """Lets readers read for so many seconds and returns the lateness of each tick."""

@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), str(ROOT 
 import gpu_stages as stages  # noqa: E402
 from gpu_card import CudaCard  # noqa: E402
 
-from pagedcore_kernels.cuda.images import ImageStore, source_digest  # noqa: E402
+from pagedcore_kernels.cuda.build.images import ImageStore, source_digest  # noqa: E402
 
 STAGES = ("correctness", "stress", "sanitizer", "decode", "prefill", "gaps", "sweeps")
 STAGE_S = 600
@@ -60,9 +60,9 @@ def main(arguments: list[str] | None = None, make_card: Any = CudaCard) -> int:
 
 def build(kernels: Path, arch: str, small: bool) -> None:
     """Compile everything that the stages launch; what is there already is kept."""
-    from pagedcore_kernels.cuda.compiler import parse_arch
-    from pagedcore_kernels.cuda.library import build_image
-    from pagedcore_kernels.cuda.variants import COPY_NAME, shipped_names
+    from pagedcore_kernels.cuda.build.compiler import parse_arch
+    from pagedcore_kernels.cuda.build.library import build_image
+    from pagedcore_kernels.cuda.build.variants import COPY_NAME, shipped_names
 
     sizes = stages.SMALL if small else stages.FULL
     decode = sizes.layer.kernel("decode")

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.driver import Argument, CudaDriver
-from pagedcore_kernels.cuda.library import KernelLibrary
 
 _ALIGN = 256
 

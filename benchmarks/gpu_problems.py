@@ -1,7 +1,7 @@
 """One step's attention as buffers on a card: the batch, its work lists and the arguments of the launches.
 
-The same planner, formats and parameter order as ``pagedcore_kernels.cuda.backend``, without torch on the card, and
-with the knobs that measurements turn. Read ``gpu_stages.py`` for who does.
+The same planner, formats and parameter order as ``pagedcore_kernels.cuda.attention.backend``, without torch on the
+card, and with the knobs that measurements turn. Read ``gpu_stages.py`` for who does.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from cuda_plan import BLOCK, step_plan
 
+from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
+from pagedcore_kernels.cuda.build.variants import attention_name
 from pagedcore_kernels.cuda.layer_plans import CTAS_PER_SM
 from pagedcore_kernels.cuda.shapes import LOG2_E, AttentionShape, Format, partial_bytes
-from pagedcore_kernels.cuda.variants import attention_name
-from pagedcore_kernels.cuda.work_lists import Visibility, WorkLists, make_work_lists
 
 _CHUNK = 2**26
 _BF16 = 2

@@ -23,10 +23,10 @@ from cuda_plan import BLOCK
 from gpu_card import HardwareDriver, host_us, median
 from gpu_problems import Layer, Problem
 
+from pagedcore_kernels.cuda.build.variants import COPY_NAME, attention_name, write_name
 from pagedcore_kernels.cuda.formats import FORMATS
 from pagedcore_kernels.cuda.layer_plans import CTAS_PER_SM
 from pagedcore_kernels.cuda.shapes import AttentionShape
-from pagedcore_kernels.cuda.variants import COPY_NAME, attention_name, write_name
 
 GOAL_OF_COPY = 0.8
 """Share of the copy's bytes per second that decode is to reach."""

@@ -7,7 +7,7 @@ token itself, in the slot the engine assigned, and it reads the second last one 
 import numpy as np
 
 from pagedcore import Engine, SamplingParams
-from pagedcore.ports import FloatArray, RaggedRows
+from pagedcore.protocols import FloatArray, RaggedRows
 
 
 class FibonacciModel:

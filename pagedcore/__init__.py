@@ -5,7 +5,7 @@
     with Engine.from_pretrained("demo") as engine:
         print(engine.generate(["What is 2 + 3?"], SamplingParams(max_tokens=16))[0].outputs[0].text)
 
-The names below are the public ones; each is imported when it is first used. Read ``engine.py`` next.
+The names below are the public ones; each is imported when it is first used. Read ``docs/architecture.md`` next.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from pagedcore._version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from pagedcore.async_engine import AsyncEngine
-    from pagedcore.config import EngineConfig
-    from pagedcore.engine import Engine
-    from pagedcore.memory import MemoryBudget
-    from pagedcore.observability.metrics import engine_metrics, engine_metrics_text
+    from pagedcore.config.engine_config import EngineConfig
+    from pagedcore.config.memory_budget import MemoryBudget
+    from pagedcore.engine.engine import Engine
+    from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
     from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
     from pagedcore.plugins.expose import expose
-    from pagedcore.request import Request
+    from pagedcore.requests.request import Request
     from pagedcore.sampling_params import SamplingParams
-    from pagedcore.session import Session
-
-__version__: Final = "0.1.0"
+    from pagedcore.serving.async_engine import AsyncEngine
+    from pagedcore.sessions.session import Session
 
 __all__ = [
     "AsyncEngine",
@@ -47,21 +47,21 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "AsyncEngine": "pagedcore.async_engine",
+    "AsyncEngine": "pagedcore.serving.async_engine",
     "CompletionOutput": "pagedcore.outputs",
     "Delta": "pagedcore.outputs",
-    "Engine": "pagedcore.engine",
-    "EngineConfig": "pagedcore.config",
-    "MemoryBudget": "pagedcore.memory",
-    "Request": "pagedcore.request",
+    "Engine": "pagedcore.engine.engine",
+    "EngineConfig": "pagedcore.config.engine_config",
+    "MemoryBudget": "pagedcore.config.memory_budget",
+    "Request": "pagedcore.requests.request",
     "RequestOutput": "pagedcore.outputs",
     "SamplingParams": "pagedcore.sampling_params",
-    "Session": "pagedcore.session",
+    "Session": "pagedcore.sessions.session",
     "TokenLogprobs": "pagedcore.outputs",
     "TokenText": "pagedcore.outputs",
     "Usage": "pagedcore.outputs",
-    "engine_metrics": "pagedcore.observability.metrics",
-    "engine_metrics_text": "pagedcore.observability.metrics",
+    "engine_metrics": "pagedcore.metrics.recorder",
+    "engine_metrics_text": "pagedcore.metrics.recorder",
     "expose": "pagedcore.plugins.expose",
 }
 

@@ -12,17 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from pagedcore import normalisers
-from pagedcore.errors import (
-    InvalidMaxTokens,
-    InvalidMinTokens,
-    InvalidSampling,
-    InvalidSeed,
-    TooManyLogprobs,
-    TooManySequences,
-    UnknownParameter,
-)
-from pagedcore.limits import (
+from pagedcore.config import field_rules
+from pagedcore.config.limits import (
     MAX_COUNT,
     MAX_LENGTH_PENALTY,
     MAX_LOGPROBS,
@@ -31,6 +22,15 @@ from pagedcore.limits import (
     MAX_SEED,
     MAX_SEQUENCES_PER_REQUEST,
     MAX_TEMPERATURE,
+)
+from pagedcore.errors import (
+    InvalidMaxTokens,
+    InvalidMinTokens,
+    InvalidSampling,
+    InvalidSeed,
+    TooManyLogprobs,
+    TooManySequences,
+    UnknownParameter,
 )
 
 
@@ -174,7 +174,7 @@ class SamplingParams:
                 raise UnknownParameter("parameter name", name, f"one of {known}", _suggestion(name))
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
-            values["logit_bias"] = normalisers.with_integer_keys(values["logit_bias"])
+            values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])
         return cls(**values)
 
 
@@ -188,26 +188,26 @@ _NOT_WITH_BEAMS: Final = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "stop", "best_of",
 )
-_NORMALISERS: Final[Mapping[str, normalisers.Normaliser]] = {
-    "max_tokens": normalisers.integer(InvalidMaxTokens, 1, MAX_COUNT, is_optional=True),
-    "min_tokens": normalisers.integer(InvalidMinTokens, 0, MAX_COUNT),
-    "temperature": normalisers.number(0.0, MAX_TEMPERATURE),
-    "top_k": normalisers.integer(InvalidSampling, 0, MAX_COUNT),
-    "top_p": normalisers.number(0.0, 1.0, low_is_allowed=False),
-    "min_p": normalisers.number(0.0, 1.0),
-    "presence_penalty": normalisers.number(-MAX_PENALTY, MAX_PENALTY),
-    "frequency_penalty": normalisers.number(-MAX_PENALTY, MAX_PENALTY),
-    "repetition_penalty": normalisers.number(0.0, MAX_REPETITION_PENALTY, low_is_allowed=False),
-    "logit_bias": normalisers.logit_bias,
-    "stop": normalisers.stop_strings,
-    "stop_token_ids": normalisers.token_ids,
-    "ignore_eos": normalisers.boolean,
-    "seed": normalisers.integer(InvalidSeed, 0, MAX_SEED, is_optional=True),
-    "n": normalisers.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST),
-    "best_of": normalisers.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST, is_optional=True),
-    "beam_width": normalisers.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST),
-    "length_penalty": normalisers.number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-    "early_stopping": normalisers.early_stopping,
-    "logprobs": normalisers.integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
-    "prompt_logprobs": normalisers.integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
+_NORMALISERS: Final[Mapping[str, field_rules.Normaliser]] = {
+    "max_tokens": field_rules.integer(InvalidMaxTokens, 1, MAX_COUNT, is_optional=True),
+    "min_tokens": field_rules.integer(InvalidMinTokens, 0, MAX_COUNT),
+    "temperature": field_rules.number(0.0, MAX_TEMPERATURE),
+    "top_k": field_rules.integer(InvalidSampling, 0, MAX_COUNT),
+    "top_p": field_rules.number(0.0, 1.0, low_is_allowed=False),
+    "min_p": field_rules.number(0.0, 1.0),
+    "presence_penalty": field_rules.number(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": field_rules.number(-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": field_rules.number(0.0, MAX_REPETITION_PENALTY, low_is_allowed=False),
+    "logit_bias": field_rules.logit_bias,
+    "stop": field_rules.stop_strings,
+    "stop_token_ids": field_rules.token_ids,
+    "ignore_eos": field_rules.boolean,
+    "seed": field_rules.integer(InvalidSeed, 0, MAX_SEED, is_optional=True),
+    "n": field_rules.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST),
+    "best_of": field_rules.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST, is_optional=True),
+    "beam_width": field_rules.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST),
+    "length_penalty": field_rules.number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    "early_stopping": field_rules.early_stopping,
+    "logprobs": field_rules.integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
+    "prompt_logprobs": field_rules.integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
 }

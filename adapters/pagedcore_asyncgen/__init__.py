@@ -4,8 +4,7 @@
     async for delta in generate("What is AI?"):
         print(delta.text, end="")
 
-Uses only public names of pagedcore. Read ``pagedcore/async_engine.py`` for what becomes of a request whose reader
-leaves.
+Uses only public names of pagedcore. ``pagedcore/serving/async_engine.py`` says what happens when a reader leaves.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from pagedcore import AsyncEngine, Delta, SamplingParams, TokenLogprobs, Usage
 from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError
-from pagedcore.observability.metrics import engine_metrics, engine_metrics_text
+from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.body import MAX_BODY_BYTES
 from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
 from pagedcore_bentoml.doorkeeper import Doorkeeper

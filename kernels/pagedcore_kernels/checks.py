@@ -6,7 +6,7 @@ import torch
 
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.layout import BlockLayout
-from pagedcore_kernels.plan import StepPlan
+from pagedcore_kernels.step_plan import StepPlan
 
 
 def check_pool(layout: BlockLayout, pool: torch.Tensor) -> None:

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from pagedcore.errors import InternalError
-from pagedcore.ports import RaggedRows
+from pagedcore.protocols import RaggedRows
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.layout import BlockLayout
-from pagedcore_kernels.plan import StepPlan
+from pagedcore_kernels.step_plan import StepPlan
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -16,9 +16,9 @@ from pagedcore.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedcore.bench.workloads import Workload
-    from pagedcore.engine import Engine
+    from pagedcore.engine.engine import Engine
     from pagedcore.outputs import RequestMetrics
-    from pagedcore.request import Request
+    from pagedcore.requests.request import Request
 
 _WARM_UP_TOKENS = 8
 """Tokens generated, and most prompt tokens taken, by each request of the warm-up."""

@@ -19,8 +19,8 @@ from pagedcore.cli.common import (
 from pagedcore.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from pagedcore.engine import Engine
-    from pagedcore.request import Request
+    from pagedcore.engine.engine import Engine
+    from pagedcore.requests.request import Request
     from pagedcore.sampling_params import SamplingParams
 
 _LEAVE = {"/exit", "/quit"}

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from pagedcore.engine import Engine
-    from pagedcore.request import Request
+    from pagedcore.engine.engine import Engine
+    from pagedcore.requests.request import Request
 
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help='A model directory, a hub id, or "demo", which comes with pagedcore.')

@@ -17,10 +17,10 @@ from pagedcore.cli.common import BlocksOption, DtypeOption, console, open_engine
 
 if TYPE_CHECKING:
     from pagedcore.demo_model.questions import DemoQuestion
-    from pagedcore.engine import Engine
+    from pagedcore.engine.engine import Engine
     from pagedcore.outputs import Delta
-    from pagedcore.request import Request
-    from pagedcore.stats import EngineStats
+    from pagedcore.requests.request import Request
+    from pagedcore.requests.stats import EngineStats
 
 _MAX_ANSWER_TOKENS = 64
 _BLOCK_SIZE = 16

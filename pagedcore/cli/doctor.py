@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
-from pagedcore import __version__
+from pagedcore._version import __version__
 from pagedcore.cli.common import console
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def cuda_device() -> str:
 
 def cuda_kernels() -> str:
     """Say whether kernels for graphics cards could be built and launched with what is installed."""
-    from pagedcore_kernels.cuda.toolchain import EXTRA, missing_compiler_parts
+    from pagedcore_kernels.cuda.build.toolchain import EXTRA, missing_compiler_parts
 
     missing = missing_compiler_parts()
     if missing:
@@ -79,8 +79,8 @@ def versions() -> dict[str, str]:
 
 def choices(machine: Machine) -> dict[str, str]:
     """Say what a configuration that leaves everything open means on this machine."""
-    from pagedcore.config import EngineConfig
-    from pagedcore.execution.loading import DEFAULT_ATTENTION
+    from pagedcore.config.engine_config import EngineConfig
+    from pagedcore.models.loading import DEFAULT_ATTENTION
 
     config = EngineConfig()
     return {

@@ -30,11 +30,11 @@ def build(
 
     Beside them it writes RESOURCES.md, what each of them takes of a card.
     """
-    from pagedcore_kernels.cuda.compiler import parse_arch
-    from pagedcore_kernels.cuda.images import ImageStore
-    from pagedcore_kernels.cuda.library import build_image
-    from pagedcore_kernels.cuda.resources import RESOURCES_FILE, resource_table
-    from pagedcore_kernels.cuda.variants import shipped_names
+    from pagedcore_kernels.cuda.build.compiler import parse_arch
+    from pagedcore_kernels.cuda.build.images import ImageStore
+    from pagedcore_kernels.cuda.build.library import build_image
+    from pagedcore_kernels.cuda.build.resources import RESOURCES_FILE, resource_table
+    from pagedcore_kernels.cuda.build.variants import shipped_names
 
     starts = tuple(only or [""])
     wanted = [(name, each) for each in arch for name in shipped_names(parse_arch(each)) if name.startswith(starts)]

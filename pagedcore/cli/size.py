@@ -11,7 +11,7 @@ from rich.table import Table
 from pagedcore.cli.common import DtypeOption, console
 
 if TYPE_CHECKING:
-    from pagedcore.sizing import SizeReport
+    from pagedcore.cli.size_report import SizeReport
 
 
 def size(
@@ -29,7 +29,7 @@ def size(
     """Say how much memory a model takes for so many sequences, and what fits."""
     from transformers.utils import logging
 
-    from pagedcore.sizing import size_model
+    from pagedcore.cli.size_report import size_model
 
     logging.set_verbosity_error()  # Why: remarks about a configuration would stand between the figures
     report = size_model(model, context=context, concurrency=concurrency, dtype=dtype, memory=memory)
@@ -46,7 +46,7 @@ def size(
 
 def report_table(report: SizeReport, *, is_given: bool) -> Table:
     """Lay out the sum, from one token to all sequences, and what fits."""
-    from pagedcore.memory import format_memory
+    from pagedcore.config.memory_budget import format_memory
 
     plan = report.blueprint
     table = Table("what", "bytes", "how", title=f"{report.model}, {report.dtype}", title_justify="left")

@@ -1,1 +1,1 @@
-"""From scheduled rows to sampled tokens: ragged batches, models, sampling."""
+"""Execution: one planned step becomes sampled tokens and moved bytes."""

@@ -10,8 +10,8 @@ import itertools
 import time
 from typing import Final
 
-from pagedcore.clock import Clock, MonotonicClock
 from pagedcore.execution.thread_choice import ThreadChoice, Way
+from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore_kernels.cpu.runtime.cores import num_usable_cores
 from pagedcore_kernels.cpu.runtime.team_memory import NUM_SLOTS
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads_of_torch

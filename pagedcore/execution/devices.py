@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedcore.errors import DeviceUnavailable
-from pagedcore.execution.device_storage import CudaCopies, DeviceKVStorage, pin
-from pagedcore.execution.kv_storage import KVStorage
+from pagedcore.execution.cuda_kv_pool import CudaCopies, DeviceKVStorage, pin
+from pagedcore.execution.kv_pool import KVStorage
 from pagedcore.execution.machine import free_memory_bytes
 
 if TYPE_CHECKING:
-    from pagedcore.ports import Int64Array
+    from pagedcore.protocols import Int64Array
     from pagedcore_kernels.layout import BlockLayout
 
 

@@ -16,8 +16,8 @@ from pagedcore.errors import StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.ragged_batch import BlockTables, build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
-from pagedcore.ports import ModelBackend, RaggedRows
-from pagedcore.scheduling.plan import ScheduledRow
+from pagedcore.protocols import ModelBackend, RaggedRows
+from pagedcore.scheduler.plan import ScheduledRow
 
 
 class ModelRunner:

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from pagedcore.errors import InternalError
-from pagedcore.ports import Int32Array, Int64Array
-from pagedcore.scheduling.plan import ScheduledRow
+from pagedcore.protocols import Int32Array, Int64Array
+from pagedcore.scheduler.plan import ScheduledRow
 
 
 class BlockTable(Protocol):

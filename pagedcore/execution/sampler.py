@@ -1,7 +1,7 @@
 """From logits to tokens: what each request's parameters do to its row, in the field's order, and the draw itself.
 
 Once a step, after the model: biases, penalties and masks touch the few tokens they concern (``RowAdjuster``), the
-rest happens in ``pagedcore_kernels/cpu/sampling.py``, which says how temperature, top-k, top-p and min-p choose.
+rest happens in ``pagedcore_kernels/cpu/sampling``, which says how temperature, top-k, top-p and min-p choose.
 Nothing here changes a sequence or keeps what could not be computed again from it.
 """
 
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from pagedcore.outputs import TokenLogprobs
-from pagedcore.ports import FloatArray, Int64Array
-from pagedcore.request import Sequence
-from pagedcore.scheduling.plan import ScheduledRow
-from pagedcore_kernels.cpu.sampling import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
+from pagedcore.protocols import FloatArray, Int64Array
+from pagedcore.scheduler.plan import ScheduledRow
+from pagedcore.sequence import Sequence
+from pagedcore_kernels.cpu.sampling.sampling import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
 
 if TYPE_CHECKING:
     import torch

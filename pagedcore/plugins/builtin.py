@@ -15,15 +15,15 @@ def pagedcore_register(registry: Registry) -> None:
     """Add the built-in adapters, attention backends and scheduling policies."""
     registry.adapters.add("async-generator", "pagedcore_asyncgen:create",
                           summary="a callable that returns an async generator of deltas")
-    registry.attention.add("numba-cpu", "pagedcore_kernels.cpu.backend:NumbaCpuAttention",
+    registry.attention.add("numba-cpu", "pagedcore_kernels.cpu.attention.backend:NumbaCpuAttention",
                            summary="compiled for this machine's CPU; the default")
-    registry.attention.add("numba-cuda", "pagedcore_kernels.cuda.backend:NumbaCudaAttention", extra="cuda",
+    registry.attention.add("numba-cuda", "pagedcore_kernels.cuda.attention.backend:NumbaCudaAttention", extra="cuda",
                            summary="tensor-core kernels for NVIDIA cards")
     registry.attention.add("reference", "pagedcore_kernels.reference:ReferenceAttention",
                            summary="plain and slow; what the others are tested against")
-    registry.schedulers.add("fcfs", "pagedcore.scheduling.policies:fcfs",
+    registry.schedulers.add("fcfs", "pagedcore.scheduler.policies:fcfs",
                             summary="first come, first served; the default")
-    registry.schedulers.add("priority", "pagedcore.scheduling.policies:priority",
+    registry.schedulers.add("priority", "pagedcore.scheduler.policies:priority",
                             summary="higher priority first, then first come")
-    registry.schedulers.add("static", "pagedcore.scheduling.policies:static",
+    registry.schedulers.add("static", "pagedcore.scheduler.policies:static",
                             summary="a batch runs until its last request is done; for comparisons")

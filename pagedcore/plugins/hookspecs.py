@@ -21,7 +21,7 @@ import pluggy
 if TYPE_CHECKING:
     from pagedcore.outputs import RequestOutput
     from pagedcore.plugins.registry import Registry
-    from pagedcore.stats import StepStats
+    from pagedcore.requests.stats import StepStats
 
 PROJECT_NAME: Final = "pagedcore"
 """Name of the Pluggy project and of the entry-point group."""

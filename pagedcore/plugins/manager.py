@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 import pluggy
 
-from pagedcore import __version__
+from pagedcore._version import __version__
 from pagedcore.errors import InvalidConfig
 from pagedcore.plugins import builtin, hookspecs
 from pagedcore.plugins.hookspecs import PROJECT_NAME

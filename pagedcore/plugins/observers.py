@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pagedcore.outputs import RequestOutput
     from pagedcore.plugins.hookspecs import EngineInfo
     from pagedcore.plugins.manager import PluginManager
-    from pagedcore.stats import StepStats
+    from pagedcore.requests.stats import StepStats
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pagedcore.errors import InvalidConfig, MissingDependency
-from pagedcore.ports import AttentionBackend
+from pagedcore.protocols import AttentionBackend
 
 if TYPE_CHECKING:
-    from pagedcore.scheduling.policies import Policy
+    from pagedcore.scheduler.policies import Policy
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ from contextlib import aclosing, contextmanager, suppress
 
 import pytest
 
-from doubles import ToyBackend, toy_answer
-from engine_builders import make_engine
 from pagedcore import AsyncEngine, Delta, SamplingParams, Usage, expose
 from pagedcore.demo_model.questions import demo_questions, is_correct
-from pagedcore.engine import Engine
+from pagedcore.engine.engine import Engine
 from pagedcore.errors import RequestTimeout
 from pagedcore_asyncgen import AsyncTextGenerator, create
+from support.doubles import ToyBackend, toy_answer
+from support.engine_builders import make_engine
 
 LONG = SamplingParams(max_tokens=500, ignore_eos=True)
 

@@ -7,86 +7,68 @@ import ast
 import pytest
 
 import pagedcore
+from architecture.rooms import ORDER, ROOM_OF, circles, imported_modules, room_of
 from architecture.sources import SOURCES, Source
 
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "limits", "clock"),
-    ("memory",),
-    ("config", "ports"),
-    ("pagedcore_kernels", "normalisers"),
-    ("sampling_params", "outputs", "stats", "demo_model"),
-    ("request", "validation"),
-    ("text", "cache", "beam_search"),
-    ("answers", "intake", "scheduling"),
-    ("plugins", "execution"),
-    ("assembly", "kv_memory", "outcomes", "contests", "request_book", "offline", "engine", "history", "turns",
-     "parking", "session", "session_book", "session_file"),
-    ("stream", "whole_answer", "health"),
-    ("outbox",),
-    ("engine_thread",),
-    ("long_prompts",),
-    ("async_session",),
-    ("async_engine",),
-    ("bench", "observability", "sizing"),
-    ("cli",),
-    ("__main__",),
-)
-"""Lowest first. A part may import the parts of lower layers; a part of several modules may import itself."""
-RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-ENGINE = LAYERS[9]
-"""The engine is one thing in several files, which know each other."""
-KERNELS_MAY_IMPORT = {"errors", "ports"}
+KERNELS_MAY_IMPORT = {"pagedcore.errors", "pagedcore.protocols"}
 ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain"}
-PUBLIC_MODULES = {"pagedcore.errors", "pagedcore.observability.metrics", "pagedcore.plugins.hookspecs"}
+PUBLIC_MODULES = {"pagedcore.errors", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs"}
 """What adapters may import besides the public names: errors to raise and catch, metrics, the mark of a plugin."""
 OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai"}
-
-
-def imported_parts(source: Source) -> set[str]:
-    """The parts of this project that a file imports, its own left out."""
-    parts = set()
-    for module, name in source.imports():
-        package, _, rest = module.partition(".")
-        if package == "pagedcore":
-            parts.add(rest.partition(".")[0] or (name if name in RANKS else "pagedcore"))
-        elif package.startswith("pagedcore_"):
-            parts.add(package)
-    return parts - {source.part}
 
 
 def in_core(source: Source) -> bool:
     return source.package not in ADAPTERS and source.module != "pagedcore"
 
 
-def test_every_part_has_a_layer() -> None:
-    """A new module or folder has to be given its place in LAYERS, and one that is gone loses it."""
-    assert {source.part for source in SOURCES if in_core(source)} == set(RANKS)
+NOT_OPENED_YET = {
+    ("requests", "engine"), ("sessions", "engine"),
+}
+"""Rooms that still import upward; each entry goes when its files do without."""
+RINGS_NOT_OPENED_YET = {
+    "pagedcore.kv_cache.block_manager", "pagedcore.scheduler.admission", "pagedcore.engine.engine",
+    "pagedcore.metrics.prometheus", "pagedcore.cli.demo",
+}
+"""The first file of every ring of files that is there still; each entry goes with its ring."""
+
+
+def test_every_file_has_a_room() -> None:
+    """A new module or folder has to be given its room, and one that is gone loses it."""
+    parts = {source.part for source in SOURCES if source.package == "pagedcore"} - {"pagedcore"}
+    assert parts == set(ROOM_OF)
 
 
 def test_imports_go_downward() -> None:
-    """A file imports only parts of lower layers, its own part, and, within the engine, the engine."""
-    upward = [
-        f"{source.module} imports {part}"
-        for source in SOURCES if in_core(source)
-        for part in imported_parts(source) - {"pagedcore"}
-        if RANKS[part] >= RANKS[source.part] and not (part in ENGINE and source.part in ENGINE)
-    ]
-    assert upward == []
+    """A file imports only its own room and rooms before it."""
+    by_module = {source.module: source for source in SOURCES}
+    upward = {
+        (room, other)
+        for source in SOURCES if (room := room_of(source)) is not None
+        for module in imported_modules(source)
+        if (other := room_of(by_module[module])) is not None and ORDER.index(other) > ORDER.index(room)
+    }
+    assert upward == NOT_OPENED_YET
+
+
+def test_no_files_import_each_other() -> None:
+    """No chain of imports leads back to where it began, inside of a room or out of it."""
+    assert {ring[0] for ring in circles()} == RINGS_NOT_OPENED_YET
 
 
 def test_only_the_version_is_imported_from_the_package_itself() -> None:
     """Inside the core a name comes from the module that owns it; the commands are users like any other."""
     for source in SOURCES:
-        names = {name for module, name in source.imports() if module == "pagedcore" and name not in RANKS}
+        names = {name for module, name in source.imports() if module == "pagedcore" and name not in ROOM_OF}
         if in_core(source) and source.part != "cli":
             assert names <= {"__version__"}, source.module
 
 
 def test_kernels_know_nothing_of_the_engine() -> None:
-    """The kernels import errors and ports of pagedcore and nothing else of it."""
+    """The kernels import errors and protocols of pagedcore and nothing else of it."""
     for source in SOURCES:
         if source.package == "pagedcore_kernels":
-            assert imported_parts(source) <= KERNELS_MAY_IMPORT, source.module
+            core = {module for module in imported_modules(source) if module.split(".")[0] == "pagedcore"}
+            assert core <= KERNELS_MAY_IMPORT, source.module
 
 
 def test_adapters_use_public_names_only() -> None:
@@ -105,7 +87,7 @@ def test_the_core_imports_no_serving_framework() -> None:
         assert not OPTIONAL_FRAMEWORKS & {module.partition(".")[0] for module, _ in source.imports()}, source.module
 
 
-@pytest.mark.parametrize("part", ["scheduling", "cache", "text", "intake", "engine", "assembly"])
+@pytest.mark.parametrize("part", ["scheduler", "kv_cache", "tokenizer", "requests", "engine"])
 def test_deciding_parts_never_import_transformers(part: str) -> None:
     """Only model and tokenizer loading name transformers; the tokenizer does so inside a function."""
     for source in SOURCES:

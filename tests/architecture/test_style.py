@@ -9,7 +9,7 @@ import pytest
 
 from architecture.sources import ROOT, SOURCES
 
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 NAMESPACES = ("kernels", "adapters", "tests", "examples")
 
@@ -36,7 +36,7 @@ def test_no_function_is_long() -> None:
 
 
 def test_no_file_is_long() -> None:
-    """No shipped file exceeds 300 lines."""
+    """No shipped file exceeds 400 lines."""
     sizes = {source.module: len(source.text.splitlines()) for source in SOURCES}
     assert {module: size for module, size in sizes.items() if size > MAX_FILE_LINES} == {}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.runner import invoke, run
 from pagedcore.plugins.manager import create_plugin_manager
-from pagedcore_kernels.cuda.resources import RESOURCES_FILE, read_resource_table
-from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
+from pagedcore_kernels.cuda.build.resources import RESOURCES_FILE, read_resource_table
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
+from support.runner import invoke, run
 
 COMMANDS = ["demo", "generate", "chat", "size", "plugins", "doctor", "bench", "kernels"]
 

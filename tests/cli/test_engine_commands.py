@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cli.runner import invoke, try_invoke
 from pagedcore.cli.common import open_engine
 from pagedcore.cli.demo import start
 from pagedcore.cli.demo_view import frame, show
 from pagedcore.demo_model.questions import demo_questions, is_correct
+from support.runner import invoke, try_invoke
 
 
 def test_demo_answers_every_question() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.runner import invoke
+from support.runner import invoke
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

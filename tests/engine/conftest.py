@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_builders import make_engine
-from pagedcore.engine import Engine
+from pagedcore.engine.engine import Engine
+from support.engine_builders import make_engine
 
 
 @pytest.fixture

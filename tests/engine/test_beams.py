@@ -12,17 +12,17 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from doubles import VOCAB_SIZE, FakeClock, FlakyBackend, ToyBackend, toy_answer, toy_logits
-from engine_builders import assert_all_free, make_engine, run
-from execution.families import tiny_model
-from pagedcore.assembly import assemble
-from pagedcore.beam_search import BeamRules, BeamSearch
-from pagedcore.engine import Engine
+from pagedcore.engine.builder import assemble
+from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidLogits, QueueTimeout, RequestTooLarge, StepFailed, TooManySequences
 from pagedcore.outputs import CompletionOutput, RequestOutput
-from pagedcore.ports import FloatArray, RaggedRows
-from pagedcore.request import Request
+from pagedcore.protocols import FloatArray, RaggedRows
+from pagedcore.requests.beam_search import BeamRules, BeamSearch
+from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
+from support.doubles import VOCAB_SIZE, FakeClock, FlakyBackend, ToyBackend, toy_answer, toy_logits
+from support.engine_builders import assert_all_free, make_engine, run
+from support.families import tiny_model
 
 MODES = ("auto", "swap", "shrink", "recompute", "wait")
 EOS = VOCAB_SIZE - 1

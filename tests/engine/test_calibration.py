@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from doubles import FakeClock, ToyBackend, toy_answer
-from engine_builders import assert_all_free, run
-from pagedcore.assembly import assemble
-from pagedcore.engine import Engine
-from pagedcore.ports import FloatArray, RaggedRows
+from pagedcore.engine.builder import assemble
+from pagedcore.engine.engine import Engine
+from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
+from support.doubles import FakeClock, ToyBackend, toy_answer
+from support.engine_builders import assert_all_free, run
 
 BLOCK = 4 * ToyBackend.kv_bytes_per_token
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine_builders import run
-from pagedcore.async_engine import AsyncEngine
 from pagedcore.demo_model.questions import DemoQuestion, demo_questions, is_correct
-from pagedcore.engine import Engine
+from pagedcore.engine.engine import Engine
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.serving.async_engine import AsyncEngine
+from support.engine_builders import run
 
 PARAMS = SamplingParams(max_tokens=64)
 

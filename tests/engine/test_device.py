@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from device_stand_in import StandInBackends, TokenMajorReference, use_stand_in
-from doubles import ToyBackend
 from engine.test_generate_oracle import NUM_TOKENS, generate_alone, make_prompts
-from engine_builders import assert_all_free, run
-from execution.families import tiny_model
-from pagedcore.engine import Engine
+from pagedcore.engine.engine import Engine
 from pagedcore.errors import DeviceUnavailable, InvalidConfig
 from pagedcore.execution import devices
-from pagedcore.execution.models.decoder import PlainDecoder
-from pagedcore.execution.models.transformers_model import TransformersModel
+from pagedcore.models.decoder import PlainDecoder
+from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.sampling_params import SamplingParams
 from pagedcore_kernels.layout import TokenMajorLayout
+from support.device_stand_in import StandInBackends, TokenMajorReference, use_stand_in
+from support.doubles import ToyBackend
+from support.engine_builders import assert_all_free, run
+from support.families import tiny_model
 
 SETTINGS: dict[str, Any] = {
     "device": "cuda", "max_num_batched_tokens": 7, "max_num_seqs": 3, "num_kv_blocks": 12, "block_size": 4,

@@ -7,11 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
-from engine_builders import assert_all_free, make_engine, run
-from pagedcore.answers import News
-from pagedcore.assembly import assemble
-from pagedcore.engine import Engine
+from pagedcore.engine.builder import assemble
+from pagedcore.engine.engine import Engine
 from pagedcore.errors import (
     EngineClosed,
     EngineOverloaded,
@@ -28,7 +25,10 @@ from pagedcore.errors import (
 )
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.requests.output_text import News
 from pagedcore.sampling_params import SamplingParams
+from support.doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
+from support.engine_builders import assert_all_free, make_engine, run
 
 
 def params(max_tokens: int, **more: object) -> SamplingParams:

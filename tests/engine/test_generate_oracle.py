@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from execution.families import FAMILIES, VOCAB, tiny_model
-from pagedcore.engine import Engine
+from pagedcore.engine.engine import Engine
 from pagedcore.sampling_params import SamplingParams
+from support.families import FAMILIES, VOCAB, tiny_model
 
 NUM_TOKENS = 12
 PROMPT_LENGTHS = (3, 19, 9)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from doubles import ToyBackend, toy_answer
-from engine_builders import make_engine, run
 from pagedcore import AsyncEngine, Engine, MemoryBudget, SamplingParams
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.errors import InternalError, InvalidConfig, MemoryBudgetExceeded
+from support.doubles import ToyBackend, toy_answer
+from support.engine_builders import make_engine, run
 
 BLOCK = 4 * ToyBackend.kv_bytes_per_token
 """Bytes of one block of ``make_engine``."""
@@ -42,7 +42,7 @@ def test_the_pool_is_as_many_whole_blocks_as_fit(given: Any, num_blocks: int) ->
 
 def test_a_share_is_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A float refers to the memory that is free when the engine starts."""
-    monkeypatch.setattr("pagedcore.kv_memory.free_memory_bytes", lambda: 100 * BLOCK)
+    monkeypatch.setattr("pagedcore.engine.kv_memory.free_memory_bytes", lambda: 100 * BLOCK)
     assert toy(kv_cache_memory=0.25).stats().num_blocks == 25
     assert toy().stats().num_blocks == 30
 
@@ -74,7 +74,7 @@ def test_a_pool_larger_than_free_memory_is_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is only promised is refused by no system until it is touched, so the start says it."""
-    monkeypatch.setattr("pagedcore.kv_memory.free_memory_bytes", lambda: 1024)
+    monkeypatch.setattr("pagedcore.engine.kv_memory.free_memory_bytes", lambda: 1024)
     toy(kv_cache_memory=2048)
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith("KV pool: its 2.0 KiB are more than the 1.0 KiB of memory that were free; lower ")
@@ -111,7 +111,7 @@ def test_two_models_share_a_budget_and_answer_right() -> None:
 
 def test_a_closed_engine_frees_its_pool() -> None:
     """The memory itself goes, the host's too, although whoever closed the engine still holds it."""
-    from pagedcore.assembly import assemble
+    from pagedcore.engine.builder import assemble
 
     parts = assemble("demo", kv_cache_memory="1MiB", host_kv_memory="1MiB")
     backend: Any = parts.runner._backend
@@ -127,7 +127,7 @@ def test_a_closed_engine_frees_its_pool() -> None:
 
 def test_closing_again_frees_nothing_of_the_next_engine() -> None:
     """A backend of one's own may serve one engine after another; one that is refused or closed twice does no harm."""
-    from pagedcore.assembly import assemble
+    from pagedcore.engine.builder import assemble
 
     backend = assemble("demo", kv_cache_memory="1MiB").runner._backend
     with pytest.raises(InternalError, match="has its KV pool already"):
@@ -142,7 +142,7 @@ def test_closing_again_frees_nothing_of_the_next_engine() -> None:
 
 def test_odd_blocks_are_counted_with_their_padding() -> None:
     """The bytes said are those of the layout also where a block is no multiple of its tokens."""
-    from pagedcore.assembly import assemble
+    from pagedcore.engine.builder import assemble
 
     parts = assemble("demo", kv_cache_memory="1MiB", block_size=7, attention_backend="reference", dtype="float32")
     assert parts.runner._backend._storage.num_bytes == parts.kv_bytes <= 2**20  # type: ignore[attr-defined]

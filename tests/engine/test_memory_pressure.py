@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine_builders import assert_all_free, run
 from pagedcore.demo_model.questions import demo_questions, is_correct
-from pagedcore.engine import Engine
+from pagedcore.engine.engine import Engine
 from pagedcore.sampling_params import SamplingParams
+from support.engine_builders import assert_all_free, run
 
 PARAMS = SamplingParams(max_tokens=64)
 BLOCK_SIZE = 16

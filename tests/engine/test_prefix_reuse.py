@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from doubles import FlakyBackend, ToyBackend, toy_answer
-from engine_builders import assert_all_free, make_engine, run
-from pagedcore.engine import Engine
+from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig, InvalidLogits, InvalidSalt
-from pagedcore.ports import FloatArray, RaggedRows
+from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
+from support.doubles import FlakyBackend, ToyBackend, toy_answer
+from support.engine_builders import assert_all_free, make_engine, run
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -205,7 +205,7 @@ def test_a_poisoned_chunk_on_the_host_is_forgotten_with_its_request() -> None:
 
 def plan_of_a_crisis(engine: Engine, request: Any) -> None:
     """Preempt a running request to the host, as a shortage would."""
-    from pagedcore.scheduling.plan import Preemption, PreemptionKind, SchedulePlan
+    from pagedcore.scheduler.plan import Preemption, PreemptionKind, SchedulePlan
 
     (sequence,) = request.sequences
     plan = SchedulePlan(preempted=(Preemption(sequence, PreemptionKind.SWAP),))

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from doubles import VOCAB_SIZE, FlakyBackend, ToyBackend, toy_answer, toy_logits
-from engine.test_sessions import make
-from engine_builders import assert_all_free, make_engine, run
-from execution.families import VOCAB, tiny_model
-from pagedcore.assembly import max_scored_tokens
-from pagedcore.async_engine import AsyncEngine
-from pagedcore.engine import Engine
+from pagedcore.config.limits import MAX_SCORED_BYTES
+from pagedcore.engine.builder import max_scored_tokens
+from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidLogits, InvalidRequest
-from pagedcore.limits import MAX_SCORED_BYTES
 from pagedcore.outputs import RequestOutput, TokenLogprobs, TokenText
-from pagedcore.ports import FloatArray, RaggedRows
-from pagedcore.request import Request
+from pagedcore.protocols import FloatArray, RaggedRows
+from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.serving.async_engine import AsyncEngine
+from sessions.test_sessions import make
+from support.doubles import VOCAB_SIZE, FlakyBackend, ToyBackend, toy_answer, toy_logits
+from support.engine_builders import assert_all_free, make_engine, run
+from support.families import VOCAB, tiny_model
 
 MODES = ("auto", "swap", "shrink", "recompute", "wait")
 SCORED = SamplingParams(max_tokens=6, prompt_logprobs=2, ignore_eos=True)
@@ -282,7 +282,7 @@ def test_the_logits_of_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     """However many prompts are reported at once, a step has the rows that fit the bound, and one for each sequence."""
     assert max_scored_tokens(151_936) * 607_744 <= MAX_SCORED_BYTES < (max_scored_tokens(151_936) + 1) * 607_744
     assert max_scored_tokens(2**31) == 1
-    monkeypatch.setattr("pagedcore.assembly.MAX_SCORED_BYTES", 4 * VOCAB_SIZE * 5)
+    monkeypatch.setattr("pagedcore.engine.builder.MAX_SCORED_BYTES", 4 * VOCAB_SIZE * 5)
     backend = CountingBackend()
     engine = make_engine(backend, num_kv_blocks=64, max_num_batched_tokens=64)
     requests = ask_several(engine, [SCORED, PLAIN, SCORED, SCORED])

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine_builders import assert_all_free, run
-from pagedcore.engine import Engine
-from pagedcore.request import Request
+from pagedcore.engine.engine import Engine
+from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
-from session_builders import VOCAB, Recorder, tiny_model
+from support.engine_builders import assert_all_free, run
+from support.session_builders import VOCAB, Recorder, tiny_model
 
 
 def make_requests() -> list[tuple[list[int], SamplingParams]]:

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from doubles import FakeClock, ToyBackend, ToyStore, toy_answer
-from engine_builders import assert_all_free
-from pagedcore.assembly import assemble
-from pagedcore.engine import Engine
+from pagedcore.config.limits import MAX_TRANSFER_S
+from pagedcore.engine.builder import assemble
+from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig
-from pagedcore.execution.block_mover import BlockMover
-from pagedcore.limits import MAX_TRANSFER_S
-from pagedcore.request import Request
+from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.scheduling.cost_model import CostModel
-from pagedcore.scheduling.invariants import check, snapshot
+from pagedcore.scheduler.cost_model import CostModel
+from pagedcore.scheduler.invariants import check, snapshot
+from support.doubles import FakeClock, ToyBackend, ToyStore, toy_answer
+from support.engine_builders import assert_all_free
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]]
 BLOCK = 4 * ToyBackend.kv_bytes_per_token

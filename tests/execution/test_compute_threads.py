@@ -95,7 +95,7 @@ def test_switching_between_one_thread_and_all_changes_no_bit(monkeypatch: pytest
 
 def test_a_foreign_backend_keeps_torchs_threads() -> None:
     """While somebody else's model computes, torch has the host's number of threads."""
-    from doubles import ToyBackend
+    from support.doubles import ToyBackend
 
     seen: list[int] = []
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from doubles import FlakyBackend, ToyBackend, make_sequence, toy_logits
-from pagedcore.cache.block_manager import BlockManager
 from pagedcore.errors import StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
-from pagedcore.scheduling.plan import ScheduledRow
+from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.scheduler.plan import ScheduledRow
+from support.doubles import FlakyBackend, ToyBackend, make_sequence, toy_logits
 
 
 def prepared(backend: Any, prompts: list[int]) -> tuple[ModelRunner, BlockManager, list[ScheduledRow]]:

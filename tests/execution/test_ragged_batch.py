@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doubles import make_sequence
-from pagedcore.cache.block_manager import BlockManager
-from pagedcore.cache.reservation import Demand
 from pagedcore.errors import InternalError
 from pagedcore.execution.ragged_batch import RaggedBatch, build_batch
-from pagedcore.request import Sequence
-from pagedcore.scheduling.plan import ScheduledRow
+from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.reservation import Demand
+from pagedcore.scheduler.plan import ScheduledRow
+from pagedcore.sequence import Sequence
+from support.doubles import make_sequence
 
 
 def make_rows(shapes: list[tuple[int, int, int]], block_size: int) -> tuple[list[ScheduledRow], BlockManager]:

@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from pagedcore.execution.sampler import RowAdjuster, Sampler
-from pagedcore.request import Sequence, SequenceStatus
 from pagedcore.sampling_params import SamplingParams
-from sampling_reference import Draw, choose, explains
+from pagedcore.sequence import Sequence, SequenceStatus
+from support.sampling_reference import Draw, choose, explains
 
 VOCAB_SIZE = 300
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedcore.ports import AttentionBackend, Int32Array, Int64Array
+from pagedcore.protocols import AttentionBackend, Int32Array, Int64Array
 from pagedcore_kernels.layout import KVLayout, LayerShape
 from pagedcore_kernels.reference import attention_float64
 

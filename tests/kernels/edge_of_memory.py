@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from kernels.attention_cases import Rows, Shape, Tokens, random_tables, run
-from pagedcore_kernels import plan as plan_module
-from pagedcore_kernels.cpu.backend import NumbaCpuAttention
-from pagedcore_kernels.cpu.matmul import PackedMatmul
+from pagedcore_kernels import step_plan as plan_module
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul
 
 GUARD_BYTES = 1 << 22
 """Bytes behind an array that nobody may touch."""

@@ -22,7 +22,7 @@ from kernels.attention_cases import (
     random_tables,
     run,
 )
-from pagedcore_kernels.cpu.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [

@@ -11,7 +11,7 @@ import torch
 from kernels import edge_of_memory
 from kernels.attention_cases import LAYER, Rows, Shape, Tokens, nan_pool, random_tables, run
 from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore_kernels.cpu.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.layout import KVLayout, LayerShape
 from pagedcore_kernels.reference import ReferenceAttention
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedcore.errors import InternalError
-from pagedcore_kernels.cpu.elementwise import (
+from pagedcore_kernels.cpu.layers.elementwise import (
     GatedActivation,
     KVDestination,
     RmsNorm,

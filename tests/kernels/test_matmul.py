@@ -15,8 +15,9 @@ import torch
 
 from kernels import edge_of_memory
 from pagedcore.errors import InternalError
-from pagedcore_kernels.cpu import features, matmul, matmul_amx
-from pagedcore_kernels.cpu.matmul import CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS, PackedMatmul, can_multiply
+from pagedcore_kernels.cpu import features
+from pagedcore_kernels.cpu.matmul import matmul, matmul_amx
+from pagedcore_kernels.cpu.matmul.matmul import CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS, PackedMatmul, can_multiply
 
 #: Inputs of a chunk in bfloat16, of two in float32.
 CHUNK = 2 * CHUNK_STEPS
@@ -208,7 +209,7 @@ def test_code_for_another_processor_is_not_tried(monkeypatch: pytest.MonkeyPatch
 OTHER_PROCESSOR = """
 import hashlib
 import torch
-from pagedcore_kernels.cpu.matmul import PackedMatmul, products_here
+from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul, products_here
 
 digest = hashlib.sha256()
 for dtype in (torch.float32, torch.bfloat16):

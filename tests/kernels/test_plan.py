@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.attention_cases import Rows, random_tables
-from pagedcore_kernels.plan import StepPlan
+from pagedcore_kernels.step_plan import StepPlan
 
 
 def random_plan(seed: int) -> tuple[StepPlan, Rows]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from doubles import ToyStore
-from pagedcore.cache.memory_snapshot import Known
-from pagedcore.request import Sequence
-from pagedcore.scheduling.invariants import Snapshot
-from pagedcore.scheduling.plan import SchedulePlan
-from pagedcore.scheduling.scheduler import Scheduler
+from pagedcore.kv_cache.memory_snapshot import Known
+from pagedcore.scheduler.invariants import Snapshot
+from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.sequence import Sequence
+from support.doubles import ToyStore
 
 
 class SimulationFailure(AssertionError):

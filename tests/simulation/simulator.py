@@ -14,16 +14,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 from pagedcore.errors import EngineOverloaded, RequestTooLarge
-from pagedcore.execution.block_mover import BlockMover
+from pagedcore.execution.kv_transfers import BlockMover
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.outputs import FinishReason
-from pagedcore.request import Sequence, SequenceStatus
-from pagedcore.scheduling.invariants import Snapshot, check, snapshot
-from pagedcore.scheduling.plan import SchedulePlan
-from pagedcore.scheduling.scheduler import Scheduler
+from pagedcore.scheduler.invariants import Snapshot, check, snapshot
+from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.sequence import Sequence, SequenceStatus
 from simulation.laws import SimulationFailure, describe, require, require_lawful_plan, require_true_contents
+from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 
 #: Few different tokens, so that sequences resemble each other and a mixed-up block is not lucky to be noticed.
 PROMPT_TOKENS = 3

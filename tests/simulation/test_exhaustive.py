@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from doubles import make_scheduler, make_sequence
-from pagedcore.cache.transfers import Transfer
-from pagedcore.request import SequenceStatus
-from pagedcore.scheduling.invariants import check, snapshot
-from pagedcore.scheduling.plan import SchedulePlan
+from pagedcore.kv_cache.transfers import Transfer
+from pagedcore.scheduler.invariants import check, snapshot
+from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.sequence import SequenceStatus
+from support.doubles import make_scheduler, make_sequence
 
 Event = tuple[str, int]
 Requests = tuple[tuple[int, int, int], ...]

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from pagedcore.cache.block_manager import BlockManager
-from pagedcore.cache.block_pool import BlockPool
-from pagedcore.cache.block_table import BlockTable
-from pagedcore.cache.host_tier import HostTier
-from pagedcore.cache.prefix_cache import CachedBlock, PrefixCache
-from pagedcore.cache.prefix_match import NO_MATCH, PrefixMatch
-from pagedcore.cache.reservation import Reservation
-from pagedcore.cache.transfers import Transfer
-from pagedcore.execution.block_mover import BlockMover
-from pagedcore.request import Sequence, SequenceStatus
-from pagedcore.scheduling.admission import Admission
-from pagedcore.scheduling.block_moves import BlockMoves
-from pagedcore.scheduling.planner import StepPlanner
-from pagedcore.scheduling.scheduler import Scheduler
-from pagedcore.scheduling.step_in_flight import StepInFlight
-from pagedcore.scheduling.waiting_queue import WaitingQueue
+from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.block_pool import BlockPool
+from pagedcore.kv_cache.block_table import BlockTable
+from pagedcore.kv_cache.host_cache import HostTier
+from pagedcore.kv_cache.prefix_cache import CachedBlock, PrefixCache
+from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
+from pagedcore.kv_cache.reservation import Reservation
+from pagedcore.kv_cache.transfers import Transfer
+from pagedcore.scheduler.admission import Admission
+from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.step_in_flight import StepInFlight
+from pagedcore.scheduler.step_planner import StepPlanner
+from pagedcore.scheduler.swapping import BlockMoves
+from pagedcore.scheduler.waiting_queue import WaitingQueue
+from pagedcore.sequence import Sequence, SequenceStatus
 from simulation.laws import SimulationFailure
 from simulation.simulator import Simulation
 
@@ -130,7 +130,7 @@ def registered_before_computed(patch: Patch) -> None:
 
 def past_not_compared(patch: Patch) -> None:
     """A block is known by its own tokens alone."""
-    from pagedcore.cache.block_hash import BlockHasher
+    from pagedcore.kv_cache.block_hash import BlockHasher
 
     key = BlockHasher.key
     patch.setattr(BlockHasher, "key", lambda self, parent, tokens: key(self, b"", tokens))
@@ -319,8 +319,8 @@ def overtaking(patch: Patch) -> None:
 def match_not_used(patch: Patch) -> None:
     """A row starts behind what was found, and nothing is shared."""
     demand = property(lambda self: replace(_demand(self), match=NO_MATCH))
-    from pagedcore.cache.reservation import Demand
-    from pagedcore.scheduling.plan import ScheduledRow
+    from pagedcore.kv_cache.reservation import Demand
+    from pagedcore.scheduler.plan import ScheduledRow
 
     def _demand(row: ScheduledRow) -> Demand:
         return Demand(row.sequence.sequence_id, row.end, row.match)

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from doubles import make_scheduler, make_sequence
-from pagedcore.cache.reservation import Demand
-from pagedcore.scheduling.scheduler import Scheduler
+from pagedcore.kv_cache.reservation import Demand
+from pagedcore.scheduler.scheduler import Scheduler
+from support.doubles import make_scheduler, make_sequence
 
 BLOCK = 16
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from pressure_workloads import BLOCK_SIZE, MODES_WITH_HOST, Workload, workloads
 
-from doubles import FakeClock, ToyBackend, ToyStore
-from pagedcore.assembly import assemble
-from pagedcore.engine import Engine
-from pagedcore.ports import FloatArray, RaggedRows
+from pagedcore.engine.builder import assemble
+from pagedcore.engine.engine import Engine
+from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
+from support.doubles import FakeClock, ToyBackend, ToyStore
 
 HABITS = ("swap", "shrink", "recompute", "wait")
 TRANSFER_S = 2e-5

@@ -8,14 +8,14 @@ from itertools import count
 
 import pytest
 
-from doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
-from pagedcore.cache.block_pool import BlockPool
 from pagedcore.errors import InternalError
-from pagedcore.execution.block_mover import BlockMover
+from pagedcore.execution.kv_transfers import BlockMover
 from pagedcore.execution.ragged_batch import build_batch
-from pagedcore.scheduling.invariants import check, snapshot
+from pagedcore.kv_cache.block_pool import BlockPool
+from pagedcore.scheduler.invariants import check, snapshot
 from simulation.laws import require_true_contents
 from simulation.simulator import Simulation
+from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 
 SEEDS_PER_TEST = 150
 #: Not among them: blocks taken from a loaded sequence that waits, one life in 300; test_plan makes that happen.

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pagedcore.ports import Int32Array, RaggedRows
+from pagedcore.protocols import Int32Array, RaggedRows
+from pagedcore_kernels.cuda.attention.uploads import Scratch, StepBuffer
+from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
 from pagedcore_kernels.cuda.shapes import partial_bytes
-from pagedcore_kernels.cuda.uploads import Scratch, StepBuffer
-from pagedcore_kernels.cuda.work_lists import Visibility, WorkLists, make_work_lists
 from pagedcore_kernels.layout import BlockLayout, LayerShape
-from pagedcore_kernels.plan import StepPlan
+from pagedcore_kernels.step_plan import StepPlan
 
 CTAS_PER_SM = 2
 

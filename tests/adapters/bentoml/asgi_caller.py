@@ -11,7 +11,7 @@ from typing import Any
 
 from bentoml import get_current_service
 
-from pagedcore.async_engine import AsyncEngine
+from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore_bentoml import PagedCoreRunner, create_service
 
 JSON_TYPE = [(b"content-type", b"application/json")]

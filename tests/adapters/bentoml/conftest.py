@@ -17,9 +17,9 @@ pytest.importorskip("bentoml")
 
 from adapters.bentoml.asgi_caller import App, serving
 from adapters.bentoml.processes import Served, bentoml_serve
-from engine.test_async_engine import SlowBackend
-from engine_builders import make_engine
-from pagedcore.async_engine import AsyncEngine
+from pagedcore.serving.async_engine import AsyncEngine
+from serving.test_async_engine import SlowBackend
+from support.engine_builders import make_engine
 
 HERE = Path(__file__).parent
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import bentoml
 
-from doubles import ToyBackend
-from pagedcore.ports import FloatArray, RaggedRows
+from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore_bentoml import PagedCoreRunner
+from support.doubles import ToyBackend
 
 
 @bentoml.service(traffic={"timeout": 300}, workers=1)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from adapters.bentoml.asgi_caller import App, serving
-from doubles import FlakyBackend, toy_answer
-from engine.test_async_engine import SlowBackend
-from engine_builders import make_engine
-from pagedcore.async_engine import AsyncEngine
-from pagedcore.health import Health
+from pagedcore.serving.async_engine import AsyncEngine
+from pagedcore.serving.health import Health
 from pagedcore_bentoml import EventParser, PagedCoreRunner
+from serving.test_async_engine import SlowBackend
+from support.doubles import FlakyBackend, toy_answer
+from support.engine_builders import make_engine
 
 LONG = {"max_tokens": 4000, "ignore_eos": True}
 

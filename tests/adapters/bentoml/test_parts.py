@@ -22,7 +22,6 @@ from starlette.requests import Request
 
 from adapters.bentoml.asgi_caller import serving
 from adapters.bentoml.processes import environment
-from engine_builders import make_engine
 from pagedcore import AsyncEngine, CompletionOutput, RequestOutput, TokenLogprobs, expose
 from pagedcore.errors import InvalidConfig
 from pagedcore.outputs import RequestMetrics
@@ -35,6 +34,7 @@ from pagedcore_bentoml.pieces import AT_ONCE
 from pagedcore_bentoml.refusals import NotServing, RefusedAtTheDoor, refusal_of
 from pagedcore_bentoml.responses import EventStream
 from pagedcore_bentoml.wire import BatchCompletion, completion_of
+from support.engine_builders import make_engine
 
 
 async def test_a_signal_waits_for_the_drain_and_a_second_one_does_not() -> None:

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from adapters.bentoml.processes import Served, bentoml_serve
-from doubles import toy_answer
 from pagedcore.demo_model.questions import DemoQuestion, demo_questions, is_correct
 from pagedcore_bentoml import EventParser, parse_events
+from support.doubles import toy_answer
 
 LIMIT_S = 240.0
 LONG = {"max_tokens": 1900, "ignore_eos": True}

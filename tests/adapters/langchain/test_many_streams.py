@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from langchain_core.output_parsers import StrOutputParser
 
-from engine.test_async_engine import wait_until
 from pagedcore import AsyncEngine
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
+from serving.test_async_engine import wait_until
 
 MODELS = [ChatPagedCore, PagedCoreLLM]
 ENDLESS = {"max_tokens": 1900, "sampling": {"ignore_eos": True}}

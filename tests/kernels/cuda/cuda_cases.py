@@ -11,7 +11,7 @@ import torch
 
 from kernels.attention_cases import LAYER, Rows, Shape, Tokens, nan_pool, random_tables
 from kernels.cuda.simulated_driver import SimulatedDriver
-from pagedcore_kernels.cuda.backend import NumbaCudaAttention
+from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
 from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
 from pagedcore_kernels.reference import attention_float64
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedcore_kernels.cuda.backend import NumbaCudaAttention
-from pagedcore_kernels.cuda.compiler import compile_ptx
+from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
+from pagedcore_kernels.cuda.build.compiler import compile_ptx
+from pagedcore_kernels.cuda.build.images import source_digest
+from pagedcore_kernels.cuda.build.toolchain import compiler_versions
+from pagedcore_kernels.cuda.build.variants import Source, make_source
 from pagedcore_kernels.cuda.driver import Argument
-from pagedcore_kernels.cuda.images import source_digest
-from pagedcore_kernels.cuda.toolchain import compiler_versions
-from pagedcore_kernels.cuda.variants import Source, make_source
 from pagedcore_kernels.layout import TokenMajorLayout
 from pagedcore_kernels.ptxsim import launch
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kernels.cuda.simulated_driver import compiled
-from pagedcore_kernels.cuda.compiler import link, parse_arch
-from pagedcore_kernels.cuda.resources import KernelResources, read_resource_table
-from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
-from pagedcore_kernels.cuda.variants import shipped_names
+from pagedcore_kernels.cuda.build.compiler import link, parse_arch
+from pagedcore_kernels.cuda.build.resources import KernelResources, read_resource_table
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
+from pagedcore_kernels.cuda.build.variants import shipped_names
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
+from pagedcore_kernels.cuda.build.library import KernelLibrary
+from pagedcore_kernels.cuda.build.variants import COPY_NAME
 from pagedcore_kernels.cuda.driver import CudaDriver, ParameterBlock
-from pagedcore_kernels.cuda.images import ImageStore, KernelImage
-from pagedcore_kernels.cuda.library import KernelLibrary
-from pagedcore_kernels.cuda.variants import COPY_NAME
 
 ATTRIBUTES = {"major": 9, "minor": 0, "sms": 132, "shared": 232448}
 

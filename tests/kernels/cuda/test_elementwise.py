@@ -11,11 +11,11 @@ import torch
 
 from kernels.cuda.simulated_driver import SimulatedDriver
 from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore_kernels.cuda.backend import NumbaCudaAttention
+from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
+from pagedcore_kernels.cuda.build.variants import write_name
 from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding
 from pagedcore_kernels.cuda.formats import FORMATS
-from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
-from pagedcore_kernels.cuda.variants import write_name
 from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")

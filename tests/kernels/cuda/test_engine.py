@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from device_stand_in import StandInBackends, use_stand_in
-from engine_builders import run
 from kernels.cuda import simulated_driver
 from pagedcore.demo_model.questions import demo_questions, is_correct
-from pagedcore.engine import Engine
+from pagedcore.engine.engine import Engine
 from pagedcore.sampling_params import SamplingParams
-from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
+from support.device_stand_in import StandInBackends, use_stand_in
+from support.engine_builders import run
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 

@@ -12,8 +12,8 @@ from kernels.attention_cases import LAYER, Rows, Shape, nan_pool
 from kernels.cuda.cuda_cases import Case, relative_error
 from kernels.cuda.simulated_driver import SimulatedDriver
 from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore_kernels.cuda.backend import NumbaCudaAttention
-from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
+from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape, TokenMajorLayout
 from pagedcore_kernels.reference import ReferenceAttention
 

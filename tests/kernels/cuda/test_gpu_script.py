@@ -15,9 +15,9 @@ import pytest
 
 from kernels.cuda.simulated_card import SimulatedCard
 from kernels.cuda.test_driver import ATTRIBUTES
-from pagedcore_kernels.cuda.images import ImageStore, KernelImage
-from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
-from pagedcore_kernels.cuda.variants import COPY_NAME
+from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
+from pagedcore_kernels.cuda.build.variants import COPY_NAME
 
 needs_compiler = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu.py"
@@ -201,7 +201,7 @@ def test_unknown_stages_are_refused(gpu: ModuleType) -> None:
 @needs_compiler
 def test_what_the_stages_launch_can_be_built(gpu: ModuleType) -> None:
     """The names that `build` compiles are names of kernels, deeper rings among them, with more shared memory."""
-    from pagedcore_kernels.cuda.variants import make_source
+    from pagedcore_kernels.cuda.build.variants import make_source
 
     names = gpu.stages.gate_kernels(gpu.stages.FULL)
     assert "prefill-f16-f16-16-48" in names

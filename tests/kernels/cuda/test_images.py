@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pagedcore.errors import InvalidConfig, MissingDependency
-from pagedcore_kernels.cuda import images, library, toolchain
-from pagedcore_kernels.cuda.images import ImageStore, KernelImage
-from pagedcore_kernels.cuda.library import KernelLibrary, runs_on
-from pagedcore_kernels.cuda.variants import make_source, parameters_of, shipped_names
+from pagedcore_kernels.cuda.build import images, library, toolchain
+from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
+from pagedcore_kernels.cuda.build.library import KernelLibrary, runs_on
+from pagedcore_kernels.cuda.build.variants import make_source, parameters_of, shipped_names
 
 needs_compiler = pytest.mark.skipif(
     bool(toolchain.missing_compiler_parts()), reason="needs pagedcore[cuda] to make kernels"

@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from execution.families import VOCAB, tiny_model
-from execution.ragged_schedules import random_schedule, random_sequences, random_tables, run_schedule
 from kernels.cuda.simulated_driver import SimulatedAttention
-from pagedcore.execution.models.transformers_model import TransformersModel
-from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
+from pagedcore.models.transformers_model import TransformersModel
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.reference import ReferenceAttention
+from support.families import VOCAB, tiny_model
+from support.ragged_schedules import random_schedule, random_sequences, random_tables, run_schedule
 
 pytestmark = [
     pytest.mark.kernels,

@@ -11,10 +11,10 @@ import torch
 
 from kernels.cuda.simulated_driver import SimulatedDriver
 from pagedcore.errors import InternalError
-from pagedcore_kernels.cpu import sampling as cpu
+from pagedcore_kernels.cpu.sampling import sampling as cpu
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.sampling import GreedyPicker, TokenSampler
-from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
-from sampling_reference import Draw, choose, explains
+from support.sampling_reference import Draw, choose, explains
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 

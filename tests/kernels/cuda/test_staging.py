@@ -8,8 +8,8 @@ import torch
 
 from kernels.cuda.simulated_driver import SimulatedDriver
 from pagedcore.errors import InternalError
-from pagedcore_kernels.cuda.staging import BlockStaging
-from pagedcore_kernels.cuda.toolchain import missing_compiler_parts
+from pagedcore_kernels.cuda.attention.staging import BlockStaging
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 

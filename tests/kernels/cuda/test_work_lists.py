@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
 from pagedcore_kernels.cuda.shapes import DECODE_ROWS, PREFILL_ROWS, SEGMENT
-from pagedcore_kernels.cuda.work_lists import Visibility, WorkLists, make_work_lists
-from pagedcore_kernels.plan import StepPlan
+from pagedcore_kernels.step_plan import StepPlan
 
 BLOCK = 16
 LENGTHS = st.tuples(st.integers(1, 90), st.one_of(st.integers(0, 100), st.integers(0, 9000)))

@@ -1,0 +1,171 @@
+"""The default attention of a machine without a GPU: Numba kernels behind the ``AttentionBackend`` contract.
+
+Owns the parameter blocks and the choice of kernel variants; checks everything a kernel will trust. The arithmetic
+is in ``attention.py`` and ``write_kv.py``, read them next.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore.protocols import RaggedRows
+from pagedcore_kernels.checks import check_key_value, check_pool, check_query
+from pagedcore_kernels.cpu.attention import attention, write_kv
+from pagedcore_kernels.cpu.attention.variants import TILE, Variant
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
+from pagedcore_kernels.cpu.simd import LOG2_E
+from pagedcore_kernels.layout import KVLayout
+from pagedcore_kernels.step_plan import StepPlan
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NumbaCpuAttention:
+    """``AttentionBackend`` for float32 and bfloat16 pools in host memory.
+
+    A token's result is the same bits whatever else is in the batch, however its prompt was cut into chunks,
+    wherever its blocks lie and however many threads there are; see ``attention.py``.
+
+    Invariant: one thread at a time uses an instance; its parameter blocks serve one call at a time.
+    """
+
+    name = "numba-cpu"
+
+    def __init__(self, layout: KVLayout, pool: torch.Tensor) -> None:
+        check_pool(layout, pool)
+        if pool.device.type != "cpu":
+            raise InvalidConfig(f"KV pool: on {pool.device}, allowed for {self.name} is cpu.")
+        if layout.dtype not in _DTYPES:
+            raise InvalidConfig(
+                f"KV dtype: got {layout.dtype}, allowed for {self.name} are float32 and bfloat16. "
+                "Load the model with one of them, or choose attention_backend='reference'."
+            )
+        size = layout.block_size
+        if size & (size - 1) or size > TILE:
+            raise InvalidConfig(f"block_size: got {size}, allowed for {self.name} is a power of two up to {TILE}.")
+        self._layout = layout
+        self._pool = pool
+        self._is_bf16 = layout.dtype == torch.bfloat16
+        self._plan: StepPlan | None = None
+        self._kernels: dict[tuple[int, int], tuple[int, Kernel]] = {}
+        self._attend_parameters = ParameterBlock(attention.NUM_ARGUMENTS)
+        self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
+
+    @property
+    def layout(self) -> KVLayout:
+        """What the pool's bytes mean; with ``pool`` it lets other kernels write K and V themselves."""
+        return self._layout
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The pool, uint8 [blocks, block_bytes]."""
+        return self._pool
+
+    @staticmethod
+    def preferred_block_size(dtype: torch.dtype) -> int:
+        """Tokens per block if nothing else decides."""
+        return 32
+
+    def plan(self, batch: RaggedRows) -> None:
+        """Check the batch and work out what all layers share; see ``AttentionBackend``.
+
+        Raises:
+            InternalError: a block id, slot or length is out of range; nothing was computed.
+        """
+        self._plan = StepPlan(batch, self._pool.shape[0], self._layout.block_size)
+
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store key [T, KVH, D] and value [T, KVH, Dv] in the planned slots; see ``AttentionBackend``."""
+        plan = self._current_plan()
+        check_key_value(self._layout, layer, key, value, plan)
+        shape, runs, item = self._layout.layers[layer], plan.writes, key.itemsize
+        self._write_parameters.fill(
+            key.data_ptr(),
+            key.stride(0) * item,
+            key.stride(1) * item,
+            value.data_ptr(),
+            value.stride(0) * item,
+            value.stride(1) * item,
+            self._pool.data_ptr(),
+            self._layout.block_bytes,
+            self._layout.key_offset(layer),
+            self._layout.value_offset(layer),
+            *runs.addresses,
+            len(runs.tokens),
+            shape.num_kv_heads,
+        )
+        kernel = write_kv.write_kv_kernel(
+            shape.key_head_size, shape.value_head_size, self._layout.block_size, int(self._is_bf16)
+        )
+        self._run(kernel, self._write_parameters, len(runs.tokens) * shape.num_kv_heads)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with query [T, H, D], returning [T, H, Dv]; see ``AttentionBackend``."""
+        plan = self._current_plan()
+        check_query(self._layout, layer, query, plan, sinks)
+        shape, item = self._layout.layers[layer], query.itemsize
+        output = query.new_empty(plan.num_tokens, query.shape[1], shape.value_head_size)
+        if plan.num_computed < plan.num_tokens:
+            output[plan.num_computed :] = 0
+        group = query.shape[1] // shape.num_kv_heads
+        queries, kernel = self._attention_kernel(layer, group)
+        tiles = plan.tiles(queries)
+        sink_values = None if sinks is None else sinks.to(torch.float32).contiguous()
+        parameters = self._attend_parameters
+        parameters.fill(
+            query.data_ptr(),
+            query.stride(0) * item,
+            query.stride(1) * item,
+            output.data_ptr(),
+            self._pool.data_ptr(),
+            self._layout.block_bytes,
+            self._layout.key_offset(layer),
+            self._layout.value_offset(layer),
+            *plan.addresses,
+            *tiles.addresses,
+            len(tiles.rows),
+            shape.num_kv_heads,
+            group,
+            max(0, window),
+            max(0, chunk),
+            0 if sink_values is None else sink_values.data_ptr(),
+        )
+        # Why: exponentials are powers of two; the factor log2(e) goes where it costs nothing.
+        for word, number in (
+            (attention.SCALE, scale if softcap > 0 else scale * LOG2_E),
+            (attention.CAP_INVERSE, 1.0 / softcap if softcap > 0 else 0.0),
+            (attention.CAP, softcap * LOG2_E if softcap > 0 else 0.0),
+        ):
+            parameters.set_float(word - parameters.FIRST, number)
+        self._run(kernel, parameters, len(tiles.rows) * query.shape[1])
+        return output
+
+    def _attention_kernel(self, layer: int, group: int) -> tuple[int, Kernel]:
+        """The kernel for ``group`` query heads per KV head, and how many tokens its work items take."""
+        if (layer, group) not in self._kernels:
+            shape = self._layout.layers[layer]
+            variant = Variant.choose(
+                group, shape.key_head_size, shape.value_head_size, self._layout.block_size, self._is_bf16
+            )
+            self._kernels[layer, group] = variant.queries, attention.attention_kernel(variant)
+        return self._kernels[layer, group]
+
+    def _run(self, kernel: Kernel, parameters: ParameterBlock, num_items: int) -> None:
+        if num_items:
+            kernel.run(parameters, num_items)
+
+    def _current_plan(self) -> StepPlan:
+        if self._plan is None:
+            raise InternalError("attention: plan was not called before write_kv or attend.")
+        return self._plan

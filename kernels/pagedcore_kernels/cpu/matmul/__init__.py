@@ -1,0 +1,1 @@
+"""Products of activations and packed weights on the CPU."""

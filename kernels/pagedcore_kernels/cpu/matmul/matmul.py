@@ -1,0 +1,226 @@
+"""Matrix products of float32 or bfloat16 rows with packed weights, on x86 processors with AVX2 or AVX-512.
+
+Owns the arrangement of the weights and the kernel that reads each of them once per step from memory. A step of a few
+dozen rows is bound by memory and by arithmetic at once, so while one chunk of a panel is multiplied the next one is on
+its way: each tile asks for a share of it. That is what makes it faster there than oneDNN, whose products it replaces.
+Read ``matmul_tiles.py`` for the arithmetic, and ``matmul_amx.py`` for that of processors with matrix units.
+
+Invariant: an output's bits depend on its row, its weights and its bias alone: not on the other rows, the row's place or
+the number of threads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from pagedcore.errors import InternalError
+from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
+from pagedcore_kernels.cpu.matmul.matmul_amx import (
+    CONFIGURATION_WORDS,
+    TILE_STEPS,
+    configure_tiles,
+    may_use_tiles,
+    multiply_blocks,
+    release_tiles,
+    rows_of_blocks,
+)
+from pagedcore_kernels.cpu.matmul.matmul_tiles import (
+    PAIRS,
+    PANEL,
+    SINGLES,
+    STEP_BYTES,
+    SUM_BYTES,
+    WIDENED_PAIRS,
+    multiply_tiles,
+    row_step_bytes,
+    store_sums,
+)
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
+from pagedcore_kernels.cpu.runtime.threads import num_threads
+from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats, stack_int64
+
+#: Steps whose products are summed up in registers: 64 KiB of a panel, which stays in the second cache level while all
+#: rows of a group pass. Part of the order of additions: another number gives other bits.
+CHUNK_STEPS = 256
+#: The same with matrix units, where it changes no bit, since sums go on from where they were: 28 KiB of a panel stay in
+#: the first cache level until several blocks of rows have passed; a single block asks for memory further ahead.
+MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_STEPS
+#: Rows that pass while a chunk stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
+#: level brings weights, 128 KiB.
+_GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
+#: The form of a product on matrix units, beside those of ``matmul_tiles.py``.
+MATRIX_UNITS = 3
+#: Bytes of a row's inputs in a step, in the weight's format.
+_INPUT_BYTES = 4
+#: Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
+_WIDE_SUMS, _NARROW_SUMS = 16, 4
+#: Fewest rows of a work item, where a panel is cut into several.
+_SHARE_ROWS = 64
+
+
+def form_of_product(dtype: torch.dtype, num_inputs: int) -> int | None:
+    """Say how products of this number format and size are computed here; ``None``: they are not.
+
+    Invariant: nothing that changes from call to call may decide this, for it decides the order of additions.
+    """
+    if not has_fused_vectors():
+        return None
+    if dtype == torch.float32:
+        return SINGLES
+    if dtype != torch.bfloat16 or num_inputs % 2:
+        return None
+    if num_inputs % (TILE_STEPS * 2) == 0 and may_use_tiles():
+        return MATRIX_UNITS
+    return PAIRS if has_instructions("avx512bf16") else WIDENED_PAIRS
+
+
+def can_multiply(dtype: torch.dtype, num_inputs: int) -> bool:
+    """Whether products of this number format and size run here."""
+    return form_of_product(dtype, num_inputs) is not None
+
+
+def products_here() -> tuple[int | None, ...]:
+    """Say how products run here: float32, bfloat16, and bfloat16 of matrix units; others add up in other orders."""
+    formats = ((torch.float32, 2), (torch.bfloat16, 2), (torch.bfloat16, 2 * TILE_STEPS))
+    return tuple(form_of_product(dtype, num_inputs) for dtype, num_inputs in formats)
+
+
+class PackedMatmul:
+    """``rows @ weight.T + bias`` with a weight that was rearranged once.
+
+    Args:
+        weight: float32 or bfloat16 [out, in], any strides; not kept.
+        bias: [out] of the same format, or ``None``; not kept.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._num_outputs, self._num_inputs = weight.shape
+        form = form_of_product(weight.dtype, self._num_inputs)
+        if form is None:
+            raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
+        self._num_panels = -(-self._num_outputs // PANEL)
+        self.weight = _panels(weight, self._num_panels)
+        self._bias = weight.new_zeros(self._num_panels * PANEL)
+        if bias is not None:
+            self._bias[: self._num_outputs] = bias
+        self._form, self._kernel = form, matmul_kernel(form)
+        self._parameters = ParameterBlock(10)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the packed weight."""
+        return self.weight.data_ptr(), self.weight.nbytes
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous, of the weight's format, and return [M, out]."""
+        num_rows = len(rows)
+        # Safety: the kernel reads raw memory.
+        kind, size = self.weight.dtype, self._num_inputs
+        if rows.shape != (num_rows, size) or rows.dtype != kind or not rows.is_contiguous():
+            raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {kind} [M, {size}]")
+        out = rows.new_empty(num_rows, self._num_outputs)
+        if self._form == WIDENED_PAIRS:
+            rows = rows.float()
+        self._parameters.fill(
+            rows.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
+            self._num_outputs, self._num_inputs, self._num_panels, *self._items(num_rows),
+        )  # fmt: skip
+        self._kernel.run(self._parameters)
+        return out
+
+    def _items(self, num_rows: int) -> tuple[int, int]:
+        """How many panels are work items as they are, and into how many shares of rows each of the last ones is cut.
+
+        Why the last ones: a thread that loses its core holds little then, and all threads end together.
+        """
+        most_shares = max(1, -(-num_rows // _SHARE_ROWS))
+        num_cut = min(self._num_panels, num_threads()) if most_shares > 1 else 0
+        return self._num_panels - num_cut, most_shares
+
+
+def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
+    """Return [num_panels, steps, PANEL, inputs of a step], filled up with zeros."""
+    num_outputs, num_inputs = weight.shape
+    inputs = _INPUT_BYTES // weight.dtype.itemsize
+    num_whole, num_steps = num_outputs // PANEL, num_inputs // inputs
+    panels = weight.new_empty(num_panels, num_steps, PANEL, inputs)
+    steps = weight.reshape(num_outputs, num_steps, inputs)
+    panels[:num_whole] = steps[: num_whole * PANEL].reshape(num_whole, PANEL, num_steps, inputs).transpose(1, 2)
+    if num_whole < num_panels:
+        rest = steps[num_whole * PANEL :].transpose(0, 1)
+        panels[num_whole, :, : rest.shape[1]], panels[num_whole, :, rest.shape[1] :] = rest, 0
+    return panels
+
+
+@cache
+def matmul_kernel(form: int) -> Kernel:
+    """Compile the kernel, or take it from the cache; its parameters are those that ``PackedMatmul`` fills in."""
+    is_bf16, uses_matrix_units = int(form != SINGLES), int(form == MATRIX_UNITS)
+    most_sums = _WIDE_SUMS if has_wide_vectors() else _NARROW_SUMS
+    panel_outputs, step_bytes, row_bytes_of_step, sum_bytes = PANEL, STEP_BYTES, row_step_bytes(form), SUM_BYTES
+    chunk_steps = MATRIX_UNIT_CHUNK_STEPS if uses_matrix_units else CHUNK_STEPS
+    single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS
+    group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
+    least_rows, num_sums, num_words = _SHARE_ROWS, group_rows * PANEL, CONFIGURATION_WORDS
+    item_bytes, input_bytes = 2 if is_bf16 else 4, _INPUT_BYTES
+
+    def matmul(parameters: Any) -> None:
+        p = address_of(parameters)
+        counter, rows, weight = load_int64(p, 0), load_int64(p, 1), load_int64(p, 2)
+        bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
+        num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * item_bytes // input_bytes
+        num_panels, num_whole, num_shares = load_int64(p, 8), load_int64(p, 9), load_int64(p, 10)
+        row_bytes, panel_bytes = num_steps * row_bytes_of_step, num_steps * step_bytes
+        share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
+        num_items = num_whole + (num_panels - num_whole) * num_shares
+        sums, configuration, configured_rows = stack_floats(num_sums), stack_int64(num_words), 0
+        next_item = claim(counter)
+        while next_item < num_items:
+            # Why: claimed ahead, the panel after this one is known, and its first chunk can be asked for.
+            item, next_item = next_item, claim(counter)
+            after = next_item if next_item < num_whole else num_whole + (next_item - num_whole) // num_shares
+            next_panel = weight + min(after, num_panels - 1) * panel_bytes
+            panel, first_row, end_row = item, 0, num_rows
+            if item >= num_whole:
+                panel = num_whole + (item - num_whole) // num_shares
+                first_row = (item - num_whole) % num_shares * share_rows
+                end_row = min(first_row + share_rows, num_rows)
+            while first_row < end_row:
+                count = min(group_rows, end_row - first_row)
+                # Rows from ``last`` on have their sums ``spare`` places further on: those of the last block.
+                chunk, last, spare = chunk_steps, 0, 0
+                if uses_matrix_units:
+                    size = rows_of_blocks(count)
+                    chunk = single_block_chunk_steps if size == count else chunk_steps
+                    last, spare = count - size, (size - count % size) % size
+                    if size != configured_rows:
+                        configure_tiles(configuration, size)
+                        configured_rows = size
+                start = 0
+                while start < num_steps:
+                    steps = min(chunk, num_steps - start)
+                    here = weight + panel * panel_bytes + start * step_bytes
+                    ahead, ahead_bytes = here + steps * step_bytes, steps * step_bytes
+                    if start + chunk >= num_steps:
+                        ahead, ahead_bytes = next_panel, min(chunk, num_steps) * step_bytes
+                    source, is_first = rows + first_row * row_bytes + start * row_bytes_of_step, int(start == 0)
+                    if uses_matrix_units:
+                        multiply_blocks(source, row_bytes, count, size, here, steps, sums, is_first, ahead, ahead_bytes)
+                    else:
+                        multiply_tiles(
+                            form, most_sums, source, row_bytes, count, here, steps, sums, is_first, ahead, ahead_bytes
+                        )
+                    start += chunk
+                column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
+                for i in range(count):
+                    target = out + ((first_row + i) * num_outputs + column) * item_bytes
+                    place = i + spare if i >= last else i
+                    store_sums(is_bf16, sums + place * sum_bytes, bias + column * item_bytes, target, wanted)
+                first_row += count
+        if uses_matrix_units:
+            release_tiles()
+
+    return compile_kernel(matmul)

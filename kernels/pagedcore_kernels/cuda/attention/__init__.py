@@ -1,0 +1,1 @@
+"""Paged attention on NVIDIA GPUs: the host side."""

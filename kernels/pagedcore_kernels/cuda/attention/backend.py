@@ -1,0 +1,267 @@
+"""Attention on NVIDIA cards: tensor-core kernels behind the ``AttentionBackend`` contract.
+
+Owns what is decided once per step and the arguments of every launch; checks everything a kernel will trust. The card
+is behind ``driver.py``, the cutting of work in ``work_lists.py``, the arithmetic in ``device/``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore.protocols import Int32Array, RaggedRows
+from pagedcore_kernels.checks import check_key_value, check_pool, check_query
+from pagedcore_kernels.cuda.attention.uploads import StepBuffer
+from pagedcore_kernels.cuda.attention.work_lists import Visibility
+from pagedcore_kernels.cuda.build.library import KernelLibrary
+from pagedcore_kernels.cuda.build.toolchain import require_bindings
+from pagedcore_kernels.cuda.build.variants import COPY_NAME, attention_name, needed_capability, supports, write_name
+from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver
+from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
+from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep
+from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, SLICE_BYTES, AttentionShape
+from pagedcore_kernels.layout import TokenMajorLayout
+
+# Why: the plugin table finds out whether a backend can be had by importing it.
+require_bindings()
+
+_COPY_CTAS: Final = 512
+"""CTAs of a copy, where there are so many slices; enough to fill any card."""
+
+
+class NumbaCudaAttention:
+    """``AttentionBackend`` for pools on a CUDA device: bfloat16, float16, and 8 bits with a scale per head.
+
+    A token's result is the same bits whatever else is in the batch, however its prompt was cut into chunks, wherever
+    its blocks lie and however its context was split among CTAs; ``device/numerics.py`` says why.
+
+    Args:
+        layout: of the pool.
+        pool: uint8 [blocks, block_bytes] on the device.
+        kv_scales: float32 [layers, 2, most KV heads]; elements of an 8-bit pool times the scale are K and V.
+        driver: the card; by default the one the pool is on.
+
+    Raises:
+        MissingDependency: cuda-bindings is missing, or a kernel has to be built and the compiler is.
+        InvalidConfig: the kernels cannot serve this layout.
+
+    Invariant: one thread at a time uses an instance.
+    """
+
+    name = "numba-cuda"
+    layout_type = TokenMajorLayout
+    devices = ("cuda",)
+
+    def __init__(
+        self, layout: TokenMajorLayout, pool: torch.Tensor, *, kv_scales: torch.Tensor | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        check_pool(layout, pool)
+        _check_layout(layout)
+        self._driver = driver or _driver_of(pool)
+        if pool.device.type != self._driver.device.type:
+            raise InvalidConfig(f"KV pool: on {pool.device}, allowed for {self.name} is {self._driver.device}.")
+        self._query_format = FORMATS[layout.model_dtype]
+        self._pool_format = FORMATS[layout.dtype]
+        self._layout = layout
+        self._check_card()
+        self._pool = pool
+        self._keys = [layout.key_view(pool, layer).transpose(-1, -2) for layer in range(len(layout.layers))]
+        self._values = [layout.value_view(pool, layer) for layer in range(len(layout.layers))]
+        self._scales = layer_scales(layout, kv_scales, pool.device)
+        self._page_shift = layout.block_size.bit_length() - 1
+        self._plans = LayerPlans(layout, pool, self._driver.num_sms)
+        self._step: SharedStep | None = None
+        for shape in set(layout.layers):
+            sizes = shape.key_head_size, shape.value_head_size
+            attention = AttentionShape(*sizes, self._query_format, self._pool_format)
+            for kernel in (attention_name("decode", attention), attention_name("prefill", attention),
+                           write_name(self._query_format, self._pool_format, *sizes), COPY_NAME):
+                self._driver.prepare(kernel)
+
+    @property
+    def layout(self) -> TokenMajorLayout:
+        """What the pool's bytes mean."""
+        return self._layout
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The pool, uint8 [blocks, block_bytes]."""
+        return self._pool
+
+    @staticmethod
+    def preferred_block_size(dtype: torch.dtype) -> int:
+        """Tokens per block if nothing else decides."""
+        return 16
+
+    def plan(self, batch: RaggedRows) -> None:
+        """Check the batch, cut its work and copy both to the device; see ``AttentionBackend``.
+
+        Raises:
+            InternalError: a block id, slot or length is out of range; nothing was computed.
+        """
+        self._driver.begin_step()
+        self._step = self._plans.begin(batch)
+
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store key [T, KVH, D] and value [T, KVH, Dv] in the planned slots; see ``AttentionBackend``."""
+        step = self._current_step()
+        check_key_value(self._layout, layer, key, value, step.plan)
+        shape = self._layout.layers[layer]
+        key, value = _in_vectors(key), _in_vectors(value)
+        threads = step.plan.num_tokens * shape.num_kv_heads * (shape.key_head_size + shape.value_head_size) // 8
+        if not threads:
+            return
+        name = write_name(self._query_format, self._pool_format, shape.key_head_size, shape.value_head_size)
+        self._driver.launch(name, -(-threads // ROW_THREADS), (
+            key, value, self._keys[layer], self._values[layer], step.slots, self._scales[layer],
+            self._layout.block_bytes, step.plan.num_tokens,
+            key.stride(0) * key.itemsize, key.stride(1) * key.itemsize,
+            value.stride(0) * value.itemsize, value.stride(1) * value.itemsize,
+            self._page_shift, shape.num_kv_heads,
+        ))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with query [T, H, D], returning [T, H, Dv]; see ``AttentionBackend``.
+
+        ``slopes`` [H] float32 are ALiBi's: each score gets ``slope * (key position - query position)``.
+        """
+        step = self._current_step()
+        check_query(self._layout, layer, query, step.plan, sinks)
+        if not scale > 0:
+            raise InternalError(f"scale: got {scale}, expected a positive number.")
+        shape = self._layout.layers[layer]
+        query = _in_vectors(query)
+        output = query.new_empty(step.plan.num_tokens, query.shape[1], shape.value_head_size)
+        if step.plan.num_computed < step.plan.num_tokens:
+            output[step.plan.num_computed :] = 0
+        visibility = Visibility(query.shape[1] // shape.num_kv_heads, max(0, window), max(0, chunk))
+        work = self._plans.work(step, visibility, shape)
+        # Why: exponentials are powers of two, and with a cap the scale goes inside of the tanh.
+        unit, cap_input = (softcap * LOG2_E, scale / softcap) if softcap > 0 else (scale * LOG2_E, 0.0)
+        arguments: tuple[Argument, ...] = (
+            query, self._keys[layer], self._values[layer], step.tables, None, step.rows, output, self._plans.partials,
+            self._plans.counters, _floats(slopes), _floats(sinks), self._scales[layer], self._layout.block_bytes,
+            query.stride(0) * query.itemsize, query.stride(1) * query.itemsize, step.plan.block_tables.shape[1],
+            self._page_shift, shape.num_kv_heads, visibility.group, visibility.window, visibility.chunk, unit,
+            cap_input,
+        )
+        kernel = AttentionShape(shape.key_head_size, shape.value_head_size, self._query_format, self._pool_format)
+        for family, items, count in work.launches:
+            self._driver.launch(
+                attention_name(family, kernel), count * shape.num_kv_heads, (*arguments[:4], items, *arguments[5:])
+            )
+        return output
+
+    def copy_blocks(
+        self, pairs: npt.ArrayLike, source: torch.Tensor | None = None, target: torch.Tensor | None = None
+    ) -> None:
+        """Copy whole blocks on the device, in stream order.
+
+        Args:
+            pairs: [N, 2] of block numbers, from and to; no block is written twice or both read and written.
+            source: uint8 [blocks, block_bytes] read from; by default the pool. Pinned host memory makes this a gather.
+            target: likewise, written to.
+
+        Raises:
+            InternalError: a number is out of range, or the pairs depend on each other's order.
+        """
+        source, target = (self._pool if pool is None else pool for pool in (source, target))
+        check_pool(self._layout, source)
+        check_pool(self._layout, target)
+        numbers = np.ascontiguousarray(pairs, np.int32).reshape(-1, 2)
+        _check_pairs(numbers, source, target)
+        if not len(numbers):
+            return
+        self._driver.begin_step()
+        (on_device,) = StepBuffer(self._pool.device).upload([numbers])
+        slices = max(1, min(_COPY_CTAS // len(numbers), self._layout.block_bytes // SLICE_BYTES))
+        self._driver.launch(
+            COPY_NAME, len(numbers) * slices, (source, target, on_device, self._layout.block_bytes, slices)
+        )
+
+    def _check_card(self) -> None:
+        """Refuse formats that the card's instructions do not have."""
+        needed = needed_capability(self._pool_format)
+        if self._driver.capability < needed:
+            raise InvalidConfig(
+                f"KV dtype: got {self._layout.dtype} on a card of compute capability "
+                f"{_dotted(self._driver.capability)}, allowed from {_dotted(needed)} on. Choose int8 or bfloat16."
+            )
+
+    def _current_step(self) -> SharedStep:
+        if self._step is None:
+            raise InternalError("attention: plan was not called before write_kv or attend.")
+        return self._step
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _driver_of(pool: torch.Tensor) -> Driver:
+    if pool.device.type != "cuda":
+        raise InvalidConfig(
+            f"KV pool: on {pool.device}, allowed for {NumbaCudaAttention.name} is a CUDA device. "
+            "Choose attention_backend='numba-cpu' on this machine."
+        )
+    return CudaDriver(pool.device, KernelLibrary())
+
+
+def _check_layout(layout: TokenMajorLayout) -> None:
+    name = NumbaCudaAttention.name
+    if not isinstance(layout, TokenMajorLayout):
+        raise InvalidConfig(f"KV layout: got {type(layout).__name__}, allowed for {name} is TokenMajorLayout.")
+    if layout.dtype not in FORMATS or layout.model_dtype not in (torch.bfloat16, torch.float16):
+        raise InvalidConfig(
+            f"KV dtype: got {layout.dtype} for a model in {layout.model_dtype}, allowed for {name} are bfloat16 and "
+            "float16, and pools of float8_e4m3fn and int8. Load the model in bfloat16."
+        )
+    if layout.dtype.itemsize == 2 and layout.dtype != layout.model_dtype:
+        raise InvalidConfig(f"KV dtype: got {layout.dtype} for a model in {layout.model_dtype}, allowed is the same.")
+    size = layout.block_size
+    if size & (size - 1):
+        raise InvalidConfig(f"block_size: got {size}, allowed for {name} is a power of two.")
+    for shape in layout.layers:
+        if not supports(FORMATS[layout.dtype], shape.key_head_size, shape.value_head_size):
+            raise InvalidConfig(
+                f"head sizes: got {shape.key_head_size} and {shape.value_head_size}, allowed for {name} are multiples "
+                f"of {32 // layout.dtype.itemsize} from 16 to 256. "
+                "Choose device='cpu' or attention_backend='reference'."
+            )
+
+
+def _in_vectors(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy, with every row of elements at a multiple of 16 bytes."""
+    apart = (tensor.stride(0) | tensor.stride(1)) * tensor.itemsize | tensor.data_ptr()
+    return tensor if apart % 16 == 0 and tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _check_pairs(pairs: Int32Array, source: torch.Tensor, target: torch.Tensor) -> None:
+    for numbers, pool, what in ((pairs[:, 0], source, "from"), (pairs[:, 1], target, "to")):
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(pool)):
+            raise InternalError(
+                f"block copies: {what} blocks {numbers.min()} to {numbers.max()}, expected 0 to {len(pool) - 1}."
+            )
+    written = np.unique(pairs[:, 1])
+    if len(written) < len(pairs) or (source is target and np.isin(pairs[:, 0], written).any()):
+        raise InternalError("block copies: a block is written twice, or read and written; expected independent pairs.")
+
+
+def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(torch.float32).contiguous()

@@ -1,0 +1,172 @@
+"""Puts an engine together: model, tokenizer, KV pool, scheduler, plugins. The one place that sees all of them.
+
+Every "auto" of the configuration is decided here, from the machine and the model; nothing is decided later.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from pagedcore.config.engine_config import EngineConfig
+from pagedcore.config.limits import MAX_SCORED_BYTES
+from pagedcore.engine.calibration import measure_steps
+from pagedcore.engine.kv_memory import KVMemory, context_length
+from pagedcore.execution.compute_threads import ComputeThreads
+from pagedcore.execution.model_runner import ModelRunner
+from pagedcore.execution.sampler import Sampler
+from pagedcore.kv_cache import eviction
+from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.models.fingerprint import ModelFingerprint, backend_fingerprint, kv_format
+from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
+from pagedcore.plugins.hookspecs import EngineInfo
+from pagedcore.plugins.manager import create_plugin_manager
+from pagedcore.plugins.observers import EngineHooks
+from pagedcore.requests.input_processor import Intake
+from pagedcore.requests.stats import Counters, EngineStats
+from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore_kernels.cpu.runtime.openmp import usable_torch
+
+if TYPE_CHECKING:
+    from pagedcore.execution.kv_transfers import BlockMover
+    from pagedcore.protocols import CacheStore, Clock, ModelBackend, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Everything an engine is made of."""
+
+    config: EngineConfig
+    intake: Intake
+    block_manager: BlockManager
+    scheduler: Scheduler
+    runner: ModelRunner
+    hooks: EngineHooks
+    info: EngineInfo
+    kv_bytes: int
+    store: CacheStore | None
+    fingerprint: ModelFingerprint
+    kv_format: str
+    """What KV blocks of another process have to match to be of use here."""
+
+    def calibrate(self, mover: BlockMover, clock: Clock) -> None:
+        """Measure what moving and computing cost here, before anything is in the pool; needs a host tier."""
+        blocks, costs = self.block_manager, self.scheduler.costs
+        assert blocks.host is not None  # Invariant: asked before
+        mover.calibrate(costs, min(blocks.num_blocks, blocks.host.num_blocks))
+        most_tokens = min(
+            blocks.num_blocks * blocks.block_size, self.info.max_model_len, self.config.max_num_batched_tokens
+        )
+        measured = measure_steps(self.runner.backend, clock, blocks.block_size, most_tokens)
+        costs.step = measured if measured is not None else costs.step
+
+    def stats(self, counters: Counters) -> EngineStats:
+        """Put the engine's counters and the present occupancy together."""
+        state = self.scheduler.stats()
+        done, block_bytes = state.counters, self.kv_bytes // state.num_blocks
+        return EngineStats(
+            num_running=state.num_running,
+            num_waiting=state.num_waiting,
+            num_swapped=state.num_swapped,
+            num_blocks=state.num_blocks,
+            num_blocks_used=state.num_used_blocks,
+            num_blocks_cached=state.num_cached_blocks,
+            num_blocks_evicted=state.num_evicted_blocks,
+            num_host_blocks=state.num_host_blocks,
+            num_host_blocks_used=state.num_used_host_blocks,
+            num_host_blocks_cached=state.num_cached_host_blocks,
+            block_size=self.info.block_size,
+            kv_bytes=self.kv_bytes,
+            num_steps=counters.num_steps,
+            num_rows=counters.num_rows,
+            num_computed_tokens=counters.num_computed_tokens,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+            num_finished=counters.num_finished,
+            num_preemptions=sum(done.num_preemptions.values()),
+            num_preemptions_by_kind={kind.value: count for kind, count in done.num_preemptions.items()},
+            num_stalled_rows=done.num_stalled_rows,
+            num_looked_up_tokens=done.num_looked_up_tokens,
+            num_cached_tokens=done.num_cached_tokens,
+            swapped_out_bytes=done.num_blocks_swapped_out * block_bytes,
+            swapped_in_bytes=done.num_blocks_swapped_in * block_bytes,
+            num_failed_transfers=done.num_failed_transfers,
+            preemption_estimate_error=state.estimate_error,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.info.max_model_len,
+            attention_backend=self.info.attention_backend,
+            dtype=self.info.dtype,
+            is_schedule_invariant=self.info.is_schedule_invariant,
+        )
+
+
+def assemble(
+    model: Any, *, tokenizer: Any = None, plugins: Iterable[object] = (), **settings: Any
+) -> EngineParts:
+    """Build the parts of an engine; arguments as ``Engine.from_pretrained``.
+
+    Raises:
+        InvalidConfig: a setting is unknown or out of range, the model cannot run here, or a memory budget has not
+            enough left.
+    """
+    is_object = tokenizer is not None and not isinstance(tokenizer, str)
+    config = EngineConfig.from_keywords(tokenizer=None if is_object else tokenizer, **settings)
+    manager = create_plugin_manager(plugins)
+    policy = manager.registry.schedulers.load(config.scheduling_policy)()
+    with usable_torch():
+        backend = resolve_backend(model, config, manager.registry.attention.load)
+    text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
+    memory = KVMemory(backend, config)
+    block_manager = BlockManager(
+        memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
+        policy=eviction.POLICIES[config.eviction_policy], secret=secrets.token_bytes(32),
+        copies_blocks=memory.store is not None,
+    )
+    info = _describe(model, backend, config, block_manager)
+    intake = Intake(
+        text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
+        config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
+    )
+    scheduler = Scheduler(
+        block_manager, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
+        max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
+        preemption=config.preemption, max_scored_tokens=max_scored_tokens(backend.vocab_size),
+    )
+    threads = ComputeThreads(
+        config.num_threads, computes_in_torch=bool(getattr(backend, "computes_in_torch", False))
+    )
+    return EngineParts(
+        config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
+        EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
+        backend_fingerprint(backend), kv_format(backend, memory.block_size),
+    )
+
+
+def max_scored_tokens(vocab_size: int) -> int:
+    """Return how many rows of float32 logits a step may hold for prompts that are reported: 64 MiB of them."""
+    return max(1, MAX_SCORED_BYTES // (4 * vocab_size))
+
+
+def _as_tokenizer(tokenizer: Any) -> Tokenizer:
+    """Return a tokenizer of ours or of the user's own as it is, one of transformers wrapped."""
+    if hasattr(tokenizer, "new_detokenizer"):
+        return cast("Tokenizer", tokenizer)
+    from pagedcore.tokenizer.tokenizer import HFTokenizer
+
+    return HFTokenizer.from_transformers(tokenizer)
+
+
+def _describe(model: Any, backend: ModelBackend, config: EngineConfig, blocks: BlockManager) -> EngineInfo:
+    return EngineInfo(
+        model=model_name(model),
+        dtype=str(getattr(backend, "dtype", "unknown")).removeprefix("torch."),
+        attention_backend=str(getattr(backend, "attention_name", "unknown")),
+        scheduling_policy=config.scheduling_policy,
+        block_size=blocks.block_size,
+        num_blocks=blocks.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=context_length(backend.max_model_len, config),
+        is_schedule_invariant=backend.is_schedule_invariant,
+    )

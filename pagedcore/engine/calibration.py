@@ -1,0 +1,89 @@
+"""Measures what a step costs before the first request: a few short prefills whose results nobody uses.
+
+They write to blocks that hold nothing yet and that nobody can find; no sequence, cache or counter knows of them. From
+the first step on the engine's own measurements correct what was learned here. Next: ``scheduling.cost_model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from pagedcore.execution.ragged_batch import RaggedBatch, assemble
+from pagedcore.protocols import Clock, ModelBackend
+from pagedcore.scheduler.cost_model import Line
+
+_MOST_S: Final = 0.2
+"""Seconds after which no further forward begins, nor one that is expected to end later; the very first one aside."""
+_MOST_TOKENS: Final = 64
+_NUM_REPEATS: Final = 3
+
+
+def measure_steps(backend: ModelBackend, clock: Clock, block_size: int, most_tokens: int) -> Line | None:
+    """Measure forwards of up to ``most_tokens`` tokens; call it while the pool holds nothing.
+
+    Returns:
+        Seconds by tokens; ``None`` if the model is too slow to be measured at two sizes, the clock stands still, or the
+        model fails. It will fail in its first step then, where somebody is told.
+    """
+    seconds_of: dict[int, float] = {}
+    try:
+        for size, seconds in _timed_forwards(backend, clock, block_size, most_tokens):
+            # Why: whatever else the machine does makes a forward longer, never shorter.
+            seconds_of[size] = min(seconds, seconds_of.get(size, seconds))
+    except Exception:
+        return None
+    if len(seconds_of) < 2 or max(seconds_of.values()) <= 0:
+        return None
+    smallest, largest = min(seconds_of), max(seconds_of)
+    per_token_s = max(0.0, (seconds_of[largest] - seconds_of[smallest]) / (largest - smallest))
+    return Line(max(0.0, seconds_of[smallest] - smallest * per_token_s), per_token_s)
+
+
+def _timed_forwards(
+    backend: ModelBackend, clock: Clock, block_size: int, most_tokens: int
+) -> Iterator[tuple[int, float]]:
+    """Yield (tokens, seconds) of forwards as long as there is time: ever larger ones, then the ends of these again."""
+    # Why: the first one prepares memory and kernels, so it says nothing about the next.
+    _time_forward(backend, clock, block_size, 1)
+    deadline_s, latest, expected_s = clock.now() + _MOST_S, dict[int, float](), 0.0
+    for size in _sizes(min(_MOST_TOKENS, most_tokens)):
+        if clock.now() + expected_s > deadline_s:
+            break
+        latest[size] = _time_forward(backend, clock, block_size, size)
+        yield size, latest[size]
+        # Why: whatever a token costs, the next size is at most twice this one.
+        expected_s = 2 * latest[size]
+    for size in (min(latest), max(latest)) * _NUM_REPEATS if len(latest) > 1 else ():
+        if clock.now() + latest[size] > deadline_s:
+            return
+        latest[size] = _time_forward(backend, clock, block_size, size)
+        yield size, latest[size]
+
+
+def _sizes(most_tokens: int) -> Iterator[int]:
+    size = 2
+    while size < most_tokens:
+        yield size
+        size *= 2
+    yield most_tokens
+
+
+def _time_forward(backend: ModelBackend, clock: Clock, block_size: int, num_tokens: int) -> float:
+    batch = _one_prompt(num_tokens, block_size)
+    before_s = clock.now()
+    # Why: a device may still compute when forward returns; a number that is read has been computed.
+    float(backend.forward(batch)[0, 0])
+    return clock.now() - before_s
+
+
+def _one_prompt(num_tokens: int, block_size: int) -> RaggedBatch:
+    """Build the first chunk of one sequence, in the first blocks of the pool."""
+    one = np.ones(1, dtype=np.int64)
+    return assemble(
+        np.zeros(num_tokens, dtype=np.int64), 0 * one, num_tokens * one, seq_ids=0 * one,
+        tables=[np.arange(-(-num_tokens // block_size), dtype=np.int32)], block_size=block_size,
+        is_sampled=np.ones(1, dtype=np.bool_),
+    )

@@ -1,0 +1,168 @@
+"""The memory of one engine's KV pool: how many blocks it has, where their bytes come from, and when they go back.
+
+Owns the sum at an engine's start and says it through the logger "pagedcore". The pool is allocated once and never
+moves; who holds which of its blocks is ``cache``'s business. Read ``memory.py`` for the budget that several engines
+share.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from pagedcore.config.engine_config import EngineConfig
+from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, MemoryLease, format_memory, parse_memory
+from pagedcore.errors import InvalidConfig
+from pagedcore.execution.machine import free_memory_bytes
+
+if TYPE_CHECKING:
+    from pagedcore.protocols import CacheStore, ModelBackend
+
+_log = logging.getLogger("pagedcore")
+
+DEFAULT_MEMORY_SHARE: Final = 0.3
+"""Share of free memory that the KV pool takes at most when nothing is said; pages count only once touched."""
+
+
+class KVMemory:
+    """The KV pool of one engine, allocated in its backend.
+
+    Invariant: what was drawn from a budget goes back when the pool is closed or lost, and not before.
+    """
+
+    def __init__(self, backend: ModelBackend, config: EngineConfig) -> None:
+        """Choose the number of blocks, draw their bytes from the budget if there is one, and allocate.
+
+        Raises:
+            InvalidConfig: the setting has not room for one block, or the machine does not give so much.
+            MemoryBudgetExceeded: the budget has not that much left.
+        """
+        self._backend = backend
+        self.block_size = config.block_size if config.block_size is not None else backend.block_size
+        self._block_bytes = kv_block_bytes(backend, self.block_size)
+        self._length = context_length(backend.max_model_len, config)
+        self._lease: MemoryLease | None = None
+        free_bytes, host_bytes = free_kv_bytes(backend), self._host_bytes(config)
+        self.num_blocks = self._choose_num_blocks(config, free_bytes)
+        try:
+            backend.allocate_kv(self.num_blocks, self.block_size)
+            self.num_host_blocks = self._allocate_host(host_bytes)
+        except BaseException:
+            self._give_back()
+            raise
+        self._is_open = True
+        self._log_sum(free_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool, padding included."""
+        return self.num_blocks * self._block_bytes
+
+    def close(self) -> None:
+        """Let the backend free the pool, where it can, and give back what was drawn; a second call does nothing."""
+        release = getattr(self._backend, "release_kv", None)
+        # Why: the backend may belong to the caller, and have another engine's pool by the time of a second call.
+        if self._is_open and release is not None:
+            release()
+        self._is_open = False
+        self._give_back()
+
+    @property
+    def store(self) -> CacheStore | None:
+        """What moves the blocks, where the backend has that."""
+        return getattr(self._backend, "cache_store", None)
+
+    def _host_bytes(self, config: EngineConfig) -> int | None:
+        free_bytes = free_memory_bytes()
+        num_bytes = parse_memory(config.host_kv_memory, free_bytes=free_bytes, what="host_kv_memory")
+        if num_bytes is not None and not self._block_bytes <= num_bytes <= free_bytes:
+            raise InvalidConfig(
+                f"host_kv_memory: got {num_bytes} bytes, allowed is at least one block ({self._block_bytes} bytes) and "
+                f"at most the {free_bytes} bytes that are free."
+            )
+        return num_bytes
+
+    def _allocate_host(self, num_bytes: int | None) -> int:
+        if num_bytes is None:
+            return 0
+        if self.store is None:
+            raise InvalidConfig("host_kv_memory: this model backend has no cache_store to move blocks with; leave it.")
+        self.store.allocate_host(num_bytes // self._block_bytes)
+        return num_bytes // self._block_bytes
+
+    def _give_back(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+
+    def _choose_num_blocks(self, config: EngineConfig, free_bytes: int) -> int:
+        given = config.kv_cache_memory
+        if isinstance(given, MemoryBudget | BudgetShare):
+            return self._draw(given, config)
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        num_bytes = parse_memory(given, free_bytes=free_bytes)
+        if num_bytes is not None:
+            return self._whole_blocks(num_bytes)
+        return max(1, min(self._useful_blocks(config), int(DEFAULT_MEMORY_SHARE * free_bytes) // self._block_bytes))
+
+    def _draw(self, source: MemoryBudget | BudgetShare, config: EngineConfig) -> int:
+        unit, wanted = self._block_bytes, config.num_kv_blocks
+        if isinstance(source, BudgetShare):
+            wanted = wanted if wanted is not None else self._whole_blocks(source.num_bytes)
+            if wanted * unit > source.num_bytes:
+                raise InvalidConfig(
+                    f"num_kv_blocks: got {wanted} ({wanted * unit} bytes), allowed is up to "
+                    f"{source.num_bytes // unit}, this engine's share of the memory budget."
+                )
+            source = source.budget
+        at_most = wanted if wanted is not None else self._useful_blocks(config)
+        self._lease = source.draw((wanted or 1) * unit, at_most * unit, unit=unit)
+        return self._lease.num_bytes // unit
+
+    def _whole_blocks(self, num_bytes: int) -> int:
+        if num_bytes < self._block_bytes:
+            raise InvalidConfig(
+                f"kv_cache_memory: got {num_bytes} bytes, allowed is at least one block ({self._block_bytes} bytes)."
+            )
+        return num_bytes // self._block_bytes
+
+    def _useful_blocks(self, config: EngineConfig) -> int:
+        """Return the blocks of every slot at full length; more could never be used."""
+        return config.max_num_seqs * -(-self._length // self.block_size)
+
+    def _log_sum(self, free_bytes: int) -> None:
+        _log.info(
+            "KV pool: %d blocks of %d tokens, %d bytes each: %s in all, for %d tokens or %d sequences of %d tokens; "
+            "%s of memory were free", self.num_blocks, self.block_size, self._block_bytes,
+            format_memory(self.num_bytes), self.num_blocks * self.block_size,
+            self.num_blocks // -(-self._length // self.block_size), self._length, format_memory(free_bytes),
+        )
+        if self.num_bytes > free_bytes:
+            _log.warning(
+                "KV pool: its %s are more than the %s of memory that were free; lower kv_cache_memory or num_kv_blocks",
+                format_memory(self.num_bytes), format_memory(free_bytes),
+            )
+
+
+def free_kv_bytes(backend: ModelBackend) -> int:
+    """Return the memory that a pool could take now: what the backend says of its device, or else this machine's."""
+    exact = getattr(backend, "free_kv_bytes", None)
+    return int(exact()) if exact is not None else free_memory_bytes()
+
+
+def kv_block_bytes(backend: ModelBackend, block_size: int) -> int:
+    """Return the bytes of one block: what the backend's layout says, or else the sum over its tokens."""
+    exact = getattr(backend, "kv_block_bytes", None)
+    return int(exact(block_size)) if exact is not None else max(1, block_size * backend.kv_bytes_per_token)
+
+
+def context_length(limit: int, config: EngineConfig) -> int:
+    """Return the longest context of an engine in tokens; ``limit`` is the model's.
+
+    Raises:
+        InvalidConfig: ``max_model_len`` is more than the model was made for.
+    """
+    wanted = config.max_model_len
+    if wanted is not None and wanted > limit:
+        raise InvalidConfig(f"max_model_len: got {wanted}, allowed is up to {limit}, what the model was made for.")
+    return wanted if wanted is not None else limit

@@ -1,0 +1,198 @@
+"""KV blocks in the memory of a card, and the host slab that they are swapped to, moved by the card's copy engines.
+
+Transfers run beside the computation and are polled; nobody waits unless asked to. Owns the order between the two: a
+transfer begins after everything that was computed before it was started, and is reported when its bytes are there.
+Read ``kv_storage.py`` for the same on a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore.execution.kv_pool import BlockPairs, KVStorage
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pagedcore_kernels.layout import BlockLayout
+
+Unpin = Callable[[], None]
+_PAUSE_S: Final = 0.0002
+_LOOKS: Final = 250
+
+
+class Ticket(Protocol):
+    """Copies that were started; a ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool:
+        """Whether they have ended."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until they have."""
+        ...
+
+
+class Copies(Protocol):
+    """One queue of copies beside the computation."""
+
+    def start(self, copy: Callable[[], None]) -> Ticket:
+        """Begin what ``copy`` does, after everything that was computed before this call and was started here."""
+        ...
+
+
+class CudaCopies:
+    """A stream of its own on a card."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, copy: Callable[[], None]) -> Ticket:
+        """Queue the copies behind the work that is on the present stream; see ``Copies``."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copy()
+        event: Ticket = self._stream.record_event()
+        return event
+
+
+class DeviceKVStorage(KVStorage):
+    """The pool of one model on a card and the pinned slab next to it; a ``CacheStore``.
+
+    Invariant: a transfer is reported after its last byte was copied, once, in the order of the starts of its direction.
+    Invariant: host memory stays pinned until the last copy that was started has ended.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, num_blocks: int, device: torch.device, *, outgoing: Copies, incoming: Copies,
+        pin: Callable[[torch.Tensor], Unpin],
+    ) -> None:
+        """Allocate the pool.
+
+        Args:
+            layout: of a block.
+            num_blocks: of the pool.
+            device: where the pool is.
+            outgoing: carries blocks to the host; another queue than ``incoming``, because a bus has two directions.
+            incoming: carries blocks from the host.
+            pin: lets the card reach a tensor's memory by itself and returns what ends that.
+
+        Raises:
+            InvalidConfig: there is not one block, or the card has not the memory for them.
+        """
+        super().__init__(layout, num_blocks, device)
+        self._outgoing, self._incoming = outgoing, incoming
+        self._pin = pin
+        self._in_flight: list[tuple[int, Ticket]] = []
+        self._end_pinning: Callable[[], object] | None = None
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make room for so many blocks in pinned host memory; see ``KVStorage``."""
+        super().allocate_host(num_blocks)
+        slab = self._require_host()
+        self._end_pinning = weakref.finalize(self, _release, self._pin(slab), self._in_flight, slab)
+
+    def release(self) -> None:
+        """Wait for the copies that are under way, then give all memory back; see ``KVStorage``."""
+        if self._end_pinning is not None:
+            self._end_pinning()
+        super().release()
+
+    def copy_blocks(self, pairs: BlockPairs) -> None:
+        """Copy device blocks (source, destination); the device does so when it gets there."""
+        for here, there in pairs:
+            self.pool[there].copy_(self.pool[here])
+
+    def start_swap_out(self, transfer_id: int, pairs: BlockPairs) -> None:
+        """Begin to copy device blocks to host blocks."""
+        self._start(self._outgoing, transfer_id, self.pool, self._require_host(), pairs)
+
+    def start_swap_in(self, transfer_id: int, pairs: BlockPairs) -> None:
+        """Begin to copy host blocks to device blocks."""
+        self._start(self._incoming, transfer_id, self._require_host(), self.pool, pairs)
+
+    def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
+        """Return what has ended since the last call; with ``wait``, look again for a twentieth of a second."""
+        ended = self._take_ended()
+        for _ in range(_LOOKS if wait else 0):
+            if ended or not self._in_flight:
+                break
+            time.sleep(_PAUSE_S)
+            ended = self._take_ended()
+        return ended
+
+    def _take_ended(self) -> list[tuple[int, bool]]:
+        # Why: each ticket is asked once; one that ends between two questions would be forgotten.
+        states = [(transfer_id, ticket, ticket.query()) for transfer_id, ticket in self._in_flight]
+        self._in_flight[:] = [(transfer_id, ticket) for transfer_id, ticket, is_done in states if not is_done]
+        return [(transfer_id, True) for transfer_id, _, is_done in states if is_done]
+
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of device blocks, shape [N, block_bytes]; waits for the card."""
+        contents: npt.NDArray[np.uint8] = self.pool[list(block_ids)].cpu().numpy()
+        return contents
+
+    def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite device blocks; see ``KVStorage``."""
+        if contents.shape != (len(block_ids), self.block_bytes):
+            raise InternalError(f"write: got bytes of shape {contents.shape} for {len(block_ids)} blocks")
+        for block_id, block in zip(block_ids, contents, strict=True):
+            self.pool[block_id].copy_(torch.from_numpy(block.copy()))
+
+    def _start(
+        self, copies: Copies, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs
+    ) -> None:
+        runs = list(_runs(pairs))
+
+        def copy() -> None:
+            for here, there, count in runs:
+                destination[there : there + count].copy_(source[here : here + count], non_blocking=True)
+
+        self._in_flight.append((transfer_id, copies.start(copy)))
+
+
+def _runs(pairs: BlockPairs) -> Iterator[tuple[int, int, int]]:
+    """Join pairs that go on where the last one ended on both sides: (source, destination, blocks), one copy each."""
+    begin: tuple[int, int] | None = None
+    count = 0
+    for here, there in pairs:
+        if begin is not None and (here, there) == (begin[0] + count, begin[1] + count):
+            count += 1
+            continue
+        if begin is not None:
+            yield *begin, count
+        begin, count = (here, there), 1
+    if begin is not None:
+        yield *begin, count
+
+
+def _release(unpin: Unpin, in_flight: list[tuple[int, Ticket]], slab: torch.Tensor) -> None:
+    """End the pinning of a slab whose storage is gone; being an argument here keeps the slab's memory until then."""
+    for _, ticket in in_flight:
+        ticket.synchronize()
+    in_flight.clear()
+    unpin()
+
+
+def pin(slab: torch.Tensor) -> Unpin:
+    """Pin memory that is there already: torch's own pinned memory is rounded up to a power of two.
+
+    Raises:
+        InvalidConfig: the driver does not pin so much.
+    """
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = slab.data_ptr()
+    status = runtime.cudaHostRegister(address, slab.nbytes, 0)
+    if int(status) != 0:
+        raise InvalidConfig(
+            f"host_kv_memory: the CUDA driver did not pin {slab.nbytes} bytes (status {int(status)}). Lower it."
+        )
+    return lambda: runtime.cudaHostUnregister(address)

@@ -1,0 +1,140 @@
+"""Owns the memory of one model's KV blocks, on the device and on the host, and moves whole blocks about in it.
+
+It never decides who gets a block or where one goes; ``cache/`` and ``scheduling/`` do. The meaning of the bytes is
+``pagedcore_kernels.layout``'s. On a CPU a transfer is a copy in memory and has ended when it was started; read
+``device_storage.py`` for a card's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore.execution.memory_pages import populate, use_huge_pages
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from pagedcore_kernels.layout import BlockLayout
+
+BlockPairs = Sequence[tuple[int, int]]
+
+
+class KVStorage:
+    """The pool of one model, and the host slab next to it; a ``CacheStore``.
+
+    Invariant: until ``release`` ``pool`` is allocated once and never moves, so attention backends may keep its address.
+    """
+
+    __slots__ = ("_ended", "_host", "layout", "num_blocks", "pool")
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        """Allocate the pool on a device.
+
+        Raises:
+            InvalidConfig: there is not one block, or the memory for them cannot be had.
+        """
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.pool: torch.Tensor = _allocate(layout, num_blocks, device, "num_kv_blocks", "kv_cache_memory")
+        self._host: torch.Tensor | None = None
+        self._ended: list[tuple[int, bool]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.num_blocks * self.layout.block_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.layout.block_bytes
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make room for so many blocks on the host.
+
+        Raises:
+            InvalidConfig: the memory for them cannot be had.
+        """
+        self._host = _allocate(self.layout, num_blocks, "cpu", "host_kv_memory", "host_kv_memory")
+        # Why: finding fresh pages takes several times as long as a transfer, which looked too dear by it, and would
+        # happen between two steps.
+        populate(self._host)
+
+    def release(self) -> None:
+        """Give all memory back, whoever still knows this object; no block can be read or moved afterwards."""
+        self.pool, self._host = self.pool.new_empty(0), None
+
+    def copy_blocks(self, pairs: BlockPairs) -> None:
+        """Copy device blocks (source, destination)."""
+        _copy(self.pool, self.pool, pairs)
+
+    def start_swap_out(self, transfer_id: int, pairs: BlockPairs) -> None:
+        """Copy device blocks to host blocks."""
+        _copy(self.pool, self._require_host(), pairs)
+        self._ended.append((transfer_id, True))
+
+    def start_swap_in(self, transfer_id: int, pairs: BlockPairs) -> None:
+        """Copy host blocks to device blocks."""
+        _copy(self._require_host(), self.pool, pairs)
+        self._ended.append((transfer_id, True))
+
+    def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
+        """Return what was copied since the last call; there is never anything to wait for."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of device blocks, shape [N, block_bytes]."""
+        contents: npt.NDArray[np.uint8] = self.pool.numpy()[list(block_ids)]
+        return contents
+
+    def read_host_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of host blocks, shape [N, block_bytes]."""
+        contents: npt.NDArray[np.uint8] = self._require_host().numpy()[list(block_ids)]
+        return contents
+
+    def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite device blocks.
+
+        Raises:
+            InternalError: the bytes are not those of so many blocks.
+        """
+        if contents.shape != (len(block_ids), self.block_bytes):
+            raise InternalError(f"write: got bytes of shape {contents.shape} for {len(block_ids)} blocks")
+        for block_id, block in zip(block_ids, contents, strict=True):
+            self.pool.numpy()[block_id] = block
+
+    def _require_host(self) -> torch.Tensor:
+        if self._host is None:
+            raise InternalError("transfer: there is no host memory")
+        return self._host
+
+
+def _allocate(
+    layout: BlockLayout, num_blocks: int, device: torch.device | str, what: str, setting: str
+) -> torch.Tensor:
+    if num_blocks < 1:
+        raise InvalidConfig(f"{what}: got {num_blocks} blocks, allowed is at least 1. Raise {setting}.")
+    try:
+        memory = layout.allocate(num_blocks, device)
+        if memory.device.type == "cpu":
+            use_huge_pages(memory)
+        return memory
+    # Why: beyond 2**63 bytes torch complains about the type of the number.
+    except (RuntimeError, MemoryError, TypeError):
+        raise InvalidConfig(
+            f"{what}: got {num_blocks} blocks, which are {num_blocks * layout.block_bytes} bytes, more than this "
+            f"{'machine' if str(device) == 'cpu' else 'card'} gives. Lower {setting}."
+        ) from None
+
+
+def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) -> None:
+    # Shape: both [blocks, block_bytes]; one block is one contiguous run, so each copy is one memcpy.
+    # Why not torch's: it would wake OpenMP's threads for a large block, and wait for ever for them in a forked child.
+    sources, destinations = source.numpy(), destination.numpy()
+    for here, there in pairs:
+        destinations[there] = sources[here]

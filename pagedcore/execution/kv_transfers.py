@@ -1,0 +1,117 @@
+"""Carries out the transfers that the scheduler books: starts them, measures them, reports their ends.
+
+Decides nothing. A store that cannot start a transfer has failed it, and nobody else; one that does not end a transfer
+in time has failed it too, and is waited for by nobody. Read ``kv_storage`` for how bytes
+move.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from pagedcore.config.limits import MAX_TRANSFER_S
+from pagedcore.errors import InvalidConfig
+from pagedcore.kv_cache.transfers import Direction, Transfer
+from pagedcore.protocols import CacheStore, Clock
+from pagedcore.scheduler.cost_model import CostModel
+from pagedcore.scheduler.swapping import BlockMoves
+
+_log = logging.getLogger("pagedcore")
+
+_CALIBRATION_BLOCKS: Final = (1, 8)
+
+
+class BlockMover:
+    """The moving half of one engine.
+
+    Invariant: every transfer that was started is reported to the scheduler exactly once when it ends, and before that
+        given up exactly once if it takes longer than ``longest_s`` seconds.
+    """
+
+    __slots__ = ("_clock", "_longest_s", "_moves", "_overdue", "_started_s", "_store")
+
+    def __init__(
+        self, store: CacheStore | None, moves: BlockMoves, clock: Clock, longest_s: float = MAX_TRANSFER_S
+    ) -> None:
+        self._store = store
+        self._moves = moves
+        self._clock = clock
+        self._longest_s = longest_s
+        self._started_s: dict[int, float] = {}
+        self._overdue: set[int] = set()
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device blocks before the next step computes."""
+        if pairs and self._store is not None:
+            self._store.copy_blocks(pairs)
+
+    def start(self, transfers: Iterable[Transfer]) -> None:
+        """Start transfers, and book those that have ended by then."""
+        for transfer in transfers:
+            self._started_s[transfer.transfer_id] = self._clock.now()
+            if not self._try_start(transfer):
+                self._report(transfer.transfer_id, is_ok=False)
+        self.settle()
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Book the transfers that have ended, and those that should have; ``wait``: let a moment pass for one."""
+        if self._store is None or not (self._started_s or self._overdue):
+            return
+        for transfer_id, is_ok in self._store.poll_transfers(wait=wait):
+            self._report(transfer_id, is_ok=is_ok)
+        self._give_up_overdue()
+
+    def _give_up_overdue(self) -> None:
+        latest_s = self._clock.now() - self._longest_s
+        for transfer_id in [one for one, started_s in self._started_s.items() if started_s < latest_s]:
+            _log.warning(
+                "host KV: a transfer has not ended in %g s; its sequence goes on without it, and the host tier rests "
+                "until it ends", self._longest_s,
+            )
+            del self._started_s[transfer_id]
+            self._overdue.add(transfer_id)
+            self._moves.give_up(transfer_id)
+
+    def calibrate(self, costs: CostModel, num_blocks: int) -> None:
+        """Measure transfers of a few blocks each way, before the pool holds anything."""
+        if self._store is None:
+            return
+        for count in _CALIBRATION_BLOCKS:
+            pairs = [(block, block) for block in range(min(count, num_blocks))]
+            # Why: the first time touches fresh pages, which is not what a transfer costs later.
+            for is_measured in (False, True):
+                for direction in Direction:
+                    seconds = self._time(direction, pairs)
+                    if is_measured:
+                        costs.moves[direction].observe(len(pairs), seconds)
+
+    def _time(self, direction: Direction, pairs: Sequence[tuple[int, int]]) -> float:
+        assert self._store is not None  # Invariant: asked before
+        start = self._store.start_swap_out if direction is Direction.OUT else self._store.start_swap_in
+        before = self._clock.now()
+        start(0, pairs)
+        while not self._store.poll_transfers(wait=True):
+            if self._clock.now() - before > self._longest_s:
+                raise InvalidConfig(
+                    f"host_kv_memory: the cache_store has not moved {len(pairs)} blocks in {self._longest_s:g} s. "
+                    "Leave host_kv_memory, or look after the store."
+                )
+        return self._clock.now() - before
+
+    def _try_start(self, transfer: Transfer) -> bool:
+        store = self._store
+        assert store is not None  # Invariant: only an engine with a store has a host tier
+        start = store.start_swap_out if transfer.direction is Direction.OUT else store.start_swap_in
+        try:
+            start(transfer.transfer_id, transfer.pairs)
+        except Exception:
+            return False
+        return True
+
+    def _report(self, transfer_id: int, *, is_ok: bool) -> None:
+        self._overdue.discard(transfer_id)
+        now_s = self._clock.now()
+        seconds = now_s - self._started_s.pop(transfer_id, now_s)
+        self._moves.complete(transfer_id, seconds, is_ok=is_ok)

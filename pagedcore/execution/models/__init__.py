@@ -1,1 +1,0 @@
-"""Models behind the ``ModelBackend`` port."""

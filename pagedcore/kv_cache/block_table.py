@@ -1,0 +1,84 @@
+"""The ordered blocks of one sequence, and where each of its positions lies in them.
+
+Holds numbers only: it neither takes blocks from the pool nor returns them. Read ``block_manager`` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from pagedcore.errors import InternalError
+from pagedcore.protocols import Int32Array, Int64Array
+
+_FIRST_ROOM: Final = 8
+
+
+class BlockTable:
+    """Block ids of one sequence, in the order of its positions.
+
+    Invariant: committed entries never change and are never removed; only blocks of a cancelled reservation are cut.
+    """
+
+    __slots__ = ("_ids", "_num_blocks", "_view", "num_registered")
+
+    def __init__(self) -> None:
+        self._num_blocks = 0
+        self.num_registered = 0
+        """Leading blocks whose contents the prefix cache knows."""
+        self._grow(_FIRST_ROOM)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the table."""
+        return self._num_blocks
+
+    @property
+    def block_ids(self) -> Int32Array:
+        """Shape [num_blocks], a read-only view that is valid until the table changes."""
+        return self._view[: self._num_blocks]
+
+    def capacity(self, block_size: int) -> int:
+        """Positions that have a slot."""
+        return self._num_blocks * block_size
+
+    def append(self, block_ids: Sequence[int]) -> None:
+        """Add blocks at the end."""
+        end = self._num_blocks + len(block_ids)
+        if end > len(self._ids):
+            self._grow(max(end, 2 * len(self._ids)))
+        self._ids[self._num_blocks : end] = block_ids
+        self._num_blocks = end
+
+    def cut(self, num_blocks: int) -> list[int]:
+        """Keep the first ``num_blocks`` blocks and return the others, last first."""
+        removed: list[int] = self._ids[num_blocks : self._num_blocks][::-1].tolist()
+        self._num_blocks = num_blocks
+        return removed
+
+    def slots(self, start: int, end: int, block_size: int) -> Int64Array:
+        """Where positions ``start`` to ``end`` (exclusive) lie.
+
+        Returns:
+            Shape [end - start]; ``block_id * block_size + offset`` of each position.
+
+        Raises:
+            InternalError: a position has no block.
+        """
+        if not 0 <= start <= end <= self.capacity(block_size):
+            raise InternalError(f"slots: positions {start} to {end} of a table for {self.capacity(block_size)}")
+        #   positions   start ................ end
+        #   blocks      [ start // size ] ... [ (end - 1) // size ]
+        positions = np.arange(start, end, dtype=np.int64)
+        slots: Int64Array = self._ids[positions // block_size].astype(np.int64) * block_size + positions % block_size
+        return slots
+
+    def _grow(self, room: int) -> None:
+        ids = np.full(room, -1, dtype=np.int32)
+        if self._num_blocks:
+            ids[: self._num_blocks] = self._ids[: self._num_blocks]
+        self._ids: Int32Array = ids
+        self._view: Int32Array = ids.view()
+        self._view.flags.writeable = False

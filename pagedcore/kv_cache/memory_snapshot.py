@@ -1,0 +1,38 @@
+"""One memory's block bookkeeping as plain values, for the checker of invariants and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pagedcore.kv_cache.block_pool import BlockPool
+from pagedcore.kv_cache.prefix_cache import PrefixCache
+
+
+class Known(NamedTuple):
+    """What is known of one block's contents; see ``CachedBlock``."""
+
+    block_id: int
+    parent_key: bytes
+    token_ids: tuple[int, ...]
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """One pool and its prefix cache at one moment."""
+
+    free_blocks: tuple[int, ...]
+    idle_blocks: frozenset[int]
+    reference_counts: tuple[int, ...]
+    holders: Mapping[int, int]
+    """How often each block is in a table, a transfer, a pin or the sources of a copy."""
+    registered: Mapping[bytes, Known]
+    """Blocks of known contents, by key."""
+
+
+def take_snapshot(pool: BlockPool, cache: PrefixCache, holders: Mapping[int, int]) -> MemorySnapshot:
+    """Copy what a pool and its cache know; ``holders`` is what their owner knows."""
+    registered = {one.key: Known(one.block_id, one.parent_key, one.token_ids, one.is_first) for one in cache.registered}
+    return MemorySnapshot(pool.free_blocks, pool.idle_blocks, pool.reference_counts, dict(holders), registered)

@@ -1,0 +1,231 @@
+"""What the blocks of one memory hold, so that nobody computes it twice; and which contents are forgotten for room.
+
+One instance looks after one pool, the device's or the host's. It knows contents by key and gives blocks out; whose
+blocks they are is ``block_manager``'s business, how keys are made ``block_hash``'s, the order of eviction
+``eviction``'s. It moves no bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from pagedcore.kv_cache.block_pool import BlockPool
+from pagedcore.kv_cache.eviction import EvictionPolicy
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """One block whose contents are known."""
+
+    block_id: int
+    key: bytes
+    parent_key: bytes
+    token_ids: TokenIds
+    """What the block holds; fewer tokens than a block has room for at the end of a sequence."""
+    is_first: bool
+    """Whether it holds the first positions, so that its parent is a root."""
+    first_used: int
+    last_used: int = 0
+    num_hits: int = 0
+    rank: tuple[int, ...] = ()
+    """Its place in the order of eviction, given when it became idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a block holds, in terms of keys and tokens."""
+
+    key: bytes
+    parent_key: bytes
+    """The key of the block before, or the root of the chain."""
+    token_ids: TokenIds
+    is_first: bool
+    """Whether it holds the first positions, so that its parent is a root."""
+
+
+class PrefixCache:
+    """Blocks by content, over one pool.
+
+    Invariant: keys and registered blocks are one to one.
+    Invariant: an idle block is registered; blocks without known contents are free as soon as nobody holds them.
+    Invariant: the parent of a registered block is registered too, or is the root of its chain.
+    Invariant: the blocks behind one parent are sorted by their tokens.
+    """
+
+    __slots__ = (
+        "_by_block", "_by_key", "_children", "_heap", "_num_idle_children", "_num_uses", "_policy", "_pool",
+        "num_evictions",
+    )
+
+    def __init__(self, pool: BlockPool, policy: EvictionPolicy) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._by_key: dict[bytes, CachedBlock] = {}
+        self._by_block: dict[int, CachedBlock] = {}
+        self._children: dict[bytes, list[CachedBlock]] = {}
+        self._num_idle_children: dict[bytes, int] = {}
+        self._heap: list[tuple[tuple[int, ...], int]] = []
+        self._num_uses = 0
+        self.num_evictions = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``allocate`` can give: free ones, and idle ones whose contents would be forgotten."""
+        return self._pool.num_free + self._pool.num_idle
+
+    @property
+    def registered(self) -> tuple[CachedBlock, ...]:
+        """Every block whose contents are known, to look at."""
+        return tuple(self._by_key.values())
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Take blocks with one reference each, forgetting what has to be forgotten; or none when too few are left."""
+        if num_blocks > self.num_available:
+            return None
+        while self._pool.num_free < num_blocks:
+            self._forget(self._next_victim())
+            self.num_evictions += 1
+        return self._pool.allocate(num_blocks)
+
+    def hold(self, block_id: int) -> None:
+        """Add a reference to a block that was found here, or that somebody holds."""
+        cached = self._by_block.get(block_id)
+        if cached is not None:
+            cached.num_hits += 1
+            if self._pool.is_idle(block_id):
+                self._count_idle_child(cached.parent_key, -1)
+        self._pool.share(block_id)
+
+    def release(self, block_id: int) -> None:
+        """Give up a reference; with the last one the block goes idle, or is free when its contents are unknown."""
+        if not self._pool.drop(block_id):
+            return
+        cached = self._by_block.get(block_id)
+        if cached is None:
+            self._pool.recycle(block_id)
+            return
+        self._num_uses += 1
+        cached.last_used = self._num_uses
+        cached.rank = self._policy(cached)
+        self._count_idle_child(cached.parent_key, +1)
+        self._offer(cached)
+
+    def register(self, block_id: int, content: Content) -> bool:
+        """Note what a held block holds; return whether its contents can be found under its key from now on.
+
+        They can when another block with the same contents is registered; this one is then left as it is. They cannot
+        when the key belongs to other contents, or when the past of the block is not here.
+        """
+        present = self._by_key.get(content.key)
+        if present is not None:
+            return (present.parent_key, present.token_ids) == (content.parent_key, content.token_ids)
+        if not content.is_first and content.parent_key not in self._by_key:
+            return False
+        # Why: a block that was registered when it was half full is now known by all it holds.
+        self.discard(block_id)
+        self._num_uses += 1
+        cached = CachedBlock(
+            block_id, content.key, content.parent_key, content.token_ids, content.is_first, self._num_uses
+        )
+        self._by_key[cached.key] = self._by_block[block_id] = cached
+        siblings = self._children.setdefault(cached.parent_key, [])
+        siblings.insert(_place(siblings, cached.token_ids), cached)
+        return True
+
+    def discard(self, block_id: int) -> None:
+        """Forget what a block holds, and what continues it; nothing happens when it is not known."""
+        cached = self._by_block.get(block_id)
+        if cached is not None:
+            self._forget(cached)
+
+    def discard_beginnings(self, parent_key: bytes, token_ids: TokenIds) -> None:
+        """Forget the blocks behind ``parent_key`` that hold a beginning of ``token_ids``, and what continues them."""
+        for cached in tuple(self._children.get(parent_key, ())):
+            if cached.token_ids == token_ids[: len(cached.token_ids)]:
+                self._forget(cached)
+
+    def find(self, content: Content) -> int | None:
+        """Return the block that holds exactly this behind exactly this past."""
+        cached = self._by_key.get(content.key)
+        # Safety: with equal keys and other tokens or another past, the block would be somebody else's memory.
+        if cached is None or (cached.parent_key, cached.token_ids) != (content.parent_key, content.token_ids):
+            return None
+        return cached.block_id
+
+    def find_beginning(self, parent_key: bytes, token_ids: TokenIds) -> tuple[int, int] | None:
+        """Return the block behind ``parent_key`` that begins with most of ``token_ids``, and with how many of them."""
+        siblings = self._children.get(parent_key, ())
+        # Why: in sorted order nothing has more in common with ``token_ids`` than its two neighbours there; every
+        # conversation behind one system prompt may have a block here, so they cannot all be looked at.
+        place = _place(siblings, token_ids)
+        near = [(_num_equal(one.token_ids, token_ids), one.block_id) for one in siblings[max(0, place - 1) : place + 1]]
+        num_equal, block_id = max(near, default=(0, 0))
+        return (block_id, num_equal) if num_equal else None
+
+    def _forget(self, cached: CachedBlock) -> None:
+        """Forget a block and everything that continues it: nobody could find that behind a missing past."""
+        for one in [*self._descendants(cached), cached]:
+            self._unregister(one)
+            if self._pool.is_idle(one.block_id):
+                self._count_idle_child(one.parent_key, -1)
+                self._pool.recycle(one.block_id)
+
+    def _unregister(self, cached: CachedBlock) -> None:
+        del self._by_key[cached.key], self._by_block[cached.block_id]
+        siblings = self._children[cached.parent_key]
+        siblings.remove(cached)
+        if not siblings:
+            del self._children[cached.parent_key]
+
+    def _descendants(self, cached: CachedBlock) -> list[CachedBlock]:
+        """List everything that continues a block, ends first."""
+        found, open_ends = [], [cached]
+        while open_ends:
+            children = self._children.get(open_ends.pop().key, [])
+            found += children
+            open_ends += children
+        return found[::-1]
+
+    def _next_victim(self) -> CachedBlock:
+        while True:
+            rank, block_id = heappop(self._heap)
+            cached = self._by_block.get(block_id)
+            if cached is not None and cached.rank == rank and self._is_evictable(cached):
+                return cached
+
+    def _is_evictable(self, cached: CachedBlock) -> bool:
+        return self._pool.is_idle(cached.block_id) and not self._num_idle_children.get(cached.key)
+
+    def _offer(self, cached: CachedBlock) -> None:
+        # Why: entries of blocks that are in use again stay in the heap until they come up; this bounds them.
+        if len(self._heap) > 4 * self._pool.num_blocks:
+            self._heap = [(one.rank, one.block_id) for one in self._by_key.values() if self._is_evictable(one)]
+            heapify(self._heap)
+        if self._is_evictable(cached):
+            heappush(self._heap, (cached.rank, cached.block_id))
+
+    def _count_idle_child(self, parent_key: bytes, change: int) -> None:
+        count = self._num_idle_children.get(parent_key, 0) + change
+        if count:
+            self._num_idle_children[parent_key] = count
+            return
+        self._num_idle_children.pop(parent_key, None)
+        parent = self._by_key.get(parent_key)
+        if parent is not None:
+            self._offer(parent)
+
+
+def _place(siblings: ListOf[CachedBlock], token_ids: TokenIds) -> int:
+    return bisect_left(siblings, token_ids, key=lambda one: one.token_ids)
+
+
+def _num_equal(some: TokenIds, others: TokenIds) -> int:
+    for place, (token_id, other) in enumerate(zip(some, others, strict=False)):
+        if token_id != other:
+            return place
+    return min(len(some), len(others))

@@ -1,0 +1,111 @@
+"""Which leading positions of a sequence are in a memory already, and in which blocks. Looks, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pagedcore.kv_cache.block_hash import BlockHasher
+from pagedcore.kv_cache.prefix_cache import Content, PrefixCache
+from pagedcore.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The longest beginning of a sequence that need not be computed.
+
+    Invariant: positions whose logits are wanted are left to compute, at least the last known one.
+    Invariant: there are host blocks or a tail, not both.
+    """
+
+    device_blocks: tuple[int, ...] = ()
+    """Full blocks on the device, to be shared."""
+    tail: tuple[int, int] | None = None
+    """A device block and how many of its first tokens come next; to be copied, because it will be written to."""
+    host_blocks: tuple[int, ...] = ()
+    """Blocks on the host that come next, to be loaded."""
+    num_tokens: int = 0
+    """Positions covered, once everything is shared, copied and loaded."""
+
+    @property
+    def held_blocks(self) -> tuple[int, ...]:
+        """Device blocks that must not go away before the match is used."""
+        return self.device_blocks if self.tail is None else (*self.device_blocks, self.tail[0])
+
+    def without_tail(self, block_size: int) -> PrefixMatch:
+        """Return what can be used without copying or loading anything."""
+        return PrefixMatch(self.device_blocks, num_tokens=len(self.device_blocks) * block_size)
+
+
+NO_MATCH = PrefixMatch()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlocks:
+    """Blocks of one memory that hold exactly the first positions of a sequence."""
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    """Positions that they hold together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    blocks: list[int]
+    tail: tuple[int, int] | None
+    num_tokens: int
+
+
+def contents(hasher: BlockHasher, sequence: Sequence, num_tokens: int, first_block: int = 0) -> Iterator[Content]:
+    """Yield what each block of the first ``num_tokens`` positions holds; the last one may be partly filled."""
+    size = hasher.block_size
+    parent_key = sequence.block_keys[first_block - 1] if first_block else sequence.cache_root
+    for block in range(first_block, num_tokens // size):
+        start = block * size
+        hasher.extend(sequence.block_keys, sequence.cache_root, sequence.token_ids, block + 1)
+        key = sequence.block_keys[block]
+        yield Content(key, parent_key, tuple(sequence.token_ids[start : start + size]), block == 0)
+        parent_key = key
+    tail = tuple(sequence.token_ids[num_tokens - num_tokens % size : num_tokens])
+    if tail:
+        yield Content(hasher.key(parent_key, tail), parent_key, tail, num_tokens < size)
+
+
+def find_blocks(hasher: BlockHasher, sequence: Sequence, num_tokens: int, cache: PrefixCache) -> FoundBlocks:
+    """Find the blocks of a memory that hold the first ``num_tokens`` positions of a sequence, as far as there are any.
+
+    Unlike ``find_prefix`` it takes no block that only begins like the sequence, so what is found may be kept for it.
+    """
+    block_ids, num_found = list[int](), 0
+    for content in contents(hasher, sequence, num_tokens):
+        block_id = cache.find(content)
+        if block_id is None:
+            break
+        block_ids.append(block_id)
+        num_found += len(content.token_ids)
+    return FoundBlocks(tuple(block_ids), num_found)
+
+
+def find_prefix(hasher: BlockHasher, sequence: Sequence, device: PrefixCache, host: PrefixCache | None) -> PrefixMatch:
+    """Find what the device holds of a sequence, or what the host adds to it if it has more."""
+    limit = sequence.num_reusable_tokens
+    here = _walk(hasher, sequence, device, limit)
+    if host is not None:
+        there = _walk(hasher, sequence, host, limit)
+        if there.num_tokens > here.num_tokens:
+            blocks = there.blocks if there.tail is None else [*there.blocks, there.tail[0]]
+            return PrefixMatch(tuple(here.blocks), None, tuple(blocks[len(here.blocks) :]), there.num_tokens)
+    return PrefixMatch(tuple(here.blocks), here.tail, (), here.num_tokens)
+
+
+def _walk(hasher: BlockHasher, sequence: Sequence, cache: PrefixCache, limit: int) -> _Walk:
+    size, blocks, parent_key = hasher.block_size, list[int](), sequence.cache_root
+    for content in contents(hasher, sequence, limit - limit % size):
+        block_id = cache.find(content)
+        if block_id is None:
+            break
+        blocks.append(block_id)
+        parent_key = content.key
+    start = len(blocks) * size
+    tail = cache.find_beginning(parent_key, tuple(sequence.token_ids[start : min(start + size, limit)]))
+    return _Walk(blocks, tail, start + (tail[1] if tail is not None else 0))

@@ -1,0 +1,219 @@
+"""Records what happens in an engine and shows it as Prometheus metrics.
+
+    text = engine_metrics_text(engine)         # what a /metrics page has to say
+
+Owns the values: distributions of finished requests and of steps, and a recent snapshot of the engine's own
+counters. Fed by the observing hooks, once per step and once per request, never per token. Which metrics there are is
+in ``metric_tables.py``, how they are written in ``exposition.py``; prometheus-client is needed only for that.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from bisect import bisect_left
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from pagedcore.engine.engine import Engine
+from pagedcore.errors import EngineClosed, MissingDependency
+from pagedcore.metrics.definitions import (
+    FINISH_REASONS,
+    ITERATION_TOKENS,
+    REQUEST_HISTOGRAMS,
+    STEP_INTERVAL,
+    Histogram,
+    bounds_of,
+)
+from pagedcore.outputs import RequestOutput
+from pagedcore.plugins.hookspecs import EngineInfo, hookimpl
+from pagedcore.plugins.manager import PluginManager
+from pagedcore.protocols import Clock, MonotonicClock
+from pagedcore.requests.stats import EngineStats, StepStats
+from pagedcore.serving.async_engine import AsyncEngine
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+_REFRESH_S: Final = 0.2
+"""How old what a scrape shows may be if the engine thread does not come to the end of its step in time."""
+_PATIENCE_S: Final = 5.0
+"""How long a reader of metrics waits for the engine thread to come to the end of its step."""
+
+
+@dataclass(slots=True)
+class Distribution:
+    """Counts of observations by bucket, and their sum.
+
+    Invariant: ``counts[i]`` are those in (bounds[i - 1], bounds[i]]; the last one, those above every bound.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Count ``weight`` observations of ``value``."""
+        self.counts[bisect_left(self.bounds, value)] += weight
+        self.total += value * weight
+
+    def copy(self) -> Distribution:
+        """Return the same numbers, which no longer change."""
+        other = Distribution(self.bounds, self.total)
+        other.counts = self.counts.copy()
+        return other
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that is shown, at one moment."""
+
+    info: EngineInfo
+    stats: EngineStats | None
+    finished: dict[str, int]
+    """Requests by finish reason."""
+    distributions: list[tuple[Histogram, Distribution]]
+
+
+class EngineMetrics:
+    """The metrics of one engine; a plugin of its hooks. ``engine_metrics`` makes and attaches one.
+
+    Recording happens on the engine's thread, reading on any other.
+
+    Invariant: counters and histogram counts never decrease.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock if clock is not None else MonotonicClock()
+        self._lock = threading.Lock()
+        self._info: EngineInfo | None = None
+        self._stats: EngineStats | None = None
+        self._stats_s = -math.inf
+        self._last_step: tuple[float, int, int] | None = None
+        """When it ended, its number, and how many ran after it; ``None`` once they are known to have ended."""
+        self._finished = dict.fromkeys(FINISH_REASONS, 0)
+        self._distributions: dict[str, tuple[Histogram, Distribution]] = {}
+
+    @hookimpl
+    def pagedcore_engine_start(self, engine: EngineInfo) -> None:
+        """Make empty distributions that suit the model."""
+        self._info = engine
+        for one in (*REQUEST_HISTOGRAMS, ITERATION_TOKENS, STEP_INTERVAL):
+            self._distributions[one.name] = (one, Distribution(bounds_of(one, engine.max_model_len)))
+
+    @hookimpl
+    def pagedcore_step(self, stats: StepStats) -> None:
+        """Count a step; look at everything else now and then, and when nothing is left to do."""
+        now = self._clock.now()
+        with self._lock:
+            self._distributions[ITERATION_TOKENS.name][1].observe(stats.num_tokens)
+            if self._last_step is not None and self._last_step[2]:
+                self._distributions[STEP_INTERVAL.name][1].observe(now - self._last_step[0])
+            self._last_step = now, stats.num_steps, stats.num_running
+        if now - self._stats_s >= _REFRESH_S or not (stats.num_running or stats.num_waiting):
+            self._stats_s = now
+            self.refresh(stats.engine_stats())
+
+    @hookimpl
+    def pagedcore_request_finished(self, request: RequestOutput) -> None:
+        """Count a request whose every answer has ended."""
+        reasons = {answer.finish_reason for answer in request.outputs}
+        reason = next(reason for reason in reversed(FINISH_REASONS) if reason in reasons)
+        with self._lock:
+            self._finished[reason] += 1
+            for one in REQUEST_HISTOGRAMS:
+                if (value := one.read(request)) is not None and (weight := one.weigh(request)):
+                    self._distributions[one.name][1].observe(value, weight)
+
+    def refresh(self, stats: EngineStats) -> None:
+        """Take a newer snapshot of the engine's own numbers, for what changed between steps."""
+        with self._lock:
+            # Why: the engine may have made another step since ``stats`` was taken, and counters must not go back.
+            if self._stats is None or stats.num_steps >= self._stats.num_steps:
+                self._stats = stats
+            if self._last_step is not None and stats.num_steps >= self._last_step[1] and not stats.num_running:
+                # Why: whoever ran has ended since; what follows is no pause between two of its tokens.
+                self._last_step = None
+
+    def snapshot(self) -> Snapshot | None:
+        """Copy everything at one moment; ``None`` before the engine has started. Callable from any thread."""
+        if self._info is None:
+            return None
+        with self._lock:
+            copies = [(one, distribution.copy()) for one, distribution in self._distributions.values()]
+            return Snapshot(self._info, self._stats, self._finished.copy(), copies)
+
+    def registry(self, *, vllm_names: bool = True) -> CollectorRegistry:
+        """Return a registry of prometheus-client with these metrics alone, for servers that want one.
+
+        It shows the numbers of the last ``refresh``; by itself that happens five times a second, and at the end of
+        all work.
+
+        Raises:
+            MissingDependency: prometheus-client is not installed.
+        """
+        try:
+            from pagedcore.metrics.prometheus import make_registry
+        except ImportError as error:
+            raise MissingDependency("metrics: prometheus_client is missing. Install pagedcore[metrics].") from error
+        return make_registry(self.snapshot, vllm_names)
+
+    def text(self, *, vllm_names: bool = True) -> str:
+        """Return the metrics in Prometheus' text format, ``text/plain; version=0.0.4``. Raises as ``registry``."""
+        registry = self.registry(vllm_names=vllm_names)
+        from prometheus_client import generate_latest
+
+        return generate_latest(registry).decode()
+
+
+_attached: weakref.WeakKeyDictionary[Engine | AsyncEngine, EngineMetrics] = weakref.WeakKeyDictionary()
+_attaching = threading.Lock()
+
+
+def engine_metrics(engine: Engine | AsyncEngine) -> EngineMetrics:
+    """Return the metrics of an engine, the same ones every time.
+
+    The first call begins to record, so make it before the first request; until then an engine records nothing.
+    Of an ``Engine`` that call belongs on the engine's own thread.
+
+    Raises:
+        EngineClosed: at the first call, if the engine was closed.
+    """
+    with _attaching:
+        if engine not in _attached:
+            metrics = EngineMetrics()
+            _attach(engine, metrics)
+            _attached[engine] = metrics
+        return _attached[engine]
+
+
+def engine_metrics_text(engine: Engine | AsyncEngine, *, vllm_names: bool = True) -> str:
+    """Return an engine's metrics, as they stand, in Prometheus' text format.
+
+    Args:
+        engine: of an ``Engine`` on its own thread, of an ``AsyncEngine`` on any; this blocks for a step at most.
+        vllm_names: whether to repeat them under the names that vLLM's dashboards ask for.
+
+    Raises:
+        EngineClosed: recording never began (see ``engine_metrics``) and the engine was closed.
+        MissingDependency: prometheus-client is not installed.
+    """
+    metrics = engine_metrics(engine)
+    # Why: a scrape after the end, or during a very long step, still gets numbers.
+    with suppress(EngineClosed):
+        metrics.refresh(engine.stats(_PATIENCE_S) if isinstance(engine, AsyncEngine) else engine.stats())
+    return metrics.text(vllm_names=vllm_names)
+
+
+def _attach(engine: Engine | AsyncEngine, metrics: EngineMetrics) -> None:
+    if isinstance(engine, AsyncEngine):
+        engine.observe(metrics)
+    else:
+        manager = PluginManager()
+        manager.add(metrics, "metrics")
+        engine.hooks.add(manager)

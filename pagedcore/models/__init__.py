@@ -1,0 +1,1 @@
+"""Models: a transformers model becomes a ``ModelBackend``."""

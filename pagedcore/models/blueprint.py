@@ -1,0 +1,102 @@
+"""What can be known of a model before its weights are there: the shapes of its K and V, and how large it is.
+
+Owns a model tree on torch's device "meta", which has shapes and no memory, and asks it the same question as a loaded
+model: two tokens are sent through and every attention call is recorded. So the sums are those of the engine, whatever
+an architecture's configuration means by its fields. Read ``attention_layers.py`` for the recording.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagedcore.errors import ModelNotSupported
+from pagedcore.models import model_facts, supported_models
+from pagedcore.models.cpu.packed_linear import can_pack
+from pagedcore.models.pretrained import load_config, resolve_dtype
+from pagedcore.models.transformers_model import (
+    AttentionFactory,
+    kv_shapes,
+    layout_for,
+    preferred_block_size,
+    redirect_attention,
+)
+from pagedcore_kernels.layout import BlockLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A model without its weights."""
+
+    layout: BlockLayout
+    """Of blocks as an engine would make them, one shape per layer that keeps K and V."""
+    max_model_len: int
+    num_parameters: int
+    """Numbers that the model was trained for; a matrix in two places counts once."""
+    weight_bytes: int
+    """Bytes of the weights as an engine keeps them: a matrix in two places is arranged, and held, for each."""
+
+
+def read_blueprint(
+    source: str | os.PathLike[str], attention_factory: AttentionFactory, *, dtype: str = "auto",
+    block_size: int | None = None, trust_remote_code: bool = False,
+) -> Blueprint:
+    """Read a model's configuration, build its tree without memory, and see what its attention keeps.
+
+    Args:
+        source: a directory, or a name on the hub if there is no such directory.
+        attention_factory: its preferred block size counts, unless ``block_size`` is given.
+        dtype: number format of weights and KV; "auto" is what the machine computes fastest.
+        block_size: tokens per KV block.
+        trust_remote_code: whether code shipped with the model may run.
+
+    Raises:
+        ModelNotSupported: the architecture cannot run here, or its shapes depend on the weights.
+        InvalidConfig: there is no such model.
+    """
+    config = load_config(source, trust_remote_code=trust_remote_code)
+    number_format = resolve_dtype(dtype)
+    model = _tree_of(config, number_format, trust_remote_code)
+    shapes = kv_shapes(_layers_of(model))
+    size = block_size or preferred_block_size(attention_factory, number_format)
+    return Blueprint(
+        layout_for(attention_factory, size, number_format, shapes), model_facts.max_model_len(config),
+        sum(parameter.numel() for parameter in model.parameters()), _weight_bytes(model, number_format),
+    )
+
+
+def _tree_of(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+    supported_models.check_modules(model, str(config.model_type))
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            # Why: which expert a token goes to depends on numbers, and attention sees no more than the result's shape.
+            module.forward = _nothing_added
+    return model
+
+
+def _nothing_added(rows: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros_like(rows)
+
+
+def _layers_of(model: Any) -> Any:
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            return redirect_attention(model)[0]
+    except RuntimeError as error:  # what torch raises for an operation that needs numbers
+        raise ModelNotSupported(
+            f"model: what {model.config.model_type!r} computes depends on its weights, so that its size cannot be told "
+            "from the configuration. Start an engine and look at Engine.stats().kv_bytes."
+        ) from error
+
+
+def _weight_bytes(model: Any, dtype: torch.dtype) -> int:
+    if not can_pack(dtype):
+        return sum(parameter.nbytes for parameter in model.parameters())
+    return sum(parameter.nbytes for module in model.modules() for parameter in module.parameters(recurse=False))

@@ -1,0 +1,1 @@
+"""The CPU side of models: packed linear layers and the fused decoder."""

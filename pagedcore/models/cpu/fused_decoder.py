@@ -1,0 +1,227 @@
+"""A faster decoder for models of the Llama type: fewer, larger matrix products and fused kernels between them.
+
+Owns the fused weights and the order of operations of one forward. It computes what transformers' modules compute, with
+the same rounding after every operation; only the order of additions inside a product may differ. Which models it is
+for, ``fused_structure.py`` says; ``decoder.py`` has the general implementation.
+
+Invariant: every kernel works row by row and every product has two rows or more, so a row's bits do not depend on the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagedcore.models.attention_interface import PagedStep
+from pagedcore.models.attention_layers import AttentionLayer
+from pagedcore.models.cpu.fused_match import Structure, recognise
+from pagedcore.models.cpu.packed_linear import PackedLinear
+from pagedcore.models.cpu.rotary_table import RotaryAngles
+from pagedcore.models.decoder import Decoder, ModuleDecoder
+from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, KVDestination, RmsNorm, RotaryEmbedding
+from pagedcore_kernels.layout import KVLayout
+
+OnUnused = Callable[[torch.Tensor], None]
+
+
+def best_decoder(model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused) -> Decoder:
+    """Return the fused decoder where the model is of a kind it knows, else the general one; see ``DecoderFactory``."""
+    structure = recognise(model, layers)
+    if structure is None:
+        return ModuleDecoder(model, layers, on_unused)
+    return FusedDecoder(model, layers, structure, on_unused)
+
+
+class FusedPart(nn.Module):
+    """Some outputs of a fused product, in the place of the linear layer that computed them."""
+
+    def __init__(self, whole: PackedLinear, begin: int, end: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self._range = begin, end
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [..., in] and return [..., end - begin]."""
+        begin, end = self._range
+        product: torch.Tensor = self.whole(rows)
+        return product[..., begin:end]
+
+
+@dataclass(slots=True)
+class Rows:
+    """What the layers of one step work on."""
+
+    residual: torch.Tensor
+    """[T, hidden]; every half of a layer adds to it."""
+    normed: torch.Tensor
+    """[T, hidden]: room for norms."""
+    gated: torch.Tensor
+    """[T, intermediate]: room for activations."""
+    angles: torch.Tensor
+    """By position; see ``RotaryAngles``."""
+    destination: KVDestination | None
+    """Where K and V go; ``None`` if the attention backend writes them itself."""
+
+    def keep(self, chosen: torch.Tensor) -> None:
+        """Go on with the chosen rows only."""
+        self.residual = self.residual[chosen]
+        self.normed, self.gated = self.normed[: len(chosen)], self.gated[: len(chosen)]
+
+
+class FusedLayer:
+    """The weights of one decoder layer and its two halves."""
+
+    def __init__(
+        self, layer: Any, place: AttentionLayer, activation: GatedActivation, on_unused: OnUnused
+    ) -> None:
+        """Fuse the projections of ``layer``; its linear layers become parts of the fused ones."""
+        attention, mlp = layer.self_attn, layer.mlp
+        self.place = place
+        self.input_norm = _norm(layer.input_layernorm)
+        self.qkv = _fuse(attention, ("q_proj", "k_proj", "v_proj"), on_unused)
+        self.rotary = _rotary(attention, place, layer.input_layernorm.weight.dtype)
+        self.output = _fuse(attention, ("o_proj",), on_unused)
+        self.inner_norm = _norm(layer.post_attention_layernorm)
+        self.gate_up = _fuse(mlp, ("gate_proj", "up_proj"), on_unused)
+        self.activation = activation
+        self.down = _fuse(mlp, ("down_proj",), on_unused)
+
+    @property
+    def products(self) -> tuple[PackedLinear, ...]:
+        """The matrix products in the order of their use."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def attend(self, step: PagedStep, rows: Rows, addend: torch.Tensor | None) -> torch.Tensor:
+        """Add ``addend`` to the residual and return the attention over it, [T, H * D]."""
+        place = self.place
+        self.input_norm(rows.residual, addend, rows.normed)
+        qkv = self.qkv.multiply(rows.normed)
+        self.rotary(qkv, step.positions, rows.angles, rows.destination, place.index)
+        heads = qkv.view(len(qkv), -1, place.key_head_size)
+        if rows.destination is None:
+            keys, values = heads[:, place.num_heads :].chunk(2, dim=1)
+            step.attention.write_kv(place.index, keys, values)
+        attended = step.attention.attend(
+            place.index, heads[:, : place.num_heads], scale=place.scale, window=place.window, chunk=place.chunk,
+            softcap=place.softcap,
+        )
+        return attended.view(len(qkv), -1)
+
+    def feed_forward(self, rows: Rows, attended: torch.Tensor) -> torch.Tensor:
+        """Add the attention's output to the residual and return what the rest of the layer adds to it."""
+        self.inner_norm(rows.residual, self.output.multiply(attended), rows.normed)
+        self.activation(self.gate_up.multiply(rows.normed), rows.gated)
+        return self.down.multiply(rows.gated)
+
+
+class FusedDecoder:
+    """Computes batches of a recognised model; see ``Decoder``.
+
+    The model's own tree stays usable: its linear layers become parts of the fused ones.
+    """
+
+    other_matrices: tuple[str, ...] = ()
+
+    def __init__(
+        self, model: Any, layers: Mapping[int, AttentionLayer], structure: Structure, on_unused: OnUnused
+    ) -> None:
+        """Fuse the weights, one layer at a time.
+
+        Args:
+            model: changed in place.
+            layers: its attention layers by their own numbers.
+            structure: as recognised.
+            on_unused: told of each weight that was packed and is not needed any more.
+        """
+        body, dtype = model.model, model.dtype
+        activation = GatedActivation(structure.activation, dtype)
+        self._general = partial(ModuleDecoder, model, layers, on_unused)
+        self._embedding = body.embed_tokens
+        self._angles = RotaryAngles(body.rotary_emb, structure.head_size, dtype)
+        self._layers = [
+            FusedLayer(layer, layers[number], activation, on_unused) for number, layer in enumerate(body.layers)
+        ]
+        self._norm = _norm(body.norm)
+        is_tied = model.lm_head.weight is body.embed_tokens.weight
+        self._head = _fuse(model, ("lm_head",), _keep if is_tied else on_unused)
+        self.products = (*(product for layer in self._layers for product in layer.products), self._head)
+
+    def fallback(self) -> Decoder:
+        """Return the general decoder on the same products: the model's modules, with parts of them as linear layers."""
+        general = self._general()
+        general.products = self.products
+        return general
+
+    def __call__(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a batch; see ``Decoder``."""
+        work, addend = self._begin(step, token_ids, positions), None
+        for layer in self._layers:
+            attended = layer.attend(step, work, addend)
+            if layer is self._layers[-1]:
+                if not len(rows):
+                    return work.residual.new_empty(0, self._head.out_features)
+                # Why: after the last attention nobody reads the other rows any more.
+                work.keep(rows)
+                attended = attended[rows]
+            addend = layer.feed_forward(work, attended)
+        self._norm(work.residual, addend, work.normed)
+        return self._head.multiply(work.normed)
+
+    def _begin(self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor) -> Rows:
+        residual = torch.nn.functional.embedding(token_ids, self._embedding.weight)
+        return Rows(
+            residual, torch.empty_like(residual), residual.new_empty(len(residual), self._layers[0].down.in_features),
+            self._angles.upto(int(positions.max()) + 1), _destination(step),
+        )
+
+
+def _fuse(parent: nn.Module, names: tuple[str, ...], on_unused: OnUnused) -> PackedLinear:
+    """Pack linear layers of one parent as one product and put its parts in their places."""
+    linears = [getattr(parent, name) for name in names]
+    weights = [linear.weight for linear in linears]
+    biases = [linear.bias for linear in linears]
+    whole = PackedLinear(
+        weights[0] if len(weights) == 1 else torch.cat(weights),
+        None if biases[0] is None else torch.cat(biases),
+    )
+    begin = 0
+    for name, linear in zip(names, linears, strict=True):
+        end = begin + linear.out_features
+        setattr(parent, name, FusedPart(whole, begin, end))
+        begin = end
+    for weight in weights:
+        on_unused(weight)
+    return whole
+
+
+def _destination(step: PagedStep) -> KVDestination | None:
+    """Return where K and V go if the attention backend shows its pool; else it writes them itself."""
+    layout, pool = getattr(step.attention, "layout", None), getattr(step.attention, "pool", None)
+    if isinstance(layout, KVLayout) and isinstance(pool, torch.Tensor):
+        return KVDestination(layout, pool, step.slots)
+    return None
+
+
+def _norm(module: Any) -> RmsNorm:
+    return RmsNorm(module.weight, module.variance_epsilon)
+
+
+def _rotary(attention: Any, place: AttentionLayer, dtype: torch.dtype) -> RotaryEmbedding:
+    shape = place.num_heads, place.num_kv_heads, place.key_head_size, dtype
+    if not hasattr(attention, "q_norm"):
+        return RotaryEmbedding(*shape)
+    norms = attention.q_norm, attention.k_norm
+    weights = norms[0].weight.detach().clone(), norms[1].weight.detach().clone()
+    return RotaryEmbedding(*shape, norms=weights, epsilon=norms[0].variance_epsilon)
+
+
+def _keep(weight: torch.Tensor) -> None:
+    """Leave a weight alone that the embedding still has."""

@@ -1,0 +1,201 @@
+"""Linear layers with weights rearranged once for the matrix product that runs on this CPU.
+
+Owns ``PackedLinear`` and the walk over a module tree that puts it in the place of ``nn.Linear`` and of GPT-2's
+``Conv1D``, one layer at a time so that memory never holds two copies of the model. It never touches a module of
+another type. Read ``row_invariance.py`` next.
+
+Two products do the arithmetic: ``pagedcore_kernels/cpu/matmul`` on x86 processors with AVX2 or AVX-512, oneDNN elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pagedcore.execution.memory_pages import move_to_huge_pages
+from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul, can_multiply
+
+
+class Matmul(Protocol):
+    """``rows @ weight.T + bias`` for one weight and bias that it keeps in its own arrangement."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous and M at least 2, and return [M, out]."""
+        ...
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it is kept."""
+        ...
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the weight."""
+        ...
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is rearranged for the product that runs here.
+
+    Invariant: the product runs over two rows or more; a lone row is doubled and the copy dropped, so that a row's
+    result does not depend on whether it was alone.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Pack a weight of shape [out, in]; neither tensor is kept.
+
+        Args:
+            weight: float32 or bfloat16, any strides.
+            bias: shape [out], or ``None``.
+        """
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        #: What computes; called directly by who has two rows or more, [M, in] and contiguous.
+        self.multiply: Matmul = _matmul(weight.detach(), None if bias is None else bias.detach())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The packed weight: some modules ask their layers' weights for number format and device, all that is left."""
+        return self.multiply.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [..., in] and return [..., out]."""
+        flat = rows.reshape(-1, self.in_features).contiguous()
+        if flat.shape[0] == 1:
+            return self.multiply(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
+        return self.multiply(flat).view(*rows.shape[:-1], self.out_features)
+
+    def use_huge_pages(self) -> None:
+        """Move the weight into huge pages, where the system has them."""
+        move_to_huge_pages(*self.multiply.memory)
+
+    def extra_repr(self) -> str:
+        """Describe the layer's shape and what computes it."""
+        return f"{self.in_features}, {self.out_features}, {type(self.multiply).__name__}"
+
+
+class OneDnnMatmul:
+    """A product by oneDNN, with the weight in its own arrangement.
+
+    No batch-size hint is given when packing: a hint of 1 makes every other size slow.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self._bias = None if bias is None else bias.clone()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply; see ``Matmul``."""
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self._bias, "none", [], "")
+        return product
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the weight; no bytes if torch does not tell."""
+        operations = torch.ops.mkldnn
+        if not hasattr(operations, "data_ptr") or not hasattr(operations, "_nbytes"):
+            return 0, 0
+        return operations.data_ptr(self.weight), operations._nbytes(self.weight)
+
+
+def _matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
+    is_ours = can_multiply(weight.dtype, weight.shape[1])
+    return PackedMatmul(weight, bias) if is_ours else OneDnnMatmul(weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class PackingReport:
+    """What ``pack_linears`` found."""
+
+    packed: tuple[PackedLinear, ...]
+    unpacked: tuple[str, ...]
+    """Types of modules that still hold matrices of their own: experts, routers, unpackable linears."""
+
+
+def can_pack(dtype: torch.dtype, num_inputs: int = 2) -> bool:
+    """Return whether linear layers of this format and number of inputs are packed on this machine."""
+    return can_multiply(dtype, num_inputs) or _packs_in_onednn(dtype)
+
+
+def _packs_in_onednn(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def pack_linears(
+    model: nn.Module,
+    *,
+    may_pack: Callable[[torch.dtype, int], bool] = can_pack,
+    on_unused: Callable[[torch.Tensor], None] = lambda weight: None,
+) -> PackingReport:
+    """Replace every linear layer inside ``model`` and free each original before the next one is packed.
+
+    An embedding that shares its weight with the output layer keeps it; the output layer is packed separately.
+
+    Args:
+        model: changed in place.
+        may_pack: tells for which number formats and inputs the machine can do it; others are left alone.
+        on_unused: told of each weight that no module of the model has any more.
+    """
+    packed = []
+    shared = _shared_parameters(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not _is_plain_linear(child) or not may_pack(*_format_of(child)):
+                continue
+            packed.append(_pack(child))
+            setattr(parent, name, packed[-1])
+            if id(child.weight) not in shared:
+                on_unused(_weight_of(child))
+            # Why: whoever else holds the old layer must not hold its memory.
+            child.register_parameter("weight", None)
+    return PackingReport(tuple(packed), tuple(sorted({type(m).__name__ for m in _holders_of_matrices(model)})))
+
+
+def _weight_of(linear: nn.Module) -> torch.Tensor:
+    return linear.get_parameter("weight")
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is exactly a linear layer: a subclass may compute something else."""
+    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and type(module).__bases__ == (nn.Module,))
+
+
+def _format_of(linear: nn.Module) -> tuple[torch.dtype, int]:
+    weight = _weight_as_in_linear(linear)
+    return weight.dtype, weight.shape[1]
+
+
+def _weight_as_in_linear(linear: Any) -> torch.Tensor:
+    """Return the weight [out, in]; that of ``Conv1D`` is [in, out]."""
+    weight: torch.Tensor = linear.weight if type(linear) is nn.Linear else linear.weight.t()
+    return weight
+
+
+def _pack(linear: Any) -> PackedLinear:
+    packed = PackedLinear(_weight_as_in_linear(linear), linear.bias)
+    packed.train(linear.training)
+    return packed
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters that more than one module has."""
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    return {identity for identity, count in uses.items() if count > 1}
+
+
+def _holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules with parameters of two dimensions or more that no packed layer or embedding accounts for."""
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding | PackedLinear) and any(
+            parameter.ndim >= 2 for parameter in module.parameters(recurse=False)
+        ):
+            yield module

@@ -1,0 +1,98 @@
+"""The replaceable middle of a model: token ids and positions in, logits of chosen rows out, attention elsewhere.
+
+Owns the protocol and its general implementation, which calls the unmodified module tree with packed linear layers. A
+faster decoder for some architectures takes its place by having the same members. Read ``transformers_model.py`` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from pagedcore.models.attention_interface import PagedStep, attention_step
+from pagedcore.models.attention_layers import AttentionLayer
+from pagedcore.models.cpu.packed_linear import PackedLinear, pack_linears
+
+
+class Decoder(Protocol):
+    """Computes one flat batch with one model's weights."""
+
+    @property
+    def products(self) -> Sequence[PackedLinear]:
+        """The matrix products, for the check that their rows are independent."""
+        ...
+
+    @property
+    def other_matrices(self) -> Sequence[str]:
+        """Types of modules that multiply in their own way, so that nothing can be promised about their rows."""
+        ...
+
+    def fallback(self) -> Decoder | None:
+        """Return a decoder of the same weights that relies on less, for when this one fails the self-test."""
+        ...
+
+    def __call__(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a batch.
+
+        Args:
+            step: takes the attention calls.
+            token_ids: int64 [T], T at least 2.
+            positions: int64 [T].
+            rows: int64 [S], S not 1: those of the T tokens whose logits are wanted.
+
+        Returns:
+            Logits [S, vocabulary] in any float type.
+        """
+        ...
+
+
+#: Takes a model whose attention was redirected, its layers by number, and who to tell about weights no longer needed.
+DecoderFactory = Callable[[Any, Mapping[int, AttentionLayer], Callable[[torch.Tensor], None]], Decoder]
+
+
+class PlainDecoder:
+    """Any architecture, on a device whose matrix products torch's libraries choose: transformers' own modules as is.
+
+    Which kernel they choose depends on the number of rows, so nothing is promised about a row's bits.
+    """
+
+    products: Sequence[PackedLinear] = ()
+    other_matrices: Sequence[str] = ()
+
+    def __init__(
+        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._model = model
+
+    def fallback(self) -> None:
+        """Nothing relies on less than the model's own modules."""
+
+    def __call__(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a batch; see ``Decoder``."""
+        with attention_step(step):
+            return call_model(self._model, token_ids, positions, rows)
+
+
+class ModuleDecoder(PlainDecoder):
+    """Any architecture on the CPU: transformers' own modules, with packed linear layers, whose rows are independent."""
+
+    def __init__(
+        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None]
+    ) -> None:
+        super().__init__(model, layers, on_unused)
+        report = pack_linears(model, on_unused=on_unused)
+        self.products = report.packed
+        self.other_matrices = report.unpacked
+
+
+def call_model(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Call a causal language model of transformers on one flat row; return logits [S, vocabulary]."""
+    output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+    logits: torch.Tensor = output.logits[0]
+    return logits

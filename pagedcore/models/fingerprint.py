@@ -1,0 +1,102 @@
+"""Which model an engine runs, in so few bytes that a file can say it, and how its KV blocks were made.
+
+Owns what has to be equal before tokens or blocks that another process computed are of use here. It reads a few
+kilobytes of every weight and changes nothing; ``session_file`` compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from pagedcore.execution.machine import this_machine
+
+if TYPE_CHECKING:
+    from pagedcore.protocols import ModelBackend
+
+_SAMPLE: Final = 512
+"""Elements that are read at the beginning, in the middle and at the end of every tensor."""
+#: What a configuration says about where it was stored, by whom and when, not about the model.
+_INCIDENTAL: Final = frozenset({"transformers_version", "architectures", "dtype", "torch_dtype"})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """What tells one model from another.
+
+    The weights' digest covers every name, shape and number format, and a sample of every tensor's numbers: another
+    training or another number format shows, a change of a few single weights may not.
+    """
+
+    architecture: str
+    config: str
+    """Digest, 64 hexadecimal digits."""
+    weights: str
+    """Digest, 64 hexadecimal digits."""
+
+    def __str__(self) -> str:
+        return f"{self.architecture} (config {self.config[:8]}, weights {self.weights[:8]})"
+
+
+def model_fingerprint(model: Any) -> ModelFingerprint:
+    """Look at a model of transformers as it was loaded."""
+    config = {
+        name: value for name, value in model.config.to_dict().items()
+        if name not in _INCIDENTAL and not name.startswith("_")
+    }
+    described = json.dumps(config, sort_keys=True, default=str)
+    return ModelFingerprint(str(model.config.model_type), _digest([described.encode()]), _digest(_samples(model)))
+
+
+def backend_fingerprint(backend: ModelBackend) -> ModelFingerprint:
+    """Return what a backend says about itself as ``fingerprint``, or else its type and its numbers.
+
+    A ``ModelBackend`` of your own whose weights can change should have that attribute.
+    """
+    own = getattr(backend, "fingerprint", None)
+    if isinstance(own, ModelFingerprint):
+        return own
+    numbers = backend.vocab_size, backend.max_model_len, sorted(backend.eos_token_ids), backend.kv_bytes_per_token
+    return ModelFingerprint(type(backend).__name__, _digest([repr(numbers).encode()]), _digest([]))
+
+
+def kv_format(backend: ModelBackend, block_size: int) -> str:
+    """Describe how a backend's KV blocks are computed and laid out: a digest, 64 hexadecimal digits.
+
+    Why: with other kernels, another processor or card, the same tokens may give other bits; they are computed again.
+    """
+    import torch
+
+    from pagedcore._version import __version__
+    from pagedcore_kernels.cpu.matmul.matmul import products_here
+
+    layout = getattr(backend, "layout", None)
+    parts = [
+        type(backend).__name__, block_size, backend.kv_bytes_per_token, getattr(backend, "attention_name", ""),
+        layout(block_size) if layout is not None else "", __version__, torch.__version__,
+        this_machine().instruction_sets, products_here(),
+    ]
+    if (card := getattr(backend, "card_name", "")):
+        parts.append(card)
+    return _digest([repr(part).encode() for part in parts])
+
+
+def _samples(model: Any) -> Iterator[bytes]:
+    import torch
+
+    for name, tensor in sorted(model.state_dict().items()):
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
+        flat = tensor.detach().reshape(-1)
+        for start in (0, flat.numel() // 2, max(0, flat.numel() - _SAMPLE)):
+            yield flat[start : start + _SAMPLE].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _digest(parts: Iterator[bytes] | list[bytes]) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.hexdigest()

@@ -1,0 +1,153 @@
+"""Turns what a user calls a model into a ``ModelBackend``, and finds the tokenizer that goes with it.
+
+Owns the distinction between a name, a directory, "demo", a loaded model and a backend of one's own. transformers is
+imported only when one of the first four is given. Read ``models/pretrained.py`` and ``models/transformers_model.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pagedcore.config.engine_config import EngineConfig
+from pagedcore.demo_model import DEMO_MODEL_DIR
+from pagedcore.errors import InvalidConfig, describe
+from pagedcore.protocols import AttentionBackend, ModelBackend, Tokenizer
+
+if TYPE_CHECKING:
+    from pagedcore.execution.devices import Device
+    from pagedcore.models.blueprint import Blueprint
+    from pagedcore.models.transformers_model import TransformersModel
+
+AttentionFactory = Callable[..., AttentionBackend]
+"""``(layout, pool) -> AttentionBackend``."""
+
+DEFAULT_ATTENTION: Final = "numba-cpu"
+
+
+def resolve_backend(
+    model: Any, config: EngineConfig, load_attention: Callable[[str], AttentionFactory]
+) -> ModelBackend:
+    """Return a backend for ``model``.
+
+    Args:
+        model: "demo", a directory, a hub name, a loaded ``PreTrainedModel`` (taken over), or a ``ModelBackend``.
+        config: number format, device, block size, attention backend and trust.
+        load_attention: returns the attention factory of a name.
+
+    Raises:
+        InvalidConfig: it is none of these, or it cannot run here.
+        DeviceUnavailable: the device is not here; nothing was loaded.
+    """
+    if isinstance(model, str | os.PathLike):
+        return _take_over(lambda device: _loaded(model, config, device), config, load_attention, is_private=True)
+    if is_pretrained_model(model):
+        return _take_over(lambda _: _converted(model, config.dtype), config, load_attention, is_private=False)
+    if isinstance(model, ModelBackend):
+        _require_no_device(config)
+        return model
+    raise InvalidConfig(
+        f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
+        "transformers, or an object with the members of ModelBackend."
+    )
+
+
+def plan_backend(
+    model: str | os.PathLike[str], config: EngineConfig, load_attention: Callable[[str], AttentionFactory]
+) -> Blueprint:
+    """Return what is known of ``model`` without its weights; arguments and errors as ``resolve_backend``."""
+    from pagedcore.models.blueprint import read_blueprint
+
+    return read_blueprint(
+        _source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), dtype=config.dtype,
+        block_size=config.block_size, trust_remote_code=config.trust_remote_code,
+    )
+
+
+def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
+    """Return the tokenizer the configuration names, or else the model's own; ``None`` for a model without one.
+
+    Raises:
+        InvalidConfig: a tokenizer was named and cannot be loaded.
+    """
+    from pagedcore.tokenizer.tokenizer import HFTokenizer
+
+    if config.tokenizer is not None:
+        return HFTokenizer.from_directory(_source(config.tokenizer), config.trust_remote_code)
+    if not isinstance(model, str | os.PathLike):
+        return None
+    source = _source(model)
+    if Path(source).is_dir() and not any(Path(source).glob("tokenizer*")):
+        return None
+    return HFTokenizer.from_directory(source, config.trust_remote_code)
+
+
+def model_name(model: Any) -> str:
+    """Return a short name for people: never a path beyond its last part."""
+    if isinstance(model, str | os.PathLike):
+        path = Path(os.fspath(model))
+        return path.name if path.is_dir() else os.fspath(model)
+    return type(model).__name__
+
+
+def is_pretrained_model(model: Any) -> bool:
+    """Whether ``model`` is a loaded model of transformers; does not import transformers."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def _source(model: str | os.PathLike[str]) -> str:
+    return os.fspath(DEMO_MODEL_DIR) if model == "demo" else os.fspath(model)
+
+
+def _converted(model: Any, dtype: str) -> Any:
+    """Return the model in the number format asked for; "auto" leaves it as it came."""
+    from pagedcore.models.pretrained import resolve_dtype
+
+    return model if dtype == "auto" else model.to(resolve_dtype(dtype))
+
+
+def _loaded(model: str | os.PathLike[str], config: EngineConfig, device: Device) -> Any:
+    from pagedcore.models.pretrained import load_pretrained
+
+    dtype = device.default_dtype if config.dtype == "auto" else config.dtype
+    return load_pretrained(_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
+
+
+def _take_over(
+    get_model: Callable[[Device], Any], config: EngineConfig, load_attention: Callable[[str], AttentionFactory], *,
+    is_private: bool,
+) -> TransformersModel:
+    """Find the device and the attention backend, and only then get the model."""
+    from pagedcore.execution import devices
+    from pagedcore.models.transformers_model import TransformersModel
+
+    device = devices.find_device(config.device)
+    name = _attention_name(config, device.default_attention)
+    attention = load_attention(name)
+    _require_same_device(name, attention, device)
+    return TransformersModel(
+        get_model(device), attention, block_size=config.block_size, is_private=is_private, attention_name=name,
+        device=device,
+    )
+
+
+def _attention_name(config: EngineConfig, default: str) -> str:
+    return default if config.attention_backend == "auto" else config.attention_backend
+
+
+def _require_same_device(name: str, attention: AttentionFactory, device: Device) -> None:
+    kinds: tuple[str, ...] = getattr(attention, "devices", ("cpu",))
+    if device.kind not in kinds:
+        raise InvalidConfig(
+            f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
+            f"Leave it at 'auto', or set device={kinds[0]!r}."
+        )
+
+
+def _require_no_device(config: EngineConfig) -> None:
+    if config.device.startswith("cuda"):
+        raise InvalidConfig("device: got a card for a model backend of your own, which decides itself. Leave it.")

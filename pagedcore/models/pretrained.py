@@ -1,0 +1,151 @@
+"""Loads a causal language model's weights from a directory or the hub, with what could go wrong refused first.
+
+Owns the order: read the configuration as plain data, refuse, then load weights from safetensors only, mapped and not
+copied. Code shipped with a model runs only where the caller said so. It never changes a model; read
+``transformers_model.py`` for that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
+from pagedcore.execution.machine import this_machine
+from pagedcore.models.supported_models import check_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PATH: Final = re.compile(r"(?<!\w)/[\w.\-/]+")
+
+
+def load_pretrained(
+    source: str | os.PathLike[str], *, dtype: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a model on the CPU.
+
+    Args:
+        source: a directory, or a name on the hub if there is no such directory.
+        dtype: number format of the weights; "auto" is what the machine computes fastest.
+        trust_remote_code: whether code shipped with the model may run.
+
+    Raises:
+        ModelNotSupported: the architecture cannot run here, or needs code of its own that may not run.
+        InvalidConfig: there is no such model, or it has no safetensors weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    name, is_local = os.fspath(source), Path(source).is_dir()
+    config = load_config(name, trust_remote_code=trust_remote_code)
+    with _as_refusals(name), _no_progress_bar():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
+            local_files_only=is_local, trust_remote_code=trust_remote_code,
+        )
+    _require_all_weights(report)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
+    """Load a model's configuration as transformers sees it, and no weights; arguments and errors as above."""
+    from transformers import AutoConfig
+
+    name, is_local = os.fspath(source), Path(source).is_dir()
+    check_source(read_config(name, is_local), trust_remote_code)
+    with _as_refusals(name):
+        config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=trust_remote_code)
+        check_config(config.to_dict())
+    return config
+
+
+@contextmanager
+def _as_refusals(name: str) -> Iterator[None]:
+    """Turn what transformers raises while it loads ``name`` into ``InvalidConfig``."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except ModelNotSupported:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InvalidConfig(f"model: it could not be loaded ({_first_line(error, name)}).") from error
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing while it maps files, which takes no time worth watching."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _require_all_weights(report: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with gaps, which transformers would fill with random numbers."""
+    if missing := sorted(report["missing_keys"]):
+        raise InvalidConfig(
+            f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
+        )
+
+
+def read_config(name: str, is_local: bool) -> Mapping[str, Any]:
+    """Return the raw ``config.json``; no code of the model runs.
+
+    Raises:
+        InvalidConfig: there is none.
+    """
+    from transformers import PretrainedConfig
+
+    if is_local and not (Path(name) / "config.json").is_file():
+        raise InvalidConfig("model: the directory has no config.json.")
+    try:
+        config: dict[str, Any] = PretrainedConfig.get_config_dict(name, local_files_only=is_local)[0]
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model: its configuration could not be read ({_first_line(error, name)}).") from error
+    return config
+
+
+def check_source(config: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Refuse what the configuration already rules out.
+
+    Raises:
+        ModelNotSupported: see ``guards.check_config``; or the model brings code that may not run.
+    """
+    # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
+    if config.get("auto_map") and not trust_remote_code:
+        raise ModelNotSupported(
+            "model: its configuration names code that is shipped with it (auto_map), and trust_remote_code is False. "
+            "Read that code and set trust_remote_code=True, or remove auto_map to use transformers' own architecture."
+        )
+    check_config(config)
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """Return the number format called ``name``; "auto" is the machine's choice.
+
+    Raises:
+        InvalidConfig: torch has no floating format of that name.
+    """
+    dtype = getattr(torch, this_machine().default_dtype if name == "auto" else name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidConfig(f"dtype: got {describe(name)}, allowed is auto, float32, bfloat16 or float16.")
+    return dtype
+
+
+def _first_line(error: Exception, name: str) -> str:
+    """Return the start of a library's message without the name that was asked for and without paths."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return _PATH.sub("its files", lines[0].replace(name, "the model"))[:300]

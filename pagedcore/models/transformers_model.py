@@ -1,0 +1,290 @@
+"""Any decoder-only language model of transformers as a ``ModelBackend``: ragged batches over a paged KV cache.
+
+Owns one loaded model, the layout and the memory of its KV pool, and the order of taking a model over: compute the
+expected logits, redirect attention, look at the layers, pack the weights, compare. Read ``pretrained.py`` for where
+models come from, ``decoder.py`` for the part a faster implementation replaces.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from pagedcore.errors import InternalError, ModelNotSupported
+from pagedcore.execution.devices import CPU, Device
+from pagedcore.execution.file_pages import FileMappings
+from pagedcore.execution.kv_pool import KVStorage
+from pagedcore.models import model_facts, self_test, supported_models
+from pagedcore.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
+from pagedcore.models.attention_layers import AttentionLayer, RecordingStep, layers_of
+from pagedcore.models.cpu.fused_decoder import best_decoder
+from pagedcore.models.cpu.row_invariance import probe_invariance
+from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
+from pagedcore.models.fingerprint import model_fingerprint
+from pagedcore.protocols import AttentionBackend, RaggedRows
+from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul
+from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
+from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Makes an attention backend for a layout over a pool that the layout has allocated: ``(layout, pool)``.
+AttentionFactory = Callable[..., AttentionBackend]
+
+_DEFAULT_BLOCK_SIZE: Final = 16
+
+
+class TransformersModel:
+    """A causal language model of transformers, taken over.
+
+    Invariant: the model's attention goes nowhere but to the KV pool; calling the model outside of a step fails.
+    Invariant: the KV pool has the number format of the weights.
+    Invariant: no matrix product runs over one row: batches have two tokens or more, and a lone wanted row of logits is
+    computed twice and returned once.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention_factory: AttentionFactory,
+        *,
+        block_size: int | None = None,
+        is_private: bool = False,
+        runs_self_test: bool = True,
+        decoder_factory: DecoderFactory | None = None,
+        attention_name: str = "unnamed",
+        device: Device = CPU,
+    ) -> None:
+        """Take a model over: it cannot be used by itself any more.
+
+        Args:
+            model: on the CPU, all weights in memory or mapped, or already on the device.
+            attention_factory: makes the attention backend.
+            block_size: tokens per KV block; ``None``: what the attention backend prefers.
+            is_private: nobody else has the model or its weights, so that mapped pages may be dropped early.
+            runs_self_test: compare twelve tokens with a plain forward first.
+            decoder_factory: makes what computes a batch; ``None``: the best for model and device.
+            attention_name: what ``attention_factory`` is called, for people.
+            device: where the model computes.
+
+        Raises:
+            ModelNotSupported: the architecture cannot run here, or the self-test failed.
+            InvalidConfig: its number format cannot be stored in a KV pool, or it has weights on another device.
+        """
+        self.name = str(model.config.model_type)
+        self.attention_name = attention_name
+        self._device = device
+        self._attention_factory = attention_factory
+        self._dtype: torch.dtype = model.dtype
+        self._block_size = block_size or preferred_block_size(attention_factory, self._dtype)
+        self._storage: KVStorage | None = None
+        self._attention: AttentionBackend | None = None
+        supported_models.check_config(model.config.to_dict())
+        supported_models.check_modules(model, self.name)
+        supported_models.check_device(model, device.kind)
+        self._max_model_len = model_facts.max_model_len(model.config)
+        self._eos_token_ids = model_facts.eos_token_ids(model)
+        self.fingerprint = model_fingerprint(model)
+        factory = decoder_factory or (best_decoder if device.kind == "cpu" else PlainDecoder)
+        with torch.inference_mode():
+            self._take_over(device.take(model.eval()), factory, is_private, runs_self_test)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context at which results are those of the model alone."""
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._eos_token_ids
+
+    @property
+    def block_size(self) -> int:
+        """Preferred tokens per KV block."""
+        return self._block_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers that keep their own."""
+        return self._kv_bytes_per_token
+
+    @property
+    def is_schedule_invariant(self) -> bool:
+        """Whether products, attention and model were seen to give the same bits under every schedule tried."""
+        return self._is_schedule_invariant
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of weights and KV pool."""
+        return self._dtype
+
+    @property
+    def computes_in_torch(self) -> bool:
+        """Whether other libraries compute matrix products of a step on the CPU."""
+        products, others = self._decoder.products, self._decoder.other_matrices
+        is_ours = all(isinstance(product.multiply, PackedMatmul) for product in products)
+        return self._device.kind == "cpu" and (bool(others) or not products or not is_ours)
+
+    @property
+    def layers(self) -> dict[int, AttentionLayer]:
+        """The attention layers by the model's own numbers."""
+        return self._layers
+
+    @property
+    def card_name(self) -> str:
+        """What the card that computes is called; empty for the CPU."""
+        return self._device.card_name
+
+    def layout(self, block_size: int) -> BlockLayout:
+        """Return the layout of blocks of so many tokens."""
+        return layout_for(self._attention_factory, block_size, self._dtype, kv_shapes(self._layers))
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one block of so many tokens over all layers, padding included."""
+        return self.layout(block_size).block_bytes
+
+    @property
+    def cache_store(self) -> KVStorage | None:
+        """What moves KV blocks, once they are allocated."""
+        return self._storage
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make the KV pool.
+
+        Raises:
+            InternalError: there is one already.
+            InvalidConfig: there is not enough memory.
+        """
+        if self._storage is not None:
+            raise InternalError("allocate_kv: the model has its KV pool already")
+        self._storage = self._device.new_storage(self.layout(block_size), num_blocks)
+        self._attention = self._attention_factory(self._storage.layout, self._storage.pool)
+
+    def free_kv_bytes(self) -> int:
+        """Bytes of memory that a KV pool could take now."""
+        return self._device.free_bytes()
+
+    def release_kv(self) -> None:
+        """Free the KV pool, if there is one; another can be made then."""
+        if self._storage is not None:
+            self._storage.release()
+        self._attention = self._storage = None
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedRows) -> torch.Tensor:
+        """Compute a batch; return float32 logits [S, vocab_size] of its ``logits_rows``, on the CPU.
+
+        Raises:
+            InternalError: there is no KV pool yet.
+        """
+        if self._attention is None:
+            raise InternalError("forward: allocate_kv has not been called")
+        return self._compute(self._attention, batch)
+
+    def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
+        send, wanted = self._device.send, batch.logits_rows
+        step = PagedStep(attention, self._layers, batch, self._dtype, send(batch.positions))
+        rows = np.repeat(wanted, 2) if len(wanted) == 1 else wanted
+        with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
+            logits = self._decoder(step, send(batch.token_ids), step.positions, send(rows))
+            return logits[: len(wanted)].float().contiguous().cpu()
+
+    def _take_over(
+        self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool
+    ) -> None:
+        tokens = self_test.probe_tokens(model.get_input_embeddings().num_embeddings)
+        expected = _plain_logits(model, tokens) if runs_self_test else None
+        self._layers, self._vocab_size = redirect_attention(model)
+        self._kv_bytes_per_token = self.layout(self._block_size).bytes_per_token
+        mappings = FileMappings()
+        self._decoder: Decoder = decoder_factory(model, self._layers, mappings.release if is_private else _keep)
+        mappings.detach(model)
+        for product in self._decoder.products:
+            product.use_huge_pages()
+        is_reproducible = expected is None or self._settle_decoder(expected, tokens)
+        self._is_schedule_invariant = (
+            is_reproducible and not self._decoder.other_matrices and bool(self._decoder.products)
+            and not probe_invariance(self._decoder.products)
+        )
+
+    def _settle_decoder(self, expected: torch.Tensor, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+        """Run the self-test, and again with a slower decoder if it fails with one that has such a fallback."""
+        try:
+            return self._passes_self_test(expected, tokens)
+        except ModelNotSupported:
+            fallback = self._decoder.fallback()
+            if fallback is None:
+                raise
+            self._decoder = fallback
+            return self._passes_self_test(expected, tokens)
+
+    def _passes_self_test(self, expected: torch.Tensor, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+        """Run the test on a small pool of its own; raise if it fails, return whether schedules made no difference."""
+        storage = self._device.new_storage(self.layout(self._block_size), self_test.num_blocks(self._block_size))
+        attention = self._attention_factory(storage.layout, storage.pool)
+        return self_test.check_against(
+            expected, lambda batch: self._compute(attention, batch), tokens, self._block_size, self._dtype
+        )
+
+
+def preferred_block_size(attention_factory: AttentionFactory, dtype: torch.dtype) -> int:
+    """Return the tokens per block that an attention backend likes best: its class says so, where it is one."""
+    preferred = getattr(attention_factory, "preferred_block_size", None)
+    return int(preferred(dtype)) if preferred is not None else _DEFAULT_BLOCK_SIZE
+
+
+def layout_for(
+    attention_factory: AttentionFactory, block_size: int, dtype: torch.dtype, layers: tuple[LayerShape, ...]
+) -> BlockLayout:
+    """Return the layout that an attention backend's kernels want: its class names one, or else it is the CPU's."""
+    layout_type: type[BlockLayout] = getattr(attention_factory, "layout_type", KVLayout)
+    return layout_type(block_size, dtype, layers)
+
+
+def _keep(weight: torch.Tensor) -> None:
+    """Leave a weight that somebody else may have alone."""
+
+
+def _plain_logits(model: Any, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+    """Return logits [n, vocabulary] of one sequence, by the model as it came."""
+    input_ids = torch.from_numpy(tokens)[None].to(model.device)
+    logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
+    return logits.cpu()
+
+
+def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
+    """Send the model's attention to the current step; return what its layers do and the width of its logits.
+
+    Raises:
+        ModelNotSupported: the attention cannot be redirected, or asks for what a paged KV cache cannot do.
+    """
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ModelNotSupported(f"model: {model.config.model_type!r} has no logits_to_keep; it computes all logits.")
+    register()
+    model.set_attn_implementation(ATTENTION_KEY)
+    supported_models.check_attention_was_taken(model.config)
+    step = RecordingStep()
+    with attention_step(step):
+        two = torch.arange(2, device=model.device)
+        logits = call_model(model, two, two, two)
+    layers = layers_of(step.calls, model.config)
+    supported_models.check_num_attention_layers(model.config, len(layers))
+    return layers, logits.shape[-1]
+
+
+def kv_shapes(layers: Mapping[int, AttentionLayer]) -> tuple[LayerShape, ...]:
+    """Return the shapes of K and V that a pool holds: those of the layers that keep their own."""
+    owners = [layer for layer in layers.values() if layer.owns_kv]
+    return tuple(LayerShape(o.num_kv_heads, o.key_head_size, o.value_head_size) for o in owners)

@@ -1,0 +1,126 @@
+"""The handle of one request: what its caller holds, from acceptance to removal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pagedcore.errors import RequestStateError
+from pagedcore.outputs import RequestOutput, TokenLogprobs
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When things first happened to a request's current turn, in seconds of the engine's clock."""
+
+    arrival_s: float = 0.0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+class RequestOwner(Protocol):
+    """What a handle needs from the engine it belongs to."""
+
+    def extend_request(self, request: Request, prompt: Any, params: SamplingParams | None) -> None:
+        """Continue a finished request."""
+        ...
+
+    def remove_request(self, request: Request) -> None:
+        """Forget a finished request and free its blocks."""
+        ...
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request now; unknown ids are no error."""
+        ...
+
+    def output_of(self, request: Request) -> RequestOutput:
+        """Describe all answers as they stand."""
+        ...
+
+
+class Request:
+    """The handle of one request at the step level.
+
+    Made by ``Engine.add_request``; usable only on the engine's thread. ``take_new_tokens`` reads tokens as they
+    come, ``is_done`` says when to stop, then either ``extend`` goes on with the same cache or ``remove`` frees it.
+
+    Invariant: ``sequences`` has one entry per answer asked for (``SamplingParams.n``). Where the answers are chosen at
+        the end, they stay empty until then, and the scheduler knows only those they are chosen from.
+    """
+
+    __slots__ = ("_num_taken", "_owner", "error", "params", "priority", "request_id", "sequences", "timeline")
+
+    def __init__(
+        self, request_id: str, sequences: list[Sequence], params: SamplingParams, owner: RequestOwner, priority: int = 0
+    ) -> None:
+        self.request_id = request_id
+        self.sequences = sequences
+        self.params = params
+        self.priority = priority
+        self.error: Exception | None = None
+        self.timeline = Timeline()
+        self._owner = owner
+        self._num_taken = [len(sequence.token_ids) for sequence in sequences]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every answer of this turn has finished."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Everything before this turn's answer."""
+        first = self.sequences[0]
+        return first.token_ids[: first.num_prompt_tokens]
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Log-probabilities of ``prompt_token_ids`` as far as they are known, if asked for; of the first, ``None``."""
+        known = self.sequences[0].prompt_logprobs
+        return None if known is None else (None, *known)
+
+    def begin_turn(self, params: SamplingParams, arrival_s: float) -> None:
+        """Note that the engine continues this request; callers use ``extend``."""
+        self.params = params
+        self.timeline = Timeline(arrival_s)
+
+    def take_new_tokens(self, index: int = 0) -> list[int]:
+        """Return the tokens of answer ``index`` that were not taken yet; each token is returned once."""
+        sequence = self.sequences[index]
+        taken, self._num_taken[index] = self._num_taken[index], len(sequence.token_ids)
+        return sequence.token_ids[max(taken, sequence.num_prompt_tokens) :]
+
+    def output(self) -> RequestOutput:
+        """Return all answers as they stand, with text where the engine has a tokenizer."""
+        return self._owner.output_of(self)
+
+    def extend(self, prompt: Any, params: SamplingParams | None = None) -> None:
+        """Continue this finished request with more text or tokens, reusing what the cache still holds.
+
+        Args:
+            prompt: text, token ids, or chat messages that follow the conversation so far.
+            params: for the new turn; ``None``: those of the turn before.
+
+        Raises:
+            RequestStateError: the request is still running, was removed, or has more than one answer.
+            InvalidRequest: as from ``Engine.add_request``; the request stays as it was.
+            EngineOverloaded: the waiting queue is full; the request stays as it was.
+        """
+        self._owner.extend_request(self, prompt, params)
+
+    def abort(self) -> bool:
+        """End the request now and free its blocks; return whether it was still running."""
+        return self._owner.abort_request(self.request_id)
+
+    def remove(self) -> None:
+        """Forget this finished request and free its blocks.
+
+        Raises:
+            RequestStateError: it is still running; ``abort`` it first.
+        """
+        if not self.is_done:
+            raise RequestStateError("remove", "running", "finished", "Call abort() first.")
+        self._owner.remove_request(self)

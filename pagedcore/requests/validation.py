@@ -1,0 +1,279 @@
+"""The one validator of every door: prompts, and what of the parameters depends on the prompt or the model.
+
+Looks only: it allocates nothing in proportion to what it refuses, and knows no engine. Limits are in
+``limits.py``, the checks that need no model in ``sampling_params.py``; ``intake.py`` calls these in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from pagedcore.config.limits import (
+    MAX_CHAT_BYTES,
+    MAX_CHAT_MESSAGES,
+    MAX_PARKING_S,
+    MAX_PRIORITY,
+    MAX_SALT_BYTES,
+    MAX_TEXT_BYTES_PER_TOKEN,
+)
+from pagedcore.errors import (
+    InvalidMaxTokens,
+    InvalidMinTokens,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSalt,
+    InvalidSampling,
+    InvalidText,
+    InvalidToken,
+    PromptEmpty,
+    PromptTooLong,
+    RequestTooLarge,
+    TooManySequences,
+)
+from pagedcore.protocols import ChatMessage
+from pagedcore.sampling_params import SamplingParams
+
+_ENCODED_AT_ONCE = 4096
+_IDS_AT_ONCE = 16_384
+
+
+def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) -> list[int]:
+    """Check a prompt of token ids and return it as a new list.
+
+    Args:
+        token_ids: a list or tuple of Python integers.
+        vocab_size: ids are below this.
+        max_model_len: positions of the context; the answer needs at least one of them.
+
+    Raises:
+        InvalidPrompt: not a list or tuple, or an element is not exactly an ``int``.
+        PromptEmpty: no token.
+        PromptTooLong: more than ``max_model_len - 1`` tokens.
+        InvalidToken: an id is not in the vocabulary.
+    """
+    if not isinstance(token_ids, list | tuple):
+        raise InvalidPrompt("prompt", token_ids, "text, a list of token ids, or a list of chat messages",
+                            "Arrays and tensors have tolist().")
+    if not token_ids:
+        raise PromptEmpty("prompt", 0, "at least 1 token")
+    if len(token_ids) > max_model_len - 1:
+        raise PromptTooLong("prompt", len(token_ids), f"at most {max(max_model_len - 1, 0)} tokens",
+                            f"The context of {max_model_len} positions must keep one for the answer.")
+    ids = list(token_ids)
+    # Why: in pieces, because a caller's event loop cannot run during any one of these calls.
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        _validate_ids(ids[start : start + _IDS_AT_ONCE], vocab_size)
+    return ids
+
+
+def _validate_ids(ids: list[int], vocab_size: int) -> None:
+    if set(map(type, ids)) != {int}:
+        wrong = next(token_id for token_id in ids if type(token_id) is not int)
+        raise InvalidPrompt("prompt", wrong, "token ids: Python integers, no booleans or NumPy scalars")
+    for extreme in (min(ids), max(ids)):
+        _require_in_vocabulary("prompt", extreme, vocab_size)
+
+
+def _require_in_vocabulary(what: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidToken(what, token_id, f"token ids from 0 to {vocab_size - 1}")
+
+
+def validate_text(text: object, max_model_len: int) -> str:
+    """Check text before it is tokenised.
+
+    Raises:
+        InvalidText: not a ``str``, not encodable as UTF-8, or longer than any text that could fit.
+    """
+    _count_text_bytes("text", text, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
+    return text  # type: ignore[return-value]  # Why: the line above refuses what is no str
+
+
+def validate_chat(messages: object, max_model_len: int | None = None) -> list[ChatMessage]:
+    """Check chat messages before the template is rendered.
+
+    Args:
+        messages: mappings with a "role" and a "content" of text; further keys are the template's business.
+        max_model_len: if given, all texts together are held to what this context could ever hold.
+
+    Raises:
+        InvalidPrompt: not a list of such mappings, or too many of them.
+        PromptEmpty: no message.
+        InvalidText: text that UTF-8 cannot encode, or too much of it.
+    """
+    if not isinstance(messages, list | tuple):
+        raise InvalidPrompt("messages", messages, "a list of chat messages")
+    if not messages:
+        raise PromptEmpty("messages", 0, "at least 1 message")
+    if len(messages) > MAX_CHAT_MESSAGES:
+        raise InvalidPrompt("messages", len(messages), f"at most {MAX_CHAT_MESSAGES} messages")
+    room = MAX_CHAT_BYTES
+    if max_model_len is not None:
+        room = min(room, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
+    for index, message in enumerate(messages):
+        room -= _count_message_bytes(f"messages[{index}]", message, room)
+    return list(messages)
+
+
+def _count_message_bytes(what: str, message: object, room: int) -> int:
+    if not isinstance(message, Mapping):
+        raise InvalidPrompt(what, message, "a mapping with a role and a content")
+    num_bytes = 0
+    for key in ("role", "content"):
+        value = message.get(key)
+        if not isinstance(value, str):
+            raise InvalidPrompt(f"{what}.{key}", value, "text")
+        num_bytes += _count_text_bytes(f"{what}.{key}", value, room - num_bytes)
+    return num_bytes
+
+
+def _count_text_bytes(what: str, text: object, room: int) -> int:
+    if not isinstance(text, str):
+        raise InvalidText(what, text, "a string")
+    # Why: a character is at least a byte, so this bounds the work of counting exactly.
+    num_bytes = len(text) if len(text) > room or text.isascii() else _count_utf8_bytes(what, text)
+    if num_bytes > room:
+        raise InvalidText(what, text, f"at most {max(room, 0)} bytes of UTF-8",
+                          "It could not fit the context, however it is tokenised.")
+    return num_bytes
+
+
+def _count_utf8_bytes(what: str, text: str) -> int:
+    num_bytes = 0
+    for start in range(0, len(text), _ENCODED_AT_ONCE):
+        encoded = _try_encode(text[start : start + _ENCODED_AT_ONCE])
+        if encoded is None:
+            raise InvalidText(what, text, "text that UTF-8 can encode", "It holds a lone surrogate.")
+        num_bytes += len(encoded)
+    return num_bytes
+
+
+def _try_encode(text: str) -> bytes | None:
+    # Safety: the codec's own error holds the text; it must not become the context of ours.
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return None
+
+
+def resolve_max_tokens(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Return how many tokens the answer may have; nothing is clamped silently.
+
+    Args:
+        params: of the request; without ``max_tokens`` the answer gets the rest of the context.
+        num_prompt_tokens: positions before the answer, fewer than ``max_model_len``.
+        max_model_len: positions of the context.
+
+    Raises:
+        InvalidMaxTokens: the context has less room than asked for.
+        InvalidMinTokens: ``min_tokens`` is more than the result.
+    """
+    room = max_model_len - num_prompt_tokens
+    max_tokens = params.max_tokens if params.max_tokens is not None else room
+    if not 1 <= max_tokens <= room:
+        raise InvalidMaxTokens("max_tokens", max_tokens, f"1 to {max(room, 0)}",
+                               f"The prompt takes {num_prompt_tokens} of {max_model_len} positions.")
+    if params.min_tokens > max_tokens:
+        raise InvalidMinTokens("min_tokens", params.min_tokens, f"0 to max_tokens, {max_tokens} here")
+    return max_tokens
+
+
+def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
+    """Check what parameters say about tokens against one model's vocabulary.
+
+    Raises:
+        InvalidToken: a stop token or a biased token is not in the vocabulary.
+        InvalidSampling: ``top_k`` is more than the vocabulary.
+        TooManySequences: ``beam_width`` is more than the vocabulary.
+    """
+    if params.top_k > vocab_size:
+        raise InvalidSampling("top_k", params.top_k, f"0 (off) or 1 to {vocab_size}, the vocabulary")
+    if params.beam_width > vocab_size:
+        raise TooManySequences("beam_width", params.beam_width, f"1 (off) to {vocab_size}, the vocabulary")
+    for token_id in params.stop_token_ids:
+        _require_in_vocabulary("stop_token_ids", token_id, vocab_size)
+    for token_id in params.logit_bias or ():
+        _require_in_vocabulary("logit_bias", token_id, vocab_size)
+
+
+def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int, pool_tokens: int) -> None:
+    """Check that a request fits the KV pool when it has the pool to itself, even if its sequences share nothing.
+
+    Raises:
+        RequestTooLarge: ``num_sequences * (num_prompt_tokens + max_tokens)`` is more than ``pool_tokens``.
+    """
+    cost = num_sequences * (num_prompt_tokens + max_tokens)
+    if cost > pool_tokens:
+        raise RequestTooLarge(
+            "request", cost, f"at most {pool_tokens} tokens in the KV pool",
+            f"It is sequences x (prompt + max_tokens) = {num_sequences} x ({num_prompt_tokens} + {max_tokens}): "
+            "lower max_tokens, or n, best_of or beam_width, or give the engine more kv_cache_memory.",
+        )
+
+
+def validate_priority(priority: object) -> int:
+    """Check a request's priority and return it.
+
+    Raises:
+        InvalidRequest: not an integer from -1,000,000 to 1,000,000.
+    """
+    if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequest("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    return priority
+
+
+def require_one_answer(params: SamplingParams) -> None:
+    """Check that parameters ask for one answer, which a session can go on from.
+
+    Raises:
+        TooManySequences: ``n``, ``best_of`` or ``beam_width`` is more than 1.
+    """
+    if params.num_sequences != 1:
+        raise TooManySequences(
+            "n, best_of or beam_width", params.num_sequences, "1 in a session",
+            "Fork the session to try several ways on.",
+        )
+
+
+def validate_ttl(ttl_s: object) -> float | None:
+    """Check how long parked KV is to be kept, and return it.
+
+    Raises:
+        InvalidRequest: neither ``None`` nor a number of seconds above 0 and up to 30 days.
+    """
+    if ttl_s is None:
+        return None
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s <= MAX_PARKING_S:
+        raise InvalidRequest("ttl_s", ttl_s, f"a number above 0 to {MAX_PARKING_S:g} seconds, or None")
+    return float(ttl_s)
+
+
+def validate_salt(salt: object) -> bytes:
+    """Check a cache salt and return its bytes; ``None`` is the salt of everybody who gives none.
+
+    Raises:
+        InvalidSalt: neither text nor bytes, or more than 64 bytes.
+    """
+    if salt is None:
+        return b""
+    given = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else salt
+    # Safety: a salt is somebody's secret, so the message shows its kind and size only.
+    if not isinstance(given, bytes):
+        raise InvalidSalt("cache_salt", type(salt).__name__, "text or bytes")
+    if not 1 <= len(given) <= MAX_SALT_BYTES:
+        raise InvalidSalt("cache_salt", f"{len(given)} bytes", f"1 to {MAX_SALT_BYTES} bytes")
+    return b"salt " + given
+
+
+def validate_timeout(timeout_s: object) -> float | None:
+    """Check a time limit and return it in seconds.
+
+    Raises:
+        InvalidRequest: neither ``None`` nor a finite number above 0.
+    """
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise InvalidRequest("timeout_s", timeout_s, "a finite number of seconds above 0, or None")
+    return float(timeout_s)

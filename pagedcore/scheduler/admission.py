@@ -1,0 +1,184 @@
+"""Which waiting sequences start in a step: strict policy order, with three exceptions that cost nobody anything.
+
+Who shares a prefix that somebody is computing right now waits for it instead of computing it twice; who has to be
+loaded from the host first starts when that is done; and who finds its prefix in the cache may go before a few
+earlier ones. The bonus is bounded: a request overtakes only requests that arrived at most ``Policy.cache_bonus``
+arrivals before it, so no request is ever overtaken by more than that many later ones. Source of the deferral:
+TensorRT-LLM's capacity scheduler; of the ordering: SGLang's longest-prefix-match policy, bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as ListOf
+from typing import TYPE_CHECKING
+
+from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
+from pagedcore.scheduler.plan import SwapIn
+from pagedcore.sequence import Sequence
+
+if TYPE_CHECKING:
+    from pagedcore.scheduler.step_planner import StepPlanner
+
+
+class Admission:
+    """The admitting half of one plan; works on the planner's state."""
+
+    def __init__(self, planner: StepPlanner) -> None:
+        self._plan = planner
+        self._blocks = planner.blocks
+        self._available = 0
+        self._being_computed: set[bytes] = set()
+
+    def run(self) -> None:
+        """Admit as many as fit, in order."""
+        plan = self._plan
+        if not plan.waiting or not self._may_admit():
+            return
+        # Why: whatever is not promised to a running sequence is free or held by somebody idle, hence available.
+        held = sum(self._blocks.num_blocks_of(holder.sequence_id) for holder in plan.holders())
+        self._available = plan.free + held - sum(map(self._still_promised, plan.running))
+        if self._available <= 0:
+            return
+        for sequence in plan.running:
+            self._note_being_computed(sequence, sequence.num_computed_tokens)
+        for candidate, match in self._in_order():
+            # Why: strict order. If others overtook a head that lacks room, it could starve for ever.
+            if not self._may_admit() or not self._admit(candidate, match):
+                return
+
+    def _may_admit(self) -> bool:
+        plan, rules = self._plan, self._plan.rules
+        has_row = len(plan.running) + len(plan.admitted) < rules.max_num_seqs
+        if rules.policy.admits_while_running:
+            return has_row and plan.budget > 0
+        # Why: a static batch is filled once, so its size must not depend on the first step's token budget.
+        return has_row and not plan.running
+
+    def _in_order(self) -> list[tuple[Sequence, PrefixMatch | None]]:
+        """Put the head of the queue in the order of admission; matches that were looked up for it come along."""
+        waiting, bonus = self._plan.waiting, self._plan.rules.policy.cache_bonus
+        if not bonus:
+            return [(sequence, None) for sequence in waiting]
+        near = list(_first_arrivals(waiting[: 2 * bonus], bonus))
+        matched = [(one, self._match(one)) for one in near]
+        size = self._blocks.block_size
+        matched.sort(key=lambda pair: pair[0].arrival - min(bonus, pair[1].num_tokens // size))
+        return [*matched, *((one, None) for one in waiting[len(near) :])]
+
+    def _match(self, candidate: Sequence) -> PrefixMatch:
+        return self._blocks.match(candidate) if not self._holds(candidate) else NO_MATCH
+
+    def _holds(self, candidate: Sequence) -> bool:
+        return self._blocks.num_blocks_of(candidate.sequence_id) > 0
+
+    def _admit(self, candidate: Sequence, match: PrefixMatch | None) -> bool:
+        """Admit, load or defer a candidate; return whether the next one may be looked at."""
+        host = self._blocks.host
+        if host is not None and host.is_moving(candidate.sequence_id):
+            self._available -= self._blocks.blocks_for(self._promise(candidate))
+            return self._available >= 0
+        match = match if match is not None else self._match(candidate)
+        if self._is_being_computed(candidate, match):
+            return True
+        self._available -= self._num_promised(candidate, match)
+        if self._available < 0:
+            return False
+        if match.host_blocks and not self._is_worth_loading(candidate, match):
+            match = match.without_tail(self._blocks.block_size)
+        return self._load(candidate, match) if match.host_blocks else self._start(candidate, match)
+
+    def _is_worth_loading(self, candidate: Sequence, match: PrefixMatch) -> bool:
+        """Whether to load what was kept for the candidate on purpose, or takes less time than computing it."""
+        is_kept = self._blocks.host is not None and self._blocks.host.has_pins(candidate.sequence_id)
+        return is_kept or self._plan.rules.preemption.is_worth_loading(len(match.host_blocks))
+
+    def _start(self, candidate: Sequence, match: PrefixMatch) -> bool:
+        plan = self._plan
+        # Why: where even the block to copy from would have to go for it, its tokens are computed instead.
+        for option in (match, match.without_tail(self._blocks.block_size)):
+            start = candidate.num_computed_tokens if self._holds(candidate) else option.num_tokens
+            num_tokens = min(len(candidate.token_ids) - start, plan.budget)
+            num_tokens = plan.num_scorable_of(candidate, num_tokens)
+            needed = self._num_new_blocks(candidate, start + num_tokens, option)
+            if num_tokens == 0:
+                plan.admitted.append(candidate)
+                return True
+            if needed + plan.num_blocks_taken(option) <= plan.free:
+                plan.admitted.append(candidate)
+                plan.add_row(candidate, start, num_tokens, needed, option)
+                self._note_being_computed(candidate, start)
+                return True
+        return self._ask_holders(candidate)
+
+    def _load(self, candidate: Sequence, match: PrefixMatch) -> bool:
+        plan = self._plan
+        needed = len(match.host_blocks) + plan.num_blocks_taken(match)
+        if needed > plan.free:
+            return self._ask_holders(candidate)
+        # Why: one at a time. Room for a second load might be taken from what the second one found.
+        plan.swap_ins.append(SwapIn(candidate, match))
+        return False
+
+    def _ask_holders(self, candidate: Sequence) -> bool:
+        # Invariant: all promises fit, so waiting sequences behind this one hold what is missing.
+        for holder in self._plan.holders():
+            if holder is not candidate and holder not in self._plan.admitted:
+                self._plan.release(holder)
+                break
+        return False
+
+    def _num_new_blocks(self, candidate: Sequence, num_tokens: int, match: PrefixMatch) -> int:
+        needed = self._blocks.num_blocks_needed(candidate.sequence_id, num_tokens)
+        return max(0, needed - len(match.device_blocks))
+
+    def _promise(self, sequence: Sequence) -> int:
+        """Positions that admission counts on."""
+        if self._plan.rules.is_guaranteed:
+            return sequence.max_total_tokens
+        # Why: counting the first chunk only would admit more prompts than can be completed. Who was preempted before
+        # gets some room to grow, more each time, so that it is not preempted again at once.
+        growth = self._blocks.block_size * sequence.num_preemptions
+        return min(len(sequence.token_ids) + growth, max(sequence.max_total_tokens, len(sequence.token_ids)))
+
+    def _still_promised(self, running: Sequence) -> int:
+        needed = self._blocks.num_blocks_needed(running.sequence_id, self._promise(running))
+        return max(0, needed - self._plan.num_planned_blocks(running))
+
+    def _num_promised(self, candidate: Sequence, match: PrefixMatch) -> int:
+        """Available blocks that a candidate will need; what others hold already costs nothing."""
+        num_shared = len(match.device_blocks) - self._plan.num_blocks_taken(match.without_tail(1))
+        return self._blocks.blocks_for(self._promise(candidate)) - num_shared
+
+    def _note_being_computed(self, sequence: Sequence, start: int) -> None:
+        """Remember the full blocks of known tokens that a running sequence is about to complete."""
+        num_blocks = len(sequence.token_ids) // self._blocks.block_size
+        first = start // self._blocks.block_size
+        if first < num_blocks:
+            self._blocks.hasher.extend(sequence.block_keys, sequence.cache_root, sequence.token_ids, num_blocks)
+            self._being_computed.update(sequence.block_keys[first:num_blocks])
+
+    def _is_being_computed(self, candidate: Sequence, match: PrefixMatch) -> bool:
+        """Whether the next block that the candidate lacks will be there without its doing."""
+        is_static = not self._plan.rules.policy.admits_while_running
+        if is_static or self._holds(candidate) or not self._being_computed:
+            return False
+        size = self._blocks.block_size
+        next_block = match.num_tokens // size
+        if (next_block + 1) * size > candidate.num_reusable_tokens:
+            return False
+        self._blocks.hasher.extend(
+            candidate.block_keys, candidate.cache_root, candidate.token_ids, next_block + 1
+        )
+        return candidate.block_keys[next_block] in self._being_computed
+
+
+def _first_arrivals(waiting: ListOf[Sequence], bonus: int) -> Iterator[Sequence]:
+    """Yield the head of a queue as far as it is in order of arrival, all of one priority and within the bonus."""
+    head = last = waiting[0]
+    for sequence in waiting:
+        is_in_order = last.arrival <= sequence.arrival <= head.arrival + bonus
+        if not is_in_order or sequence.priority != head.priority:
+            return
+        yield sequence
+        last = sequence

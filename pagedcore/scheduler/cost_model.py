@@ -1,0 +1,121 @@
+"""What it costs to take blocks away: seconds of moving them, of computing them again, of letting somebody wait.
+
+Starts from what was measured at the start and learns from every step and transfer. Step times follow
+``fixed + tokens * per_token``, fitted by recursive least squares with forgetting; transfers follow
+``fixed + blocks * per_block`` the same way. Holds no clock: whoever measures tells it. Read ``preemption`` next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from pagedcore.kv_cache.transfers import Direction
+
+_FORGETTING: Final = 0.98
+"""Weight of the past at each observation: about the last 50 count."""
+_LOSS_RATE: Final = 0.2
+"""Weight of one more observation of what became of the rest of a shrunk sequence: about the last 5 count."""
+
+_KEEPING_FACTOR: Final = 2.0
+"""What a copy that nobody waits for costs beside the transfer: booking its blocks, and what it drives out of caches.
+Measured with ``benchmarks/memory_pressure.py``: in all two to four times the transfer."""
+
+
+@dataclass(slots=True)
+class Line:
+    """``fixed + count * per_unit`` seconds, learned from observations.
+
+    Invariant: both coefficients stay non-negative. Source: recursive least squares with exponential forgetting
+    (Haykin, Adaptive Filter Theory), two parameters.
+    """
+
+    fixed_s: float
+    per_unit_s: float
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def __post_init__(self) -> None:
+        # Why: the first guess counts like two observations, so that one odd measurement does not replace it.
+        for count, seconds in [(count, self.seconds(count)) for count in (1.0, 64.0)]:
+            self.observe(count, seconds)
+
+    def seconds(self, count: float) -> float:
+        """Predict."""
+        return self.fixed_s + count * self.per_unit_s
+
+    def observe(self, count: float, seconds: float) -> None:
+        """Learn that ``count`` units took this long."""
+        news = (1.0, count, count * count, seconds, count * seconds)
+        self._sums = [_FORGETTING * old + new for old, new in zip(self._sums, news, strict=True)]
+        weight, x, xx, y, xy = self._sums
+        spread = weight * xx - x * x
+        slope = (weight * xy - x * y) / spread if spread > 1e-9 * weight * xx else 0.0
+        # Why: with counts that hardly differ only the mean is known; what is fixed is then what the slope leaves.
+        self.per_unit_s = max(slope if slope > 0 else self.per_unit_s * 0.99, 0.0)
+        self.fixed_s = max((y - self.per_unit_s * x) / weight, 0.0)
+
+
+@dataclass(slots=True)
+class CostModel:
+    """Estimates for one engine. Before anything was measured, the guesses suit a small model on a CPU.
+
+    Invariant: an estimate depends on observations alone, never on the time of asking.
+    """
+
+    step: Line = field(default_factory=lambda: Line(2e-3, 2e-4))
+    """Seconds of a step by computed tokens."""
+    moves: dict[Direction, Line] = field(
+        default_factory=lambda: {direction: Line(2e-5, 5e-5) for direction in Direction}
+    )
+    """Seconds of a transfer by blocks, each way."""
+    loss_share: float = 0.5
+    """Share of what a shrunk sequence leaves behind that is gone when it runs again, 0 to 1."""
+    num_estimates: int = 0
+    sum_relative_error: float = 0.0
+
+    def swap_s(self, num_out: int, num_in: int) -> float:
+        """Seconds of moving so many blocks to the host and so many back."""
+        return self.moves[Direction.OUT].seconds(num_out) + self.moves[Direction.IN].seconds(num_in)
+
+    def compute_s(self, num_tokens: int) -> float:
+        """Seconds of computing tokens in steps that take place anyway."""
+        return num_tokens * self.step.per_unit_s
+
+    def shrink_s(self, num_lost: int, num_left: int) -> float:
+        """Seconds of computing again what is taken from a sequence's end, and what others take of the rest."""
+        return self.compute_s(num_lost) + self.loss_share * self.compute_s(num_left)
+
+    def is_loading_cheaper(self, num_blocks: int, block_size: int) -> bool:
+        """Whether moving full blocks to the device takes no longer than computing them."""
+        return self.moves[Direction.IN].seconds(num_blocks) <= self.compute_s(num_blocks * block_size)
+
+    def is_keeping_cheaper(self, num_blocks: int, block_size: int, share: float) -> bool:
+        """Whether moving full blocks to the host pays when this ``share`` of them is asked for again, 0 to 1."""
+        saved_s = self.compute_s(num_blocks * block_size) - self.moves[Direction.IN].seconds(num_blocks)
+        return _KEEPING_FACTOR * self.moves[Direction.OUT].seconds(num_blocks) <= share * saved_s
+
+    def observe_loss(self, share: float) -> None:
+        """Learn what share of a shrunk sequence's rest was gone when it ran again.
+
+        Where blocks are lacking, whoever stays takes what was left next; how much of it depends on the load.
+        """
+        self.loss_share += _LOSS_RATE * (share - self.loss_share)
+
+    def wait_s(self, num_steps: int, num_running: int, block_size: int) -> float:
+        """Seconds lost when one of ``num_running`` sequences stands still for ``num_steps`` steps.
+
+        A row that stands still no longer shares the fixed part of a step; and while no block can be had, every
+        ``block_size / num_running``-th step on average one more row has to stand still too.
+        """
+        num_still = 1 + num_steps * num_running / (2 * block_size)
+        return self.step.fixed_s / num_running * num_steps * num_still
+
+    def score(self, estimated_s: float, actual_s: float) -> None:
+        """Note how far off an estimate was."""
+        self.num_estimates += 1
+        self.sum_relative_error += abs(estimated_s - actual_s) / max(estimated_s, actual_s, 1e-9)
+
+    @property
+    def mean_relative_error(self) -> float:
+        """Mean of |estimate - actual| over the larger of the two, 0 to 1; 0 before anything was scored."""
+        return self.sum_relative_error / self.num_estimates if self.num_estimates else 0.0

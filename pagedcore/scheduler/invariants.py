@@ -1,0 +1,225 @@
+"""The state laws of scheduler and cache, as a pure check of an immutable snapshot.
+
+Raises nothing and repairs nothing: it says which law does not hold, and where. Tests check after every step; nothing
+else needs to, because the code is written so that the laws cannot break.
+
+    S1   free blocks + idle blocks + referenced blocks = all blocks, on the device and on the host
+    S2   a block's reference count is the number of tables, transfers, pins and copies it is in
+    S3   the free list has no duplicates and only blocks without references or contents
+    S4   a block is in two tables only where both sequences may share and are equal up to its end
+    S5   a table has exactly the blocks of the computed positions, in flight those of the reserved ones
+    S6   a sequence is in exactly one place, its status says which, and only those in a place have a table or
+         pins; a finished one that is parked has pins too
+    S7   a sequence has a table, or pins on the host, or blocks on their way, and never two of these; only one whose
+         first step is in flight keeps its pins until it is committed
+    S8   keys and cached blocks are one to one, every cached block's past is cached, and every idle block is cached
+    S9   computed < known while waiting or running; known <= allowed; known tokens never change
+    S10  newcomers in the queue and running sequences are within their bounds
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagedcore.kv_cache.block_manager import BlockSnapshot
+from pagedcore.kv_cache.memory_snapshot import MemorySnapshot
+from pagedcore.sequence import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from pagedcore.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """What the laws say something about, of one sequence."""
+
+    sequence_id: int
+    status: SequenceStatus
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    max_total_tokens: int
+    cache_root: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Scheduler and cache at one moment, as plain values."""
+
+    blocks: BlockSnapshot
+    waiting: tuple[SequenceState, ...]
+    running: tuple[SequenceState, ...]
+    moving: frozenset[int]
+    """Sequences that a transfer is under way for."""
+    reserved: Mapping[int, int]
+    """Positions that the step in flight reserved up to, by sequence id."""
+    num_newcomers: int
+    max_num_waiting: int
+    max_num_seqs: int
+    parked: frozenset[int] = frozenset()
+    """Sequences that may have pins on the host although they neither wait nor run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One law that does not hold."""
+
+    law: str
+    what: str
+
+
+def snapshot(scheduler: Scheduler) -> Snapshot:
+    """Copy everything the laws speak of."""
+    return Snapshot(
+        blocks=scheduler.block_manager.snapshot(),
+        waiting=_states(scheduler.waiting),
+        running=_states(scheduler.running),
+        moving=frozenset(
+            s.sequence_id for s in (*scheduler.waiting, *scheduler.running)
+            if scheduler.block_manager.host is not None and scheduler.block_manager.host.is_moving(s.sequence_id)
+        ),
+        reserved={row.sequence.sequence_id: row.end for row in scheduler.rows_in_flight},
+        num_newcomers=scheduler.waiting.num_newcomers,
+        max_num_waiting=scheduler.waiting.limit,
+        max_num_seqs=scheduler.rules.max_num_seqs,
+        parked=frozenset(scheduler.moves.parked),
+    )
+
+
+def check(now: Snapshot, before: Snapshot | None = None) -> list[Violation]:
+    """List every broken law, S1 first; ``before`` is an earlier snapshot, for what must not have changed."""
+    laws = (_s1(now), _s2(now), _s3(now), _s4(now), _s5(now), _s6(now), _s7(now), _s8(now), _s9(now, before), _s10(now))
+    return [violation for law in laws for violation in law]
+
+
+def _states(sequences: Iterable[Sequence]) -> tuple[SequenceState, ...]:
+    return tuple(
+        SequenceState(
+            s.sequence_id, s.status, tuple(s.token_ids), s.num_computed_tokens, s.max_total_tokens, s.cache_root
+        )
+        for s in sequences
+    )
+
+
+def _memories(now: Snapshot) -> Iterator[tuple[str, MemorySnapshot]]:
+    yield "", now.blocks.device
+    if now.blocks.host is not None:
+        yield "host ", now.blocks.host
+
+
+def _s1(now: Snapshot) -> Iterator[Violation]:
+    for where, memory in _memories(now):
+        num_free, num_idle = len(set(memory.free_blocks)), len(memory.idle_blocks)
+        num_referenced = sum(count > 0 for count in memory.reference_counts)
+        if num_free + num_idle + num_referenced != len(memory.reference_counts):
+            what = f"{num_free} free + {num_idle} idle + {num_referenced} referenced of {len(memory.reference_counts)}"
+            yield Violation("S1", f"{what} {where}blocks")
+
+
+def _s2(now: Snapshot) -> Iterator[Violation]:
+    for where, memory in _memories(now):
+        for block, count in enumerate(memory.reference_counts):
+            if count != memory.holders.get(block, 0):
+                held = memory.holders.get(block, 0)
+                yield Violation("S2", f"{where}block {block} has {count} references and {held} holders")
+
+
+def _s3(now: Snapshot) -> Iterator[Violation]:
+    for where, memory in _memories(now):
+        for block, times in Counter(memory.free_blocks).items():
+            if times > 1:
+                yield Violation("S3", f"{where}block {block} is {times} times in the free list")
+            if (count := memory.reference_counts[block]) > 0:
+                yield Violation("S3", f"{where}block {block} is free and has {count} references")
+            if block in memory.idle_blocks:
+                yield Violation("S3", f"{where}block {block} is free and idle")
+
+
+def _s4(now: Snapshot) -> Iterator[Violation]:
+    known = {state.sequence_id: (state.cache_root, state.token_ids) for state in _all_states(now)}
+    contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+    for sequence_id, table in now.blocks.tables.items():
+        root, tokens = known.get(sequence_id, (b"", ()))
+        for place, block in enumerate(table):
+            content = root, tokens[: (place + 1) * now.blocks.block_size]
+            if contents.setdefault(block, content) != content:
+                yield Violation("S4", f"block {block} of sequence {sequence_id} holds another past elsewhere")
+
+
+def _s5(now: Snapshot) -> Iterator[Violation]:
+    for state in _all_states(now):
+        positions = max(state.num_computed_tokens, now.reserved.get(state.sequence_id, 0))
+        needed = -(-positions // now.blocks.block_size)
+        held = len(now.blocks.tables.get(state.sequence_id, ()))
+        if held != needed:
+            yield Violation("S5", f"sequence {state.sequence_id} has {held} blocks for {positions} positions")
+
+
+def _s6(now: Snapshot) -> Iterator[Violation]:
+    places = Counter(state.sequence_id for state in _all_states(now))
+    for sequence_id, times in places.items():
+        if times > 1:
+            yield Violation("S6", f"sequence {sequence_id} is in {times} places")
+    for sequence_id in now.blocks.tables.keys() - places.keys():
+        yield Violation("S6", f"sequence {sequence_id} has blocks and is nowhere")
+    for sequence_id in now.blocks.pins.keys() - places.keys() - now.parked:
+        yield Violation("S6", f"sequence {sequence_id} has pins on the host and is neither here nor parked")
+    for name, states, status in _places(now):
+        for state in states:
+            if state.status is not status:
+                yield Violation("S6", f"sequence {state.sequence_id} is {state.status.value} among the {name}")
+
+
+def _s7(now: Snapshot) -> Iterator[Violation]:
+    starting = {state.sequence_id for state in now.waiting} & now.reserved.keys()
+    for sequence_id in (now.blocks.tables.keys() & now.blocks.pins.keys()) - starting:
+        yield Violation("S7", f"sequence {sequence_id} has a table and pins on the host")
+    for sequence_id in now.blocks.tables.keys() & now.moving:
+        yield Violation("S7", f"sequence {sequence_id} has a table and blocks on their way")
+
+
+def _s8(now: Snapshot) -> Iterator[Violation]:
+    for where, memory in _memories(now):
+        cached = memory.registered
+        blocks = Counter(one.block_id for one in cached.values())
+        for block, times in blocks.items():
+            if times > 1:
+                yield Violation("S8", f"{where}block {block} is known under {times} keys")
+            if block in memory.free_blocks:
+                yield Violation("S8", f"{where}block {block} is free and its contents can be found")
+        for block in memory.idle_blocks - blocks.keys():
+            yield Violation("S8", f"{where}block {block} is idle and its contents cannot be found")
+        for one in cached.values():
+            if not one.is_first and one.parent_key not in cached:
+                yield Violation("S8", f"{where}block {one.block_id} is known and its past is not")
+
+
+def _s9(now: Snapshot, before: Snapshot | None) -> Iterator[Violation]:
+    known_before = {state.sequence_id: state.token_ids for state in _all_states(before)} if before else {}
+    for state in _all_states(now):
+        num_known, computed = len(state.token_ids), state.num_computed_tokens
+        if not 0 <= computed < num_known:
+            yield Violation("S9", f"sequence {state.sequence_id}: {computed} computed of {num_known} known tokens")
+        if num_known > state.max_total_tokens:
+            yield Violation("S9", f"sequence {state.sequence_id}: {num_known} tokens of {state.max_total_tokens}")
+        earlier = known_before.get(state.sequence_id, ())
+        if state.token_ids[: len(earlier)] != earlier:
+            yield Violation("S9", f"sequence {state.sequence_id}: known tokens have changed")
+
+
+def _s10(now: Snapshot) -> Iterator[Violation]:
+    if now.num_newcomers > now.max_num_waiting:
+        yield Violation("S10", f"{now.num_newcomers} newcomers wait, the bound is {now.max_num_waiting}")
+    if len(now.running) > now.max_num_seqs:
+        yield Violation("S10", f"{len(now.running)} sequences run, the bound is {now.max_num_seqs}")
+
+
+def _all_states(now: Snapshot) -> tuple[SequenceState, ...]:
+    return now.waiting + now.running
+
+
+def _places(now: Snapshot) -> Iterator[tuple[str, tuple[SequenceState, ...], SequenceStatus]]:
+    yield "waiting", now.waiting, SequenceStatus.WAITING
+    yield "running", now.running, SequenceStatus.RUNNING

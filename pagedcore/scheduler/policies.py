@@ -1,0 +1,50 @@
+"""Scheduling policies: a sort key and one permission, never a scheduler of their own.
+
+The order decides who is admitted first and, from the other end, who is preempted first. A policy of yours is any
+function without arguments that returns a ``Policy``; name it in the plugin table ``schedulers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagedcore.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How sequences are ordered, and when waiting ones may start."""
+
+    name: str
+    order: Callable[[Sequence], Any]
+    """Sort key, smallest first; it must not change while the sequence waits or runs. Ties go by sequence id."""
+    admits_while_running: bool = True
+    """``False``: a new batch starts only when the one before has finished completely."""
+    cache_bonus: int = 8
+    """How many arrivals later a request may be and still start first because the cache holds its beginning; it gains
+    one place for each cached block. No request is overtaken by more later ones than this."""
+
+
+def fcfs() -> Policy:
+    """First come, first served."""
+    return Policy("fcfs", _by_arrival)
+
+
+def priority() -> Policy:
+    """Highest priority first, first come first served among equals."""
+    return Policy("priority", _by_priority)
+
+
+def static() -> Policy:
+    """First come, first served, in batches that run to their end: static batching, for comparison."""
+    return Policy("static", _by_arrival, admits_while_running=False, cache_bonus=0)
+
+
+def _by_arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+def _by_priority(sequence: Sequence) -> tuple[int, int]:
+    return (-sequence.priority, sequence.arrival)

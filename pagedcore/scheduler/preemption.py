@@ -1,0 +1,128 @@
+"""Who loses its blocks when a running sequence lacks some, and how: the cheapest way that is expected to work.
+
+Pure choice over numbers that ``planner`` gives it; estimates come from ``cost_model``. With the choices of a
+sequence's own tail, of moving a victim to the host, of computing it again, and of letting the asker wait, memory
+pressure costs what the cheapest of them costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from pagedcore.scheduler.cost_model import CostModel
+from pagedcore.scheduler.plan import Preemption, PreemptionKind
+from pagedcore.sequence import Sequence
+
+MAX_PREEMPTIONS: Final = 8
+"""A sequence that was preempted so often is no longer chosen while anybody else can be."""
+WINDOW: Final = 8
+"""Victims that are compared; the others are looked at when these are not enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A running sequence that may be asked to give up its blocks."""
+
+    sequence: Sequence
+    num_blocks: int
+    """Blocks that become available, those planned for it in this step included."""
+    num_held_blocks: int
+    """Blocks it holds and would have to get back."""
+    num_blocks_to_host: int | None
+    """Blocks that would have to be copied to the host; ``None`` when it has no room for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What the asker lacks, and what waiting would mean."""
+
+    num_blocks: int
+    num_steps_to_wait: int | None
+    """Steps until somebody is done without needing further blocks; ``None`` when that is nobody."""
+    num_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionRules:
+    """How victims are chosen in one engine."""
+
+    mode: str
+    """"auto" for the cheapest way, or "swap", "shrink", "recompute" or "wait" for always the same one."""
+    costs: CostModel
+    block_size: int
+
+    def choose(
+        self, shortage: Shortage, victims: Callable[[], Iterable[Victim]], *, may_wait: bool
+    ) -> list[Preemption]:
+        """Choose victims that cover a shortage; an empty list means that the asker waits.
+
+        Args:
+            shortage: what is lacking.
+            victims: gives those that may be asked, whoever should lose least last.
+            may_wait: whether anything else can go on if the asker waits.
+        """
+        if may_wait and self.mode == "wait":
+            return []
+        source = victims()
+        spared = (victim for victim in source if victim.sequence.num_preemptions < MAX_PREEMPTIONS)
+        chosen = self._cover(shortage, list(islice(spared, WINDOW)))
+        if not chosen:
+            # Why: several small victims, or ones that have suffered enough, are better than a standstill.
+            chosen = [] if may_wait else self._cover(shortage, list(victims()))
+        if may_wait and self.mode == "auto" and self._is_waiting_cheaper(shortage, chosen):
+            return []
+        return chosen
+
+    def is_worth_loading(self, num_blocks: int) -> bool:
+        """Whether to load so many blocks that the host has, rather than to compute them."""
+        return self.mode != "auto" or self.costs.is_loading_cheaper(num_blocks, self.block_size)
+
+    def is_worth_keeping(self, num_blocks: int, share: float) -> bool:
+        """Whether to copy so many finished blocks to the host, a share of which is going to be asked for again."""
+        return self.mode != "auto" or self.costs.is_keeping_cheaper(num_blocks, self.block_size, share)
+
+    def _is_waiting_cheaper(self, shortage: Shortage, chosen: ListOf[Preemption]) -> bool:
+        if shortage.num_steps_to_wait is None:
+            return False
+        wait_s = self.costs.wait_s(shortage.num_steps_to_wait, shortage.num_running, self.block_size)
+        return wait_s < sum(one.estimated_s for one in chosen)
+
+    def _cover(self, shortage: Shortage, victims: ListOf[Victim]) -> list[Preemption]:
+        """Take the cheapest single victim that is enough, or else the cheapest by block until it is enough."""
+        lacking = shortage.num_blocks
+        options = [(victim, self._cheapest(victim, lacking)) for victim in victims]
+        # Why: the victims come last first, and sorting is stable, so who came last loses among equals.
+        enough = [option for option in options if option[0].num_blocks >= lacking]
+        if enough:
+            return [min(enough, key=lambda option: (option[1].estimated_s, option[0].num_held_blocks))[1]]
+        chosen: list[Preemption] = []
+        for victim, preemption in sorted(options, key=lambda option: option[1].estimated_s / option[0].num_blocks):
+            chosen.append(preemption)
+            lacking -= victim.num_blocks
+            if lacking <= 0:
+                return chosen
+        return []
+
+    def _cheapest(self, victim: Victim, lacking: int) -> Preemption:
+        options = list(self._options(victim, lacking))
+        return min(options, key=lambda preemption: preemption.estimated_s)
+
+    def _options(self, victim: Victim, lacking: int) -> Iterable[Preemption]:
+        if self.mode in ("auto", "swap") and victim.num_blocks_to_host is not None:
+            seconds = self.costs.swap_s(victim.num_blocks_to_host, victim.num_held_blocks)
+            yield Preemption(victim.sequence, PreemptionKind.SWAP, seconds)
+            if self.mode == "swap":
+                return
+        num_computed = victim.sequence.num_computed_tokens
+        num_left = max(0, victim.num_held_blocks - lacking) * self.block_size
+        num_left = min(num_computed, num_left)
+        # Why: a tail is all that is lost at once, unless it is everything; a host without room leaves just that.
+        if num_left and self.mode != "recompute":
+            lost_s = self.costs.shrink_s(num_computed - num_left, num_left)
+            yield Preemption(victim.sequence, PreemptionKind.SHRINK, lost_s, num_left)
+        else:
+            yield Preemption(victim.sequence, PreemptionKind.RECOMPUTE, self.costs.compute_s(num_computed))

@@ -1,0 +1,300 @@
+"""Where every sequence is, and the one transaction that moves them: schedule, reserve, then commit or roll back.
+
+Decides with ``planner``, counts blocks with ``cache.block_manager``, knows no device, no clock and no text. What moves
+between the memories before a step is in ``block_moves``, the laws that hold between any two calls in ``invariants``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pagedcore.errors import InternalError, RequestTooLarge
+from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.transfers import Transfer
+from pagedcore.outputs import FinishReason
+from pagedcore.scheduler.cost_model import CostModel
+from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
+from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.preemption import PreemptionRules
+from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats, describe
+from pagedcore.scheduler.step_in_flight import StepInFlight
+from pagedcore.scheduler.step_planner import PlanningRules, StepPlanner
+from pagedcore.scheduler.swapping import BlockMoves
+from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
+from pagedcore.sequence import Sequence, SequenceStatus
+
+_WAITING, _RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
+_FINISHED, _REMOVED = SequenceStatus.FINISHED, SequenceStatus.REMOVED
+
+
+class Scheduler:
+    """Waiting and running sequences over one block manager.
+
+    Invariant: a live sequence is waiting or running; a finished one holds no device blocks, only what it computed may
+        be found again.
+    Invariant: ``schedule`` changes nothing; between ``reserve`` and ``commit`` or ``rollback`` one step is in flight.
+    Invariant: if anything waits or runs, and nothing is on its way or kept by a store that stands still, a plan
+        computes something or makes room for it.
+    Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
+    """
+
+    __slots__ = ("_counters", "_in_flight", "_running", "_waiting", "block_manager", "costs", "moves", "rules")
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        policy: Policy,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_waiting: int,
+        admission: str = "optimistic",
+        preemption: str = "auto",
+        max_scored_tokens: int,
+    ) -> None:
+        self.block_manager = block_manager
+        self.costs = CostModel()
+        preemption_rules = PreemptionRules(preemption, self.costs, block_manager.block_size)
+        self.rules = PlanningRules(
+            max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy, preemption_rules, max_scored_tokens
+        )
+        self._waiting = WaitingQueue(policy.order, max_num_waiting)
+        self._running = PolicyOrder(policy.order)
+        self._in_flight: StepInFlight | None = None
+        self._counters = SchedulerCounters()
+        self.moves = BlockMoves(block_manager, self._running, self._waiting, self._counters, preemption_rules)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(len(self._waiting) or len(self._running))
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """The waiting sequences in policy order, to look at."""
+        return self._waiting
+
+    @property
+    def running(self) -> PolicyOrder:
+        """The running sequences in policy order, to look at."""
+        return self._running
+
+    @property
+    def rows_in_flight(self) -> list[ScheduledRow]:
+        """What was reserved and neither committed nor rolled back, without sequences that were finished since."""
+        return self._in_flight.rows if self._in_flight is not None else []
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether a sequence that grows to ``num_tokens`` positions fits the pool when alone."""
+        return self.block_manager.blocks_for(num_tokens) <= self.block_manager.num_blocks
+
+    def require_room(self, num_tokens: int, num_sequences: int = 1) -> None:
+        """Check that ``num_sequences`` sequences of up to ``num_tokens`` positions each can be added now.
+
+        Raises:
+            RequestTooLarge: one of them would not fit the pool even if it were alone.
+            EngineOverloaded: the waiting queue has no room for them.
+        """
+        if not self.can_ever_fit(num_tokens):
+            limit = self.block_manager.num_blocks * self.block_manager.block_size
+            raise RequestTooLarge(
+                "prompt and max_tokens", num_tokens, f"at most the {limit} positions of the KV pool",
+                "Ask for fewer tokens, or build the engine with more KV blocks.",
+            )
+        self._waiting.require_room(num_sequences)
+
+    def never_started(self) -> tuple[Sequence, ...]:
+        """Return the waiting sequences that were not started in this turn, in policy order."""
+        return tuple(self._waiting.newcomers())
+
+    def stats(self) -> SchedulerStats:
+        """Describe the present and count the past."""
+        error = self.costs.mean_relative_error
+        return describe(self.block_manager, self._running, self._waiting, self._counters, error)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait: a new one, or a finished one after ``begin_turn``.
+
+        Raises:
+            RequestTooLarge: it could not fit the pool even if it were alone; nothing changed.
+            EngineOverloaded: the waiting queue is full; nothing changed.
+            InternalError: its status is not WAITING, or it waits already.
+        """
+        if sequence.status is not _WAITING:
+            raise InternalError(f"add: sequence {sequence.sequence_id} is {sequence.status.value}")
+        self.require_room(sequence.max_total_tokens)
+        self._waiting.push(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence from outside, in whatever state it is; one that has finished stays as it is.
+
+        Its blocks are given up at once, also while a step is in flight: what the device writes for it then is
+        accounted for by nobody. What it computed can be found again, except after "error": that is forgotten.
+        """
+        if sequence.status not in (_FINISHED, _REMOVED):
+            self._take_out(sequence)
+            self._mark_finished(sequence, reason)
+
+    def add_branch(self, sequence: Sequence, parent: Sequence) -> None:
+        """Let a sequence wait that goes on from all that ``parent`` has computed, and shares it.
+
+        It belongs to work that was accepted before: it is never refused, nor counted against the queue's bound.
+        """
+        self.block_manager.register_all(parent)
+        self._waiting.push_preempted(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """End a live sequence that nobody will continue: as ``finish``, but what its end holds is not kept."""
+        self._take_out(sequence)
+        sequence.move_to(_FINISHED)
+        sequence.finish_reason = "abort"
+        self.moves.drop(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Remove a finished sequence for good, with what is kept for it; a second time does nothing.
+
+        Raises:
+            InternalError: it is not finished.
+        """
+        if sequence.status is not _REMOVED:
+            sequence.move_to(_REMOVED)
+            self.moves.abandon(sequence)
+
+    def schedule(self) -> SchedulePlan:
+        """Decide the next step, or what has to make room for it. Nothing moves: asked again, it answers the same.
+
+        Raises:
+            InternalError: a step is in flight, or nothing could be planned although there is work.
+        """
+        self._require_landed("schedule")
+        plan = self._plan(may_wait=True)
+        if plan.is_empty and not plan.moves_blocks and self.has_work and not self.moves.in_flight:
+            plan = self._plan(may_wait=False)
+            # Why: a store that stands still may keep the blocks that are lacking; then only its end can help.
+            if plan.is_empty and not plan.moves_blocks and not self.moves.withholds_blocks:
+                raise InternalError(
+                    f"no progress: {len(self._running)} running, {len(self._waiting)} waiting, "
+                    f"{self.block_manager.num_available_blocks} of {self.block_manager.num_blocks} blocks available"
+                )
+        return plan
+
+    def make_room(self, plan: SchedulePlan) -> list[Transfer]:
+        """Carry out what a plan with ``moves_blocks`` asks for; return the transfers to start now.
+
+        Raises:
+            InternalError: a step is in flight, or the plan is not about the present state (nothing changed).
+        """
+        self._require_landed("make_room")
+        self._require_present(plan)
+        return self.moves.carry_out(plan)
+
+    def reserve(self, plan: SchedulePlan) -> tuple[tuple[int, int], ...]:
+        """Put every block of the step into the tables; return the (source, destination) blocks to copy first.
+
+        Raises:
+            InternalError: the plan asks for room, or is not about the present state, or the pool is too small for it;
+                nothing changed.
+        """
+        self._require_landed("reserve")
+        self._require_present(plan)
+        if plan.moves_blocks:
+            raise InternalError("reserve: room has to be made first; ask for another plan then")
+        reservation = self.block_manager.reserve(row.demand for row in plan.rows)
+        if reservation is None:
+            raise InternalError(f"reserve: {self.block_manager.num_available_blocks} blocks are too few for the plan")
+        self._in_flight = StepInFlight(plan, reservation)
+        return reservation.copies
+
+    def rollback(self, plan: SchedulePlan) -> None:
+        """Undo ``reserve``: the step did not happen, admitted sequences wait where they waited.
+
+        Raises:
+            InternalError: ``plan`` is not in flight.
+        """
+        step = self._require_in_flight(plan)
+        self._in_flight = None
+        step.reservation.cancel()
+
+    def commit(self, plan: SchedulePlan, sampled: Mapping[int, int | None]) -> list[NewToken]:
+        """Make the step true: positions are computed, tokens appended, ended sequences finished.
+
+        Args:
+            plan: what was reserved and has been computed.
+            sampled: the next token by sequence id, for every row with ``is_sampled``. A sequence that was finished
+                while the step ran needs none; that is how a row without usable logits leaves alone. ``None`` for one
+                that others will go on from: it is computed and leaves, finished without a reason, and what it
+                computed can be found.
+
+        Returns:
+            What was appended, in the order of the rows.
+
+        Raises:
+            InternalError: ``plan`` is not in flight, or a sampled row has no token; nothing changed.
+        """
+        step = self._require_in_flight(plan)
+        rows, tokens = step.rows, step.next_tokens(sampled)
+        self._in_flight = None
+        step.reservation.commit()
+        for sequence in step.admitted:
+            self._start(sequence)
+        self._counters.num_steps += 1
+        self._counters.num_stalled_rows += plan.num_stalled_rows
+        started = {sequence.sequence_id for sequence in step.admitted}
+        for row in rows:
+            if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
+                self.moves.note_found(row.sequence, row.start)
+        results = [self._advance(row, token_id) for row, token_id in zip(rows, tokens, strict=True)]
+        return [result for result in results if result is not None]
+
+    def _plan(self, *, may_wait: bool) -> SchedulePlan:
+        return StepPlanner(self.rules, self.block_manager, self._running, self._waiting, may_wait=may_wait).plan()
+
+    def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:
+        if self._in_flight is None or self._in_flight.plan is not plan:
+            raise InternalError("this plan is not in flight: reserve it first, and commit or roll it back once")
+        return self._in_flight
+
+    def _require_landed(self, verb: str) -> None:
+        if self._in_flight is not None:
+            raise InternalError(f"{verb}: the step before was neither committed nor rolled back")
+
+    def _require_present(self, plan: SchedulePlan) -> None:
+        if not plan.is_about(self._running, self._waiting):
+            raise InternalError("the plan is out of date; a sequence moved after it was made")
+
+    def _start(self, sequence: Sequence) -> None:
+        self._waiting.discard(sequence)
+        sequence.move_to(_RUNNING)
+        self._running.add(sequence)
+
+    def _advance(self, row: ScheduledRow, token_id: int | None) -> NewToken | None:
+        sequence = row.sequence
+        self._counters.count_row(row)
+        sequence.num_computed_tokens = row.end
+        self.block_manager.register(sequence, row.end)
+        if token_id is None:
+            if row.end == len(sequence.token_ids):
+                self._set_aside(sequence)
+            return None
+        reason = sequence.append_token(token_id)
+        if reason is not None:
+            self._running.discard(sequence)
+            self._mark_finished(sequence, reason)
+        return NewToken(sequence, token_id, reason)
+
+    def _set_aside(self, sequence: Sequence) -> None:
+        self._running.discard(sequence)
+        sequence.move_to(_FINISHED)
+        self.moves.retire(sequence, is_trusted=True, is_movable=False)
+
+    def _take_out(self, sequence: Sequence) -> None:
+        self._waiting.discard(sequence)
+        self._running.discard(sequence)
+        if self._in_flight is not None:
+            self._in_flight.gone.add(sequence.sequence_id)
+
+    def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.move_to(_FINISHED)
+        sequence.finish_reason = reason
+        # Why: a step in flight has not filled all blocks of the table, so they cannot be moved as they are.
+        self.moves.retire(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)

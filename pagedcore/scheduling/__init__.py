@@ -1,1 +1,0 @@
-"""Who runs next: queues, policies, the pure planner, the transactional scheduler and its laws."""

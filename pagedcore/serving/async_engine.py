@@ -1,0 +1,291 @@
+"""An engine on a thread of its own, usable from any event loop, from several at once, or from none.
+
+Owns the callers' side: commands go into a queue, answers come out of bounded streams or futures. No caller's loop ever
+runs engine code, and the engine needs no loop; what runs on the thread is in ``engine_thread.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeVar
+
+from pagedcore.engine.engine import Engine
+from pagedcore.errors import EngineClosed, InvalidConfig, describe
+from pagedcore.outputs import Delta, RequestOutput, TokenText
+from pagedcore.plugins.manager import PluginManager
+from pagedcore.protocols import MonotonicClock
+from pagedcore.requests.input_processor import Prompt
+from pagedcore.requests.request import Request
+from pagedcore.requests.stats import EngineStats
+from pagedcore.requests.validation import validate_timeout
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.serving.async_session import AsyncSession
+from pagedcore.serving.engine_loop import Command, Commands, EngineThread, Sink
+from pagedcore.serving.health import Health
+from pagedcore.serving.long_prompts import LongPrompts, is_long
+from pagedcore.serving.stream import Stream, StreamReader
+from pagedcore.serving.stream_flusher import Outbox
+from pagedcore.serving.whole_answer import WholeAnswer
+
+STREAM_INTERVAL_S: Final = 0.05
+"""How often a reader is told of new text, in seconds: twenty times a second looks continuous."""
+_T = TypeVar("_T")
+
+
+class AsyncEngine:
+    """Continuous batching for concurrent callers.
+
+    ``generate`` is a real async generator function: leaving it early in any way (``aclose``, cancellation, an
+    exception, losing the last reference) aborts its request. A plain ``break`` out of ``async for`` leaves the
+    generator to the garbage collector; wrap it in ``contextlib.aclosing`` to abort at once.
+
+    Invariant: every stream that was handed out ends, with a finish reason or an error.
+    """
+
+    def __init__(self, engine: Engine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> None:
+        """Take over ``engine``: nobody else may call it from now on.
+
+        Args:
+            engine: a new one.
+            stream_interval_s: a reader is told of its first and last delta at once, and of those between, joined, at
+                times this far apart, the same for all readers, and farther apart if those are more than fifty; 0 tells
+                of every delta.
+
+        Raises:
+            InvalidConfig: the interval is not a number of seconds from 0 to 1.
+        """
+        from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
+
+        _require_interval(stream_interval_s)
+        self._intake = engine.intake
+        self._read_session = engine.sessions.read
+        self._commands = Commands()
+        self._long_prompts = LongPrompts(self._commands, engine.intake.max_num_waiting)
+        worker = EngineThread(engine, self._commands, Outbox(stream_interval_s, MonotonicClock()))
+        self._progress = worker.progress
+        # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
+        end_openmp_helpers()
+        self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
+        # Why: the thread must not keep this object alive, so that losing it closes the engine.
+        self._finalizer = weakref.finalize(self, _close, self._commands, self._thread, self._long_prompts)
+        self._thread.start()
+
+    @classmethod
+    def from_pretrained(
+        cls, model: Any, *, stream_interval_s: float = STREAM_INTERVAL_S, **settings: Any
+    ) -> AsyncEngine:
+        """Build an engine and put it on its own thread; arguments and errors as ``Engine.from_pretrained``."""
+        _require_interval(stream_interval_s)
+        return cls(Engine.from_pretrained(model, **settings), stream_interval_s=stream_interval_s)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
+        timeout_s: float | None = None, wait_for_room: bool = False,
+    ) -> AsyncGenerator[Delta, None]:
+        """Answer one prompt, delta by delta; the last delta of each answer has a finish reason.
+
+        The very last delta also has ``usage``, the tokens that the request took, and ``prompt_logprobs`` if asked for.
+
+        Args:
+            prompt: text, token ids, or chat messages.
+            params: sampling parameters; ``None`` means greedy up to the model's length.
+            priority: higher runs first under the "priority" policy.
+            timeout_s: longest time from here to the last delta, in seconds; ``None``: no limit.
+            wait_for_room: wait when the waiting queue is full, first come, first served, instead of being refused.
+
+        Raises:
+            InvalidRequest: the request is refused, at the first iteration.
+            EngineOverloaded: the waiting queue is full.
+            EngineClosed: the engine was closed before the answer was complete.
+            RequestTimeout: it took longer than ``timeout_s``; the request is aborted.
+        """
+        reader = self._open(prompt, params, priority, timeout_s, wait_for_room)
+        try:
+            while deltas := await reader.next():
+                for delta in deltas:
+                    yield delta
+        finally:
+            reader.close()
+
+    def generate_sync(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
+        timeout_s: float | None = None, wait_for_room: bool = False,
+    ) -> Generator[Delta, None, None]:
+        """Do the same without an event loop: a plain generator that blocks this thread. Raises as ``generate``."""
+        reader = self._open(prompt, params, priority, timeout_s, wait_for_room)
+        try:
+            yield from reader
+        finally:
+            reader.close()
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, wait_for_room: bool = False
+    ) -> Future[RequestOutput]:
+        """Send one prompt off and return at once; the future has all its answers when the last one is complete.
+
+        Cheaper than ``generate``, because nobody is woken in between. ``asyncio.wrap_future`` makes the future
+        awaitable. Cancelling it aborts the request; losing it does not. Its callbacks run on the engine thread and
+        must not block. An answer that failed has the finish reason "error" and its error in the output.
+
+        Raises:
+            InvalidRequest: the request is refused; raised by the future if the prompt is long, because it is looked
+                at on another thread then.
+            EngineOverloaded: the waiting queue is full; raised by the future, or at once for a long prompt.
+            EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
+        """
+        sink, commands = WholeAnswer(), self._commands
+        self._accept(prompt, params, priority, sink, wait_for_room)
+        sink.future.add_done_callback(lambda future: _abandon(commands, sink) if future.cancelled() else None)
+        return sink.future
+
+    def session(
+        self, params: SamplingParams | None = None, *, cache_salt: str | bytes | None = None, priority: int = 0
+    ) -> AsyncSession:
+        """Open a conversation at its first use; arguments and errors as ``Engine.session``."""
+        return AsyncSession(self, lambda engine: engine.session(params, cache_salt=cache_salt, priority=priority))
+
+    async def import_session(
+        self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None
+    ) -> AsyncSession:
+        """Open an exported conversation; errors as ``Engine.import_session``. The file is read on another thread."""
+        snapshot = await asyncio.to_thread(self._read_session, path)
+        session = AsyncSession(self, lambda engine: engine.sessions.take_in(snapshot, cache_salt))
+        await session.open()
+        return session
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, a chat with its template, as ``generate`` would send them to the model.
+
+        Raises:
+            InvalidRequest: the prompt is refused; ``PromptTooLong`` if the context has no room for it and an answer.
+        """
+        return self._intake.prepare(prompt, SamplingParams(max_tokens=1)).token_ids
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Say what a token stands for, without waiting. Raises ``InvalidRequest`` outside of the vocabulary."""
+        return self._intake.token_text(token_id)
+
+    def stats(self, timeout_s: float = 10.0) -> EngineStats:
+        """Return the engine's counters as they stand between two steps.
+
+        Raises:
+            EngineClosed: the engine was closed, or its thread did not answer within ``timeout_s`` seconds.
+        """
+        answers: SimpleQueue[EngineStats] = SimpleQueue()
+        self._send(lambda worker: answers.put(worker.engine.stats()))
+        try:
+            return answers.get(timeout=timeout_s)
+        except Empty:
+            raise EngineClosed(f"the engine thread did not answer within {timeout_s} seconds.") from None
+
+    def observe(self, plugin: object) -> None:
+        """Call the observing hooks of ``plugin`` from now on, on the engine thread; they must not block.
+
+        Raises:
+            InvalidConfig: the plugin has a hook that does not exist.
+            EngineClosed: the engine was closed.
+        """
+        manager = PluginManager()
+        manager.add(plugin, type(plugin).__name__)
+        self._send(lambda worker: worker.engine.hooks.add(manager))
+
+    def health(self, *, degraded_after_s: float = 10.0, dead_after_s: float = 60.0) -> Health:
+        """Say whether the engine gets on, by the time since its last step or idle check ended; never waits.
+
+        While everybody waits for KV blocks that are on their way between the memories there is no step.
+
+        Args:
+            degraded_after_s: longer than the longest step, or a long step looks like a standstill.
+            dead_after_s: when to give the engine up.
+        """
+        return self._progress.judge(
+            is_alive=self._thread.is_alive(), degraded_after_s=degraded_after_s, dead_after_s=dead_after_s
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Abort everything, end all streams and stop the thread; a second call does nothing."""
+        self._finalizer()
+
+    async def aclose(self) -> None:
+        """Close without blocking the event loop."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> AsyncEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, prompt: Prompt, params: SamplingParams | None, priority: int, timeout_s: float | None,
+              wait_for_room: bool) -> StreamReader:
+        timeout_s = validate_timeout(timeout_s)
+        stream, commands = Stream(), self._commands
+        self._accept(prompt, params, priority, stream, wait_for_room)
+        return StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
+
+    def _accept(self, prompt: Prompt, params: SamplingParams | None, priority: int, sink: Sink, may_wait: bool) -> None:
+        """Send a request to the engine thread, by way of another one if preparing it takes long."""
+        prepare = partial(self._intake.prepare, prompt, params, priority)
+        if is_long(prompt):
+            self._long_prompts.send(prepare, sink, may_wait)
+            return
+        prepared = prepare()
+        self._send(lambda worker: worker.accept(prepared, sink, may_wait))
+
+    def read_turn(self, begin: Callable[[], Request]) -> StreamReader:
+        """Read what a session's turn brings forth, which ``begin`` begins on the engine thread."""
+        stream, commands = Stream(), self._commands
+        self._send(lambda worker: worker.serve(begin, stream))
+        return StreamReader(stream, lambda: _abandon(commands, stream))
+
+    async def call(self, function: Callable[[Engine], _T]) -> _T:
+        """Run a short function on the engine thread, between two steps, and return its result.
+
+        Raises:
+            EngineClosed: the engine is closed.
+            Exception: whatever the function raises.
+        """
+        answer: Future[_T] = Future()
+        self._send(lambda worker: worker.call(function, answer))
+        return await asyncio.wrap_future(answer)
+
+    def _send(self, command: Command) -> None:
+        if not self._commands.put(command):
+            raise EngineClosed("this engine is closed; make a new one.")
+
+
+def _require_interval(seconds: object) -> None:
+    # Why: written so that NaN, which fails every comparison, is refused too.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
+        raise InvalidConfig(f"stream_interval_s: got {describe(seconds)}, allowed is a number of seconds from 0 to 1.")
+
+
+def _abandon(commands: Commands, sink: Sink) -> None:
+    if not (isinstance(sink, Stream) and sink.has_ended):
+        sink.abandon()
+        commands.put(lambda worker: worker.abandon(sink))
+
+
+def _close(commands: Commands, thread: threading.Thread, long_prompts: LongPrompts) -> None:
+    long_prompts.close()
+    commands.put(EngineThread.stop)
+    if thread is not threading.current_thread():
+        thread.join()

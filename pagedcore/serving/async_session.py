@@ -1,0 +1,175 @@
+"""Conversations with an engine on a thread of its own, usable from any event loop.
+
+Everything that touches the engine is a command to its thread; files are read and written on other threads, so that
+neither the caller's loop nor a step waits for a disk. What a session is, and what the arguments mean, is in
+``session``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from pagedcore.errors import EngineClosed, SessionStateError
+from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.requests.input_processor import Prompt
+from pagedcore.requests.request import Request
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.serving.long_prompts import is_long
+from pagedcore.serving.stream import StreamReader
+from pagedcore.sessions.parking import ParkedFile, ParkedState
+from pagedcore.sessions.session import Session
+from pagedcore.sessions.session_file import write_session
+
+if TYPE_CHECKING:
+    from pagedcore.engine.engine import Engine
+
+_T = TypeVar("_T")
+
+
+class EngineAccess(Protocol):
+    """What a session needs of the engine on its thread."""
+
+    async def call(self, function: Callable[[Engine], _T]) -> _T:
+        """Run a function on the engine thread."""
+        ...
+
+    def read_turn(self, begin: Callable[[], Request]) -> StreamReader:
+        """Begin a turn on the engine thread and read what it brings forth."""
+        ...
+
+
+class AsyncSession:
+    """One conversation with one ``AsyncEngine``; made by ``AsyncEngine.session``.
+
+        async with engine.session() as session:
+            async for delta in session.stream("What is 2 + 3?"):
+                print(delta.text, end="")
+
+    One turn at a time; several sessions advance together. Cancelling ``ask``, or leaving ``stream`` early, aborts the
+    turn; the session goes on from what was said by then.
+    """
+
+    def __init__(self, engine: EngineAccess, make: Callable[[Engine], Session]) -> None:
+        self._engine = engine
+        self._make = make
+        self._session: Session | None = None
+        self._readers: set[StreamReader] = set()
+        self._is_closed = False
+
+    async def open(self) -> None:
+        """Make the session now; errors as ``Engine.session``."""
+        await self._call(lambda session: None)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Everything said so far; complete between two turns."""
+        return self._session.token_ids if self._session is not None else ()
+
+    async def ask(self, prompt: Prompt | None, params: SamplingParams | None = None) -> RequestOutput:
+        """Give a turn and wait for its whole answer. Arguments and errors as ``Session.ask``."""
+        async for _ in self.stream(prompt, params):
+            pass
+        return await self._call(lambda session: session.output())
+
+    async def stream(
+        self, prompt: Prompt | None, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Give a turn and yield its answer as it comes. Arguments and errors as ``Session.ask``."""
+        file = await self._call(lambda session: session.parked_file())
+        session = self._session
+        assert session is not None  # Invariant: every command makes it
+        if is_long(prompt):
+            turn = await asyncio.to_thread(session.prepare, prompt, params)
+        else:
+            turn = session.prepare(prompt, params)
+        if file is not None:
+            kv = await asyncio.to_thread(file.read)
+            await self._call(lambda session: session.load(kv))
+        reader = self._engine.read_turn(lambda: session.begin(turn))
+        self._readers.add(reader)
+        try:
+            while deltas := await reader.next():
+                for delta in deltas:
+                    yield delta
+        finally:
+            self._readers.discard(reader)
+            reader.close()
+
+    async def park(self, tier: Literal["host", "disk"] = "host", ttl_s: float | None = None) -> ParkedState:
+        """Keep what was computed while the session is idle. Arguments, result and errors as ``Session.park``."""
+        if (file := await self._call(lambda session: session.file_to_move(tier))) is not None:
+            await self._unpark(file)
+        state, file = await self._call(lambda session: session.begin_parking(tier, ttl_s))
+        if state is not None:
+            return state
+        # Why: shielded, because whoever is cancelled here would leave a file that nobody knows.
+        return await asyncio.shield(self._finish_parking(file, ttl_s))
+
+    async def resume(self) -> int:
+        """Bring what was parked back to the device now, if there is room. Result as ``Session.resume``."""
+        file = await self._call(lambda session: session.parked_file())
+        if file is None:
+            return await self._call(lambda session: session.fetch())
+        return await self._unpark(file)
+
+    async def fork(self) -> AsyncSession:
+        """Return a second session with the same past. Errors as ``Session.fork``."""
+        fork = AsyncSession(self._engine, lambda engine: self._of(engine).fork())
+        await fork.open()
+        return fork
+
+    async def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
+        """Write everything that decides how the session goes on. Arguments and errors as ``Session.export``."""
+        file = await self._call(lambda session: session.parked_file())
+        stored = await asyncio.to_thread(file.read) if file is not None and include_kv else None
+        snapshot = await self._call(lambda session: session.snapshot(include_kv=include_kv, stored=stored))
+        await asyncio.to_thread(write_session, Path(path), snapshot)
+
+    async def aclose(self) -> None:
+        """Abort a turn that is under way, and forget everything; a second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for reader in list(self._readers):
+            reader.close()
+        # Why: a closed engine has closed its sessions.
+        with suppress(EngineClosed):
+            await self._engine.call(lambda engine: self._session.close() if self._session is not None else None)
+
+    async def __aenter__(self) -> AsyncSession:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _finish_parking(self, file: ParkedFile | None, ttl_s: float | None) -> ParkedState:
+        is_written = file is not None and await asyncio.to_thread(file.write)
+        try:
+            return await self._engine.call(
+                lambda engine: self._of(engine).end_parking(file, ttl_s, is_written=is_written)
+            )
+        except EngineClosed:
+            if file is not None:
+                await asyncio.to_thread(file.remove)
+            raise
+
+    async def _unpark(self, file: ParkedFile) -> int:
+        kv = await asyncio.to_thread(file.read)
+        return await self._call(lambda session: session.unpark(file, kv))
+
+    async def _call(self, function: Callable[[Session], _T]) -> _T:
+        if self._is_closed:
+            raise SessionStateError("session", "closed", "open", "Open a new session, or import an exported one.")
+        return await self._engine.call(lambda engine: function(self._of(engine)))
+
+    def _of(self, engine: Engine) -> Session:
+        """Return the session, on the engine thread, which makes it where there is none yet."""
+        if self._session is None:
+            self._session = self._make(engine)
+        return self._session

@@ -1,0 +1,258 @@
+"""What runs on the engine's own thread: take commands between steps, step, deliver.
+
+Owns the order of these three and every reader that waits for an answer. It is told what to do by commands alone; who
+sends them is in ``async_engine.py``, when deltas are made in ``outbox.py``, how they reach a reader in ``stream.py``
+and ``whole_answer.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Final, TypeVar
+
+from pagedcore.engine.engine import Engine
+from pagedcore.errors import EngineClosed, PagedcoreError, StepFailed
+from pagedcore.outputs import Delta, Usage
+from pagedcore.protocols import MonotonicClock
+from pagedcore.requests.input_processor import PreparedPrompt
+from pagedcore.requests.output_text import News
+from pagedcore.requests.request import Request
+from pagedcore.serving.health import IDLE_CHECK_S, Progress
+from pagedcore.serving.stream import Stream, Waiter, wake
+from pagedcore.serving.stream_flusher import Outbox
+from pagedcore.serving.whole_answer import WholeAnswer
+
+Command = Callable[["EngineThread"], None]
+"""What a caller asks for; it runs on the engine thread, between two steps."""
+Sink = Stream | WholeAnswer
+"""Where what a request brings forth is delivered."""
+LULL_S: Final = 0.001
+"""How long nothing must come before an engine that was idle takes its first step, in seconds."""
+GATHER_S: Final = 0.01
+"""The longest it waits for that."""
+_T = TypeVar("_T")
+
+
+class Commands:
+    """What callers ask of the engine thread, in order.
+
+    Invariant: a command for which ``put`` returned True is carried out.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Command] = SimpleQueue()
+        # Why: re-entrant, because the garbage collector may abandon a stream while this thread is in ``put``.
+        self._lock = threading.RLock()
+        self.is_closed = False
+        """Whether ``put`` takes no more."""
+
+    def put(self, command: Command) -> bool:
+        """Hand a command over; False if the engine thread takes no more."""
+        with self._lock:
+            if not self.is_closed:
+                self._queue.put(command)
+            return not self.is_closed
+
+    def wait(self, timeout_s: float) -> Command | None:
+        """Return the next command, sleeping until there is one, but no longer than ``timeout_s`` seconds."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def take_all(self) -> Iterator[Command]:
+        """Yield the commands that are there, without sleeping."""
+        while not self._queue.empty():
+            yield self._queue.get()
+
+    def close(self) -> Iterator[Command]:
+        """Refuse further commands and yield those that came before."""
+        with self._lock:
+            self.is_closed = True
+        return self.take_all()
+
+
+class EngineThread:
+    """What runs on the thread: take commands, step, deliver.
+
+    Invariant: a sink is in ``_sinks`` exactly while its request is in the engine, in ``_held`` before that.
+    """
+
+    def __init__(self, engine: Engine, commands: Commands, outbox: Outbox) -> None:
+        self.engine = engine
+        self.progress = Progress()
+        self._outbox = outbox
+        self._commands = commands
+        self._sinks: dict[str, tuple[Request, Sink]] = {}
+        self._kept: set[str] = set()
+        self._held: deque[tuple[PreparedPrompt, Sink]] = deque()
+        self._is_stopping = False
+
+    def run(self) -> None:
+        """Serve until ``stop``; whatever happens, every sink gets its end and the engine is closed."""
+        cause: BaseException | None = None
+        try:
+            while not self._is_stopping:
+                self._admit_held()
+                self._take_commands()
+                news = self.engine.advance()
+                self._deliver(news)
+                if not self.engine.stands_still:
+                    self.progress.step_ended(has_news=bool(news), has_failed=any(
+                        isinstance(request.error, StepFailed) for request, one in news if one.finish_reason == "error"))
+        except BaseException as error:
+            cause = error
+            raise
+        finally:
+            self.progress.thread_ended()
+            self._shut_down(cause)
+
+    def stop(self) -> None:
+        """Leave the loop after the step in flight."""
+        self._is_stopping = True
+
+    def accept(self, prepared: PreparedPrompt, sink: Sink, may_wait: bool) -> None:
+        """Take a request for a sink, hold it back until there is room, or tell the sink why not."""
+        if sink.is_abandoned:
+            return
+        has_room = not self._held and self.engine.can_accept(prepared.params.num_newcomers)
+        if may_wait and not self._is_stopping and not has_room:
+            self._held.append((prepared, sink))
+            return
+        try:
+            request = self.engine.accept(prepared)
+        except PagedcoreError as error:
+            wake([sink.end(error)])
+        else:
+            self._take_on(request, sink)
+
+    def serve(self, begin: Callable[[], Request], sink: Sink) -> None:
+        """Begin a turn of a session for a sink, or tell the sink why not; its request stays when it is answered."""
+        try:
+            request = begin()
+        except PagedcoreError as error:
+            wake([sink.end(error)])
+        else:
+            self._take_on(request, sink)
+            self._kept.add(request.request_id)
+
+    def _take_on(self, request: Request, sink: Sink) -> None:
+        self._sinks[request.request_id] = (request, sink)
+        if isinstance(sink, Stream):
+            self._outbox.expect(request, sink)
+
+    def call(self, function: Callable[[Engine], _T], answer: Future[_T]) -> None:
+        """Do something with the engine and answer with what it returns or raises, unless nobody waits any more."""
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            answer.set_result(function(self.engine))
+        except Exception as error:  # whoever asked is told, and the engine goes on
+            answer.set_exception(error)
+
+    def abandon(self, sink: Sink) -> None:
+        """Abort the request whose reader is gone."""
+        if self._held:
+            self._held = deque(held for held in self._held if held[1] is not sink)
+        for request, other in list(self._sinks.values()):
+            if other is sink:
+                # Why: a session may be closed by one task while another one reads its answer.
+                last = self._take_deltas(request)
+                request.abort()
+                wake([self._release(request, sink, last)])
+
+    def _admit_held(self) -> None:
+        while self._held and self.engine.can_accept(self._held[0][0].params.num_newcomers):
+            self.accept(*self._held.popleft(), may_wait=False)
+
+    def _take_commands(self) -> None:
+        if not self.engine.has_pending_requests():
+            self._wait()
+        for command in self._commands.take_all():
+            command(self)
+
+    def _wait(self) -> None:
+        command = self._commands.wait(IDLE_CHECK_S)
+        if command is None:
+            from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
+
+            # Why: another engine of this process may be busy meanwhile, and these would slow down its helpers.
+            end_openmp_helpers()
+            return
+        command(self)
+        self._gather()
+
+    def _gather(self) -> None:
+        """Let requests that come together begin together: those that missed a step need one more for their last tokens,
+        which costs about as much as if all were in it.
+        """
+        clock = MonotonicClock()
+        end_s = clock.now() + GATHER_S
+        while self.engine.has_pending_requests() and (time_left_s := end_s - clock.now()) > 0:
+            command = self._commands.wait(min(LULL_S, time_left_s))
+            if command is None:
+                return
+            command(self)
+
+    def _deliver(self, news: list[News]) -> None:
+        self._outbox.add(news)
+        # Why: several answers of one request may end in one step, and what was added on this thread has no sink.
+        ended = dict.fromkeys(request for request, sequence in news if sequence.finish_reason is not None
+                              and request.is_done and request.request_id in self._sinks)
+        waiters, sleeping = [self._complete(request) for request in ended], dict[Waiter, Stream]()
+        for stream, due in self._outbox.take_due().items():
+            if (waiter := stream.put(list(map(self.engine.take_delta, due)))) is not None:
+                sleeping[waiter] = stream
+        for lost in wake([*sleeping, *waiters]):
+            # Why: its loop was closed, so nobody will ever read on, and nobody else may be left to say so.
+            if lost in sleeping:
+                self.abandon(sleeping[lost])
+
+    def _complete(self, request: Request) -> Waiter | None:
+        sink, last = self._sinks[request.request_id][1], self._take_deltas(request)
+        if isinstance(sink, Stream):
+            last[-1] = replace(last[-1], usage=_usage_of(request), prompt_logprobs=request.prompt_logprobs)
+        return self._release(request, sink, last)
+
+    def _take_deltas(self, request: Request) -> list[Delta]:
+        return list(map(self.engine.take_delta, self._outbox.take(request)))
+
+    def _release(self, request: Request, sink: Sink, last: list[Delta]) -> Waiter | None:
+        del self._sinks[request.request_id]
+        if isinstance(sink, WholeAnswer):
+            sink.complete(request.output())
+        if request.request_id in self._kept:
+            self._kept.discard(request.request_id)
+        else:
+            request.remove()
+        return _end(sink, None, last)
+
+    def _shut_down(self, cause: BaseException | None) -> None:
+        error = EngineClosed("the engine was closed while this request was in flight.")
+        error.__cause__ = cause
+        wake([_end(sink, error, self._take_deltas(request)) for request, sink in self._sinks.values()])
+        wake([_end(sink, error, []) for _, sink in self._held])
+        self._sinks.clear()
+        self._held.clear()
+        self.engine.close()
+        # Why: what was sent while stopping gets its answer too; accepting fails now, because the engine is closed.
+        for command in self._commands.close():
+            command(self)
+
+
+def _end(sink: Sink, error: Exception | None, last: list[Delta]) -> Waiter | None:
+    if isinstance(sink, Stream):
+        return sink.end(error, last)
+    sink.end(error)
+    return None
+
+
+def _usage_of(request: Request) -> Usage:
+    first = request.sequences[0]
+    num_output_tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
+    return Usage(first.num_prompt_tokens, first.num_cached_tokens or 0, num_output_tokens)

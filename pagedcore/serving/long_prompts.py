@@ -1,0 +1,103 @@
+"""Preparing long prompts on threads of their own, so that no caller's event loop stands still while one is tokenised.
+
+Owns those threads and what counts as long: a prompt that takes about a millisecond. Shorter ones take less time than
+handing them over. What preparing means is in ``intake.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any, Final
+
+from pagedcore.errors import EngineClosed, EngineOverloaded
+from pagedcore.requests.input_processor import PreparedPrompt
+from pagedcore.serving.engine_loop import Commands, Sink
+from pagedcore.serving.stream import wake
+
+LONG_TEXT: Final = 2048
+"""Characters of text, those of all messages of a chat together."""
+LONG_CHAT: Final = 8
+"""Messages of a chat: a template takes tens of microseconds for each."""
+LONG_IDS: Final = 16_384
+"""Token ids, which are only checked."""
+NUM_THREADS: Final = 2
+"""Two, so that one caller's text, however long, leaves a thread for another's; each takes a core from the engine."""
+
+
+def is_long(prompt: Any) -> bool:
+    """Whether preparing a prompt, of whatever type, takes long enough to be done elsewhere."""
+    if isinstance(prompt, str):
+        return len(prompt) > LONG_TEXT
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    if isinstance(prompt[0], int):
+        return len(prompt) > LONG_IDS
+    texts = [message.get("content") for message in prompt[:LONG_CHAT] if isinstance(message, Mapping)]
+    return len(prompt) > LONG_CHAT or sum(len(text) for text in texts if isinstance(text, str)) > LONG_TEXT
+
+
+class LongPrompts:
+    """Prepares long prompts on a few threads, in order, and sends them on to the engine thread.
+
+    Invariant: a sink that was taken reaches the engine thread, is told an error, or has been abandoned.
+    """
+
+    def __init__(self, commands: Commands, limit: int) -> None:
+        """Start no thread before there is something to do.
+
+        Args:
+            commands: of the engine thread.
+            limit: prompts that may wait here, or be prepared.
+        """
+        self._commands = commands
+        self._limit = limit
+        self._num_present = 0
+        self._lock = Lock()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagedcore-prompt")
+
+    def send(self, prepare: Callable[[], PreparedPrompt], sink: Sink, may_wait: bool) -> None:
+        """Have a request prepared and sent on for a sink, which is told why if it is refused.
+
+        Raises:
+            EngineOverloaded: there are as many as may be, and it may not wait.
+            EngineClosed: after ``close``, or at the end of the interpreter.
+        """
+        with self._lock:
+            if self._num_present >= self._limit and not may_wait:
+                raise EngineOverloaded(self._num_present, self._limit)
+            try:
+                self._threads.submit(self._run, prepare, sink, may_wait)
+            except RuntimeError:
+                raise _closed() from None
+            self._num_present += 1
+
+    def close(self) -> None:
+        """Take no more; what was taken gets its end. A second call does nothing."""
+        self._threads.shutdown(wait=False)
+
+    def _run(self, prepare: Callable[[], PreparedPrompt], sink: Sink, may_wait: bool) -> None:
+        prepared = self._prepare(prepare, sink)
+        # Why: before anybody is told, so that the next request of the same caller has its place.
+        with self._lock:
+            self._num_present -= 1
+        error = prepared if isinstance(prepared, Exception) else self._send_on(prepared, sink, may_wait)
+        if error is not None:
+            wake([sink.end(error)])
+
+    def _send_on(self, prepared: PreparedPrompt, sink: Sink, may_wait: bool) -> Exception | None:
+        return None if self._commands.put(lambda worker: worker.accept(prepared, sink, may_wait)) else _closed()
+
+    def _prepare(self, prepare: Callable[[], PreparedPrompt], sink: Sink) -> PreparedPrompt | Exception:
+        # Why: what its caller has left, or nobody will compute, need not be tokenised.
+        if sink.is_abandoned or self._commands.is_closed:
+            return _closed()
+        try:
+            return prepare()
+        except Exception as error:  # whatever it was, the reader is told
+            return error
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("this engine is closed; make a new one.")

@@ -1,0 +1,218 @@
+"""The bounded hand-over between the engine thread and one reader, on any event loop or on none.
+
+Unread deltas of an answer are joined, so that a slow reader costs one delta per answer, whose size the request's own
+``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its request. When deltas are made and
+handed over is in ``outbox.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+from pagedcore.errors import RequestTimeout
+from pagedcore.outputs import Delta
+from pagedcore.protocols import MonotonicClock
+
+Waiter = asyncio.Future[None] | threading.Event
+"""A reader that sleeps: on its event loop, or on its own thread."""
+
+
+class Joined:
+    """Consecutive deltas of one answer on their way to becoming one."""
+
+    __slots__ = ("_last", "_logprobs", "_texts", "_token_ids")
+
+    def __init__(self, first: Delta) -> None:
+        self._last = first
+        self._texts = [first.text]
+        self._token_ids = [*first.token_ids]
+        self._logprobs = None if first.logprobs is None else [*first.logprobs]
+
+    def add(self, delta: Delta) -> None:
+        """Take the next delta in."""
+        self._last = delta
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += delta.logprobs
+
+    def delta(self) -> Delta:
+        """Return all of them as one."""
+        last, logprobs = self._last, self._logprobs
+        if len(self._texts) == 1:
+            return last
+        return Delta(
+            last.request_id, last.index, "".join(self._texts), tuple(self._token_ids), last.finish_reason,
+            None if logprobs is None else tuple(logprobs), last.error, last.num_prompt_tokens, last.usage,
+            last.prompt_logprobs,
+        )
+
+
+def join(unread: dict[int, Joined], delta: Delta) -> None:
+    """Take the next delta into what is unread of each answer of a request, by index."""
+    joined = unread.get(delta.index)
+    if joined is None:
+        unread[delta.index] = Joined(delta)
+    else:
+        joined.add(delta)
+
+
+class Stream:
+    """Deltas of one request on their way to its reader.
+
+    Invariant: after ``end`` nothing is added.
+    """
+
+    __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended", "is_abandoned")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unread: dict[int, Joined] = {}
+        self._waiter: Waiter | None = None
+        self._error: Exception | None = None
+        self.has_ended = False
+        self.is_abandoned = False
+        """Whether nobody reads any more, which the engine may not know yet."""
+
+    def abandon(self) -> None:
+        """Note that nobody reads any more."""
+        self.is_abandoned = True
+
+    def put(self, deltas: Iterable[Delta]) -> Waiter | None:
+        """Add deltas, at least one; return the sleeping reader, if there is one, for the caller to ``wake``."""
+        with self._lock:
+            return self._add(deltas)
+
+    def end(self, error: Exception | None = None, last: Iterable[Delta] = ()) -> Waiter | None:
+        """End the stream with these deltas, and an error for the reader if there is one; return as ``put``."""
+        with self._lock:
+            if not self.has_ended:
+                self.has_ended, self._error = True, error
+            return self._add(last)
+
+    def _add(self, deltas: Iterable[Delta]) -> Waiter | None:
+        for delta in deltas:
+            join(self._unread, delta)
+        waiter, self._waiter = self._waiter, None
+        return waiter
+
+    def take_or_register(self, waiter: Waiter) -> list[Delta] | None:
+        """Return unread deltas (empty at the end), or register the waiter and return ``None``. Raises as ``take``."""
+        with self._lock:
+            if not (self._unread or self.has_ended):
+                self._waiter = waiter
+                return None
+        return self.take()
+
+    def take(self) -> list[Delta]:
+        """Return unread deltas, empty at the end; call it when woken: then there are some, or it has ended.
+
+        Raises:
+            Exception: the error the stream ended with, after the last delta.
+        """
+        with self._lock:
+            unread, self._unread = self._unread, {}
+        if not unread and self._error is not None:
+            raise self._error
+        return _as_deltas(unread)
+
+
+def _as_deltas(unread: dict[int, Joined]) -> list[Delta]:
+    return [joined.delta() for joined in unread.values()]
+
+
+class StreamReader:
+    """The reader's end: iterate it, or await ``next``; closing or losing it calls ``abandon``.
+
+    With ``timeout_s`` reading ends with ``RequestTimeout`` that many seconds after the reader was made, unless the
+    stream has ended by then.
+    """
+
+    def __init__(self, stream: Stream, abandon: Callable[[], None], timeout_s: float | None = None) -> None:
+        self._stream = stream
+        self._clock = MonotonicClock()
+        self._timeout_s = timeout_s
+        self._deadline_s = math.inf if timeout_s is None else self._clock.now() + timeout_s
+        self._finalizer = weakref.finalize(self, abandon)
+        # Why: at interpreter exit the engine's own shutdown ends every request.
+        self._finalizer.atexit = False
+
+    def __iter__(self) -> Iterator[Delta]:
+        while deltas := self._next_on_this_thread():
+            yield from deltas
+
+    def _next_on_this_thread(self) -> list[Delta]:
+        time_left_s = self._check_time()
+        waiter = threading.Event()
+        deltas = self._stream.take_or_register(waiter)
+        if deltas is None:
+            if not waiter.wait(time_left_s):
+                raise self._timed_out()
+            deltas = self._stream.take()
+        return deltas
+
+    async def next(self) -> list[Delta]:
+        """Return what is unread, at most one delta per answer, sleeping until there is something; empty at the end.
+
+        Raises:
+            RequestTimeout: the reader's time is up.
+            Exception: the error the stream ended with, after the last delta.
+        """
+        time_left_s = self._check_time()
+        waiter = asyncio.get_running_loop().create_future()
+        deltas = self._stream.take_or_register(waiter)
+        if deltas is None:
+            await (waiter if time_left_s is None else self._sleep(waiter, time_left_s))
+            deltas = self._stream.take()
+        return deltas
+
+    async def _sleep(self, waiter: asyncio.Future[None], time_left_s: float) -> None:
+        try:
+            async with asyncio.timeout(time_left_s):
+                await waiter
+        except TimeoutError:
+            raise self._timed_out() from None
+
+    def _check_time(self) -> float | None:
+        if self._timeout_s is None:
+            return None
+        time_left_s = self._deadline_s - self._clock.now()
+        # Why: asked before every read, because a reader that always finds something unread never sleeps.
+        if time_left_s <= 0 and not self._stream.has_ended:
+            raise self._timed_out()
+        return max(time_left_s, 0.0)
+
+    def _timed_out(self) -> RequestTimeout:
+        return RequestTimeout(self._timeout_s or 0.0)
+
+    def close(self) -> None:
+        """Tell the engine that nobody reads any more; harmless after the end, and more than once."""
+        self._finalizer()
+
+
+def wake(waiters: Iterable[Waiter | None]) -> list[Waiter]:
+    """Wake sleeping readers, from any thread, with one call per event loop; return those whose loop was closed."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    lost: list[Waiter] = []
+    for waiter in waiters:
+        if isinstance(waiter, threading.Event):
+            waiter.set()
+        elif waiter is not None:
+            by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+    for loop, sleeping in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake_all, sleeping)
+        except RuntimeError:
+            lost += sleeping
+    return lost
+
+
+def _wake_all(sleeping: list[asyncio.Future[None]]) -> None:
+    for future in sleeping:
+        if not future.done():
+            future.set_result(None)

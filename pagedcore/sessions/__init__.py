@@ -1,0 +1,1 @@
+"""Sessions: conversations that wait, fork and move between processes."""

@@ -1,0 +1,226 @@
+"""KV on disk: copies of whole blocks in a safetensors file of their own, each proven before it is used.
+
+Owns the files and their checks. A file is written under another name and renamed when it is complete; what is read
+back is used block by block as far as every byte is what was written for exactly these tokens, and the rest is
+computed again. Whoever reads or writes a file may be on any thread; pools and block ids are not known here.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedcore.kv_cache.block_hash import KEY_BYTES, BlockHasher
+
+_log = logging.getLogger("pagedcore")
+
+_HEADER_BYTES: Final = 4096
+"""More than the header of our files takes."""
+_NAME: Final = b"pagedcore kv 1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVCopy:
+    """Copies of the blocks of a sequence's first positions, in nobody's pool."""
+
+    num_tokens: int
+    blocks: npt.NDArray[np.uint8]
+    """Shape [N, block_bytes]; the last block may be partly filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What a KV file has to hold to be of use: which tokens, in what form."""
+
+    token_ids: tuple[int, ...]
+    """The positions that the file is about."""
+    block_size: int
+    block_bytes: int
+    kv_format: str
+
+    def block_keys(self) -> list[bytes]:
+        """Return a digest for each block, over its tokens and all before them."""
+        hasher = BlockHasher(self.block_size, _NAME + self.kv_format.encode())
+        root, keys = hasher.root({}), list[bytes]()
+        num_full = len(self.token_ids) // self.block_size
+        hasher.extend(keys, root, self.token_ids, num_full)
+        if rest := self.token_ids[num_full * self.block_size :]:
+            keys.append(hasher.key(keys[-1] if keys else root, rest))
+        return keys
+
+
+def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: the directory does not take it; nothing is left behind.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    def save(temporary: Path) -> None:
+        try:
+            save_file(tensors, temporary, {"format": _NAME.decode()})
+        except SafetensorError as error:
+            # Why: a disk that is full is told as an error of the format.
+            raise OSError(errno.EIO, str(error)) from error
+
+    checks = np.frombuffer(b"".join(_checks(kv.blocks, spec.block_keys())), dtype=np.uint8).reshape(-1, KEY_BYTES)
+    tensors = {"blocks": np.ascontiguousarray(kv.blocks), "checks": checks}
+    replace_file(path, save)
+
+
+def read_kv(path: Path, spec: KVSpec) -> KVCopy | None:
+    """Return the leading blocks of a file that are what ``spec`` says; ``None``, and a line in the log, for none."""
+    keys = spec.block_keys()
+    blocks = _read_blocks(path, len(keys), spec.block_bytes)
+    num_good = 0
+    if blocks is not None:
+        found = _checks(blocks[0], keys)
+        num_good = next((i for i, check in enumerate(found) if check != blocks[1][i].tobytes()), len(blocks[0]))
+    if blocks is None or num_good < len(blocks[0]):
+        _log.warning("KV file: %d of %d blocks can be used; the rest is computed again", num_good, len(keys))
+    if blocks is None or num_good == 0:
+        return None
+    return KVCopy(min(num_good * spec.block_size, len(spec.token_ids)), blocks[0][:num_good])
+
+
+def _read_blocks(
+    path: Path, num_blocks: int, block_bytes: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]] | None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        # Why: read, not mapped; if somebody cuts a mapped file short, touching it ends the process.
+        tensors = load(read_bounded(path, num_blocks * (block_bytes + KEY_BYTES) + _HEADER_BYTES))
+        blocks, checks = tensors["blocks"], tensors["checks"]
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+        return None
+    count = len(blocks) if blocks.ndim else -1
+    is_ours = (
+        blocks.dtype == checks.dtype == np.uint8 and 0 < count <= num_blocks
+        and blocks.shape == (count, block_bytes) and checks.shape == (count, KEY_BYTES)
+    )
+    return (blocks, checks) if is_ours else None
+
+
+def _checks(blocks: npt.NDArray[np.uint8], keys: ListOf[bytes]) -> Iterator[bytes]:
+    for block, key in zip(blocks, keys, strict=False):
+        yield hashlib.sha256(key + block.tobytes()).digest()
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+        OSError: it cannot be read, is no plain file, or has more than ``most`` bytes; nothing was allocated for it.
+    """
+    # Safety: opening a pipe would wait for a writer.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("not a plain file")
+        if status.st_size > most:
+            raise OSError(f"more than {most} bytes")
+        return file.read(most)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a new file, then give it its name: who opens ``path`` gets the old file or the new, whole.
+
+    The file is readable by its owner only, and on the disk when this returns.
+
+    Raises:
+        OSError: it could not be written; what was there is still there.
+    """
+    handle, name = tempfile.mkstemp(prefix=".pagedcore-", suffix=".part", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        _flush(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush(path.parent)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file; one that is not there is no error, and one that stays is none for whoever goes on without it."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("KV file: it could not be removed (%s)", error.strerror)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class DiskTier:
+    """Where one engine's parked KV lies.
+
+    Invariant: its files have names that nobody can guess, and are gone when they are forgotten or the tier is closed.
+    """
+
+    def __init__(self, directory: str | None) -> None:
+        """Note the directory, to be made when the first file is; ``None``: a private temporary one."""
+        self._given = Path(directory) if directory is not None else None
+        self._private: tempfile.TemporaryDirectory[str] | None = None
+        self._files: set[Path] = set()
+
+    @property
+    def num_files(self) -> int:
+        """Files that were named and not forgotten."""
+        return len(self._files)
+
+    def name_file(self) -> Path:
+        """Return a path for a new file.
+
+        Raises:
+            OSError: the directory cannot be made.
+        """
+        path = self._directory() / f"{secrets.token_hex(16)}.kv.safetensors"
+        self._files.add(path)
+        return path
+
+    def forget(self, path: Path) -> None:
+        """Remove a file."""
+        self._files.discard(path)
+        remove_file(path)
+
+    def close(self) -> None:
+        """Remove all files, and the directory if it is this tier's own; a second call does nothing."""
+        for path in list(self._files):
+            self.forget(path)
+        if self._private is not None:
+            self._private.cleanup()
+            self._private = None
+
+    def _directory(self) -> Path:
+        if self._given is not None:
+            self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._given
+        if self._private is None:
+            self._private = tempfile.TemporaryDirectory(prefix="pagedcore-kv-", ignore_cleanup_errors=True)
+        return Path(self._private.name)

@@ -1,0 +1,260 @@
+"""Where the KV of idle sequences is kept: pinned on the host, in a file, or nowhere; for how long; and the way back.
+
+Owns the decisions and the ledger. Everything here runs between two steps on the engine's thread and waits for
+nothing; reading and writing files is for the caller of ``ParkedFile``, on any thread. Losing what is parked costs time
+and changes no answer, so every refusal ends in "computed again". Read ``session`` for who asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pagedcore.config.limits import MAX_PARKED_HOST_SHARE
+from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.kv_cache.prefix_match import contents, find_blocks
+from pagedcore.protocols import Clock
+from pagedcore.sequence import Sequence, SequenceStatus
+from pagedcore.sessions.kv_file import DiskTier, KVCopy, KVSpec, read_kv, remove_file, write_kv
+
+if TYPE_CHECKING:
+    from pagedcore.engine.builder import EngineParts
+
+_log = logging.getLogger("pagedcore")
+
+Tier = Literal["host", "disk", "tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedState:
+    """What is kept of a session that was parked."""
+
+    tier: Tier
+    """"tokens": no KV is kept; what the caches still hold is used, the rest is computed again."""
+    num_tokens_kept: int
+    """Positions that need not be computed again as long as this state lasts."""
+    expires_s: float | None = None
+    """When the KV is dropped, in seconds of the engine's clock; ``None``: not before the session is closed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParkedFile:
+    """A sequence's KV in a file, or on its way there; usable on any thread."""
+
+    path: Path
+    spec: KVSpec
+    kv: KVCopy | None = None
+    """What ``write`` writes."""
+
+    def write(self) -> bool:
+        """Write the file; return whether it is there, whole."""
+        assert self.kv is not None  # Invariant: only what was copied is written
+        try:
+            write_kv(self.path, self.kv, self.spec)
+        except OSError as error:
+            _log.warning("parking: the KV file could not be written (%s); only tokens are kept", error.strerror)
+            return False
+        return True
+
+    def remove(self) -> None:
+        """Remove the file, if it is there."""
+        remove_file(self.path)
+
+    def read(self) -> KVCopy | None:
+        """Return what can be used of the file."""
+        return read_kv(self.path, self.spec)
+
+
+@dataclass(slots=True)
+class _Parked:
+    sequence: Sequence
+    state: ParkedState
+    file: ParkedFile | None = None
+
+
+class Parking:
+    """Parked sequences of one engine.
+
+    Invariant: a sequence is in the ledger from the time it was parked until it goes on, expires or is forgotten.
+    """
+
+    def __init__(self, parts: EngineParts, mover: BlockMover, clock: Clock) -> None:
+        self._blocks = parts.block_manager
+        self._moves = parts.scheduler.moves
+        self._running = parts.scheduler.running
+        self._store = parts.store
+        self._kv_format = parts.kv_format
+        self._mover = mover
+        self._clock = clock
+        self._disk = DiskTier(parts.config.disk_kv_dir)
+        self._parked: dict[int, _Parked] = {}
+        self._next_expiry_s = math.inf
+
+    @property
+    def num_files(self) -> int:
+        """Files that are there or being written."""
+        return self._disk.num_files
+
+    def state(self, sequence: Sequence) -> ParkedState | None:
+        """Say where a sequence is parked, if it is."""
+        self.expire()
+        parked = self._parked.get(sequence.sequence_id)
+        if parked is None:
+            return None
+        host = self._blocks.host
+        if parked.state.tier == "host" and host is not None and not host.blocks_kept_for((sequence.sequence_id,)):
+            # Why: the way to the host can fail after it was promised.
+            return self.park_tokens(sequence)
+        return parked.state
+
+    def renew(self, sequence: Sequence, ttl_s: float | None) -> ParkedState:
+        """Let a parked sequence stay where it is for so many seconds from now."""
+        parked = self._parked[sequence.sequence_id]
+        parked.state = replace(parked.state, expires_s=self._expiry(ttl_s))
+        return parked.state
+
+    def has_room_on_host(self, sequence: Sequence) -> bool:
+        """Whether there is a host tier, and a further parked sequence may pin its blocks there."""
+        if (host := self._blocks.host) is None:
+            return False
+        kept = host.blocks_kept_for(self._parked.keys())
+        # Why: counted as if it shared nothing, so that this need not look at every block twice.
+        needed = self._blocks.blocks_for(len(sequence.token_ids) - 1)
+        return len(kept) + needed <= MAX_PARKED_HOST_SHARE * host.num_blocks
+
+    def park_on_host(self, sequence: Sequence, ttl_s: float | None) -> ParkedState | None:
+        """Pin a finished sequence's KV on the host; ``None`` where there is too little room for parked ones."""
+        if not self.has_room_on_host(sequence):
+            return None
+        num_tokens = self._moves.park(sequence)
+        self._mover.start(self._moves.take_due())
+        return self._note(sequence, "host", num_tokens, ttl_s) if num_tokens else None
+
+    def park_tokens(self, sequence: Sequence) -> ParkedState:
+        """Note that only tokens are kept of a sequence."""
+        self.forget(sequence)
+        return self._note(sequence, "tokens", 0, None)
+
+    def begin_file(self, sequence: Sequence) -> ParkedFile | None:
+        """Copy what the memories hold of a sequence, for its ``write``; ``None`` if that is nothing."""
+        kv = self.copy_kv(sequence)
+        if kv is None:
+            return None
+        try:
+            return ParkedFile(self._disk.name_file(), self.spec(sequence.token_ids[: kv.num_tokens]), kv)
+        except OSError as error:
+            _log.warning("parking: the directory for KV files cannot be made (%s)", error.strerror)
+            return None
+
+    def end_file(
+        self, sequence: Sequence, file: ParkedFile | None, ttl_s: float | None, *, is_written: bool
+    ) -> ParkedState:
+        """Note what came of ``write``, if there was anything; a sequence that went on or ended keeps nothing."""
+        is_idle = sequence.status is SequenceStatus.FINISHED
+        if file is not None and is_written and is_idle:
+            self.forget(sequence)
+            return self._note(sequence, "disk", len(file.spec.token_ids), ttl_s, replace(file, kv=None))
+        if file is not None:
+            self._disk.forget(file.path)
+        return self.park_tokens(sequence) if is_idle else ParkedState("tokens", 0)
+
+    def file_of(self, sequence: Sequence) -> ParkedFile | None:
+        """Return the file that a sequence is parked in, if it is in one and that has not expired."""
+        self.expire()
+        parked = self._parked.get(sequence.sequence_id)
+        return parked.file if parked is not None else None
+
+    def fetch(self, sequence: Sequence) -> int:
+        """Begin to bring a sequence that is parked on the host to the device; return positions, 0 without room."""
+        num_tokens = self._moves.fetch(sequence)
+        self._mover.start(self._moves.take_due())
+        if num_tokens:
+            del self._parked[sequence.sequence_id]
+        return num_tokens
+
+    def load(self, sequence: Sequence, kv: KVCopy) -> int:
+        """Put copied blocks where whoever continues the sequence finds them, as far as there is room on the device.
+
+        Returns:
+            Positions that can be found now.
+        """
+        cache, store = self._blocks.cache, self._store
+        here = find_blocks(self._blocks.hasher, sequence, kv.num_tokens, cache)
+        lacking = list(contents(self._blocks.hasher, sequence, kv.num_tokens))[len(here.block_ids) :]
+        for block_id in here.block_ids:
+            cache.hold(block_id)
+        # Why: every running sequence may need a block in the next step.
+        room = max(0, cache.num_available - len(self._running))
+        fresh = cache.allocate(min(len(lacking), room)) or []
+        try:
+            if store is not None and fresh:
+                start = len(here.block_ids)
+                store.write_blocks(fresh, kv.blocks[start : start + len(fresh)])
+                for block_id, content in zip(fresh, lacking, strict=False):
+                    cache.register(block_id, content)
+        finally:
+            for block_id in reversed([*here.block_ids, *fresh]):
+                cache.release(block_id)
+        return here.num_tokens + sum(len(content.token_ids) for content in lacking[: len(fresh)])
+
+    def copy_kv(self, sequence: Sequence) -> KVCopy | None:
+        """Copy what the device or the host holds of a sequence's positions; ``None`` for nothing."""
+        here, there = self._moves.find(sequence)
+        if self._store is None or not (here.num_tokens or there.num_tokens):
+            return None
+        if here.num_tokens >= there.num_tokens:
+            return KVCopy(here.num_tokens, self._store.read_blocks(here.block_ids))
+        return KVCopy(there.num_tokens, self._store.read_host_blocks(there.block_ids))
+
+    def spec(self, token_ids: list[int] | tuple[int, ...]) -> KVSpec:
+        """Describe the KV of these tokens as this engine makes it."""
+        block_bytes = self._store.block_bytes if self._store is not None else 0
+        return KVSpec(tuple(token_ids), self._blocks.block_size, block_bytes, self._kv_format)
+
+    def note_going_on(self, sequence: Sequence) -> None:
+        """Forget a sequence whose turn has begun; what is pinned for it stays until it has been loaded."""
+        parked = self._parked.pop(sequence.sequence_id, None)
+        if parked is not None and parked.file is not None:
+            self._disk.forget(parked.file.path)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the KV that is kept for a sequence; one that is not parked keeps none."""
+        if sequence.sequence_id in self._parked:
+            self.note_going_on(sequence)
+            self._moves.abandon(sequence)
+
+    def expire(self) -> None:
+        """Drop what has been kept long enough."""
+        if self._next_expiry_s == math.inf or (now := self._clock.now()) < self._next_expiry_s:
+            return
+        for parked in list(self._parked.values()):
+            if parked.state.expires_s is not None and parked.state.expires_s <= now:
+                self.forget(parked.sequence)
+        self._next_expiry_s = min(self._expiries(), default=math.inf)
+
+    def close(self) -> None:
+        """Forget everything and remove all files; a second call does nothing."""
+        for parked in list(self._parked.values()):
+            self.forget(parked.sequence)
+        self._disk.close()
+
+    def _note(
+        self, sequence: Sequence, tier: Tier, num_tokens: int, ttl_s: float | None, file: ParkedFile | None = None
+    ) -> ParkedState:
+        state = ParkedState(tier, num_tokens, self._expiry(ttl_s))
+        self._parked[sequence.sequence_id] = _Parked(sequence, state, file)
+        return state
+
+    def _expiry(self, ttl_s: float | None) -> float | None:
+        if ttl_s is None:
+            return None
+        expires_s = self._clock.now() + ttl_s
+        self._next_expiry_s = min(self._next_expiry_s, expires_s)
+        return expires_s
+
+    def _expiries(self) -> Iterator[float]:
+        return (one.state.expires_s for one in self._parked.values() if one.state.expires_s is not None)

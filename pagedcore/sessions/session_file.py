@@ -1,0 +1,266 @@
+"""Sessions as files: one JSON file with everything that decides the continuation, and one beside it with the KV.
+
+Owns the format and its proof. What is read was written by anybody: sizes are checked before anything is read, every
+field before anything is made of it, the model before the tokens, and the blocks token by token. The KV file is
+optional cargo: without it, or where it is not what it should be, the same continuation is computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
+
+from pagedcore.config.limits import MAX_COUNT, MAX_LOGPROBS, MAX_SEED, MAX_SESSION_FILE_BYTES
+from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
+from pagedcore.models.fingerprint import ModelFingerprint
+from pagedcore.outputs import TokenLogprobs
+from pagedcore.requests import validation
+from pagedcore.requests.sequence_snapshot import History
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.sessions.kv_file import KVCopy, KVSpec, read_bounded, read_kv, replace_file, write_kv
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger("pagedcore")
+
+FORMAT: Final = "pagedcore session"
+VERSION: Final = 1
+_KV_SUFFIX: Final = ".kv.safetensors"
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_NAME: Final = re.compile(r"[\w.-]{1,64}")
+_REASONS: Final = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSnapshot:
+    """A session at one moment."""
+
+    model: ModelFingerprint
+    params: SamplingParams | None
+    """Of turns that are given none."""
+    priority: int
+    is_salted: bool
+    """Whether it has a cache salt; the salt itself is somebody's secret and not in the file."""
+    history: History | None
+    """``None`` before the first turn."""
+    kv_spec: KVSpec | None = None
+    kv: KVCopy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileRules:
+    """What one engine accepts."""
+
+    model: ModelFingerprint
+    vocab_size: int
+    max_model_len: int
+    describe_kv: Callable[[tuple[int, ...]], KVSpec]
+    """The KV of some tokens as this engine makes it."""
+
+
+def write_session(path: Path, snapshot: SessionSnapshot) -> None:
+    """Write a session's files; what was at ``path`` stays until the new one is complete.
+
+    Raises:
+        InvalidSessionFile: the file would be larger than one that is read; nothing was written.
+        OSError: a file could not be written.
+    """
+    body = _body_of(snapshot)
+    text = json.dumps({"format": FORMAT, "version": VERSION, "checksum": _checksum(body), "body": body})
+    if len(text) > MAX_SESSION_FILE_BYTES:
+        raise InvalidSessionFile("bytes", len(text), f"at most {MAX_SESSION_FILE_BYTES}",
+                                 "Log-probabilities of a long answer take most of them; they go with the next turn.")
+    if snapshot.kv is not None and snapshot.kv_spec is not None:
+        # Why: the KV first. Until the other file is replaced, the old one finds blocks that are not its own, and
+        # computes them again.
+        write_kv(_kv_path(path), snapshot.kv, snapshot.kv_spec)
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="ascii"))
+    if snapshot.kv is None:
+        _kv_path(path).unlink(missing_ok=True)
+
+
+def read_session(path: Path, rules: FileRules) -> SessionSnapshot:
+    """Read a session's files and prove what they say; callable from any thread.
+
+    Raises:
+        InvalidSessionFile: the file is no session file, damaged, or of another version; or it has values that this
+            engine does not accept.
+        ModelMismatch: it was made with another model.
+        OSError: there is no such file, or it cannot be read.
+    """
+    body = _read_body(path)
+    model = _model(_mapping(body, "model"))
+    if model != rules.model:
+        raise ModelMismatch(str(model), str(rules.model))
+    history = None if body.get("history") is None else _history(_mapping(body, "history"), rules)
+    params = None if body.get("params") is None else _params(_mapping(body, "params"), rules)
+    priority, is_salted = body.get("priority"), body.get("is_salted")
+    _refused("priority", lambda: validation.validate_priority(priority))
+    if type(is_salted) is not bool:
+        raise InvalidSessionFile("is_salted", is_salted, "true or false")
+    kv = None
+    if history is not None and body.get("kv") is not None:
+        kv = _kv(path, _mapping(body, "kv"), history, rules)
+    assert isinstance(priority, int)  # Invariant: checked above
+    return SessionSnapshot(
+        model=model, params=params, priority=priority, is_salted=is_salted, history=history, kv=kv,
+    )
+
+
+def _kv_path(path: Path) -> Path:
+    return path.with_name(path.name + _KV_SUFFIX)
+
+
+def _body_of(snapshot: SessionSnapshot) -> dict[str, Any]:
+    spec = snapshot.kv_spec
+    return {
+        "model": asdict(snapshot.model),
+        "params": _plain(snapshot.params) if snapshot.params is not None else None,
+        "priority": snapshot.priority,
+        "is_salted": snapshot.is_salted,
+        "history": _plain_history(snapshot.history) if snapshot.history is not None else None,
+        "kv": None if spec is None or snapshot.kv is None else {
+            "num_tokens": snapshot.kv.num_tokens, "block_size": spec.block_size, "block_bytes": spec.block_bytes,
+            "kv_format": spec.kv_format, "block_digests": [key.hex() for key in spec.block_keys()],
+        },
+    }
+
+
+def _plain_history(history: History) -> dict[str, Any]:
+    return {
+        "token_ids": list(history.token_ids), "num_prompt_tokens": history.num_prompt_tokens,
+        "params": _plain(history.params), "max_tokens": history.max_tokens, "seed": history.seed,
+        "finish_reason": history.finish_reason,
+        # Why: as hexadecimal text every float comes back bit for bit, infinities included.
+        "logprobs": [
+            [one.token_id, one.logprob.hex(), [[token_id, value.hex()] for token_id, value in one.top]]
+            for one in history.logprobs
+        ],
+    }
+
+
+def _plain(params: SamplingParams) -> dict[str, Any]:
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    bias = values["logit_bias"]
+    values["logit_bias"] = None if bias is None else {str(token_id): value for token_id, value in bias.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _read_body(path: Path) -> Mapping[str, Any]:
+    content = read_bounded(path, MAX_SESSION_FILE_BYTES)
+    try:
+        document = json.loads(content, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise InvalidSessionFile("format", f"{len(content)} bytes", f"JSON that says {FORMAT!r}")
+    if document.get("version") != VERSION:
+        raise InvalidSessionFile("version", document.get("version"), f"{VERSION}")
+    body = _mapping(document, "body")
+    try:
+        is_whole = _checksum(body) == document.get("checksum")
+    except (ValueError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise InvalidSessionFile("checksum", document.get("checksum"), "the digest of its own contents",
+                                 "The file was changed or damaged; export the session again.")
+    return body
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    if not isinstance(value, dict):
+        raise InvalidSessionFile(name, value, "an object")
+    return value
+
+
+def _model(values: Mapping[str, Any]) -> ModelFingerprint:
+    found = {name: values.get(name) for name in ("architecture", "config", "weights")}
+    for name, pattern in (("architecture", _NAME), ("config", _DIGEST), ("weights", _DIGEST)):
+        if not isinstance(found[name], str) or not pattern.fullmatch(str(found[name])):
+            raise InvalidSessionFile(f"model.{name}", found[name], "a name or a digest")
+    return ModelFingerprint(**{name: str(value) for name, value in found.items()})
+
+
+def _params(values: Mapping[str, Any], rules: FileRules) -> SamplingParams:
+    def made() -> SamplingParams:
+        params = SamplingParams.from_mapping(values)
+        validation.check_params_for_model(params, rules.vocab_size)
+        validation.require_one_answer(params)
+        return params
+
+    return _refused("params", made)
+
+
+def _refused(what: str, make: Callable[[], _T]) -> _T:
+    """Make something of a field; what its own check refuses is the file's fault."""
+    try:
+        return make()
+    except InvalidRequest as error:
+        raise InvalidSessionFile(f"{what}, {error.what}", error.given, error.limit, is_described=True) from None
+
+
+def _integer(values: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = values.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidSessionFile(name, value, f"an integer from {low} to {high}")
+    return value
+
+
+def _history(values: Mapping[str, Any], rules: FileRules) -> History:
+    given = values.get("token_ids")
+    # Why: one more than a prompt may have, because a full context is a history that only cannot go on.
+    token_ids = _refused(
+        "token_ids", lambda: validation.validate_prompt_ids(given, rules.vocab_size, rules.max_model_len + 1)
+    )
+    reason = values.get("finish_reason")
+    if reason not in _REASONS:
+        raise InvalidSessionFile("finish_reason", reason, f"one of {', '.join(_REASONS)}")
+    num_prompt_tokens = _integer(values, "num_prompt_tokens", 1, len(token_ids))
+    return History(
+        token_ids=tuple(token_ids), num_prompt_tokens=num_prompt_tokens,
+        params=_params(_mapping(values, "params"), rules),
+        max_tokens=_integer(values, "max_tokens", max(1, len(token_ids) - num_prompt_tokens), MAX_COUNT),
+        seed=_integer(values, "seed", 0, MAX_SEED), finish_reason=reason,
+        logprobs=_logprobs(values.get("logprobs"), len(token_ids) - num_prompt_tokens),
+    )
+
+
+def _logprobs(values: Any, num_output_tokens: int) -> tuple[TokenLogprobs, ...]:
+    if not isinstance(values, list) or len(values) > num_output_tokens:
+        raise InvalidSessionFile("logprobs", values, "a list of at most one entry per token of the answer")
+    try:
+        return tuple(
+            TokenLogprobs(int(token_id), float.fromhex(value), tuple((int(i), float.fromhex(v)) for i, v in top))
+            for token_id, value, top in values if len(top) <= MAX_LOGPROBS
+        )
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidSessionFile("logprobs", values, "[token id, log-probability, [[id, value], ...]]") from None
+
+
+def _kv(path: Path, values: Mapping[str, Any], history: History, rules: FileRules) -> KVCopy | None:
+    """Return the KV if it is of use here; only a contradiction between digests and tokens refuses the file."""
+    num_tokens = _integer(values, "num_tokens", 1, len(history.token_ids))
+    spec = rules.describe_kv(history.token_ids[:num_tokens])
+    made = {name: values.get(name) for name in ("block_size", "block_bytes", "kv_format")}
+    if made != {"block_size": spec.block_size, "block_bytes": spec.block_bytes, "kv_format": spec.kv_format}:
+        _log.info("session file: its KV was made in another form than this engine's; it is computed again")
+        return None
+    if values.get("block_digests") != [key.hex() for key in spec.block_keys()]:
+        raise InvalidSessionFile("block_digests", values.get("block_digests"), "the digests of its own tokens")
+    return read_kv(_kv_path(path), spec)

@@ -1,1 +1,0 @@
-"""Text to tokens and back: tokenizer, chat template, detokenizers, stop strings, the stream of one answer."""

@@ -1,0 +1,91 @@
+"""Renders a conversation with the tokenizer's own chat template and turns its failures into typed errors.
+
+The template is code of the model's author, run in the sandbox of ``transformers``. Its errors may quote the
+conversation, so only words that stand in the template itself are passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pagedcore.errors import InvalidPrompt
+from pagedcore.protocols import ChatMessage
+
+_ACCEPTED: Final = "a conversation that the model's chat template accepts"
+#: Stands for the answer before a further turn; any text that no template writes by itself will do.
+_ANSWER: Final = "pagedcore-answer-marker"
+_BEFORE: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER})
+#: Shorter quotes of a template say nothing.
+_MIN_QUOTE: Final = 8
+_MAX_QUOTE: Final = 200
+
+
+def apply_chat_template(tokenizer: Any, messages: Sequence[ChatMessage], *, tokenize: bool) -> Any:
+    """Render the messages, ending where the assistant's answer begins.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        messages: from first to last; each with at least the keys its template reads, usually role and content.
+        tokenize: return token ids instead of text.
+
+    Raises:
+        InvalidPrompt: there is no message, one is not a mapping, the tokenizer has no template, or the template
+            refuses the conversation.
+    """
+    _check_messages(messages)
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidPrompt(
+            "messages",
+            messages,
+            "text or token ids, because this tokenizer has no chat template",
+            "Pass the prompt as one text, or use a model made for chat.",
+        )
+    plain = [dict(message) for message in messages]
+    # Why: a template can fail with any exception at all (a missing key, None + text), and each is the prompt's fault.
+    try:
+        return tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=tokenize, return_dict=False)
+    except Exception as error:
+        advice = _own_words(str(error), _template_text(tokenizer)) or f"It failed with {type(error).__name__}."
+    # Safety: raised outside the handler, so that no chained exception carries the conversation.
+    raise InvalidPrompt("messages", messages, _ACCEPTED, advice)
+
+
+def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
+    """Render what follows an assistant's answer when ``messages`` come next, up to where the next answer begins.
+
+    The template is given a stand-in conversation before the messages, and everything up to its answer is cut off; so
+    the text begins with whatever closes a turn.
+
+    Raises:
+        InvalidPrompt: as ``apply_chat_template``, or the place of the answer cannot be told.
+    """
+    _check_messages(messages)
+    text: str = apply_chat_template(tokenizer, [*_BEFORE, *messages], tokenize=False)
+    # Safety: a message that holds the stand-in as well must not choose where the conversation is cut.
+    if text.count(_ANSWER) != 1:
+        limit = "text or token ids, because this chat template does not write an earlier answer exactly once"
+        raise InvalidPrompt("messages", messages, limit)
+    return text.partition(_ANSWER)[2]
+
+
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    if not messages:
+        raise InvalidPrompt("messages", 0, "at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidPrompt(f"messages[{index}]", message, "a mapping, usually with role and content")
+
+
+def _template_text(tokenizer: Any) -> str:
+    template = tokenizer.chat_template
+    return "\0".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
+
+
+def _own_words(message: str, template: str) -> str:
+    """Return the longest beginning of an error message that the template itself contains, as a sentence."""
+    message = message[:_MAX_QUOTE]
+    length = next((n for n in range(len(message), 0, -1) if message[:n] in template), 0)
+    if length < _MIN_QUOTE:
+        return ""
+    return f"The template says: {message[:length].strip()}{'' if length == len(message) else ' ...'}"

@@ -1,0 +1,179 @@
+"""``HFTokenizer``: the ``Tokenizer`` port over a tokenizer of transformers.
+
+It owns the choice of the detokenizer and the typed errors of loading and encoding. It never truncates, pads, or cleans
+up spaces. Chat templates are in ``chat_template``, incremental decoding in ``detokenizer_choice``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pagedcore.errors import InvalidConfig, InvalidText, describe
+from pagedcore.outputs import TokenText
+from pagedcore.protocols import ChatMessage, Detokenizer
+from pagedcore.tokenizer.chat_template import apply_chat_template, render_turn
+from pagedcore.tokenizer.detokenizer_choice import choose_detokenizer
+
+#: Characters that take about half a millisecond to tokenise.
+_LONG_TEXT: Final = 1024
+
+
+class HFTokenizer:
+    """Text to token ids and back with a tokenizer of transformers; safe to use from several threads.
+
+    Encoding a short text starts no worker thread. The given tokenizer is not changed, except that its truncation and
+    padding are switched off, as they are by its own calls without them.
+
+    Invariant: ``new_detokenizer`` and ``decode`` give the same text for the same tokens.
+
+    Args:
+        tokenizer: a ``PreTrainedTokenizerFast`` or any other ``PreTrainedTokenizerBase``.
+        is_shared: whether others may change it at any time.
+
+    Raises:
+        InvalidConfig: it has no vocabulary.
+    """
+
+    def __init__(self, tokenizer: Any, *, is_shared: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._is_shared = is_shared
+        self._backend = _plain_backend(tokenizer)
+        self._eos_token_ids = _eos_token_ids(tokenizer)
+        vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        added_ids = {*getattr(tokenizer, "added_tokens_decoder", ()), *tokenizer.all_special_ids}
+        # Why: for some models transformers makes an empty tokenizer when its files are missing.
+        if vocabulary.keys() <= added_ids:
+            raise InvalidConfig("tokenizer: it has no vocabulary; its files are missing from the directory.")
+        self._new_detokenizer = choose_detokenizer(self.decode, vocabulary, sorted(added_ids))
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str], trust_remote_code: bool = False) -> HFTokenizer:
+        """Load a tokenizer from a directory, or by its name on the hub if there is no such directory.
+
+        Nothing is fetched for a directory.
+
+        Raises:
+            InvalidConfig: there is no tokenizer, its files are damaged, or it needs code that is not trusted.
+        """
+        from transformers import AutoTokenizer
+
+        # Why: transformers and tokenizers raise many types here, the bare Exception among them.
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, trust_remote_code=trust_remote_code, local_files_only=os.path.isdir(path)
+            )
+        except Exception as error:
+            raise InvalidConfig(
+                f"tokenizer: cannot be loaded ({type(error).__name__}). Expected a directory with tokenizer.json and "
+                "tokenizer_config.json, or a name on the hub; one that brings its own code needs trust_remote_code."
+            ) from error
+        return cls(tokenizer, is_shared=False)
+
+    @classmethod
+    def from_transformers(cls, tokenizer: Any) -> HFTokenizer:
+        """Wrap a loaded tokenizer of transformers.
+
+        Raises:
+            InvalidConfig: it is something else.
+        """
+        from transformers import PreTrainedTokenizerBase
+
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise InvalidConfig(f"tokenizer: got {describe(tokenizer)}, allowed is a tokenizer of transformers.")
+        return cls(tokenizer)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokenizer's end-of-sequence token; empty if it has none."""
+        return self._eos_token_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenise plain text; special tokens written out in it become those tokens.
+
+        Raises:
+            InvalidText: the text holds a lone surrogate, which no encoding of Unicode has.
+        """
+        _require_encodable(text)
+        backend = self._backend
+        # Why: the wrapper of transformers sets the backend's truncation and padding, and starts a thread pool.
+        if backend is not None and backend.truncation is None and backend.padding is None:
+            ids: list[int]
+            if len(text) <= _LONG_TEXT or self._is_shared:
+                ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                # Why: this one releases the interpreter's lock. While it runs a tokenizer cannot be changed, which the
+                # host may want to do with one of its own.
+                (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                ids = encoding.ids
+            return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Render the chat template, ending where the assistant's answer begins, and tokenise it.
+
+        Raises:
+            InvalidPrompt: there is no chat template, or it refuses the messages.
+            InvalidText: the messages hold a lone surrogate.
+        """
+        if self._backend is None:
+            return list(apply_chat_template(self._tokenizer, messages, tokenize=True))
+        return self.encode(apply_chat_template(self._tokenizer, messages, tokenize=False), add_special_tokens=False)
+
+    def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
+        """Tokenise what the chat template puts between a conversation so far and the answer to ``messages``.
+
+        Args:
+            messages: the new messages only.
+            known_token_ids: everything before them; an end token there is not written a second time.
+
+        Raises:
+            InvalidPrompt: there is no chat template, or it refuses the messages.
+            InvalidText: the messages hold a lone surrogate.
+        """
+        turn = self.encode(render_turn(self._tokenizer, messages), add_special_tokens=False)
+        is_closed = bool(turn) and bool(known_token_ids) and turn[0] == known_token_ids[-1]
+        return turn[1:] if is_closed and turn[0] in self._eos_token_ids else turn
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode at once, special tokens left out."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Say what one token stands for; the bytes of an answer's tokens are the answer's, but for a leading space."""
+        utf8 = self._new_detokenizer().token_bytes(token_id)
+        if utf8 is None:
+            return TokenText(str(self._tokenizer.convert_ids_to_tokens(token_id) or ""), None)
+        return TokenText(utf8.decode("utf-8", "replace"), utf8)
+
+    def new_detokenizer(self) -> Detokenizer:
+        """Start an incremental decoding, of the kind that was found exact when the tokenizer was loaded."""
+        return self._new_detokenizer()
+
+
+def _plain_backend(tokenizer: Any) -> Any | None:
+    """Return the Rust tokenizer if encoding with it alone is what the wrapper would do, else ``None``."""
+    from transformers import PreTrainedTokenizerFast
+
+    overridable = ("encode", "_encode_plus", "apply_chat_template", "__call__")
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.split_special_tokens:
+        return None
+    is_plain = all(getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in overridable)
+    return tokenizer.backend_tokenizer if is_plain else None
+
+
+def _eos_token_ids(tokenizer: Any) -> frozenset[int]:
+    eos_token_id = tokenizer.eos_token_id
+    return frozenset() if eos_token_id is None else frozenset((int(eos_token_id),))
+
+
+def _require_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidText("text", text, "text without lone surrogates") from None

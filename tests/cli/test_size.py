@@ -1,0 +1,132 @@
+"""The sum that is told before a model is loaded is what an engine then takes, and its advice helps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedcore import Engine
+from pagedcore.cli.size_report import SizeReport, size_model
+from pagedcore.errors import InvalidConfig
+from support.families import config_of, tiny_model
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "padded value rows": ("llama", {"hidden_size": 80}),
+    "K and V of different sizes": ("deepseek_v3", {}),
+    "layers that differ": ("gemma4_text", {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4}),
+    "layers that share K and V": ("gemma3n_text", {}),
+}
+
+
+def save(path: Path, family: str, **changes: Any) -> Path:
+    """Write a tiny model to a directory."""
+    tiny_model(family, **changes).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("context", "concurrency", "dtype"), [
+    (1, 1, "auto"), (100, 3, "float32"), (2048, 600, "auto"),
+])
+def test_an_engine_takes_what_was_told(context: int, concurrency: int, dtype: str) -> None:
+    """An engine with the settings of the report has its blocks and bytes, to the byte."""
+    report = size_model("demo", context=context, concurrency=concurrency, dtype=dtype, memory="64GiB")
+    with Engine.from_pretrained("demo", **report.settings) as engine:
+        stats = engine.stats()
+    assert (stats.num_blocks, stats.kv_bytes) == (report.num_blocks, report.kv_bytes)
+    assert (stats.block_size, stats.dtype, stats.max_model_len) == (report.block_size, report.dtype, context)
+
+
+def test_a_model_without_limits_given_is_sized_as_an_engine_without_settings() -> None:
+    """Context and concurrency default to what an engine takes by itself where memory is no matter."""
+    report = size_model("demo")
+    with Engine.from_pretrained("demo") as engine:
+        assert (report.num_blocks, report.kv_bytes) == (engine.stats().num_blocks, engine.stats().kv_bytes)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_padding_and_uneven_layers_are_in_the_sum(name: str, tmp_path: Path) -> None:
+    """Layers are counted one by one: the sum is the engine's also where the short formula does not hold."""
+    family, changes = SHAPES[name]
+    path = save(tmp_path, family, **changes)
+    report = size_model(path, context=40, concurrency=2, dtype="float32")
+    with Engine.from_pretrained(path, **report.settings) as engine:
+        assert engine.stats().kv_bytes == report.kv_bytes
+    assert report.kv_bytes == report.num_blocks * (report.block_size * report.bytes_per_token + report.padding_bytes)
+    assert report.as_json()["layers"]
+    if name == "padded value rows":
+        assert report.bytes_per_token == 3 * 2 * (20 + 20) * 4
+        assert report.padding_bytes == 3 * 2 * (32 - 20) * 4 * report.block_size
+    if name == "layers that differ":
+        assert len(report.layers) == 2
+
+
+@pytest.mark.parametrize("memory", ["5MiB", "6MiB", "9MiB"])
+def test_the_blocks_that_fit_are_those_of_a_pool_of_that_size(memory: str) -> None:
+    """The room beside the weights, given to an engine, makes as many blocks as were told."""
+    report = size_model("demo", memory=memory, dtype="bfloat16")
+    room = report.memory - report.blueprint.weight_bytes
+    with Engine.from_pretrained("demo", dtype="bfloat16", kv_cache_memory=room) as engine:
+        assert engine.stats().num_blocks == report.num_blocks_that_fit
+
+
+def again(report: SizeReport, **changes: Any) -> SizeReport:
+    """The same question with something changed."""
+    question = {"context": report.context, "concurrency": report.concurrency, "dtype": report.dtype,
+                "memory": report.memory}
+    return size_model("demo", **{**question, **changes})
+
+
+def test_each_advice_makes_it_fit_and_one_more_would_not() -> None:
+    """Concurrency, context, number format and memory named in the advice are the largest that fit."""
+    report = size_model("demo", context=512, concurrency=8, dtype="float32", memory="16MiB")
+    assert not report.fits
+    assert again(report, concurrency=report.num_sequences_that_fit).fits
+    assert not again(report, concurrency=report.num_sequences_that_fit + 1).fits
+    assert again(report, context=report.context_that_fits).fits
+    assert not again(report, context=report.context_that_fits + 1).fits
+    assert again(report, dtype="bfloat16").fits
+    assert again(report, memory=report.total_bytes).fits
+    assert not again(report, memory=report.total_bytes - 1).fits
+    for words in (f"num_kv_blocks={report.num_blocks_that_fit}", f"concurrency to {report.num_sequences_that_fit}",
+                  f"context to {report.context_that_fits} tokens", "bfloat16", "of memory"):
+        assert words in report.advice
+
+
+def test_weights_that_do_not_fit_are_said() -> None:
+    """Without room for a block, neither fewer sequences nor shorter ones are proposed."""
+    report = size_model("demo", memory="1MiB")
+    assert (report.num_blocks_that_fit, report.num_sequences_that_fit, report.context_that_fits) == (0, 0, 0)
+    assert "smaller model" in report.advice
+    assert "lower the" not in report.advice
+
+
+def test_free_memory_is_the_measure_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free now counts, and a float is a share of it."""
+    monkeypatch.setattr("pagedcore.cli.size_report.free_memory_bytes", lambda: 2**30)
+    assert size_model("demo").memory == 2**30
+    assert size_model("demo", memory=0.5).memory == 2**29
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"context": 4096}, "max_model_len: got 4096, allowed is up to 2048"),
+    ({"context": 0}, "max_model_len: got 0"),
+    ({"concurrency": 0}, "max_num_seqs: got 0"),
+    ({"dtype": "int8"}, "dtype: got"),
+    ({"memory": "much"}, "memory: got a string of 4 characters"),
+])
+def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """Arguments have the limits of the settings they become."""
+    with pytest.raises(InvalidConfig, match=message):
+        size_model("demo", **arguments)
+
+
+def test_a_configuration_is_enough(tmp_path: Path) -> None:
+    """A directory with nothing but a configuration is sized, and the report can be written as JSON."""
+    config_of("qwen2").save_pretrained(tmp_path)
+    data = json.loads(json.dumps(size_model(tmp_path, context=32, concurrency=2, dtype="float32").as_json()))
+    assert data["bytes_per_token"] == 2 * 3 * 2 * 16 * 4
+    assert data["kv_bytes"] == data["num_blocks"] * data["block_bytes"]
+    assert data["model"] == tmp_path.name

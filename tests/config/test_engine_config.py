@@ -1,0 +1,117 @@
+"""The laws of ``EngineConfig``: every field checks itself, and memory can be said in three ways."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pagedcore.config.engine_config import EngineConfig
+from pagedcore.config.limits import MAX_COUNT
+from pagedcore.config.memory_budget import MemoryBudget
+from pagedcore.errors import InvalidConfig
+
+BUDGET = MemoryBudget(1)
+NAN, INF = float("nan"), float("inf")
+NOT_A_COUNT = [0, -1, MAX_COUNT + 1, 10**400, True, 1.0, "1", NAN, np.int64(8), [1]]
+
+ACCEPTED = {
+    "dtype": ["auto", "float32", "bfloat16", "float16"],
+    "device": ["auto", "cpu", "cuda", "cuda:1"],
+    "block_size": [None, 1, MAX_COUNT],
+    "num_kv_blocks": [None, 1, MAX_COUNT],
+    "kv_cache_memory": [None, 1, 2**31, "2GiB", 0.5, BUDGET, BUDGET.share(1)],
+    "max_model_len": [None, 1, MAX_COUNT],
+    "max_num_seqs": [1, 512],
+    "max_num_batched_tokens": [32, MAX_COUNT],
+    "max_num_waiting": [None, 1, MAX_COUNT],
+    "queue_timeout_s": [None, 1, 0.001, 5e-324, 1e9],
+    "num_threads": [None, 1, MAX_COUNT],
+    "attention_backend": ["auto", "mine"],
+    "scheduling_policy": ["fcfs", "mine"],
+    "admission": ["optimistic", "guaranteed"],
+    "enable_prefix_caching": [True, False],
+    "eviction_policy": ["lru", "lfu", "fifo"],
+    "host_kv_memory": [None, 2**20, "64MiB", 0.5],
+    "disk_kv_dir": [None, "kv"],
+    "preemption": ["auto", "swap", "shrink", "recompute", "wait"],
+    "tokenizer": [None, "somewhere"],
+    "trust_remote_code": [False, True],
+    "seed": [0, 2**63 - 1],
+}
+
+REFUSED = {
+    "dtype": ["int8", "", None, 1, np.array(["auto", "float32"])],
+    "device": ["cuda:", "cuda:x", "cuda:-1", "CUDA", "gpu", "", None, 1],
+    "block_size": NOT_A_COUNT,
+    "num_kv_blocks": NOT_A_COUNT,
+    "kv_cache_memory": [0, -1, 2**63, True, 0.0, 1.0, 1.5, NAN, INF, "", "0", "-1GiB", "2 parsecs", "nanGiB", [1]],
+    "max_model_len": NOT_A_COUNT,
+    "max_num_seqs": [None, *NOT_A_COUNT],
+    "max_num_batched_tokens": [None, 31, *NOT_A_COUNT],
+    "max_num_waiting": NOT_A_COUNT,
+    "queue_timeout_s": [0, -1, 0.0, NAN, INF, True, "1", np.float64(1)],
+    "num_threads": NOT_A_COUNT,
+    "attention_backend": ["", None, 1],
+    "scheduling_policy": ["", None, 1],
+    "admission": ["greedy", "", None],
+    "enable_prefix_caching": [None, 0, 1, "no"],
+    "eviction_policy": ["mru", "", None],
+    "host_kv_memory": [0, -1, 2**63, True, 1.5, NAN, "", "2 parsecs"],
+    "disk_kv_dir": ["", 1],
+    "preemption": ["never", "", None],
+    "tokenizer": ["", 1],
+    "trust_remote_code": [None, 0, 1, "false", "True"],
+    "seed": [-1, 2**63, None, True, 1.0, "1"],
+}
+
+
+def cases(table):
+    """Pairs of a field and a value."""
+    return [(name, value) for name in table for value in table[name]]
+
+
+def test_every_field_is_tested():
+    """The tables above name exactly the fields."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert names == ACCEPTED.keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize(("name", "value"), cases(ACCEPTED))
+def test_values_within_range_are_kept(name, value):
+    """A value within its range is stored as given."""
+    assert getattr(EngineConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), cases(REFUSED))
+def test_values_out_of_range_are_refused_by_name(name, value):
+    """Any other value is an InvalidConfig whose message begins with the field's name."""
+    with pytest.raises(InvalidConfig) as refusal:
+        EngineConfig(**{name: value})
+    assert str(refusal.value).startswith(f"{name}: got ")
+
+
+def test_messages_do_not_repeat_text():
+    """What was given as text is described by its length."""
+    with pytest.raises(InvalidConfig) as refusal:
+        EngineConfig(dtype="/canary/directory")
+    assert "canary" not in str(refusal.value)
+
+
+def test_the_budget_covers_every_running_sequence():
+    """A step's token budget is at least one token for each sequence."""
+    assert EngineConfig(max_num_seqs=64, max_num_batched_tokens=64).max_num_seqs == 64
+    with pytest.raises(InvalidConfig, match="max_num_batched_tokens: got 63, allowed is at least 64"):
+        EngineConfig(max_num_seqs=64, max_num_batched_tokens=63)
+
+
+def test_four_times_as_many_may_wait_as_run_unless_said():
+    """The waiting limit follows max_num_seqs until it is set."""
+    assert EngineConfig(max_num_seqs=5).waiting_limit == 20
+    assert EngineConfig(max_num_seqs=5, max_num_waiting=1).waiting_limit == 1
+
+
+def test_unknown_settings_are_refused_with_the_known_ones():
+    """from_keywords lists what exists."""
+    assert EngineConfig.from_keywords(seed=3).seed == 3
+    with pytest.raises(InvalidConfig, match=r"unknown setting blocksize; known: .*block_size.*seed"):
+        EngineConfig.from_keywords(blocksize=3)

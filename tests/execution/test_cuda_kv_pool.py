@@ -1,0 +1,107 @@
+"""KV blocks on a card: transfers that end later than they start, on the CPU with copies as late as can be."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from pagedcore.errors import InternalError
+from pagedcore.execution.cuda_kv_pool import DeviceKVStorage, _runs
+from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
+from support.device_stand_in import CPU, LateCopies, late_storage
+
+LAYOUT = TokenMajorLayout(4, torch.bfloat16, (LayerShape(1, 16, 16),))
+
+
+def filled(num_blocks: int) -> DeviceKVStorage:
+    """A storage whose block i is full of i, with as much host memory."""
+    storage = late_storage(LAYOUT, num_blocks)
+    storage.allocate_host(num_blocks)
+    storage.pool[:] = torch.arange(num_blocks, dtype=torch.uint8)[:, None]
+    return storage
+
+
+def test_a_transfer_is_reported_once_its_bytes_are_there() -> None:
+    """Before the end nothing is reported, at the end the transfer is, and then no more."""
+    storage = filled(8)
+    storage.start_swap_out(7, [(3, 5), (4, 6), (1, 0)])
+    assert storage.poll_transfers(wait=False) == []
+    while not (reported := storage.poll_transfers(wait=False)):
+        pass
+    assert reported == [(7, True)]
+    assert storage.read_host_blocks([5, 6, 0])[:, 0].tolist() == [3, 4, 1]
+    assert storage.poll_transfers(wait=True) == []
+
+
+def test_waiting_ends_with_a_transfer() -> None:
+    """With ``wait`` at least one is reported; blocks go out and come back as they were."""
+    storage = filled(8)
+    storage.start_swap_out(1, [(2, 2)])
+    assert storage.poll_transfers(wait=True) == [(1, True)]
+    storage.pool[2] = 99
+    storage.start_swap_in(2, [(2, 7)])
+    storage.start_swap_in(3, [(2, 6)])
+    assert storage.poll_transfers(wait=True) == [(2, True), (3, True)]
+    assert storage.read_blocks([7, 6, 2])[:, 0].tolist() == [2, 2, 99]
+
+
+def test_nobody_waits_for_ever() -> None:
+    """A transfer that does not end is not waited for longer than so many looks, and is reported when it does."""
+    never = LateCopies(num_questions=10_000)
+    storage = DeviceKVStorage(LAYOUT, 2, CPU, outgoing=never, incoming=never, pin=lambda slab: lambda: None)
+    storage.allocate_host(2)
+    storage.start_swap_out(4, [(0, 1)])
+    assert storage.poll_transfers(wait=True) == []
+    storage._in_flight[0][1].synchronize()
+    assert storage.poll_transfers(wait=False) == [(4, True)]
+
+
+def test_blocks_are_read_and_written_whole() -> None:
+    """What is written is what is read; other bytes than those of the blocks are refused."""
+    storage = filled(4)
+    contents = storage.read_blocks([3, 1])
+    storage.write_blocks([0, 2], contents)
+    assert storage.pool[:, -1].tolist() == [3, 1, 1, 3]
+    with pytest.raises(InternalError, match="write"):
+        storage.write_blocks([0], contents)
+
+
+@pytest.mark.parametrize("pairs", [[], [(1, 1)], [(0, 4), (1, 5), (2, 6), (4, 7), (5, 9), (6, 10)]])
+def test_neighbours_are_copied_together(pairs: list[tuple[int, int]]) -> None:
+    """Runs of neighbours say the same pairs in fewer copies."""
+    runs = list(_runs(pairs))
+    assert [(here + i, there + i) for here, there, count in runs for i in range(count)] == pairs
+    assert len(runs) <= len(pairs)
+    assert len(pairs) < 6 or len(runs) == 3
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+def test_host_memory_is_pinned_until_the_last_copy_has_ended(is_released: bool) -> None:
+    """A storage that is released, or gone, first ends its copies and then the pinning, once, and keeps no memory."""
+    events: list[str] = []
+
+    class Noted(LateCopies):
+        def start(self, copy):  # type: ignore[no-untyped-def]
+            return super().start(lambda: (copy(), events.append("copied")))  # type: ignore[arg-type, func-returns-value]
+
+    def pin(slab: torch.Tensor):  # type: ignore[no-untyped-def]
+        assert slab.shape == (2, LAYOUT.block_bytes)
+        return lambda: events.append("unpinned")
+
+    storage = DeviceKVStorage(LAYOUT, 2, CPU, outgoing=Noted(), incoming=Noted(), pin=pin)
+    storage.allocate_host(2)
+    storage.start_swap_out(0, [(0, 1)])
+    slab = weakref.ref(storage._require_host())
+    assert np.array_equal(events, [])
+    if is_released:
+        storage.release()
+        assert events == ["copied", "unpinned"]
+        assert slab() is None
+    del storage
+    gc.collect()
+    assert events == ["copied", "unpinned"]
+    assert slab() is None

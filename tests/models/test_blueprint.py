@@ -1,0 +1,96 @@
+"""What a configuration alone tells about a model is what the loaded model turns out to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.models.blueprint import Blueprint, read_blueprint
+from pagedcore.models.transformers_model import TransformersModel
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from pagedcore_kernels.reference import ReferenceAttention
+from support.families import FAMILIES, config_of, tiny_model
+
+DEPENDS_ON_WEIGHTS = {"jetmoe"}
+GIB = 2**30
+
+
+def blueprint_of(directory: Path, family: str, dtype: str = "float32", **changes: Any) -> Blueprint:
+    """Write a configuration, and nothing else, to a directory and read it back, with blocks of 16 tokens."""
+    config_of(family, **changes).save_pretrained(directory)
+    return read_blueprint(directory, ReferenceAttention, dtype=dtype, block_size=16)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - DEPENDS_ON_WEIGHTS))
+def test_every_architecture_has_the_layout_of_its_loaded_model(family: str, tmp_path: Path) -> None:
+    """Shapes of K and V, shared layers, padding and context are those that the model shows when it runs."""
+    plan = blueprint_of(tmp_path, family)
+    loaded = TransformersModel(tiny_model(family), ReferenceAttention, block_size=16, runs_self_test=False)
+    assert plan.layout == loaded.layout(16)
+    assert plan.max_model_len == loaded.max_model_len
+
+
+@pytest.mark.parametrize("family", sorted(DEPENDS_ON_WEIGHTS))
+def test_a_model_that_cannot_be_told_from_its_configuration_is_refused(family: str, tmp_path: Path) -> None:
+    """The refusal says how the size can be found out instead."""
+    with pytest.raises(ModelNotSupported, match="depends on its weights"):
+        blueprint_of(tmp_path, family)
+
+
+@pytest.mark.parametrize(("family", "changes", "per_token", "weights"), [
+    ("llama", {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+               "intermediate_size": 14336, "vocab_size": 128256}, 131072, 8_030_261_248),
+    ("qwen2", {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896,
+               "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}, 12288, 494_032_768),
+])
+def test_worked_examples(
+    family: str, changes: dict[str, Any], per_token: int, weights: int, tmp_path: Path
+) -> None:
+    """Llama 3 8B takes 128 KiB a token and Qwen2.5 0.5B 12 KiB, and their parameters are as many as published."""
+    plan = blueprint_of(tmp_path, family, dtype="bfloat16", **changes)
+    assert plan.layout.bytes_per_token == per_token
+    assert plan.layout.block_bytes == 16 * per_token
+    assert plan.num_parameters == weights
+
+
+def test_a_matrix_in_two_places_is_held_twice(tmp_path: Path) -> None:
+    """An output layer that shares its matrix with the embedding is arranged for products of its own."""
+    tied = blueprint_of(tmp_path, "llama", tie_word_embeddings=True)
+    free = blueprint_of(tmp_path, "llama", tie_word_embeddings=False)
+    assert free.num_parameters - tied.num_parameters == 199 * 64
+    assert tied.weight_bytes == free.weight_bytes == 4 * free.num_parameters
+
+
+def test_no_memory_is_taken_for_weights(tmp_path: Path) -> None:
+    """A model larger than any machine is sized from its configuration."""
+    plan = blueprint_of(tmp_path, "llama", num_hidden_layers=4, hidden_size=2**16, intermediate_size=2**20)
+    assert plan.weight_bytes > 2000 * GIB
+
+
+def test_the_backend_chooses_the_block_size(tmp_path: Path) -> None:
+    """Without a block size it is the one that an engine with this backend and number format would take."""
+    config_of("llama").save_pretrained(tmp_path)
+    for name in ("float32", "bfloat16"):
+        plan = read_blueprint(tmp_path, NumbaCpuAttention, dtype=name)
+        assert plan.layout.block_size == NumbaCpuAttention.preferred_block_size(getattr(torch, name))
+
+
+@pytest.mark.parametrize(("text", "error", "message"), [
+    ('{"model_type": "mamba"}', ModelNotSupported, "state"),
+    ('{"model_type": "llama", "auto_map": {"AutoConfig": "code.Config"}}', ModelNotSupported, "auto_map"),
+    ('{"model_type": "nothing_like_it"}', InvalidConfig, "could not be loaded"),
+    ("{", InvalidConfig, "could not be read"),
+    (None, InvalidConfig, "no config.json"),
+])
+def test_what_an_engine_refuses_is_refused(
+    text: str | None, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    """The same refusals as for loading, before anything is loaded."""
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(error, match=message):
+        read_blueprint(tmp_path, ReferenceAttention)

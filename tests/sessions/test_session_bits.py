@@ -1,0 +1,165 @@
+"""The central promise for conversations: wherever they were in between, they go on with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagedcore.sessions.session import Session
+from support.engine_builders import assert_all_free
+from support.session_builders import FIRST, PARAMS, SECOND, Lab, first_turn, make_lab, second_turn
+
+TESTS = Path(__file__).resolve().parents[1]
+NUM_COMPUTED = len(FIRST) + 20 - 1
+"""Positions of the first turn; its last token is computed in the second one."""
+
+
+@pytest.fixture(scope="module", params=["demo", "float32", "bfloat16"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """A model and its number format."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(kind: str) -> tuple[list[int], str]:
+    """The second turn of a conversation that was never disturbed."""
+    lab = make_lab(kind)
+    return second_turn(lab, first_turn(lab))[:2]
+
+
+def in_place(lab: Lab, session: Session) -> tuple[Session, int]:
+    return session, NUM_COMPUTED
+
+
+def forked(lab: Lab, session: Session) -> tuple[Session, int]:
+    fork = session.fork()
+    second_turn(lab, session, [70, 71])
+    # Why: the original has computed the last token of the answer meanwhile, which is the fork's too.
+    return fork, NUM_COMPUTED + 1
+
+
+def forgotten(lab: Lab, session: Session) -> tuple[Session, int]:
+    lab.flood()
+    return session, 0
+
+
+def on_host(lab: Lab, session: Session) -> tuple[Session, int]:
+    state = session.park("host")
+    assert (state.tier, state.num_tokens_kept) == ("host", NUM_COMPUTED)
+    lab.flood()
+    return session, NUM_COMPUTED
+
+
+def on_host_and_resumed(lab: Lab, session: Session) -> tuple[Session, int]:
+    on_host(lab, session)
+    assert session.resume() == NUM_COMPUTED
+    assert session.parked is None
+    return session, NUM_COMPUTED
+
+
+def on_disk(lab: Lab, session: Session) -> tuple[Session, int]:
+    state = session.park("disk")
+    assert (state.tier, state.num_tokens_kept) == ("disk", NUM_COMPUTED)
+    lab.flood()
+    return session, NUM_COMPUTED
+
+
+def on_disk_and_resumed(lab: Lab, session: Session) -> tuple[Session, int]:
+    on_disk(lab, session)
+    assert session.resume() == NUM_COMPUTED
+    assert session.parked is None
+    return session, NUM_COMPUTED
+
+
+def from_host_to_disk(lab: Lab, session: Session) -> tuple[Session, int]:
+    on_host(lab, session)
+    return on_disk(lab, session)
+
+
+def expired(lab: Lab, session: Session) -> tuple[Session, int]:
+    session.park("disk", ttl_s=10)
+    lab.clock.advance(11)
+    lab.flood()
+    assert session.parked is None
+    return session, 0
+
+
+def cut_off(lab: Lab, session: Session) -> tuple[Session, int]:
+    """Its second turn is aborted half-way; what is compared is a fork of it from before that."""
+    fork = session.fork()
+    request = fork.extend(SECOND)
+    while len(request.sequences[0].output_token_ids) < 7:
+        lab.engine.step()
+    request.abort()
+    lab.flood()
+    return session, 0
+
+
+WAYS: list[Callable[[Lab, Session], tuple[Session, int]]] = [
+    in_place, forked, forgotten, on_host, on_host_and_resumed, on_disk, on_disk_and_resumed, from_host_to_disk, expired,
+    cut_off,
+]
+
+
+@pytest.fixture(scope="module")
+def lab(kind: str) -> Lab:
+    """One engine for all ways."""
+    return make_lab(kind)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_conversation_goes_on_with_the_same_bytes(
+    kind: str, expected: tuple[list[int], str], lab: Lab, way: Callable[[Lab, Session], tuple[Session, int]]
+) -> None:
+    """Continued, forked, evicted, parked on host and disk, resumed or expired: tokens and logits are the same bytes."""
+    lab.flood()
+    session, num_cached = way(lab, first_turn(lab))
+    *result, num_found = second_turn(lab, session)
+    assert tuple(result) == expected
+    assert num_found == num_cached
+    session.close()
+    for other in list(lab.engine.sessions):
+        other.close()
+    assert_all_free(lab.engine)
+
+
+def test_a_conversation_goes_on_in_another_process(
+    kind: str, expected: tuple[list[int], str], lab: Lab, tmp_path: Path
+) -> None:
+    """An exported session gives the same bytes in a new process, with its KV and without."""
+    paths = [tmp_path / "whole.json", tmp_path / "bare.json"]
+    with first_turn(lab) as session:
+        for path in paths:
+            session.export(path, include_kv=path is paths[0])
+    assert len(list(tmp_path.iterdir())) == 3
+    done = subprocess.run(
+        [sys.executable, "-m", "support.session_builders", kind, *map(str, paths)], capture_output=True, text=True,
+        check=True, cwd=TESTS,
+    )
+    for line, num_cached in zip(done.stdout.splitlines()[-2:], (NUM_COMPUTED, 0), strict=True):
+        assert json.loads(line) == [*expected, num_cached]
+
+
+def test_an_answer_that_was_cut_off_is_completed(kind: str, expected: tuple[list[int], str], tmp_path: Path) -> None:
+    """Aborted, forked or exported within an answer, ``ask(None)`` completes it: the same tokens, text and logits."""
+    lab = make_lab(kind)
+    session = first_turn(lab)
+    request = session.extend(SECOND)
+    while request.sequences[0].num_output_tokens < 9:
+        lab.engine.step()
+    fork = session.fork()
+    session.export(tmp_path / "chat.json")
+    request.abort()
+    texts = []
+    for one in (session, fork, lab.engine.import_session(tmp_path / "chat.json")):
+        output = one.ask(None)
+        assert list(output.outputs[0].token_ids) == expected[0]
+        texts.append(output.outputs[0].text)
+    assert len(set(texts)) == 1
+    undisturbed = first_turn(make_lab(kind)).ask(SECOND, PARAMS)
+    assert undisturbed.outputs[0].text == texts[0]

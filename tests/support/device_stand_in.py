@@ -1,0 +1,80 @@
+"""A card that is the CPU: everything an engine does for ``device="cuda"`` happens, with tensors in ordinary memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pagedcore.execution import devices
+from pagedcore.execution.cuda_kv_pool import DeviceKVStorage
+from pagedcore.execution.devices import Device
+from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore_kernels.layout import BlockLayout, TokenMajorLayout
+from pagedcore_kernels.reference import ReferenceAttention
+
+CPU = torch.device("cpu")
+
+
+class LateCopies:
+    """Copies that nobody makes before they were asked about so often, as late as a card's may be."""
+
+    def __init__(self, num_questions: int = 2) -> None:
+        self.num_questions = num_questions
+        self.started = 0
+
+    def start(self, copy: Callable[[], None]) -> LateTicket:
+        self.started += 1
+        return LateTicket(copy, self.num_questions)
+
+
+class LateTicket:
+    """One lot of copies; see ``LateCopies``."""
+
+    def __init__(self, copy: Callable[[], None], num_questions: int) -> None:
+        self._copy = copy
+        self._questions_left = num_questions
+        self.is_done = False
+
+    def query(self) -> bool:
+        self._questions_left -= 1
+        if self._questions_left < 0 and not self.is_done:
+            self.synchronize()
+        return self.is_done
+
+    def synchronize(self) -> None:
+        if not self.is_done:
+            with torch.inference_mode():  # as whoever started the copies may have been
+                self._copy()
+        self.is_done = True
+
+
+def late_storage(layout: BlockLayout, num_blocks: int) -> DeviceKVStorage:
+    """A device's storage whose transfers end late."""
+    return DeviceKVStorage(
+        layout, num_blocks, CPU, outgoing=LateCopies(), incoming=LateCopies(), pin=lambda slab: lambda: None
+    )
+
+
+class TokenMajorReference(ReferenceAttention):
+    """The reference over a card's layout, which the CPU's backends never make."""
+
+    name = "stand-in"
+    layout_type = TokenMajorLayout
+
+
+class StandInBackends:
+    """Registers the attention backends that compute on the stand-in."""
+
+    @hookimpl
+    def pagedcore_register(self, registry: Any) -> None:
+        registry.attention.add("stand-in", "support.device_stand_in:TokenMajorReference")
+        registry.attention.add("simulated", "kernels.cuda.simulated_driver:SimulatedAttention")
+
+
+def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``device="cuda"`` mean the stand-in."""
+    card = Device("cuda", CPU, "stand-in", "bfloat16", lambda: 2**30, late_storage, "stand-in")
+    monkeypatch.setattr(devices, "_cuda_device", lambda name: card)

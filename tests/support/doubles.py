@@ -1,0 +1,347 @@
+"""Stand-ins used everywhere: a model whose answers betray any misplaced block, one that fails, a clock, builders.
+
+``ToyBackend`` keeps the token and the position of every slot instead of keys and values, and its logits are a hash
+of *all* tokens of a sequence as read back through its block table. A block that is lost, shared or in the wrong
+place changes the answer or trips an assertion; ``toy_answer`` says what the answer has to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.eviction import POLICIES
+from pagedcore.kv_cache.transfers import Transfer
+from pagedcore.protocols import FloatArray, RaggedRows
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler import policies
+from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.sequence import Sequence
+
+VOCAB_SIZE = 32
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_ids = count()
+
+
+def toy_logits(token_ids: npt.NDArray[np.int64], vocab_size: int = VOCAB_SIZE) -> FloatArray:
+    """Logits of the next token, all different: [vocab_size] float32, a pure function of every token before."""
+    places = np.arange(1, len(token_ids) + 1, dtype=np.uint64)
+    digest = np.bitwise_xor.reduce(_scramble(token_ids.astype(np.uint64) * _MIX + places))
+    scores = _scramble(digest + np.arange(vocab_size, dtype=np.uint64) * _MIX)
+    logits = np.empty(vocab_size, dtype=np.float32)
+    logits[np.argsort(scores)] = np.arange(vocab_size, dtype=np.float32) / 4
+    return logits
+
+
+def toy_answer(
+    prompt: Iterable[int], max_tokens: int, *, stop_token_ids: Iterable[int] = (), min_tokens: int = 0
+) -> list[int]:
+    """The greedy answer of a ``ToyBackend`` to one prompt that runs alone: the sequential oracle."""
+    tokens, answer = list(prompt), []
+    stops = set(stop_token_ids)
+    while len(answer) < max_tokens:
+        token = int(np.argmax(toy_logits(np.array(tokens, dtype=np.int64))))
+        tokens.append(token)
+        answer.append(token)
+        if token in stops and len(answer) >= min_tokens:
+            break
+    return answer
+
+
+def _scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class ToyBackend:
+    """A ``ModelBackend`` in NumPy; see the module."""
+
+    vocab_size = VOCAB_SIZE
+    max_model_len = 4096
+    eos_token_ids = frozenset({VOCAB_SIZE - 1})
+    block_size = 4
+    kv_bytes_per_token = 16
+    is_schedule_invariant = True
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.slot_tokens = np.full(0, -1, dtype=np.int64)
+        self.slot_positions = np.full(0, -1, dtype=np.int64)
+        self._block_size = self.block_size
+
+    @property
+    def cache_store(self) -> ToyStore:
+        """What moves blocks."""
+        return self._store
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make empty slots."""
+        self._store = ToyStore(self, block_size)
+        self._block_size = block_size
+        self.slot_tokens = np.full(num_blocks * block_size, -1, dtype=np.int64)
+        self.slot_positions = np.full(num_blocks * block_size, -1, dtype=np.int64)
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        """Write the step's tokens to their slots, then read every sampled sequence back through its table."""
+        self.num_steps += 1
+        num_tokens = int(batch.query_start[-1])
+        slots, positions = batch.slot_mapping[:num_tokens], batch.positions[:num_tokens]
+        assert len(np.unique(slots)) == num_tokens, "two tokens of one step share a slot"
+        for row in range(len(batch.kv_lens)):
+            self._check_row(batch, row)
+        self.slot_tokens[slots] = batch.token_ids[:num_tokens]
+        self.slot_positions[slots] = positions
+        rows = np.searchsorted(batch.query_start, batch.logits_rows, side="right") - 1
+        logits = [
+            toy_logits(self._read_back(batch, row, int(batch.positions[token]) + 1))
+            for row, token in zip(rows.tolist(), batch.logits_rows.tolist(), strict=True)
+        ]
+        return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
+
+    def _slots_of(self, batch: RaggedRows, row: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        positions = np.arange(start, end)
+        blocks = batch.block_tables[row, positions // self._block_size].astype(np.int64)
+        assert blocks.min() >= 0, "a position lies past the end of its table"
+        slots: npt.NDArray[np.int64] = blocks * self._block_size + positions % self._block_size
+        return slots
+
+    def _check_row(self, batch: RaggedRows, row: int) -> None:
+        first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
+        end = int(batch.kv_lens[row])
+        start = end - (last - first)
+        assert np.array_equal(batch.positions[first:last], np.arange(start, end)), "positions do not end at kv_lens"
+        expected = self._slots_of(batch, row, start, end)
+        assert np.array_equal(batch.slot_mapping[first:last], expected), "slots and block table disagree"
+
+    def _read_back(self, batch: RaggedRows, row: int, num_positions: int) -> npt.NDArray[np.int64]:
+        slots = self._slots_of(batch, row, 0, num_positions)
+        stored = self.slot_positions[slots]
+        assert np.array_equal(stored, np.arange(num_positions)), "a block holds other positions than it should"
+        tokens: npt.NDArray[np.int64] = self.slot_tokens[slots]
+        return tokens
+
+
+class ToyStore:
+    """A ``CacheStore`` over a ``ToyBackend``'s slots. Transfers end at once, unless ``is_slow``: then they read and
+    write only when a test ends them, as late and in whatever order it likes, and may fail. While it ``is_hung``,
+    waiting ends none of them either.
+    """
+
+    def __init__(self, backend: ToyBackend, block_size: int) -> None:
+        self._backend = backend
+        self._block_size = block_size
+        self._host = np.full((0, 2, block_size), -1, dtype=np.int64)
+        self._ended: list[tuple[int, bool]] = []
+        self.is_slow = False
+        self.is_hung = False
+        self.under_way: dict[int, tuple[bool, tuple[tuple[int, int], ...]]] = {}
+
+    @property
+    def block_bytes(self) -> int:
+        """Tokens and positions of one block."""
+        return 2 * 8 * self._block_size
+
+    @property
+    def _device(self) -> npt.NDArray[np.int64]:
+        tokens, positions = self._backend.slot_tokens, self._backend.slot_positions
+        return np.stack((tokens.reshape(-1, self._block_size), positions.reshape(-1, self._block_size)), axis=1)
+
+    @property
+    def contents(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Device and host, each [blocks, 2, block_size]: tokens and positions."""
+        return self._device, self._host
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make empty blocks."""
+        self._host = np.full((num_blocks, 2, self._block_size), -1, dtype=np.int64)
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Copy device blocks."""
+        for source, destination in pairs:
+            self._put(destination, self._device[source])
+
+    def start_swap_out(self, transfer_id: int, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Begin to copy to the host."""
+        self._start(transfer_id, True, pairs)
+
+    def start_swap_in(self, transfer_id: int, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Begin to copy to the device."""
+        self._start(transfer_id, False, pairs)
+
+    def end(self, transfer_id: int, *, is_ok: bool = True) -> None:
+        """Let a transfer end; one that fails has written rubbish into half of its destinations."""
+        is_out, pairs = self.under_way.pop(transfer_id)
+        for source, destination in pairs if is_ok else pairs[: len(pairs) // 2]:
+            contents = (self._device if is_out else self._host)[source] if is_ok else np.int64(-7)
+            if is_out:
+                self._host[destination] = contents
+            else:
+                self._put(destination, contents)
+        self._ended.append((transfer_id, is_ok))
+
+    def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
+        """Return what ended; whoever waits gets the oldest one ended."""
+        if wait and not self.is_hung and self.under_way and not self._ended:
+            self.end(min(self.under_way))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def read_blocks(self, block_ids: SequenceOf[int]) -> npt.NDArray[np.uint8]:
+        """Return tokens and positions as bytes."""
+        return np.ascontiguousarray(self._device[list(block_ids)]).view(np.uint8).reshape(len(block_ids), -1)
+
+    def read_host_blocks(self, block_ids: SequenceOf[int]) -> npt.NDArray[np.uint8]:
+        """Return tokens and positions of host blocks as bytes."""
+        return np.ascontiguousarray(self._host[list(block_ids)]).view(np.uint8).reshape(len(block_ids), -1)
+
+    def write_blocks(self, block_ids: SequenceOf[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite tokens and positions."""
+        for block_id, block in zip(block_ids, contents, strict=True):
+            self._put(block_id, np.ascontiguousarray(block).view(np.int64).reshape(2, self._block_size))
+
+    def _start(self, transfer_id: int, is_out: bool, pairs: SequenceOf[tuple[int, int]]) -> None:
+        self.under_way[transfer_id] = is_out, tuple(pairs)
+        if not self.is_slow:
+            self.end(transfer_id)
+
+    def _put(self, block_id: int, contents: npt.NDArray[np.int64] | np.int64) -> None:
+        place = slice(block_id * self._block_size, (block_id + 1) * self._block_size)
+        both = np.broadcast_to(contents, (2, self._block_size))
+        self._backend.slot_tokens[place], self._backend.slot_positions[place] = both
+
+
+class FlakyBackend(ToyBackend):
+    """A ``ToyBackend`` that goes wrong in chosen steps; the first forward is step 1.
+
+    Args:
+        raise_on_step: raise after the step's tokens were written, as a device that dies half-way.
+        nan_on: (step, row of the logits) that is returned as NaN.
+        wrong_shape_on: step whose logits have one row too few.
+    """
+
+    def __init__(
+        self,
+        *,
+        raise_on_step: int | None = None,
+        nan_on: tuple[int, int] | None = None,
+        wrong_shape_on: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.raise_on_step = raise_on_step
+        self.nan_on = nan_on
+        self.wrong_shape_on = wrong_shape_on
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        """Compute as ``ToyBackend`` does, then go wrong if it is time."""
+        logits = super().forward(batch)
+        if self.num_steps == self.raise_on_step:
+            raise RuntimeError("the device is gone")
+        if self.nan_on is not None and self.num_steps == self.nan_on[0]:
+            logits[self.nan_on[1]] = np.nan
+        if self.num_steps == self.wrong_shape_on:
+            logits = logits[:-1]
+        return logits
+
+
+class FakeClock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        """Return the current time in seconds."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._now_s += seconds
+
+
+def make_sequence(
+    prompt: int | Iterable[int] = 3,
+    max_tokens: int = 4,
+    *,
+    sequence_id: int | None = None,
+    priority: int = 0,
+    arrival: int | None = None,
+    stop_token_ids: Iterable[int] = (),
+    min_tokens: int = 0,
+    cache_root: bytes = b"",
+) -> Sequence:
+    """Build a waiting sequence; ``prompt`` is its tokens or how many; ids and arrivals count up unless given."""
+    number = next(_ids) if sequence_id is None else sequence_id
+    token_ids = [1 + i % 7 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+    return Sequence(
+        number,
+        token_ids,
+        SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens),
+        max_tokens=max_tokens,
+        seed=0,
+        stop_token_ids=frozenset(stop_token_ids),
+        priority=priority,
+        arrival=number if arrival is None else arrival,
+        cache_root=cache_root,
+    )
+
+
+def make_scheduler(
+    num_blocks: int = 8,
+    block_size: int = 2,
+    policy: str = "fcfs",
+    *,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_num_waiting: int = 16,
+    admission: str = "optimistic",
+    preemption: str = "auto",
+    num_host_blocks: int = 0,
+    eviction: str = "lru",
+    copies_blocks: bool = True,
+    max_scored_tokens: int = 4,
+) -> Scheduler:
+    """Build a small scheduler with a pool of its own."""
+    return Scheduler(
+        BlockManager(
+            num_blocks, block_size, num_host_blocks=num_host_blocks, policy=POLICIES[eviction],
+            copies_blocks=copies_blocks,
+        ),
+        getattr(policies, policy)(),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_waiting=max_num_waiting,
+        admission=admission,
+        preemption=preemption,
+        max_scored_tokens=max_scored_tokens,
+    )
+
+
+def next_plan(scheduler: Scheduler) -> SchedulePlan:
+    """Schedule, with every transfer that is asked for complete at once."""
+    _complete(scheduler, scheduler.moves.take_due())
+    plan = scheduler.schedule()
+    while plan.moves_blocks:
+        _complete(scheduler, scheduler.make_room(plan))
+        plan = scheduler.schedule()
+    return plan
+
+
+def _complete(scheduler: Scheduler, transfers: Iterable[Transfer]) -> None:
+    for transfer in transfers:
+        scheduler.moves.complete(transfer.transfer_id, 0.0, is_ok=True)
+
+
+def run_step(scheduler: Scheduler, token_id: int = 1) -> SchedulePlan:
+    """Schedule, reserve and commit one step in which every sampled row gets the same token."""
+    plan = next_plan(scheduler)
+    scheduler.reserve(plan)
+    scheduler.commit(plan, {row.sequence.sequence_id: token_id for row in plan.rows if row.is_sampled})
+    return plan

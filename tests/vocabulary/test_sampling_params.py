@@ -1,0 +1,244 @@
+"""The laws of ``SamplingParams``: what each field accepts, what it is stored as, and how it refuses the rest."""
+
+import ast
+import copy
+import dataclasses
+import inspect
+import pickle
+
+import numpy as np
+import pytest
+
+from pagedcore import errors, sampling_params
+from pagedcore.config import limits
+from pagedcore.config.field_rules import LogitBias
+from pagedcore.sampling_params import SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+ACCEPTED = {
+    "max_tokens": [None, 1, limits.MAX_COUNT],
+    "min_tokens": [0, 1, limits.MAX_COUNT],
+    "temperature": [0, 0.0, 5e-324, 1, 10, 10.0],
+    "top_k": [0, 1, limits.MAX_COUNT],
+    "top_p": [5e-324, 0.5, 1, 1.0],
+    "min_p": [0, 0.0, 5e-324, 1, 1.0],
+    "presence_penalty": [-2, -2.0, 0, 2, 2.0],
+    "frequency_penalty": [-2, -2.0, 0, 2, 2.0],
+    "repetition_penalty": [5e-324, 1, 10, 10.0],
+    "logit_bias": [None, {}, {0: -100, limits.MAX_COUNT: 100.0}, dict.fromkeys(range(300), 1.0)],
+    "stop": ["a", "\U0001f600" * 64, [], (), ["a"] * 8, ("a", "b")],
+    "stop_token_ids": [(), [], [0, limits.MAX_COUNT], list(range(64))],
+    "ignore_eos": [False, True],
+    "seed": [None, 0, 2**63 - 1],
+    "n": [1, 16],
+    "best_of": [None, 1, 16],
+    "beam_width": [1, 16],
+    "length_penalty": [-10, -10.0, 0, 1, 10, 10.0],
+    "early_stopping": [False, True, "never"],
+    "logprobs": [None, 0, 20],
+    "prompt_logprobs": [None, 0, 20],
+}
+
+NOT_A_NUMBER = [None, True, "1", NAN, INF, -INF, 10**400, -(10**400), np.float64(0.5), np.float32(0.5), 1j, [1], b"1"]
+NOT_AN_INTEGER = [True, False, "1", 1.0, NAN, INF, np.int64(1), [1], -(10**400), 10**400]
+
+REFUSED = {
+    "max_tokens": (errors.InvalidMaxTokens, [0, -1, limits.MAX_COUNT + 1, *NOT_AN_INTEGER]),
+    "min_tokens": (errors.InvalidMinTokens, [-1, limits.MAX_COUNT + 1, None, *NOT_AN_INTEGER]),
+    "temperature": (errors.InvalidSampling, [-5e-324, 10.000001, 11, *NOT_A_NUMBER]),
+    "top_k": (errors.InvalidSampling, [-1, limits.MAX_COUNT + 1, None, *NOT_AN_INTEGER]),
+    "top_p": (errors.InvalidSampling, [0, 0.0, -0.0, 1.0000001, 2, *NOT_A_NUMBER]),
+    "min_p": (errors.InvalidSampling, [-1, 1.0000001, 2, *NOT_A_NUMBER]),
+    "presence_penalty": (errors.InvalidSampling, [-2.0000001, 2.0000001, *NOT_A_NUMBER]),
+    "frequency_penalty": (errors.InvalidSampling, [-2.0000001, 2.0000001, *NOT_A_NUMBER]),
+    "repetition_penalty": (errors.InvalidSampling, [0, 0.0, -1, 10.000001, *NOT_A_NUMBER]),
+    "logit_bias": (
+        errors.InvalidBias,
+        [dict.fromkeys(range(301), 1.0), {1: 100.00001}, {1: NAN}, {1: INF}, {1: True}, {1: "1"}, {1: None},
+         {1: 10**400}, {1: np.float64(1)}, [(1, 1.0)], "1", 1, True],
+    ),
+    "stop": (
+        errors.InvalidStop,
+        ["", "a" * 65, ["a"] * 9, [""], [1], [None], [b"a"], "\ud800", ["\udfff"], None, 1, True, b"a", {"a"},
+         {"a": 1}, range(2)],
+    ),
+    "stop_token_ids": (errors.InvalidStop, [list(range(65)), None, 1, "12", {1}, range(3), np.arange(3)]),
+    "ignore_eos": (errors.InvalidSampling, [None, 0, 1, "false", 1.0]),
+    "seed": (errors.InvalidSeed, [-1, 2**63, *NOT_AN_INTEGER]),
+    "n": (errors.TooManySequences, [0, -1, 17, 10**9, None, *NOT_AN_INTEGER]),
+    "best_of": (errors.TooManySequences, [0, -1, 17, 10**9, *NOT_AN_INTEGER]),
+    "beam_width": (errors.TooManySequences, [0, -1, 17, 10**9, None, *NOT_AN_INTEGER]),
+    "length_penalty": (errors.InvalidSampling, [-10.000001, 10.000001, *NOT_A_NUMBER]),
+    "early_stopping": (errors.InvalidSampling, [None, 0, 1, "true", "Never", b"never", 1.0]),
+    "logprobs": (errors.TooManyLogprobs, [-1, 21, *NOT_AN_INTEGER]),
+    "prompt_logprobs": (errors.TooManyLogprobs, [-1, 21, *NOT_AN_INTEGER]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in ACCEPTED for value in ACCEPTED[name]])
+def test_values_up_to_the_limit_are_accepted(name, value):
+    """Every value within its range makes parameters."""
+    assert isinstance(SamplingParams(**{name: value}), SamplingParams)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in REFUSED for value in REFUSED[name][1]])
+def test_values_beyond_the_limit_are_refused(name, value):
+    """Every value out of range or of a wrong type is refused with its field's error, which names the field."""
+    with pytest.raises(REFUSED[name][0]) as refusal:
+        SamplingParams(**{name: value})
+    assert refusal.value.what == name
+    assert str(refusal.value).startswith(f"{name}: got ")
+
+
+@pytest.mark.parametrize("token_id", [-1, limits.MAX_COUNT + 1, True, 1.0, "1", None, np.int64(1), 10**400])
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
+def test_what_is_no_token_id_is_refused_wherever_it_stands(name, token_id):
+    """An element that cannot be a token id is an InvalidToken that names the field."""
+    value = [token_id] if name == "stop_token_ids" else {token_id: 1.0}
+    with pytest.raises(errors.InvalidToken) as refusal:
+        SamplingParams(**{name: value})
+    assert refusal.value.what == name
+
+
+def test_defaults_are_greedy_and_change_nothing():
+    """Without arguments every feature is off."""
+    params = SamplingParams()
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.0, 0, 1.0, 0.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.max_tokens, params.min_tokens, params.n, params.seed) == (None, 0, 1, None)
+    assert (params.logit_bias, params.stop, params.stop_token_ids, params.logprobs) == (None, (), (), None)
+
+
+def test_numbers_are_stored_as_floats():
+    """An integer given for a float field is stored as a float."""
+    params = SamplingParams(temperature=1, top_p=1, min_p=0, repetition_penalty=2, logit_bias={3: 4})
+    numbers = (params.temperature, params.top_p, params.min_p, params.repetition_penalty, params.logit_bias[3])
+    assert all(type(number) is float for number in numbers)
+
+
+def test_sequences_are_stored_as_tuples():
+    """One stop string, lists and tuples all become tuples."""
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
+    assert SamplingParams(stop_token_ids=[3, 1]).stop_token_ids == (3, 1)
+
+
+def test_parameters_do_not_follow_changes_of_what_they_were_made_from():
+    """Lists and mappings are copied; nothing can be changed afterwards."""
+    stop, ids, bias = ["a"], [1], {1: 1.0}
+    params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
+    stop.append("b"), ids.append(2), bias.update({1: 2.0, 2: 2.0})
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (("a",), (1,), {1: 1.0})
+    with pytest.raises(TypeError):
+        params.logit_bias[1] = 2.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 1.0
+
+
+def test_parameters_are_values():
+    """Equal parameters hash alike and survive copying, pickling, replacing and asdict."""
+    params = SamplingParams(temperature=0.5, stop="x", logit_bias={7: -1.0, 2: 3.0}, stop_token_ids=[4])
+    same = SamplingParams(temperature=0.5, stop=("x",), logit_bias={2: 3.0, 7: -1.0}, stop_token_ids=(4,))
+    assert params == same
+    assert hash(params) == hash(same)
+    assert params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params))
+    assert SamplingParams.from_mapping(dataclasses.asdict(params)) == params
+    assert dataclasses.replace(params, n=2).n == 2
+    assert params != dataclasses.replace(params, logit_bias={2: 3.0})
+
+
+def test_a_bias_made_by_hand_is_checked_too():
+    """A ready-made LogitBias is no way around the checks."""
+    with pytest.raises(errors.InvalidBias):
+        SamplingParams(logit_bias=LogitBias({1: NAN}))
+
+
+def test_min_tokens_above_max_tokens_is_refused():
+    """When both are given, min_tokens is at most max_tokens."""
+    assert SamplingParams(min_tokens=3, max_tokens=3).min_tokens == 3
+    with pytest.raises(errors.InvalidMinTokens, match="min_tokens: got 4, allowed is 0 to max_tokens, 3 here"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+
+
+def test_answers_are_chosen_among_at_least_as_many():
+    """best_of is at least n, and so is the width of a beam search."""
+    assert SamplingParams(n=2, best_of=2).is_contest is False
+    assert SamplingParams(n=2, best_of=3).is_contest is True
+    with pytest.raises(errors.TooManySequences, match="best_of: got 2, allowed is n to 16, n is 3 here"):
+        SamplingParams(n=3, best_of=2)
+    with pytest.raises(errors.TooManySequences, match="n: got 5, allowed is 1 to beam_width, 4 here"):
+        SamplingParams(n=5, beam_width=4)
+
+
+def test_what_starts_and_what_runs_at_the_same_time():
+    """A beam search starts with one sequence, everything else with all of them."""
+    counted = [SamplingParams(n=3), SamplingParams(n=2, best_of=4), SamplingParams(n=2, beam_width=5)]
+    assert [(params.num_newcomers, params.num_sequences) for params in counted] == [(3, 3), (4, 4), (1, 5)]
+
+
+@pytest.mark.parametrize("other", [
+    {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"presence_penalty": 1}, {"best_of": 4},
+    {"frequency_penalty": 1}, {"repetition_penalty": 2}, {"logit_bias": {1: 1.0}}, {"stop": "a"},
+])  # fmt: skip
+def test_beams_follow_the_models_own_distribution(other):
+    """A parameter that beam search would have to ignore is refused with it, by name."""
+    with pytest.raises(errors.InvalidSampling, match="where beam_width is above 1") as refusal:
+        SamplingParams(beam_width=2, **other)
+    assert refusal.value.what == next(iter(other))
+
+
+def test_a_mapping_makes_the_same_parameters_as_keywords():
+    """from_mapping is the constructor for decoded JSON."""
+    decoded = {"temperature": 0.7, "top_k": 5, "stop": ["a"], "logit_bias": {"50": -100, "7": 1.5}}
+    made = SamplingParams(temperature=0.7, top_k=5, stop="a", logit_bias={50: -100, 7: 1.5})
+    assert SamplingParams.from_mapping(decoded) == made
+
+
+@pytest.mark.parametrize("key", ["", " 1", "+1", "-1", "1.0", "1e3", "\u0661", "\u00b2", "12345678901", "0x1", "true"])
+def test_keys_that_are_no_decimal_numbers_are_refused(key):
+    """A JSON key is a token id only if it is made of ASCII digits and in range."""
+    with pytest.raises(errors.InvalidToken):
+        SamplingParams.from_mapping({"logit_bias": {key: 1.0}})
+
+
+@pytest.mark.parametrize("bias", [{str(i): 1.0 for i in range(301)}, [["1", 1.0]], "1"])
+def test_a_mapping_refuses_the_same_biases_as_keywords(bias):
+    """Converting keys neither hides how many there are nor what kind the value has."""
+    with pytest.raises(errors.InvalidBias):
+        SamplingParams.from_mapping({"logit_bias": bias})
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    """A misspelt name is refused, the known ones are listed, and the nearest one is proposed."""
+    with pytest.raises(errors.UnknownParameter) as refusal:
+        SamplingParams.from_mapping({"temprature": 1.0})
+    message = str(refusal.value)
+    assert message.endswith("Did you mean temperature?")
+    assert all(field.name in message for field in dataclasses.fields(SamplingParams))
+    assert "temprature" not in message
+
+
+@pytest.mark.parametrize("mapping", [None, 1, "temperature", [("temperature", 1)], {1: 2}, {None: 1}, {("n",): 1}])
+def test_what_is_no_mapping_of_names_is_refused(mapping):
+    """from_mapping accepts mappings with parameter names only."""
+    with pytest.raises(errors.UnknownParameter):
+        SamplingParams.from_mapping(mapping)
+
+
+def test_unknown_keywords_are_a_type_error():
+    """The constructor refuses unknown names as any function does."""
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        SamplingParams(temprature=1.0)
+
+
+def test_the_signature_for_type_checkers_has_the_fields_and_defaults():
+    """The constructor that type checkers see differs from the dataclass in accepted types only."""
+    tree = ast.parse(inspect.getsource(sampling_params))
+    init = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__" and len(node.body) == 1
+                and node.args.kwonlyargs)  # fmt: skip
+    declared = {
+        argument.arg: ast.literal_eval(default)
+        for argument, default in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
+    }
+    assert declared == {field.name: field.default for field in dataclasses.fields(SamplingParams)}
