@@ -53,15 +53,15 @@ class Problem:
         card: where it goes.
         layer: its shape.
         rows: of the batch.
-        page_stride: bytes from a block to the next; by default this layer's alone.
+        block_stride: bytes from a block to the next; by default this layer's alone.
         num_ctas: CTAs that the planner is told run at once.
     """
 
     def __init__(
-        self, card: Any, layer: Layer, rows: Sequence[tuple[int, int]], *, page_stride: int = 0, num_ctas: int = 0
+        self, card: Any, layer: Layer, rows: Sequence[tuple[int, int]], *, block_stride: int = 0, num_ctas: int = 0
     ) -> None:
         self.card, self.layer, self.rows = card, layer, list(rows)
-        self.page_stride = page_stride or layer.block_bytes
+        self.block_stride = block_stride or layer.block_bytes
         self._plan = step_plan([n for n, _ in rows], [past for _, past in rows])
         needed = -(-self._plan.kv_lens // BLOCK)
         tables = np.full(self._plan.block_tables.shape, 2**30, np.int32)
@@ -71,7 +71,7 @@ class Problem:
         described = np.stack([self._plan.query_start[:-1], self._plan.query_lens, self._plan.kv_lens,
                               np.zeros(len(rows), np.int64)], axis=1).astype(np.int32)
         self.num_blocks, self.num_tokens = int(needed.sum()), int(self._plan.query_lens.sum())
-        self.pool = random_bf16(card, self.num_blocks * self.page_stride)
+        self.pool = random_bf16(card, self.num_blocks * self.block_stride)
         self._tables, self._described = card.upload(tables), card.upload(described)
         self._query = random_bf16(card, self.output_bytes)
         self._width = tables.shape[1]
@@ -118,7 +118,7 @@ class Problem:
         launches = [
             (layer.kernel(family), self._counts[family] * layer.kv_heads, (
                 self._query, self.pool, values, self._tables, self._items[family], self._described, output,
-                self.partials, self.counters, None, None, None, self.page_stride, layer.heads * row, row, self._width,
+                self.partials, self.counters, None, None, None, self.block_stride, layer.heads * row, row, self._width,
                 BLOCK.bit_length() - 1, layer.kv_heads, layer.group, 0, 0, layer.head_size**-0.5 * LOG2_E, 0.0,
             )) for family in families
         ]

@@ -296,7 +296,7 @@ def sweeps(card: Any, sizes: Sizes, report: Report, deeper: Callable[[int], Any]
                 report.note(f"page stride of {layers} layers, {batch}: left out, the pool would be too large")
                 continue
             with card.memory():
-                problem = Problem(card, sizes.layer, rows, page_stride=stride)
+                problem = Problem(card, sizes.layer, rows, block_stride=stride)
                 report.add(what="layers from page to page", value=layers, batch=batch,
                            **_decode_row(card, sizes, problem, copied))
     for stages in STAGE_DEPTHS:

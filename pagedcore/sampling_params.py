@@ -147,7 +147,7 @@ class SamplingParams:
         return max(self.n, self.best_of or 1, self.beam_width)
 
     @property
-    def num_newcomers(self) -> int:
+    def num_initial_sequences(self) -> int:
         """Sequences that have to find a place in the waiting queue; a beam search starts with one."""
         return 1 if self.beam_width > 1 else self.num_sequences
 

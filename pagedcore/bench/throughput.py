@@ -84,7 +84,7 @@ def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callab
     requests = [engine.add_request(list(prompt), _exactly(count))
                 for prompt, count in zip(workload.prompts, workload.num_outputs, strict=True)]
     while engine.has_pending_requests():
-        on_progress(len(engine.advance()))
+        on_progress(len(engine.step_pending()))
         rows_per_step.append(engine.stats().num_rows - num_rows)
         num_rows += rows_per_step[-1]
     wall_s = time.perf_counter() - start

@@ -24,22 +24,22 @@ from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.plugins.observers import EngineHooks
-from pagedcore.requests.input_processor import Intake
+from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.requests.stats import Counters, EngineStats
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
-    from pagedcore.execution.kv_transfers import BlockMover
+    from pagedcore.execution.kv_transfers import KVTransfers
     from pagedcore.protocols import CacheStore, Clock, ModelBackend, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class EngineParts:
+class EngineComponents:
     """Everything an engine is made of."""
 
     config: EngineConfig
-    intake: Intake
+    input_processor: InputProcessor
     block_manager: BlockManager
     scheduler: Scheduler
     runner: ModelRunner
@@ -51,7 +51,7 @@ class EngineParts:
     kv_format: str
     """What KV blocks of another process have to match to be of use here."""
 
-    def calibrate(self, mover: BlockMover, clock: Clock) -> None:
+    def calibrate(self, mover: KVTransfers, clock: Clock) -> None:
         """Measure what moving and computing cost here, before anything is in the pool; needs a host tier."""
         blocks, costs = self.block_manager, self.scheduler.costs
         assert blocks.host is not None  # Invariant: asked before
@@ -102,9 +102,9 @@ class EngineParts:
         )
 
 
-def assemble(
+def build_components(
     model: Any, *, tokenizer: Any = None, plugins: Iterable[object] = (), **settings: Any
-) -> EngineParts:
+) -> EngineComponents:
     """Build the parts of an engine; arguments as ``Engine.from_pretrained``.
 
     Raises:
@@ -125,7 +125,7 @@ def assemble(
         copies_blocks=memory.store is not None,
     )
     info = _describe(model, backend, config, block_manager)
-    intake = Intake(
+    input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
         config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
     )
@@ -137,8 +137,8 @@ def assemble(
     threads = ComputeThreads(
         config.num_threads, computes_in_torch=bool(getattr(backend, "computes_in_torch", False))
     )
-    return EngineParts(
-        config, intake, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
+    return EngineComponents(
+        config, input_processor, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
         EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
         backend_fingerprint(backend), kv_format(backend, memory.block_size),
     )

@@ -13,22 +13,22 @@ from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
 from pagedcore.errors import EngineClosed
-from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
-from pagedcore.requests.input_processor import Intake, PreparedPrompt, Prompt
-from pagedcore.requests.output_processor import Outcomes
-from pagedcore.requests.output_text import AnswerBook, News
+from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
+from pagedcore.requests.output_processor import OutputProcessor
+from pagedcore.requests.output_text import CompletionTexts, PendingOutput
 from pagedcore.requests.request import Request
-from pagedcore.requests.request_table import RequestBook
+from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import Counters, EngineStats
 from pagedcore.requests.turns import Turns
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.parking import Parking
-from pagedcore.sessions.session_store import SessionBook
+from pagedcore.sessions.session_store import SessionStore
 
 if TYPE_CHECKING:
-    from pagedcore.engine.builder import EngineParts
+    from pagedcore.engine.builder import EngineComponents
     from pagedcore.plugins.observers import EngineHooks
     from pagedcore.scheduler.plan import SchedulePlan
     from pagedcore.sessions.session import Session
@@ -43,29 +43,29 @@ class Engine:
     Invariant: between steps every block is free, cached, on its way, or in the table of a live sequence.
     """
 
-    def __init__(self, parts: EngineParts, clock: Clock | None = None) -> None:
+    def __init__(self, parts: EngineComponents, clock: Clock | None = None) -> None:
         self._parts = parts
         self._config = parts.config
-        self.intake: Intake = parts.intake
+        self.input_processor: InputProcessor = parts.input_processor
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._hooks = parts.hooks
         self._clock = clock if clock is not None else MonotonicClock()
-        self._answers = AnswerBook(parts.intake.tokenizer)
-        self._requests = RequestBook(
+        self._answers = CompletionTexts(parts.input_processor.tokenizer)
+        self._requests = RequestTable(
             self, parts.config.seed, parts.block_manager.hasher, shares_prefixes=parts.config.enable_prefix_caching
         )
         self._counters = Counters()
-        self._outcomes = Outcomes(parts, self._requests, self._answers, self._counters, self._clock)
+        self._output_processor = OutputProcessor(parts, self._requests, self._answers, self._counters, self._clock)
         self._turns = Turns(
-            parts, self._requests, self._answers, self._outcomes.contests, self._counters, self._clock
+            parts, self._requests, self._answers, self._output_processor.contests, self._counters, self._clock
         )
-        self._mover = BlockMover(parts.store, parts.scheduler.moves, self._clock)
+        self._mover = KVTransfers(parts.store, parts.scheduler.moves, self._clock)
         if parts.block_manager.host is not None and parts.config.preemption == "auto":
             parts.calibrate(self._mover, self._clock)
-        self._sessions = SessionBook(self, parts, self._turns, Parking(parts, self._mover, self._clock))
+        self._sessions = SessionStore(self, parts, self._turns, Parking(parts, self._mover, self._clock))
         self._is_closed = False
-        self.stands_still = False
+        self.is_stalled = False
         """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
         self._hooks.engine_started(parts.info)
 
@@ -81,9 +81,9 @@ class Engine:
         Raises:
             InvalidConfig: a setting is unknown or out of range, or the model cannot run here.
         """
-        from pagedcore.engine.builder import assemble
+        from pagedcore.engine.builder import build_components
 
-        return cls(assemble(model, **settings))
+        return cls(build_components(model, **settings))
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
@@ -108,15 +108,15 @@ class Engine:
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
         cache_salt: str | bytes | None = None,
-    ) -> PreparedPrompt:
+    ) -> ProcessedRequest:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
-        return self.intake.prepare(prompt, params, priority, cache_salt)
+        return self.input_processor.prepare(prompt, params, priority, cache_salt)
 
-    def accept(self, prepared: PreparedPrompt) -> Request:
+    def accept(self, prepared: ProcessedRequest) -> Request:
         """Take a prepared request. Raises ``EngineOverloaded`` or ``EngineClosed``; then nothing was taken."""
         self._require_open()
         params = prepared.params
-        self._scheduler.require_room(len(prepared.token_ids) + prepared.max_tokens, params.num_newcomers)
+        self._scheduler.require_room(len(prepared.token_ids) + prepared.max_tokens, params.num_initial_sequences)
         request = self._requests.add(prepared, self._clock.now())
         self._turns.start(request, len(prepared.token_ids))
         return request
@@ -148,7 +148,7 @@ class Engine:
         return self._sessions.take_in(self._sessions.read(path), cache_salt)
 
     @property
-    def sessions(self) -> SessionBook:
+    def sessions(self) -> SessionStore:
         """The open sessions."""
         return self._sessions
 
@@ -157,7 +157,7 @@ class Engine:
         request = self._requests.find(request_id)
         if request is None or request.is_done:
             return False
-        self._outcomes.abort(request)
+        self._output_processor.abort(request)
         self._move_blocks()
         return True
 
@@ -170,7 +170,7 @@ class Engine:
 
     def token_text(self, token_id: int) -> TokenText:
         """Say what a token stands for, from any thread. Raises ``InvalidRequest`` outside of the vocabulary."""
-        return self.intake.token_text(token_id)
+        return self.input_processor.token_text(token_id)
 
     def has_pending_requests(self) -> bool:
         """Whether any request waits or runs."""
@@ -182,40 +182,40 @@ class Engine:
         Raises:
             EngineClosed: after ``close()``.
         """
-        return list(map(self._outcomes.take_delta, self.advance()))
+        return list(map(self._output_processor.take_delta, self.step_pending()))
 
-    def take_delta(self, news: News) -> Delta:
+    def take_delta(self, news: PendingOutput) -> Delta:
         """Return what was added to an answer since its last delta."""
-        return self._outcomes.take_delta(news)
+        return self._output_processor.take_delta(news)
 
-    def advance(self) -> list[News]:
+    def step_pending(self) -> list[PendingOutput]:
         """Run one step, and say which answers have news instead of telling them; ``take_delta`` does, at any time.
 
         Why: for whoever tells of several steps at once. Deltas take 4 % of a small model's step with 64 answers.
         """
         self._require_open()
         self._sessions.parking.expire()
-        expired = self._outcomes.expire_waiting(self._config.queue_timeout_s)
+        expired = self._output_processor.expire_waiting(self._config.queue_timeout_s)
         plan = self._next_plan()
-        self.stands_still = plan.is_empty and self._scheduler.has_work
+        self.is_stalled = plan.is_empty and self._scheduler.has_work
         if plan.is_empty:
-            self._mover.settle(wait=self.stands_still)
+            self._mover.settle(wait=self.is_stalled)
             return expired
-        self._outcomes.note_started(plan)
+        self._output_processor.note_started(plan)
         copies, before_s = self._scheduler.reserve(plan), self._clock.now()
         try:
             self._mover.copy(copies)
             sampled = self._runner.execute(plan.rows, self._parts.block_manager)
         except Exception as error:
             self._scheduler.rollback(plan)
-            return expired + self._outcomes.fail(plan, error)
+            return expired + self._output_processor.fail(plan, error)
         except BaseException:
             self._scheduler.rollback(plan)
             raise
         self._scheduler.costs.step.observe(plan.num_tokens, self._clock.now() - before_s)
-        news = self._outcomes.commit(plan, sampled)
+        news = self._output_processor.commit(plan, sampled)
         self._move_blocks()
-        self._outcomes.note_step(plan, self.stats)
+        self._output_processor.note_step(plan, self.stats)
         return expired + news
 
     def _next_plan(self) -> SchedulePlan:
@@ -251,7 +251,7 @@ class Engine:
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all answers of a request as they stand."""
-        return self._outcomes.output_of(request)
+        return self._output_processor.output_of(request)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and occupancy."""
@@ -274,7 +274,7 @@ class Engine:
 
     def can_accept(self, num_sequences: int = 1) -> bool:
         """Whether the waiting queue has room for a request with this many answers."""
-        return self._scheduler.waiting.num_places >= num_sequences
+        return self._scheduler.waiting.num_free_slots >= num_sequences
 
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""

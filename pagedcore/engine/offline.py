@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from pagedcore.errors import InvalidRequest
 from pagedcore.outputs import RequestOutput
-from pagedcore.requests.input_processor import PreparedPrompt, Prompt
+from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 
@@ -32,7 +32,7 @@ def run_offline(
         with tqdm(total=len(waiting), unit="request", disable=_is_hidden(show_progress)) as bar:
             while waiting or not all(request.is_done for request in requests):
                 _feed(engine, waiting, requests)
-                engine.advance()
+                engine.step_pending()
                 _show(bar, engine, requests)
         return [request.output() for request in requests]
     finally:
@@ -43,7 +43,7 @@ def run_offline(
 
 def _prepare_all(
     engine: Engine, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
-) -> list[PreparedPrompt]:
+) -> list[ProcessedRequest]:
     if isinstance(prompts, str):
         raise InvalidRequest("prompts", prompts, "a list of prompts", "For one prompt pass [prompt].")
     each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -52,8 +52,8 @@ def _prepare_all(
     return [engine.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
 
 
-def _feed(engine: Engine, waiting: deque[PreparedPrompt], requests: list[Request]) -> None:
-    while waiting and engine.can_accept(waiting[0].params.num_newcomers):
+def _feed(engine: Engine, waiting: deque[ProcessedRequest], requests: list[Request]) -> None:
+    while waiting and engine.can_accept(waiting[0].params.num_initial_sequences):
         requests.append(engine.accept(waiting.popleft()))
 
 

@@ -16,14 +16,14 @@ from pagedcore.errors import InvalidConfig
 from pagedcore.kv_cache.transfers import Direction, Transfer
 from pagedcore.protocols import CacheStore, Clock
 from pagedcore.scheduler.cost_model import CostModel
-from pagedcore.scheduler.swapping import BlockMoves
+from pagedcore.scheduler.swapping import Swapping
 
 _log = logging.getLogger("pagedcore")
 
 _CALIBRATION_BLOCKS: Final = (1, 8)
 
 
-class BlockMover:
+class KVTransfers:
     """The moving half of one engine.
 
     Invariant: every transfer that was started is reported to the scheduler exactly once when it ends, and before that
@@ -33,7 +33,7 @@ class BlockMover:
     __slots__ = ("_clock", "_longest_s", "_moves", "_overdue", "_started_s", "_store")
 
     def __init__(
-        self, store: CacheStore | None, moves: BlockMoves, clock: Clock, longest_s: float = MAX_TRANSFER_S
+        self, store: CacheStore | None, moves: Swapping, clock: Clock, longest_s: float = MAX_TRANSFER_S
     ) -> None:
         self._store = store
         self._moves = moves

@@ -17,7 +17,7 @@ from pagedcore.kv_cache.block_hash import BlockHasher
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.eviction import EvictionPolicy, least_recently_used
-from pagedcore.kv_cache.host_cache import HostTier
+from pagedcore.kv_cache.host_cache import HostCache
 from pagedcore.kv_cache.memory_snapshot import MemorySnapshot, take_snapshot
 from pagedcore.kv_cache.prefix_cache import PrefixCache
 from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, find_prefix
@@ -74,7 +74,7 @@ class BlockManager:
         self.cache = PrefixCache(self._pool, policy)
         self._tables: dict[int, BlockTable] = {}
         self._sources: Counter[int] = Counter()
-        self.host = HostTier(self, num_host_blocks, policy) if num_host_blocks else None
+        self.host = HostCache(self, num_host_blocks, policy) if num_host_blocks else None
 
     @property
     def num_blocks(self) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pagedcore.kv_cache.block_manager import BlockManager
 
 
-class HostTier:
+class HostCache:
     """The host's blocks, pins and transfers of one block manager.
 
     Invariant: a sequence has at most one transfer that is meant for it, and no table while it has one.

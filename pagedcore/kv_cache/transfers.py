@@ -34,7 +34,7 @@ class BlockMove:
 class Transfer:
     """Copies of whole blocks that start together and complete together.
 
-    Invariant: every block in it carries one reference of the transfer until ``HostTier.complete``.
+    Invariant: every block in it carries one reference of the transfer until ``HostCache.complete``.
     """
 
     transfer_id: int

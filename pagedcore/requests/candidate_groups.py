@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from pagedcore.outputs import FinishReason, TokenLogprobs
 from pagedcore.requests.beam_search import BeamRules, BeamSearch, Candidates, Hypothesis
-from pagedcore.requests.output_text import AnswerBook
+from pagedcore.requests.output_text import CompletionTexts
 from pagedcore.requests.request import Request
-from pagedcore.requests.request_table import RequestBook
+from pagedcore.requests.request_table import RequestTable
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
 
@@ -101,7 +101,7 @@ class Contests:
     Invariant: contenders are in the request book until they are dismissed, and no sequence is a contender later.
     """
 
-    def __init__(self, scheduler: Scheduler, requests: RequestBook, answers: AnswerBook) -> None:
+    def __init__(self, scheduler: Scheduler, requests: RequestTable, answers: CompletionTexts) -> None:
         self._scheduler = scheduler
         self._requests = requests
         self._answers = answers
@@ -110,7 +110,7 @@ class Contests:
     def open(self, request: Request) -> list[Sequence]:
         """Begin the contest for a request's answers; return the sequences to start, none of them among its answers."""
         first, params = request.sequences[0], request.params
-        contenders = [self._requests.branch(first, index) for index in range(params.num_newcomers)]
+        contenders = [self._requests.branch(first, index) for index in range(params.num_initial_sequences)]
         # Why: what the first contender learns of the prompt is the request's at once; the others have it computed.
         contenders[0].prompt_logprobs = first.prompt_logprobs
         if params.beam_width == 1:

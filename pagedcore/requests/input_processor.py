@@ -21,7 +21,7 @@ Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage]
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class ProcessedRequest:
     """A request that passed the door: everything resolved, nothing allocated."""
 
     token_ids: list[int]
@@ -34,7 +34,7 @@ class PreparedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class InputProcessor:
     """The engine's validator, with the bounds of one model and one KV pool."""
 
     tokenizer: Tokenizer | None
@@ -49,7 +49,7 @@ class Intake:
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, cache_salt: str | bytes | None = None
-    ) -> PreparedPrompt:
+    ) -> ProcessedRequest:
         """Check and resolve a new request.
 
         Raises:
@@ -61,7 +61,7 @@ class Intake:
         return replace(self._resolve(self._token_ids(prompt), 0, params, priority), cache_salt=salt)
 
     def prepare_continuation(self, prompt: Prompt, known_token_ids: list[int], params: SamplingParams,
-                             priority: int) -> PreparedPrompt:
+                             priority: int) -> ProcessedRequest:
         """Check and resolve a further turn after ``known_token_ids``; only the new tokens are in the result."""
         token_ids = self._continuation_ids(prompt, known_token_ids)
         return self._resolve(token_ids, len(known_token_ids), params, priority)
@@ -81,11 +81,12 @@ class Intake:
         text = self.tokenizer.decode([token_id])
         return TokenText(text, text.encode() if text and "\ufffd" not in text else None)
 
-    def _resolve(self, token_ids: list[int], num_known: int, params: SamplingParams, priority: int) -> PreparedPrompt:
+    def _resolve(self, token_ids: list[int], num_known: int, params: SamplingParams, priority: int) -> ProcessedRequest:
         validation.check_params_for_model(params, self.vocab_size)
-        if params.num_newcomers > self.max_num_waiting:
-            what = "n" if params.n == params.num_newcomers else "best_of"
-            raise TooManySequences(what, params.num_newcomers, f"up to max_num_waiting ({self.max_num_waiting})")
+        if params.num_initial_sequences > self.max_num_waiting:
+            what = "n" if params.n == params.num_initial_sequences else "best_of"
+            limit = f"up to max_num_waiting ({self.max_num_waiting})"
+            raise TooManySequences(what, params.num_initial_sequences, limit)
         validation.validate_prompt_ids(token_ids, self.vocab_size, self.max_model_len - num_known)
         num_prompt = num_known + len(token_ids)
         longest = self.max_model_len
@@ -94,7 +95,7 @@ class Intake:
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
         validation.check_fits_pool(num_prompt, max_tokens, params.num_sequences, self.num_pool_tokens)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        return PreparedPrompt(list(token_ids), params, max_tokens, eos.union(params.stop_token_ids), priority)
+        return ProcessedRequest(list(token_ids), params, max_tokens, eos.union(params.stop_token_ids), priority)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -12,21 +12,21 @@ from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed
 from pagedcore.outputs import Delta, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
 from pagedcore.protocols import Clock
 from pagedcore.requests.candidate_groups import Beams, Chosen, Contest, Contests
-from pagedcore.requests.output_text import AnswerBook, News
+from pagedcore.requests.output_text import CompletionTexts, PendingOutput
 from pagedcore.requests.request import Request
-from pagedcore.requests.request_table import RequestBook
+from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import Counters, EngineStats, StepStats
 from pagedcore.sequence import Sequence
 
 if TYPE_CHECKING:
-    from pagedcore.engine.builder import EngineParts
+    from pagedcore.engine.builder import EngineComponents
     from pagedcore.execution.sampler import SampledTokens
     from pagedcore.scheduler.plan import NewToken, SchedulePlan
 
 _NO_LOGITS: Final = "the model returned no usable logits for this request"
 
 
-class Outcomes:
+class OutputProcessor:
     """The publishing side of one engine.
 
     Invariant: an answer has news whenever text or tokens were added to it, and when it has ended.
@@ -34,7 +34,8 @@ class Outcomes:
     """
 
     def __init__(
-        self, parts: EngineParts, requests: RequestBook, answers: AnswerBook, counters: Counters, clock: Clock
+        self, parts: EngineComponents, requests: RequestTable, answers: CompletionTexts, counters: Counters,
+        clock: Clock,
     ) -> None:
         self._scheduler = parts.scheduler
         self._hooks = parts.hooks
@@ -63,7 +64,7 @@ class Outcomes:
                 engine_stats=engine_stats,
             ))
 
-    def commit(self, plan: SchedulePlan, sampled: SampledTokens) -> list[News]:
+    def commit(self, plan: SchedulePlan, sampled: SampledTokens) -> list[PendingOutput]:
         """Make a computed step true; rows whose logits were unusable end first, and alone."""
         news, tokens, contests = self._note_prompts(plan, sampled), dict[int, int | None](), dict[str, Contest]()
         sequences = [row.sequence for row in plan.rows if row.is_sampled]
@@ -81,13 +82,13 @@ class Outcomes:
             news += self._deliver_if_decided(contest, now)
         return self._note_finished(news)
 
-    def fail(self, plan: SchedulePlan, error: Exception) -> list[News]:
+    def fail(self, plan: SchedulePlan, error: Exception) -> list[PendingOutput]:
         """End every request of a batch that could not be computed; call it after the rollback."""
         failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
         failure.__cause__ = error
         return self._note_finished(self._end_all((row.sequence for row in plan.rows), "error", failure))
 
-    def expire_waiting(self, limit_s: float | None) -> list[News]:
+    def expire_waiting(self, limit_s: float | None) -> list[PendingOutput]:
         """End the requests that have waited longer than ``limit_s`` seconds for their first start."""
         if limit_s is None:
             return []
@@ -105,7 +106,7 @@ class Outcomes:
         self.contests.close(request, "abort")
         self._note_finished(self._end_all(request.sequences, "abort"))
 
-    def take_delta(self, news: News) -> Delta:
+    def take_delta(self, news: PendingOutput) -> Delta:
         """Tell the news of an answer: all that was added to it since its last delta, with its end if it has ended."""
         request, sequence = news
         text, token_ids = self._answers.take_news(sequence)
@@ -137,9 +138,9 @@ class Outcomes:
 
     def _end_all(
         self, sequences: Iterable[Sequence], reason: FinishReason, error: Exception | None = None
-    ) -> list[News]:
+    ) -> list[PendingOutput]:
         """End sequences, and with a contender its whole request; those that have finished stay as they are."""
-        news: list[News] = []
+        news: list[PendingOutput] = []
         for sequence in sequences:
             if sequence.finish_reason is None:
                 request = self._requests.request_of(sequence)
@@ -151,15 +152,17 @@ class Outcomes:
                 ]
         return news
 
-    def _end(self, request: Request, sequence: Sequence, reason: FinishReason, error: Exception | None) -> News:
+    def _end(
+        self, request: Request, sequence: Sequence, reason: FinishReason, error: Exception | None
+    ) -> PendingOutput:
         request.error = error
         self._scheduler.finish(sequence, reason)
         self._answers.finish(sequence)
         return request, sequence
 
-    def _note_prompts(self, plan: SchedulePlan, sampled: SampledTokens) -> list[News]:
+    def _note_prompts(self, plan: SchedulePlan, sampled: SampledTokens) -> list[PendingOutput]:
         """Keep what was learnt of prompts; requests for which that cannot be told end."""
-        news: list[News] = []
+        news: list[PendingOutput] = []
         for row in plan.rows if sampled.prompts else ():
             scored = sampled.prompts.get(row.sequence.sequence_id, [])
             if scored is None:
@@ -182,7 +185,7 @@ class Outcomes:
             sequence.logprobs.append(logprobs)
         return token_id
 
-    def _publish(self, new: NewToken, now: float) -> list[News]:
+    def _publish(self, new: NewToken, now: float) -> list[PendingOutput]:
         sequence = new.sequence
         request = self._requests.request_of(sequence)
         contest = self.contests.find(request)
@@ -205,7 +208,7 @@ class Outcomes:
             # Why: the token that completed a stop string may also have been the last one allowed.
             sequence.finish_reason = "stop"
 
-    def _deliver_if_decided(self, contest: Contest, now: float) -> list[News]:
+    def _deliver_if_decided(self, contest: Contest, now: float) -> list[PendingOutput]:
         """Give a request its chosen answers, as soon as they can be chosen."""
         request = contest.request
         if self.contests.find(request) is not contest or not contest.is_decided:
@@ -221,7 +224,7 @@ class Outcomes:
             for sequence, chosen in zip(request.sequences, results, strict=True)
         ]
 
-    def _deliver(self, request: Request, sequence: Sequence, chosen: Chosen) -> News:
+    def _deliver(self, request: Request, sequence: Sequence, chosen: Chosen) -> PendingOutput:
         sequence.score = chosen.score
         sequence.logprobs.extend(chosen.logprobs)
         for token_id in chosen.token_ids:
@@ -233,7 +236,7 @@ class Outcomes:
             self._counters.num_generated_tokens += len(chosen.token_ids)
         return request, sequence
 
-    def _note_finished(self, news: list[News]) -> list[News]:
+    def _note_finished(self, news: list[PendingOutput]) -> list[PendingOutput]:
         """Note the requests that these news end, each once, now that all their answers are complete."""
         for request in dict.fromkeys(request for request, sequence in news if sequence.finish_reason is not None):
             if request.is_done and request.timeline.finished_s is None:

@@ -13,7 +13,7 @@ from pagedcore.requests.request import Request
 from pagedcore.sequence import Sequence
 from pagedcore.tokenizer.incremental_text import TextStream
 
-News = tuple[Request, Sequence]
+PendingOutput = tuple[Request, Sequence]
 """An answer of a request that has something to tell."""
 
 
@@ -25,7 +25,7 @@ class _Answer:
     num_told_tokens: int = 0
 
 
-class AnswerBook:
+class CompletionTexts:
     """Texts of all live answers, by sequence id.
 
     Invariant: the text of an answer is the concatenation of all its news, taken or not.

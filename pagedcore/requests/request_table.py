@@ -10,16 +10,16 @@ from collections.abc import Iterator
 
 from pagedcore.errors import RequestStateError
 from pagedcore.kv_cache.block_hash import BlockHasher
-from pagedcore.requests.input_processor import PreparedPrompt
+from pagedcore.requests.input_processor import ProcessedRequest
 from pagedcore.requests.request import Request, RequestOwner
-from pagedcore.requests.sequence_snapshot import History
+from pagedcore.requests.sequence_snapshot import SequenceSnapshot
 from pagedcore.sequence import Sequence, SequenceStatus
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # Why: odd, so that consecutive multiples do not meet modulo a power of two
 _SEED_RANGE = 2**63
 
 
-class RequestBook:
+class RequestTable:
     """All requests that were accepted and not removed.
 
     Invariant: every sequence of every request in the book maps back to that request, and no other sequence does.
@@ -49,7 +49,7 @@ class RequestBook:
         """Return the request a sequence belongs to."""
         return self._by_sequence[sequence.sequence_id]
 
-    def add(self, prepared: PreparedPrompt, now_s: float) -> Request:
+    def add(self, prepared: ProcessedRequest, now_s: float) -> Request:
         """Make a request with one sequence per answer and enter it."""
         arrival = self.next_arrival()
         first_seed = prepared.params.seed
@@ -69,7 +69,7 @@ class RequestBook:
         return self._enter(request)
 
     def adopt(
-        self, history: History, stop_token_ids: frozenset[int], *, priority: int, cache_root: bytes | None,
+        self, history: SequenceSnapshot, stop_token_ids: frozenset[int], *, priority: int, cache_root: bytes | None,
         cache_salt: bytes,
     ) -> Request:
         """Make a finished request with one sequence of a known past and enter it; ``None``: a root for its salt."""
@@ -125,7 +125,7 @@ class RequestBook:
             raise RequestStateError("extend", "one with several answers", "one with n=1")
         return request.sequences[0]
 
-    def begin_turn(self, request: Request, sequence: Sequence, prepared: PreparedPrompt, now_s: float) -> None:
+    def begin_turn(self, request: Request, sequence: Sequence, prepared: ProcessedRequest, now_s: float) -> None:
         """Start the next turn of a finished request, with the new part of the prompt."""
         request.begin_turn(prepared.params, now_s)
         sequence.begin_turn(
@@ -150,7 +150,7 @@ class RequestBook:
             extras["request"] = request_id.encode()
         return self._hasher.root(extras)
 
-    def _make_sequence(self, prepared: PreparedPrompt, arrival: int, seed: int, cache_root: bytes) -> Sequence:
+    def _make_sequence(self, prepared: ProcessedRequest, arrival: int, seed: int, cache_root: bytes) -> Sequence:
         self._num_sequences += 1
         return Sequence(
             self._num_sequences, prepared.token_ids, prepared.params, max_tokens=prepared.max_tokens, seed=seed,

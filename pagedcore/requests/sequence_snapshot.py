@@ -14,7 +14,7 @@ from pagedcore.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class SequenceSnapshot:
     """All that is known of a sequence.
 
     Invariant: ``1 <= num_prompt_tokens <= len(token_ids)``.
@@ -35,7 +35,7 @@ class History:
     """As far as they are known; they are in no file, and are computed again for a turn that asks for them."""
 
     @classmethod
-    def of(cls, sequence: Sequence) -> History:
+    def of(cls, sequence: Sequence) -> SequenceSnapshot:
         """Copy a sequence; an answer that is not complete counts as cut off here."""
         return cls(
             token_ids=tuple(sequence.token_ids), num_prompt_tokens=sequence.num_prompt_tokens, params=sequence.params,

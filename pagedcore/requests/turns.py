@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING
 from pagedcore.errors import InvalidMaxTokens, RequestStateError
 from pagedcore.protocols import Clock
 from pagedcore.requests.candidate_groups import Contests
-from pagedcore.requests.input_processor import PreparedPrompt, Prompt
-from pagedcore.requests.output_text import AnswerBook
+from pagedcore.requests.input_processor import ProcessedRequest, Prompt
+from pagedcore.requests.output_text import CompletionTexts
 from pagedcore.requests.request import Request
-from pagedcore.requests.request_table import RequestBook
-from pagedcore.requests.sequence_snapshot import History
+from pagedcore.requests.request_table import RequestTable
+from pagedcore.requests.sequence_snapshot import SequenceSnapshot
 from pagedcore.requests.stats import Counters
 from pagedcore.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagedcore.engine.builder import EngineParts
+    from pagedcore.engine.builder import EngineComponents
 
 
 class Turns:
     """The turns of one engine's requests, the first one included."""
 
     def __init__(
-        self, parts: EngineParts, requests: RequestBook, answers: AnswerBook, contests: Contests, counters: Counters,
-        clock: Clock,
+        self, parts: EngineComponents, requests: RequestTable, answers: CompletionTexts, contests: Contests,
+        counters: Counters, clock: Clock,
     ) -> None:
-        self._intake = parts.intake
+        self._input_processor = parts.input_processor
         self._scheduler = parts.scheduler
         self._requests = requests
         self._answers = answers
@@ -53,15 +53,15 @@ class Turns:
 
     def prepare(
         self, prompt: Prompt, known_token_ids: SequenceOf[int], params: SamplingParams, priority: int
-    ) -> PreparedPrompt:
+    ) -> ProcessedRequest:
         """Tokenise and validate what follows known tokens; callable from any thread. Raises as ``Request.extend``."""
-        return self._intake.prepare_continuation(prompt, list(known_token_ids), params, priority)
+        return self._input_processor.prepare_continuation(prompt, list(known_token_ids), params, priority)
 
-    def begin(self, request: Request, prepared: PreparedPrompt) -> None:
+    def begin(self, request: Request, prepared: ProcessedRequest) -> None:
         """Continue a finished request with what was prepared for it. Raises as ``Request.extend``."""
         sequence = self._requests.require_extensible(request)
         num_tokens = len(sequence.token_ids) + len(prepared.token_ids) + prepared.max_tokens
-        self._scheduler.require_room(num_tokens, prepared.params.num_newcomers)
+        self._scheduler.require_room(num_tokens, prepared.params.num_initial_sequences)
         self._requests.begin_turn(request, sequence, prepared, self._clock.now())
         self.start(request, len(prepared.token_ids))
 
@@ -83,9 +83,9 @@ class Turns:
         sequence = self._requests.require_extensible(request)
         if sequence.finish_reason not in ("abort", "error"):
             raise RequestStateError("complete", "complete", "cut off within an answer", "Give a prompt to go on.")
-        if sequence.max_total_tokens > self._intake.max_model_len:
+        if sequence.max_total_tokens > (most := self._input_processor.max_model_len):
             raise InvalidMaxTokens(
-                "max_tokens", sequence.max_tokens, f"1 to {self._intake.max_model_len - sequence.num_prompt_tokens}",
+                "max_tokens", sequence.max_tokens, f"1 to {most - sequence.num_prompt_tokens}",
                 "The answer was begun with a longer context. Give a prompt to go on.",
             )
         self._scheduler.require_room(sequence.max_total_tokens)
@@ -94,7 +94,7 @@ class Turns:
         self._scheduler.add(sequence)
 
     def adopt(
-        self, history: History, *, priority: int, cache_root: bytes | None = None, cache_salt: bytes = b""
+        self, history: SequenceSnapshot, *, priority: int, cache_root: bytes | None = None, cache_salt: bytes = b""
     ) -> Request:
         """Make a finished request with this past.
 
@@ -102,9 +102,9 @@ class Turns:
             history: checked by the caller.
             priority: of its further turns.
             cache_root: whose blocks it shares; ``None``: those of everybody with the same salt.
-            cache_salt: as in ``PreparedPrompt``.
+            cache_salt: as in ``ProcessedRequest``.
         """
-        eos = frozenset() if history.params.ignore_eos else self._intake.eos_token_ids
+        eos = frozenset() if history.params.ignore_eos else self._input_processor.eos_token_ids
         request = self._requests.adopt(
             history, eos.union(history.params.stop_token_ids), priority=priority, cache_root=cache_root,
             cache_salt=cache_salt,

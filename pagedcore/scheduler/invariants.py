@@ -55,7 +55,7 @@ class Snapshot:
     """Sequences that a transfer is under way for."""
     reserved: Mapping[int, int]
     """Positions that the step in flight reserved up to, by sequence id."""
-    num_newcomers: int
+    num_initial_sequences: int
     max_num_waiting: int
     max_num_seqs: int
     parked: frozenset[int] = frozenset()
@@ -81,7 +81,7 @@ def snapshot(scheduler: Scheduler) -> Snapshot:
             if scheduler.block_manager.host is not None and scheduler.block_manager.host.is_moving(s.sequence_id)
         ),
         reserved={row.sequence.sequence_id: row.end for row in scheduler.rows_in_flight},
-        num_newcomers=scheduler.waiting.num_newcomers,
+        num_initial_sequences=scheduler.waiting.num_initial_sequences,
         max_num_waiting=scheduler.waiting.limit,
         max_num_seqs=scheduler.rules.max_num_seqs,
         parked=frozenset(scheduler.moves.parked),
@@ -210,8 +210,8 @@ def _s9(now: Snapshot, before: Snapshot | None) -> Iterator[Violation]:
 
 
 def _s10(now: Snapshot) -> Iterator[Violation]:
-    if now.num_newcomers > now.max_num_waiting:
-        yield Violation("S10", f"{now.num_newcomers} newcomers wait, the bound is {now.max_num_waiting}")
+    if now.num_initial_sequences > now.max_num_waiting:
+        yield Violation("S10", f"{now.num_initial_sequences} newcomers wait, the bound is {now.max_num_waiting}")
     if len(now.running) > now.max_num_seqs:
         yield Violation("S10", f"{len(now.running)} sequences run, the bound is {now.max_num_seqs}")
 

@@ -11,7 +11,7 @@ from pagedcore.scheduler.reuse_rate import ReuseRate
 from pagedcore.sequence import Sequence
 
 
-class Keeping:
+class Retention:
     """The judgement of one engine; without a host tier nothing is worth anything."""
 
     __slots__ = ("_blocks", "_reuse", "_rules")

@@ -19,7 +19,7 @@ from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats, describe
 from pagedcore.scheduler.step_in_flight import StepInFlight
 from pagedcore.scheduler.step_planner import PlanningRules, StepPlanner
-from pagedcore.scheduler.swapping import BlockMoves
+from pagedcore.scheduler.swapping import Swapping
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
 
@@ -62,7 +62,7 @@ class Scheduler:
         self._running = PolicyOrder(policy.order)
         self._in_flight: StepInFlight | None = None
         self._counters = SchedulerCounters()
-        self.moves = BlockMoves(block_manager, self._running, self._waiting, self._counters, preemption_rules)
+        self.moves = Swapping(block_manager, self._running, self._waiting, self._counters, preemption_rules)
 
     @property
     def has_work(self) -> bool:

@@ -17,7 +17,7 @@ from pagedcore.kv_cache.prefix_match import FoundBlocks, find_blocks
 from pagedcore.kv_cache.transfers import Direction, Transfer
 from pagedcore.scheduler.plan import Preemption, PreemptionKind, SchedulePlan, SwapIn
 from pagedcore.scheduler.preemption import PreemptionRules
-from pagedcore.scheduler.retention import Keeping
+from pagedcore.scheduler.retention import Retention
 from pagedcore.scheduler.stats import SchedulerCounters
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
@@ -42,7 +42,7 @@ class Decision:
     """Whether the sequence runs again, so that ``actual_s`` is complete."""
 
 
-class BlockMoves:
+class Swapping:
     """Moves of one scheduler.
 
     Invariant: a preempted sequence has an open decision until it runs again or ends.
@@ -66,7 +66,7 @@ class BlockMoves:
         self._waiting = waiting
         self._counters = counters
         self._costs = rules.costs
-        self._keeping = Keeping(blocks, rules)
+        self._keeping = Retention(blocks, rules)
         self.decisions: deque[Decision] = deque(maxlen=_NUM_REMEMBERED)
         """The last preemptions, oldest first, to look at."""
         self.parked: set[int] = set()

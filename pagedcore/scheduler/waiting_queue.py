@@ -67,7 +67,7 @@ class PolicyOrder:
 class WaitingQueue(PolicyOrder):
     """The sequences that wait: newcomers up to a bound, preempted ones always.
 
-    Invariant: ``num_newcomers`` <= ``limit``.
+    Invariant: ``num_initial_sequences`` <= ``limit``.
     """
 
     __slots__ = ("_newcomers", "limit")
@@ -78,14 +78,14 @@ class WaitingQueue(PolicyOrder):
         self._newcomers: set[int] = set()
 
     @property
-    def num_newcomers(self) -> int:
+    def num_initial_sequences(self) -> int:
         """Sequences that count against the bound: those that have not been started since they were pushed."""
         return len(self._newcomers)
 
     @property
-    def num_places(self) -> int:
+    def num_free_slots(self) -> int:
         """Newcomers that can be pushed now."""
-        return self.limit - self.num_newcomers
+        return self.limit - self.num_initial_sequences
 
     def require_room(self, num_sequences: int) -> None:
         """Check that so many newcomers can be pushed now.
@@ -93,8 +93,8 @@ class WaitingQueue(PolicyOrder):
         Raises:
             EngineOverloaded: they cannot; nothing changed.
         """
-        if self.num_newcomers + num_sequences > self.limit:
-            raise EngineOverloaded(self.num_newcomers, self.limit)
+        if self.num_initial_sequences + num_sequences > self.limit:
+            raise EngineOverloaded(self.num_initial_sequences, self.limit)
 
     def push(self, sequence: Sequence) -> None:
         """Accept a newcomer.

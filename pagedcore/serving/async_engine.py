@@ -27,12 +27,12 @@ from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_session import AsyncSession
-from pagedcore.serving.engine_loop import Command, Commands, EngineThread, Sink
+from pagedcore.serving.engine_loop import Command, Commands, EngineLoop, OutputSink
 from pagedcore.serving.health import Health
 from pagedcore.serving.long_prompts import LongPrompts, is_long
 from pagedcore.serving.stream import Stream, StreamReader
-from pagedcore.serving.stream_flusher import Outbox
-from pagedcore.serving.whole_answer import WholeAnswer
+from pagedcore.serving.stream_flusher import StreamFlusher
+from pagedcore.serving.whole_answer import CompletionFuture
 
 STREAM_INTERVAL_S: Final = 0.05
 """How often a reader is told of new text, in seconds: twenty times a second looks continuous."""
@@ -64,11 +64,11 @@ class AsyncEngine:
         from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
 
         _require_interval(stream_interval_s)
-        self._intake = engine.intake
+        self._input_processor = engine.input_processor
         self._read_session = engine.sessions.read
         self._commands = Commands()
-        self._long_prompts = LongPrompts(self._commands, engine.intake.max_num_waiting)
-        worker = EngineThread(engine, self._commands, Outbox(stream_interval_s, MonotonicClock()))
+        self._long_prompts = LongPrompts(self._commands, engine.input_processor.max_num_waiting)
+        worker = EngineLoop(engine, self._commands, StreamFlusher(stream_interval_s, MonotonicClock()))
         self._progress = worker.progress
         # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
         end_openmp_helpers()
@@ -140,7 +140,7 @@ class AsyncEngine:
             EngineOverloaded: the waiting queue is full; raised by the future, or at once for a long prompt.
             EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
         """
-        sink, commands = WholeAnswer(), self._commands
+        sink, commands = CompletionFuture(), self._commands
         self._accept(prompt, params, priority, sink, wait_for_room)
         sink.future.add_done_callback(lambda future: _abandon(commands, sink) if future.cancelled() else None)
         return sink.future
@@ -166,11 +166,11 @@ class AsyncEngine:
         Raises:
             InvalidRequest: the prompt is refused; ``PromptTooLong`` if the context has no room for it and an answer.
         """
-        return self._intake.prepare(prompt, SamplingParams(max_tokens=1)).token_ids
+        return self._input_processor.prepare(prompt, SamplingParams(max_tokens=1)).token_ids
 
     def token_text(self, token_id: int) -> TokenText:
         """Say what a token stands for, without waiting. Raises ``InvalidRequest`` outside of the vocabulary."""
-        return self._intake.token_text(token_id)
+        return self._input_processor.token_text(token_id)
 
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.
@@ -241,9 +241,11 @@ class AsyncEngine:
         self._accept(prompt, params, priority, stream, wait_for_room)
         return StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
 
-    def _accept(self, prompt: Prompt, params: SamplingParams | None, priority: int, sink: Sink, may_wait: bool) -> None:
+    def _accept(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int, sink: OutputSink, may_wait: bool
+    ) -> None:
         """Send a request to the engine thread, by way of another one if preparing it takes long."""
-        prepare = partial(self._intake.prepare, prompt, params, priority)
+        prepare = partial(self._input_processor.prepare, prompt, params, priority)
         if is_long(prompt):
             self._long_prompts.send(prepare, sink, may_wait)
             return
@@ -278,7 +280,7 @@ def _require_interval(seconds: object) -> None:
         raise InvalidConfig(f"stream_interval_s: got {describe(seconds)}, allowed is a number of seconds from 0 to 1.")
 
 
-def _abandon(commands: Commands, sink: Sink) -> None:
+def _abandon(commands: Commands, sink: OutputSink) -> None:
     if not (isinstance(sink, Stream) and sink.has_ended):
         sink.abandon()
         commands.put(lambda worker: worker.abandon(sink))
@@ -286,6 +288,6 @@ def _abandon(commands: Commands, sink: Sink) -> None:
 
 def _close(commands: Commands, thread: threading.Thread, long_prompts: LongPrompts) -> None:
     long_prompts.close()
-    commands.put(EngineThread.stop)
+    commands.put(EngineLoop.stop)
     if thread is not threading.current_thread():
         thread.join()

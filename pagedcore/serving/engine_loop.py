@@ -19,17 +19,17 @@ from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, PagedcoreError, StepFailed
 from pagedcore.outputs import Delta, Usage
 from pagedcore.protocols import MonotonicClock
-from pagedcore.requests.input_processor import PreparedPrompt
-from pagedcore.requests.output_text import News
+from pagedcore.requests.input_processor import ProcessedRequest
+from pagedcore.requests.output_text import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.serving.health import IDLE_CHECK_S, Progress
 from pagedcore.serving.stream import Stream, Waiter, wake
-from pagedcore.serving.stream_flusher import Outbox
-from pagedcore.serving.whole_answer import WholeAnswer
+from pagedcore.serving.stream_flusher import StreamFlusher
+from pagedcore.serving.whole_answer import CompletionFuture
 
-Command = Callable[["EngineThread"], None]
+Command = Callable[["EngineLoop"], None]
 """What a caller asks for; it runs on the engine thread, between two steps."""
-Sink = Stream | WholeAnswer
+OutputSink = Stream | CompletionFuture
 """Where what a request brings forth is delivered."""
 LULL_S: Final = 0.001
 """How long nothing must come before an engine that was idle takes its first step, in seconds."""
@@ -77,20 +77,20 @@ class Commands:
         return self.take_all()
 
 
-class EngineThread:
+class EngineLoop:
     """What runs on the thread: take commands, step, deliver.
 
     Invariant: a sink is in ``_sinks`` exactly while its request is in the engine, in ``_held`` before that.
     """
 
-    def __init__(self, engine: Engine, commands: Commands, outbox: Outbox) -> None:
+    def __init__(self, engine: Engine, commands: Commands, outbox: StreamFlusher) -> None:
         self.engine = engine
         self.progress = Progress()
-        self._outbox = outbox
+        self._flusher = outbox
         self._commands = commands
-        self._sinks: dict[str, tuple[Request, Sink]] = {}
+        self._sinks: dict[str, tuple[Request, OutputSink]] = {}
         self._kept: set[str] = set()
-        self._held: deque[tuple[PreparedPrompt, Sink]] = deque()
+        self._held: deque[tuple[ProcessedRequest, OutputSink]] = deque()
         self._is_stopping = False
 
     def run(self) -> None:
@@ -100,9 +100,9 @@ class EngineThread:
             while not self._is_stopping:
                 self._admit_held()
                 self._take_commands()
-                news = self.engine.advance()
+                news = self.engine.step_pending()
                 self._deliver(news)
-                if not self.engine.stands_still:
+                if not self.engine.is_stalled:
                     self.progress.step_ended(has_news=bool(news), has_failed=any(
                         isinstance(request.error, StepFailed) for request, one in news if one.finish_reason == "error"))
         except BaseException as error:
@@ -116,11 +116,11 @@ class EngineThread:
         """Leave the loop after the step in flight."""
         self._is_stopping = True
 
-    def accept(self, prepared: PreparedPrompt, sink: Sink, may_wait: bool) -> None:
+    def accept(self, prepared: ProcessedRequest, sink: OutputSink, may_wait: bool) -> None:
         """Take a request for a sink, hold it back until there is room, or tell the sink why not."""
         if sink.is_abandoned:
             return
-        has_room = not self._held and self.engine.can_accept(prepared.params.num_newcomers)
+        has_room = not self._held and self.engine.can_accept(prepared.params.num_initial_sequences)
         if may_wait and not self._is_stopping and not has_room:
             self._held.append((prepared, sink))
             return
@@ -131,7 +131,7 @@ class EngineThread:
         else:
             self._take_on(request, sink)
 
-    def serve(self, begin: Callable[[], Request], sink: Sink) -> None:
+    def serve(self, begin: Callable[[], Request], sink: OutputSink) -> None:
         """Begin a turn of a session for a sink, or tell the sink why not; its request stays when it is answered."""
         try:
             request = begin()
@@ -141,10 +141,10 @@ class EngineThread:
             self._take_on(request, sink)
             self._kept.add(request.request_id)
 
-    def _take_on(self, request: Request, sink: Sink) -> None:
+    def _take_on(self, request: Request, sink: OutputSink) -> None:
         self._sinks[request.request_id] = (request, sink)
         if isinstance(sink, Stream):
-            self._outbox.expect(request, sink)
+            self._flusher.expect(request, sink)
 
     def call(self, function: Callable[[Engine], _T], answer: Future[_T]) -> None:
         """Do something with the engine and answer with what it returns or raises, unless nobody waits any more."""
@@ -155,7 +155,7 @@ class EngineThread:
         except Exception as error:  # whoever asked is told, and the engine goes on
             answer.set_exception(error)
 
-    def abandon(self, sink: Sink) -> None:
+    def abandon(self, sink: OutputSink) -> None:
         """Abort the request whose reader is gone."""
         if self._held:
             self._held = deque(held for held in self._held if held[1] is not sink)
@@ -167,7 +167,7 @@ class EngineThread:
                 wake([self._release(request, sink, last)])
 
     def _admit_held(self) -> None:
-        while self._held and self.engine.can_accept(self._held[0][0].params.num_newcomers):
+        while self._held and self.engine.can_accept(self._held[0][0].params.num_initial_sequences):
             self.accept(*self._held.popleft(), may_wait=False)
 
     def _take_commands(self) -> None:
@@ -199,13 +199,13 @@ class EngineThread:
                 return
             command(self)
 
-    def _deliver(self, news: list[News]) -> None:
-        self._outbox.add(news)
+    def _deliver(self, news: list[PendingOutput]) -> None:
+        self._flusher.add(news)
         # Why: several answers of one request may end in one step, and what was added on this thread has no sink.
         ended = dict.fromkeys(request for request, sequence in news if sequence.finish_reason is not None
                               and request.is_done and request.request_id in self._sinks)
         waiters, sleeping = [self._complete(request) for request in ended], dict[Waiter, Stream]()
-        for stream, due in self._outbox.take_due().items():
+        for stream, due in self._flusher.take_due().items():
             if (waiter := stream.put(list(map(self.engine.take_delta, due)))) is not None:
                 sleeping[waiter] = stream
         for lost in wake([*sleeping, *waiters]):
@@ -220,11 +220,11 @@ class EngineThread:
         return self._release(request, sink, last)
 
     def _take_deltas(self, request: Request) -> list[Delta]:
-        return list(map(self.engine.take_delta, self._outbox.take(request)))
+        return list(map(self.engine.take_delta, self._flusher.take(request)))
 
-    def _release(self, request: Request, sink: Sink, last: list[Delta]) -> Waiter | None:
+    def _release(self, request: Request, sink: OutputSink, last: list[Delta]) -> Waiter | None:
         del self._sinks[request.request_id]
-        if isinstance(sink, WholeAnswer):
+        if isinstance(sink, CompletionFuture):
             sink.complete(request.output())
         if request.request_id in self._kept:
             self._kept.discard(request.request_id)
@@ -245,7 +245,7 @@ class EngineThread:
             command(self)
 
 
-def _end(sink: Sink, error: Exception | None, last: list[Delta]) -> Waiter | None:
+def _end(sink: OutputSink, error: Exception | None, last: list[Delta]) -> Waiter | None:
     if isinstance(sink, Stream):
         return sink.end(error, last)
     sink.end(error)

@@ -12,8 +12,8 @@ from threading import Lock
 from typing import Any, Final
 
 from pagedcore.errors import EngineClosed, EngineOverloaded
-from pagedcore.requests.input_processor import PreparedPrompt
-from pagedcore.serving.engine_loop import Commands, Sink
+from pagedcore.requests.input_processor import ProcessedRequest
+from pagedcore.serving.engine_loop import Commands, OutputSink
 from pagedcore.serving.stream import wake
 
 LONG_TEXT: Final = 2048
@@ -57,7 +57,7 @@ class LongPrompts:
         self._lock = Lock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagedcore-prompt")
 
-    def send(self, prepare: Callable[[], PreparedPrompt], sink: Sink, may_wait: bool) -> None:
+    def send(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, may_wait: bool) -> None:
         """Have a request prepared and sent on for a sink, which is told why if it is refused.
 
         Raises:
@@ -77,7 +77,7 @@ class LongPrompts:
         """Take no more; what was taken gets its end. A second call does nothing."""
         self._threads.shutdown(wait=False)
 
-    def _run(self, prepare: Callable[[], PreparedPrompt], sink: Sink, may_wait: bool) -> None:
+    def _run(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, may_wait: bool) -> None:
         prepared = self._prepare(prepare, sink)
         # Why: before anybody is told, so that the next request of the same caller has its place.
         with self._lock:
@@ -86,10 +86,10 @@ class LongPrompts:
         if error is not None:
             wake([sink.end(error)])
 
-    def _send_on(self, prepared: PreparedPrompt, sink: Sink, may_wait: bool) -> Exception | None:
+    def _send_on(self, prepared: ProcessedRequest, sink: OutputSink, may_wait: bool) -> Exception | None:
         return None if self._commands.put(lambda worker: worker.accept(prepared, sink, may_wait)) else _closed()
 
-    def _prepare(self, prepare: Callable[[], PreparedPrompt], sink: Sink) -> PreparedPrompt | Exception:
+    def _prepare(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink) -> ProcessedRequest | Exception:
         # Why: what its caller has left, or nobody will compute, need not be tokenised.
         if sink.is_abandoned or self._commands.is_closed:
             return _closed()

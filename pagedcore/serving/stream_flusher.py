@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from pagedcore.protocols import Clock
-from pagedcore.requests.output_text import News
+from pagedcore.requests.output_text import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.serving.stream import Stream
 
@@ -18,7 +18,7 @@ READERS_PER_INTERVAL: Final = 50
 """Readers that are told of news once per interval; with more of them intervals are longer in proportion."""
 
 
-class Outbox:
+class StreamFlusher:
     """Remembers, on the engine thread, which answers have news for a reader, and says when to tell them: a request's
     first at once, later ones of all requests together, every ``interval_s``, or less often if there are more than
     ``READERS_PER_INTERVAL`` of them.
@@ -37,19 +37,19 @@ class Outbox:
         self._next_s = -math.inf
         self._readers: dict[Request, Stream] = {}
         self._beginners: set[Request] = set()
-        self._untold: dict[News, None] = {}
+        self._untold: dict[PendingOutput, None] = {}
 
     def expect(self, request: Request, stream: Stream) -> None:
         """Let a request's news be told to a stream from now on."""
         self._readers[request] = stream
         self._beginners.add(request)
 
-    def add(self, news: Iterable[News]) -> None:
+    def add(self, news: Iterable[PendingOutput]) -> None:
         """Remember the news of a step."""
         if self._readers:
             self._untold.update(dict.fromkeys(news))
 
-    def take_due(self) -> dict[Stream, list[News]]:
+    def take_due(self) -> dict[Stream, list[PendingOutput]]:
         """Take what it is time to tell; call it once after every step."""
         now = self._clock.now()
         if now >= self._next_s:
@@ -58,8 +58,8 @@ class Outbox:
             return due
         return self._take([one for one in self._untold if one[0] in self._beginners]) if self._beginners else {}
 
-    def _take(self, news: list[News]) -> dict[Stream, list[News]]:
-        due: dict[Stream, list[News]] = {}
+    def _take(self, news: list[PendingOutput]) -> dict[Stream, list[PendingOutput]]:
+        due: dict[Stream, list[PendingOutput]] = {}
         for one in news:
             del self._untold[one]
             self._beginners.discard(one[0])
@@ -67,7 +67,7 @@ class Outbox:
                 due.setdefault(stream, []).append(one)
         return due
 
-    def take(self, request: Request) -> list[News]:
+    def take(self, request: Request) -> list[PendingOutput]:
         """Take the news of one request, which may be none, and expect no more of it."""
         self._readers.pop(request, None)
         self._beginners.discard(request)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pagedcore.outputs import RequestOutput
 
 
-class WholeAnswer:
+class CompletionFuture:
     """All answers of one request on their way to a future.
 
     Invariant: the future is settled once, with an output or an error, unless its owner cancelled it first.

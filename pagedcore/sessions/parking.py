@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pagedcore.config.limits import MAX_PARKED_HOST_SHARE
-from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.kv_cache.prefix_match import contents, find_blocks
 from pagedcore.protocols import Clock
 from pagedcore.sequence import Sequence, SequenceStatus
 from pagedcore.sessions.kv_file import DiskTier, KVCopy, KVSpec, read_kv, remove_file, write_kv
 
 if TYPE_CHECKING:
-    from pagedcore.engine.builder import EngineParts
+    from pagedcore.engine.builder import EngineComponents
 
 _log = logging.getLogger("pagedcore")
 
@@ -82,7 +82,7 @@ class Parking:
     Invariant: a sequence is in the ledger from the time it was parked until it goes on, expires or is forgotten.
     """
 
-    def __init__(self, parts: EngineParts, mover: BlockMover, clock: Clock) -> None:
+    def __init__(self, parts: EngineComponents, mover: KVTransfers, clock: Clock) -> None:
         self._blocks = parts.block_manager
         self._moves = parts.scheduler.moves
         self._running = parts.scheduler.running

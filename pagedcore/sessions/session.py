@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pagedcore.errors import InvalidRequest, SessionStateError
 from pagedcore.outputs import Delta, RequestOutput
-from pagedcore.requests.input_processor import PreparedPrompt, Prompt
+from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
-from pagedcore.requests.sequence_snapshot import History
+from pagedcore.requests.sequence_snapshot import SequenceSnapshot
 from pagedcore.requests.validation import require_one_answer, validate_ttl
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
@@ -25,14 +25,14 @@ from pagedcore.sessions.parking import ParkedFile, ParkedState
 from pagedcore.sessions.session_file import SessionSnapshot, write_session
 
 if TYPE_CHECKING:
-    from pagedcore.sessions.session_store import SessionBook
+    from pagedcore.sessions.session_store import SessionStore
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTurn:
     """A turn that passed the door."""
 
-    prompt: PreparedPrompt | None
+    prompt: ProcessedRequest | None
     """``None``: the latest answer is completed."""
     num_known: int
     """Tokens that it follows."""
@@ -54,7 +54,7 @@ class Session:
     """
 
     def __init__(
-        self, book: SessionBook, params: SamplingParams | None, cache_salt: bytes, priority: int,
+        self, book: SessionStore, params: SamplingParams | None, cache_salt: bytes, priority: int,
         request: Request | None = None,
     ) -> None:
         self._book = book
@@ -168,7 +168,7 @@ class Session:
             return self._book.open(self._params, self._salt, self._priority)
         sequence = self._request.sequences[0]
         return self._book.adopt(
-            History.of(sequence), self._params, self._salt, self._priority, cache_root=sequence.cache_root
+            SequenceSnapshot.of(sequence), self._params, self._salt, self._priority, cache_root=sequence.cache_root
         )
 
     def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:

@@ -21,7 +21,7 @@ from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
 from pagedcore.models.fingerprint import ModelFingerprint
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.requests import validation
-from pagedcore.requests.sequence_snapshot import History
+from pagedcore.requests.sequence_snapshot import SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVCopy, KVSpec, read_bounded, read_kv, replace_file, write_kv
 
@@ -47,7 +47,7 @@ class SessionSnapshot:
     priority: int
     is_salted: bool
     """Whether it has a cache salt; the salt itself is somebody's secret and not in the file."""
-    history: History | None
+    history: SequenceSnapshot | None
     """``None`` before the first turn."""
     kv_spec: KVSpec | None = None
     kv: KVCopy | None = None
@@ -132,7 +132,7 @@ def _body_of(snapshot: SessionSnapshot) -> dict[str, Any]:
     }
 
 
-def _plain_history(history: History) -> dict[str, Any]:
+def _plain_history(history: SequenceSnapshot) -> dict[str, Any]:
     return {
         "token_ids": list(history.token_ids), "num_prompt_tokens": history.num_prompt_tokens,
         "params": _plain(history.params), "max_tokens": history.max_tokens, "seed": history.seed,
@@ -222,7 +222,7 @@ def _integer(values: Mapping[str, Any], name: str, low: int, high: int) -> int:
     return value
 
 
-def _history(values: Mapping[str, Any], rules: FileRules) -> History:
+def _history(values: Mapping[str, Any], rules: FileRules) -> SequenceSnapshot:
     given = values.get("token_ids")
     # Why: one more than a prompt may have, because a full context is a history that only cannot go on.
     token_ids = _refused(
@@ -232,7 +232,7 @@ def _history(values: Mapping[str, Any], rules: FileRules) -> History:
     if reason not in _REASONS:
         raise InvalidSessionFile("finish_reason", reason, f"one of {', '.join(_REASONS)}")
     num_prompt_tokens = _integer(values, "num_prompt_tokens", 1, len(token_ids))
-    return History(
+    return SequenceSnapshot(
         token_ids=tuple(token_ids), num_prompt_tokens=num_prompt_tokens,
         params=_params(_mapping(values, "params"), rules),
         max_tokens=_integer(values, "max_tokens", max(1, len(token_ids) - num_prompt_tokens), MAX_COUNT),
@@ -253,7 +253,7 @@ def _logprobs(values: Any, num_output_tokens: int) -> tuple[TokenLogprobs, ...]:
         raise InvalidSessionFile("logprobs", values, "[token id, log-probability, [[id, value], ...]]") from None
 
 
-def _kv(path: Path, values: Mapping[str, Any], history: History, rules: FileRules) -> KVCopy | None:
+def _kv(path: Path, values: Mapping[str, Any], history: SequenceSnapshot, rules: FileRules) -> KVCopy | None:
     """Return the KV if it is of use here; only a contradiction between digests and tokens refuses the file."""
     num_tokens = _integer(values, "num_tokens", 1, len(history.token_ids))
     spec = rules.describe_kv(history.token_ids[:num_tokens])

@@ -15,9 +15,9 @@ from pagedcore.config.limits import MAX_SESSIONS
 from pagedcore.errors import EngineClosed, InvalidSalt, RequestStateError, SessionStateError, TooManySessions
 from pagedcore.outputs import Delta
 from pagedcore.requests import validation
-from pagedcore.requests.input_processor import PreparedPrompt, Prompt
+from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
-from pagedcore.requests.sequence_snapshot import History
+from pagedcore.requests.sequence_snapshot import SequenceSnapshot
 from pagedcore.requests.turns import Turns
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
@@ -27,26 +27,26 @@ from pagedcore.sessions.session import Session
 from pagedcore.sessions.session_file import FileRules, SessionSnapshot, read_session
 
 if TYPE_CHECKING:
-    from pagedcore.engine.builder import EngineParts
+    from pagedcore.engine.builder import EngineComponents
     from pagedcore.engine.engine import Engine
 
 
-class SessionBook:
+class SessionStore:
     """Open sessions.
 
     Invariant: a session is in the book from the time it was made until it or the engine is closed.
     """
 
-    def __init__(self, engine: Engine, parts: EngineParts, turns: Turns, parking: Parking) -> None:
+    def __init__(self, engine: Engine, parts: EngineComponents, turns: Turns, parking: Parking) -> None:
         self._engine = engine
-        self._intake = parts.intake
+        self._input_processor = parts.input_processor
         self._turns = turns
         self._fingerprint = parts.fingerprint
         self._sessions: set[Session] = set()
         self._is_closed = False
         self.parking = parking
         self.rules = FileRules(
-            parts.fingerprint, parts.intake.vocab_size, parts.intake.max_model_len, parking.spec
+            parts.fingerprint, parts.input_processor.vocab_size, parts.input_processor.max_model_len, parking.spec
         )
         """What an imported file is held to."""
 
@@ -76,11 +76,11 @@ class SessionBook:
         """Make a session of what a caller gave; errors as ``Engine.session``."""
         if params is not None:
             validation.require_one_answer(params)
-            validation.check_params_for_model(params, self._intake.vocab_size)
+            validation.check_params_for_model(params, self._input_processor.vocab_size)
         return self.open(params, validation.validate_salt(cache_salt), validation.validate_priority(priority))
 
     def adopt(
-        self, history: History, params: SamplingParams | None, cache_salt: bytes, priority: int,
+        self, history: SequenceSnapshot, params: SamplingParams | None, cache_salt: bytes, priority: int,
         cache_root: bytes | None = None,
     ) -> Session:
         """Make a session with a past. Raises as ``open``."""
@@ -114,13 +114,13 @@ class SessionBook:
 
     def prepare(
         self, request: Request | None, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: bytes
-    ) -> PreparedPrompt:
+    ) -> ProcessedRequest:
         """Prepare a session's first or next turn."""
         if request is not None:
             return self._turns.prepare(prompt, request.sequences[0].token_ids, params, priority)
-        return replace(self._intake.prepare(prompt, params, priority), cache_salt=cache_salt)
+        return replace(self._input_processor.prepare(prompt, params, priority), cache_salt=cache_salt)
 
-    def begin(self, request: Request | None, prepared: PreparedPrompt | None) -> Request:
+    def begin(self, request: Request | None, prepared: ProcessedRequest | None) -> Request:
         """Begin a session's turn, and return its request."""
         self.require_open()
         if request is None:
@@ -141,7 +141,7 @@ class SessionBook:
         is_salted: bool,
     ) -> SessionSnapshot:
         """Describe a session for its file."""
-        history = History.of(sequence) if sequence is not None else None
+        history = SequenceSnapshot.of(sequence) if sequence is not None else None
         spec = self.parking.spec(history.token_ids[: kv.num_tokens]) if history is not None and kv is not None else None
         return SessionSnapshot(
             model=self._fingerprint, params=params, priority=priority, is_salted=is_salted, history=history,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pagedcore.engine.builder import assemble
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidLogits, QueueTimeout, RequestTooLarge, StepFailed, TooManySequences
 from pagedcore.outputs import CompletionOutput, RequestOutput
@@ -240,7 +240,7 @@ def test_a_contender_that_fails_ends_its_request(
 def test_a_contest_that_is_never_started_times_out_once() -> None:
     """Each answer gets one error, however many contenders waited."""
     clock = FakeClock()
-    parts = assemble(ToyBackend(), num_kv_blocks=40, block_size=4, max_num_seqs=1, max_num_batched_tokens=8,
+    parts = build_components(ToyBackend(), num_kv_blocks=40, block_size=4, max_num_seqs=1, max_num_batched_tokens=8,
                      max_num_waiting=8, queue_timeout_s=5.0)
     engine = Engine(parts, clock)
     engine.add_request([1], SamplingParams(max_tokens=9, ignore_eos=True))

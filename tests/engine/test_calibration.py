@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagedcore.engine.builder import assemble
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ def make(backend: ToyBackend, **settings: Any) -> Engine:
         "host_kv_memory": 24 * BLOCK,
     }
     clock = backend.clock if isinstance(backend, TimedBackend) else None
-    return Engine(assemble(backend, **{**defaults, **settings}), clock)
+    return Engine(build_components(backend, **{**defaults, **settings}), clock)
 
 
 @pytest.mark.parametrize(("fixed_s", "token_s"), [(5e-3, 1e-4), (1e-4, 1e-3), (1e-3, 1e-5)])

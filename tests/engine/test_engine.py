@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagedcore.engine.builder import assemble
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import (
     EngineClosed,
@@ -25,7 +25,7 @@ from pagedcore.errors import (
 )
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.plugins.hookspecs import hookimpl
-from pagedcore.requests.output_text import News
+from pagedcore.requests.output_text import PendingOutput
 from pagedcore.sampling_params import SamplingParams
 from support.doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
@@ -199,7 +199,7 @@ def test_absent_max_tokens_means_what_fits() -> None:
 def test_waiting_too_long_is_a_queue_timeout() -> None:
     """A request that was not started within queue_timeout_s ends with that error; a started one goes on."""
     clock = FakeClock()
-    engine = Engine(assemble(ToyBackend(), num_kv_blocks=16, block_size=4, max_num_seqs=1, queue_timeout_s=5.0,
+    engine = Engine(build_components(ToyBackend(), num_kv_blocks=16, block_size=4, max_num_seqs=1, queue_timeout_s=5.0,
                              max_num_batched_tokens=8), clock)
     started = engine.add_request([1], params(4))
     engine.step()
@@ -371,9 +371,9 @@ def in_pieces(engine: Engine, take_after: Callable[[int], bool]) -> dict[tuple[i
     requests = [engine.add_request(prompt, params) for prompt, params in wanted]
     numbers = {request.request_id: number for number, request in enumerate(requests)}
     found: dict[tuple[int, int], list[Delta]] = {}
-    untold: dict[News, None] = {}
+    untold: dict[PendingOutput, None] = {}
     while engine.has_pending_requests():
-        untold.update(dict.fromkeys(engine.advance()))
+        untold.update(dict.fromkeys(engine.step_pending()))
         if take_after(engine.stats().num_steps) or not engine.has_pending_requests():
             for delta in map(engine.take_delta, untold):
                 found.setdefault((numbers[delta.request_id], delta.index), []).append(delta)

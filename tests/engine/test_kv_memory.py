@@ -111,9 +111,9 @@ def test_two_models_share_a_budget_and_answer_right() -> None:
 
 def test_a_closed_engine_frees_its_pool() -> None:
     """The memory itself goes, the host's too, although whoever closed the engine still holds it."""
-    from pagedcore.engine.builder import assemble
+    from pagedcore.engine.builder import build_components
 
-    parts = assemble("demo", kv_cache_memory="1MiB", host_kv_memory="1MiB")
+    parts = build_components("demo", kv_cache_memory="1MiB", host_kv_memory="1MiB")
     backend: Any = parts.runner._backend
     assert backend._storage.num_bytes == parts.kv_bytes
     memory = [weakref.ref(tensor) for tensor in (backend._storage.pool, backend._storage._host)]
@@ -127,13 +127,13 @@ def test_a_closed_engine_frees_its_pool() -> None:
 
 def test_closing_again_frees_nothing_of_the_next_engine() -> None:
     """A backend of one's own may serve one engine after another; one that is refused or closed twice does no harm."""
-    from pagedcore.engine.builder import assemble
+    from pagedcore.engine.builder import build_components
 
-    backend = assemble("demo", kv_cache_memory="1MiB").runner._backend
+    backend = build_components("demo", kv_cache_memory="1MiB").runner._backend
     with pytest.raises(InternalError, match="has its KV pool already"):
         Engine.from_pretrained(backend, kv_cache_memory="1MiB")
     backend.release_kv()  # type: ignore[attr-defined]
-    first = assemble(backend, kv_cache_memory="1MiB")
+    first = build_components(backend, kv_cache_memory="1MiB")
     first.hooks.engine_stopped(first.info)
     second = Engine.from_pretrained(backend, kv_cache_memory="1MiB")
     first.hooks.engine_stopped(first.info)
@@ -142,9 +142,11 @@ def test_closing_again_frees_nothing_of_the_next_engine() -> None:
 
 def test_odd_blocks_are_counted_with_their_padding() -> None:
     """The bytes said are those of the layout also where a block is no multiple of its tokens."""
-    from pagedcore.engine.builder import assemble
+    from pagedcore.engine.builder import build_components
 
-    parts = assemble("demo", kv_cache_memory="1MiB", block_size=7, attention_backend="reference", dtype="float32")
+    parts = build_components(
+        "demo", kv_cache_memory="1MiB", block_size=7, attention_backend="reference", dtype="float32"
+    )
     assert parts.runner._backend._storage.num_bytes == parts.kv_bytes <= 2**20  # type: ignore[attr-defined]
 
 

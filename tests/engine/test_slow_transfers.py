@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pagedcore.config.limits import MAX_TRANSFER_S
-from pagedcore.engine.builder import assemble
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig
-from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.cost_model import CostModel
@@ -36,7 +36,7 @@ class Lab:
             "host_kv_memory": 48 * BLOCK, "preemption": "swap", "max_model_len": 32,
         }
         self.clock = FakeClock()
-        self.engine = Engine(assemble(ToyBackend(), **{**defaults, **settings}), self.clock)
+        self.engine = Engine(build_components(ToyBackend(), **{**defaults, **settings}), self.clock)
         self.store: ToyStore = self.engine._parts.store  # type: ignore[assignment]
         self.host = self.engine.scheduler.block_manager.host
 
@@ -237,6 +237,6 @@ def test_a_store_that_moves_nothing_at_the_start_is_refused() -> None:
         return poll(wait=wait)
 
     backend.cache_store.poll_transfers = idle  # type: ignore[method-assign]
-    mover = BlockMover(backend.cache_store, Lab().engine.scheduler.moves, clock)
+    mover = KVTransfers(backend.cache_store, Lab().engine.scheduler.moves, clock)
     with pytest.raises(InvalidConfig, match=r"host_kv_memory: .* in 10 s"):
         mover.calibrate(CostModel(), 8)

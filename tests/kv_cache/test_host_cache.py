@@ -6,7 +6,7 @@ import pytest
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_manager import BlockManager
-from pagedcore.kv_cache.host_cache import HostTier
+from pagedcore.kv_cache.host_cache import HostCache
 from pagedcore.kv_cache.reservation import Demand
 from pagedcore.kv_cache.transfers import Transfer
 from pagedcore.sequence import Sequence
@@ -15,7 +15,7 @@ from support.doubles import make_sequence
 TOKENS = [1, 2, 3, 4, 5, 6]
 
 
-def make_tier(num_blocks: int = 6, num_host_blocks: int = 6) -> tuple[BlockManager, HostTier]:
+def make_tier(num_blocks: int = 6, num_host_blocks: int = 6) -> tuple[BlockManager, HostCache]:
     manager = BlockManager(num_blocks, 2, num_host_blocks=num_host_blocks)
     assert manager.host is not None
     return manager, manager.host
@@ -31,7 +31,7 @@ def compute(manager: BlockManager, tokens: list[int]) -> Sequence:
     return sequence
 
 
-def swap_out(host: HostTier, sequence: Sequence, *, is_pinned: bool = True) -> Transfer:
+def swap_out(host: HostCache, sequence: Sequence, *, is_pinned: bool = True) -> Transfer:
     transfer = host.begin_swap_out(sequence, is_pinned=is_pinned)
     assert transfer is not None
     sequence.forget_computed()

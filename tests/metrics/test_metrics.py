@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedcore import AsyncEngine, SamplingParams, engine_metrics, engine_metrics_text
-from pagedcore.engine.builder import assemble
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, MissingDependency
 from pagedcore.metrics.definitions import REQUEST_HISTOGRAMS, SCALARS, one_two_five
@@ -94,7 +94,7 @@ def test_gauges_are_the_present() -> None:
 def test_intervals_follow_the_clock() -> None:
     """Queue, prefill, decode and the rest are the differences of the moments, to the second."""
     backend = TickingBackend()
-    engine = Engine(assemble(backend, num_kv_blocks=16, block_size=4, max_num_seqs=1, max_num_batched_tokens=4),
+    engine = Engine(build_components(backend, num_kv_blocks=16, block_size=4, max_num_seqs=1, max_num_batched_tokens=4),
                     clock=backend.clock)
     with engine:
         engine_metrics(engine)

@@ -21,7 +21,7 @@ DEVICE = MemorySnapshot((3, 4, 5), frozenset({2}), (1, 1, 0, 0, 0, 0), {0: 1, 1:
 HOST = MemorySnapshot((2,), frozenset({1}), (1, 0, 0), {0: 1}, {b"host": Known(1, b"root", (9,), True)})
 BLOCKS = BlockSnapshot(2, DEVICE, HOST, {2: (0, 1)}, {1: (0,)})
 LAWFUL = Snapshot(
-    BLOCKS, (WAITING,), (RUNNING,), frozenset(), {}, num_newcomers=1, max_num_waiting=1, max_num_seqs=1
+    BLOCKS, (WAITING,), (RUNNING,), frozenset(), {}, num_initial_sequences=1, max_num_waiting=1, max_num_seqs=1
 )
 
 
@@ -81,7 +81,7 @@ BROKEN = {
     "an idle host block that cannot be found": ("S8", on_host(registered={})),
     "nothing left to compute": ("S9", replace(LAWFUL, running=(replace(RUNNING, num_computed_tokens=4),))),
     "more tokens than allowed": ("S9", replace(LAWFUL, running=(replace(RUNNING, max_total_tokens=3),))),
-    "more newcomers than the bound": ("S10", replace(LAWFUL, num_newcomers=2)),
+    "more newcomers than the bound": ("S10", replace(LAWFUL, num_initial_sequences=2)),
     "more running than the bound": ("S10", replace(LAWFUL, max_num_seqs=0)),
 }
 

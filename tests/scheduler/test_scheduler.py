@@ -48,7 +48,7 @@ def without_order(state: Snapshot) -> tuple[object, ...]:
     device = state.blocks.device
     return (
         sorted(device.free_blocks), device.idle_blocks, device.reference_counts, dict(device.registered),
-        dict(state.blocks.tables), state.waiting, state.running, dict(state.reserved), state.num_newcomers,
+        dict(state.blocks.tables), state.waiting, state.running, dict(state.reserved), state.num_initial_sequences,
     )
 
 
@@ -453,7 +453,7 @@ def test_a_rolled_back_admission_was_never_started() -> None:
     plan = reserved_step(scheduler)
     scheduler.rollback(plan)
     assert scheduler.never_started() == (sequence,)
-    assert scheduler.waiting.num_places == 0
+    assert scheduler.waiting.num_free_slots == 0
 
 
 def test_stats_tell_prompts_from_answers() -> None:

@@ -50,12 +50,12 @@ def test_the_queue_refuses_newcomers_at_its_bound() -> None:
     """The error carries both numbers, and nothing was taken."""
     queue = WaitingQueue(by_arrival, limit=2)
     queue.push(make_sequence())
-    assert queue.num_places == 1
+    assert queue.num_free_slots == 1
     queue.push(make_sequence())
     with pytest.raises(EngineOverloaded) as refused:
         queue.push(make_sequence())
     assert (refused.value.num_waiting, refused.value.limit) == (2, 2)
-    assert (len(queue), queue.num_places) == (2, 0)
+    assert (len(queue), queue.num_free_slots) == (2, 0)
 
 
 def test_room_is_for_all_or_for_none() -> None:
@@ -74,7 +74,7 @@ def test_preempted_sequences_are_never_refused() -> None:
     queue.push(newcomer)
     queue.push_preempted(preempted)
     assert list(queue) == [preempted, newcomer]
-    assert queue.num_newcomers == 1
+    assert queue.num_initial_sequences == 1
     queue.discard(newcomer)
     queue.push(make_sequence(arrival=9))
 

@@ -378,7 +378,7 @@ async def test_a_request_that_a_call_has_added_has_no_reader() -> None:
 async def test_a_dying_engine_thread_tells_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect in the engine itself does not leave anybody waiting."""
     inner = make_engine(SlowBackend(), num_kv_blocks=200)
-    monkeypatch.setattr(inner, "advance", broken_step)
+    monkeypatch.setattr(inner, "step_pending", broken_step)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = AsyncEngine(inner)
     with pytest.raises(EngineClosed) as told:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagedcore.engine.builder import assemble
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, InvalidLogits
 from pagedcore.sampling_params import SamplingParams
@@ -89,7 +89,7 @@ async def test_health_turns_bad_when_loop_thread_dies(monkeypatch: pytest.Monkey
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = AsyncEngine(inner)
     assert engine.health().status == "ready"
-    monkeypatch.setattr(inner, "advance", broken_step)
+    monkeypatch.setattr(inner, "step_pending", broken_step)
     with pytest.raises(EngineClosed):
         await answer(engine, [1], 5)
     assert engine.health().status == "dead"
@@ -112,7 +112,7 @@ async def test_health_turns_bad_when_loop_thread_hangs(blocked: BlockedBackend) 
 
 async def test_waiting_for_blocks_on_their_way_is_no_progress() -> None:
     """A thread that looks around while a transfer keeps everybody waiting is degraded; with the blocks it is ready."""
-    engine = Engine(assemble(
+    engine = Engine(build_components(
         ToyBackend(), num_kv_blocks=6, block_size=4, max_num_seqs=4, max_num_batched_tokens=16,
         host_kv_memory=48 * 4 * ToyBackend.kv_bytes_per_token, preemption="swap",
     ), FakeClock())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pagedcore.requests.output_text import News
+from pagedcore.requests.output_text import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
 from pagedcore.serving.stream import Stream
-from pagedcore.serving.stream_flusher import READERS_PER_INTERVAL, Outbox
+from pagedcore.serving.stream_flusher import READERS_PER_INTERVAL, StreamFlusher
 from support.doubles import FakeClock
 
 
@@ -17,11 +17,11 @@ def request_of(num_answers: int = 1) -> Request:
     return Request("r", answers, params, owner=None)  # type: ignore[arg-type]
 
 
-def news_of(request: Request) -> list[News]:
+def news_of(request: Request) -> list[PendingOutput]:
     return [(request, sequence) for sequence in request.sequences]
 
 
-def expected(outbox: Outbox, num_answers: int = 1) -> tuple[Stream, list[News]]:
+def expected(outbox: StreamFlusher, num_answers: int = 1) -> tuple[Stream, list[PendingOutput]]:
     """A new request that somebody reads, and its news."""
     request, stream = request_of(num_answers), Stream()
     outbox.expect(request, stream)
@@ -31,7 +31,7 @@ def expected(outbox: Outbox, num_answers: int = 1) -> tuple[Stream, list[News]]:
 def test_a_request_is_told_its_first_news_at_once_and_then_all_that_came_at_intervals() -> None:
     """Later ones wait until the interval is over, and are told then even if nothing more came, once."""
     clock = FakeClock()
-    outbox = Outbox(1.0, clock)
+    outbox = StreamFlusher(1.0, clock)
     stream, news = expected(outbox)
     outbox.add(news)
     assert outbox.take_due() == {stream: news}
@@ -48,7 +48,7 @@ def test_a_request_is_told_its_first_news_at_once_and_then_all_that_came_at_inte
 def test_requests_that_began_apart_are_due_together() -> None:
     """So that the loop of their readers wakes once for all of them; only the first news never wait."""
     clock = FakeClock()
-    outbox = Outbox(1.0, clock)
+    outbox = StreamFlusher(1.0, clock)
     (early, its_news), (late, other_news) = expected(outbox), expected(outbox)
     outbox.add(its_news)
     assert list(outbox.take_due()) == [early]
@@ -63,7 +63,7 @@ def test_requests_that_began_apart_are_due_together() -> None:
 def test_with_many_readers_the_interval_is_longer() -> None:
     """Telling twice as many as one interval is meant for takes twice as long, so the next time is two intervals off."""
     clock = FakeClock()
-    outbox = Outbox(1.0, clock)
+    outbox = StreamFlusher(1.0, clock)
     all_news = [expected(outbox)[1] for _ in range(2 * READERS_PER_INTERVAL)]
     due_after = []
     for seconds in (0.0, 1.0, 0.9, 0.2):
@@ -77,7 +77,7 @@ def test_with_many_readers_the_interval_is_longer() -> None:
 def test_each_answer_that_has_news_is_told_of() -> None:
     """Of several answers of a request those are due that something was added to."""
     clock = FakeClock()
-    outbox = Outbox(1.0, clock)
+    outbox = StreamFlusher(1.0, clock)
     stream, (first, second, third) = expected(outbox, 3)
     outbox.add([first, third])
     assert outbox.take_due() == {stream: [first, third]}
@@ -90,7 +90,7 @@ def test_each_answer_that_has_news_is_told_of() -> None:
 def test_the_news_of_a_request_can_be_taken_out_of_turn() -> None:
     """A request that ends takes its news along; nothing of it is due any more, and nothing more is expected of it."""
     clock = FakeClock()
-    outbox = Outbox(1.0, clock)
+    outbox = StreamFlusher(1.0, clock)
     (_, news), (other, its_news) = expected(outbox), expected(outbox)
     request = news[0][0]
     outbox.add([*news, *its_news])
@@ -104,7 +104,7 @@ def test_the_news_of_a_request_can_be_taken_out_of_turn() -> None:
 def test_what_nobody_reads_is_not_due() -> None:
     """Neither is it counted as somebody to tell, nor kept for whoever might come."""
     clock = FakeClock()
-    outbox = Outbox(1.0, clock)
+    outbox = StreamFlusher(1.0, clock)
     unread = [one for _ in range(9 * READERS_PER_INTERVAL) for one in news_of(request_of())]
     outbox.add(unread)
     stream, news = expected(outbox)
@@ -119,7 +119,7 @@ def test_what_nobody_reads_is_not_due() -> None:
 
 def test_without_an_interval_every_step_is_told_of() -> None:
     """An interval of nought holds nothing back."""
-    outbox = Outbox(0.0, FakeClock())
+    outbox = StreamFlusher(0.0, FakeClock())
     stream, news = expected(outbox)
     for _ in range(3):
         outbox.add(news)

@@ -14,7 +14,7 @@ from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidRequest, Pro
 from pagedcore.outputs import RequestOutput
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
-from pagedcore.serving.whole_answer import WholeAnswer
+from pagedcore.serving.whole_answer import CompletionFuture
 from support.doubles import FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import make_engine
 
@@ -137,7 +137,7 @@ def test_closing_settles_every_future() -> None:
 def test_a_future_is_settled_once() -> None:
     """An error that comes after the output, or after a cancellation, changes nothing."""
     output = RequestOutput("r", (), [], True, 0, None)  # type: ignore[arg-type]
-    answer, cancelled = WholeAnswer(), WholeAnswer()
+    answer, cancelled = CompletionFuture(), CompletionFuture()
     answer.complete(output)
     answer.end(RuntimeError("late"))
     assert answer.future.result() is output

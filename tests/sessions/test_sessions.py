@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pagedcore.sessions.session_store
-from pagedcore.engine.builder import assemble
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import (
     EngineClosed,
@@ -52,7 +52,7 @@ def make(num_host_blocks: int = 24, clock: FakeClock | None = None, **settings: 
         # Why: by the clock computing costs a toy model nothing, so that "auto" would copy nothing.
         "preemption": "swap",
     }
-    return CheckedEngine(assemble(ToyBackend(), **{**defaults, **settings}), clock)
+    return CheckedEngine(build_components(ToyBackend(), **{**defaults, **settings}), clock)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagedcore.errors import EngineOverloaded, RequestTooLarge
-from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.invariants import Snapshot, check, snapshot
@@ -177,7 +177,7 @@ class Simulation:
         self.store.is_slow = world.has_slow_transfers
         self.store.allocate_host(world.num_host_blocks)
         self.clock = FakeClock()
-        self.mover = BlockMover(self.store, self.scheduler.moves, self.clock, LONGEST_TRANSFER_S)
+        self.mover = KVTransfers(self.store, self.scheduler.moves, self.clock, LONGEST_TRANSFER_S)
         self.turns: dict[int, Turn] = {}
         self.num_arrived = 0
         self.known_transfers: frozenset[int] | None = None

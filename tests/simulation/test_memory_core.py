@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagedcore.errors import EngineOverloaded, InternalError, RequestTooLarge
-from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.scheduler.invariants import Snapshot, check, snapshot
@@ -48,7 +48,7 @@ class MemoryCore(RuleBasedStateMachine):
         self.store = self.backend.cache_store
         self.store.allocate_host(num_host_blocks)
         self.store.is_slow = True
-        self.mover = BlockMover(self.store, self.scheduler.moves, FakeClock())
+        self.mover = KVTransfers(self.store, self.scheduler.moves, FakeClock())
         self.sequences: list[Sequence] = []
         self.expected: dict[int, list[int]] = {}
         self.before: Snapshot | None = None
@@ -131,7 +131,7 @@ class MemoryCore(RuleBasedStateMachine):
         """A finished conversation goes on."""
         sequence = data.draw(st.sampled_from(self.sequences))
         fits = self.scheduler.can_ever_fit(len(sequence.token_ids) + len(more) + max_tokens)
-        if sequence.status is not SequenceStatus.FINISHED or not fits or not self.scheduler.waiting.num_places:
+        if sequence.status is not SequenceStatus.FINISHED or not fits or not self.scheduler.waiting.num_free_slots:
             return
         arrival = 1000 + len(sequence.token_ids)
         sequence.begin_turn(

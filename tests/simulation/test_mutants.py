@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.block_table import BlockTable
-from pagedcore.kv_cache.host_cache import HostTier
+from pagedcore.kv_cache.host_cache import HostCache
 from pagedcore.kv_cache.prefix_cache import CachedBlock, PrefixCache
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.kv_cache.reservation import Reservation
@@ -21,7 +21,7 @@ from pagedcore.scheduler.admission import Admission
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_in_flight import StepInFlight
 from pagedcore.scheduler.step_planner import StepPlanner
-from pagedcore.scheduler.swapping import BlockMoves
+from pagedcore.scheduler.swapping import Swapping
 from pagedcore.scheduler.waiting_queue import WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
 from simulation.laws import SimulationFailure
@@ -38,7 +38,7 @@ Patch = pytest.MonkeyPatch
 
 def leak_on_finish(patch: Patch) -> None:
     """A sequence that is ended from outside keeps its blocks."""
-    patch.setattr(BlockMoves, "retire", lambda self, sequence, **_: sequence.forget_computed())
+    patch.setattr(Swapping, "retire", lambda self, sequence, **_: sequence.forget_computed())
 
 
 def double_free(patch: Patch) -> None:
@@ -108,7 +108,7 @@ def copy_source_never_released(patch: Patch) -> None:
 
 def no_tail_copy(patch: Patch) -> None:
     """A partly matching block is counted as found and not copied."""
-    patch.setattr(BlockMover, "copy", lambda self, pairs: None)
+    patch.setattr(KVTransfers, "copy", lambda self, pairs: None)
 
 
 def partly_filled_block_shared(patch: Patch) -> None:
@@ -168,22 +168,22 @@ def slots_shifted(patch: Patch) -> None:
 
 def published_before_arrival(patch: Patch) -> None:
     """The host says that it has blocks when they have only set out."""
-    begin = HostTier.begin_swap_out
+    begin = HostCache.begin_swap_out
 
-    def hasty(self: HostTier, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
+    def hasty(self: HostCache, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
         transfer = begin(self, sequence, is_pinned=is_pinned)
         for move in transfer.moves if transfer is not None else ():
             self.cache.register(move.destination, move.content)
         return transfer
 
-    patch.setattr(HostTier, "begin_swap_out", hasty)
+    patch.setattr(HostCache, "begin_swap_out", hasty)
 
 
 def device_blocks_free_before_departure(patch: Patch) -> None:
     """Blocks on their way out can be taken by others at once."""
-    begin = HostTier.begin_swap_out
+    begin = HostCache.begin_swap_out
 
-    def hasty(self: HostTier, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
+    def hasty(self: HostCache, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
         transfer = begin(self, sequence, is_pinned=is_pinned)
         if transfer is None:
             return None
@@ -193,50 +193,50 @@ def device_blocks_free_before_departure(patch: Patch) -> None:
         self._in_flight[transfer.transfer_id] = emptied
         return emptied
 
-    patch.setattr(HostTier, "begin_swap_out", hasty)
+    patch.setattr(HostCache, "begin_swap_out", hasty)
 
 
 def failed_transfer_believed(patch: Patch) -> None:
     """A transfer that failed counts as arrived."""
-    complete = HostTier.complete
-    patch.setattr(HostTier, "complete", lambda self, transfer_id, *, is_ok: complete(self, transfer_id, is_ok=True))
+    complete = HostCache.complete
+    patch.setattr(HostCache, "complete", lambda self, transfer_id, *, is_ok: complete(self, transfer_id, is_ok=True))
 
 
 def forgotten_pin(patch: Patch) -> None:
     """What the host keeps for a sequence is kept for ever."""
-    patch.setattr(HostTier, "abandon", lambda self, sequence_id: None)
+    patch.setattr(HostCache, "abandon", lambda self, sequence_id: None)
 
 
 def host_blocks_leak(patch: Patch) -> None:
     """Host blocks of a transfer are not given back."""
-    patch.setattr(HostTier, "_release", lambda self, host_blocks: None)
+    patch.setattr(HostCache, "_release", lambda self, host_blocks: None)
 
 
 def late_arrival_revives(patch: Patch) -> None:
     """A transfer that completes for an ended sequence gives it a table all the same."""
-    abandon = HostTier.abandon
+    abandon = HostCache.abandon
 
-    def forgetful(self: HostTier, sequence_id: int) -> None:
+    def forgetful(self: HostCache, sequence_id: int) -> None:
         abandon(self, sequence_id)
         self._orphans.clear()
 
-    patch.setattr(HostTier, "abandon", forgetful)
+    patch.setattr(HostCache, "abandon", forgetful)
 
 
 def moving_sequences_start(patch: Patch) -> None:
     """A sequence whose blocks are on their way starts without them."""
-    patch.setattr(HostTier, "is_moving", lambda self, sequence_id: False)
+    patch.setattr(HostCache, "is_moving", lambda self, sequence_id: False)
 
 
 def overdue_transfer_believed(patch: Patch) -> None:
     """What a transfer brings after it was given up is published."""
-    complete = HostTier.complete
+    complete = HostCache.complete
 
-    def late(self: HostTier, transfer_id: int, *, is_ok: bool) -> tuple[Transfer, bool]:
+    def late(self: HostCache, transfer_id: int, *, is_ok: bool) -> tuple[Transfer, bool]:
         self._overdue.discard(transfer_id)
         return complete(self, transfer_id, is_ok=is_ok)
 
-    patch.setattr(HostTier, "complete", late)
+    patch.setattr(HostCache, "complete", late)
 
 
 def overdue_blocks_handed_out(patch: Patch) -> None:
@@ -246,12 +246,12 @@ def overdue_blocks_handed_out(patch: Patch) -> None:
 
 def overdue_load_tried_again(patch: Patch) -> None:
     """A host that stands still is asked again."""
-    patch.setattr(HostTier, "is_stuck", False)
+    patch.setattr(HostCache, "is_stuck", False)
 
 
 def never_given_up(patch: Patch) -> None:
     """A transfer that does not end is waited for as long as it takes."""
-    patch.setattr(BlockMover, "_give_up_overdue", lambda self: None)
+    patch.setattr(KVTransfers, "_give_up_overdue", lambda self: None)
 
 
 # Scheduling -----------------------------------------------------------------------------------------------------------

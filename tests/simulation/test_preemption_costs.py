@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from pressure_workloads import BLOCK_SIZE, MODES_WITH_HOST, Workload, workloads
 
-from pagedcore.engine.builder import assemble
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ class PricedBackend(ToyBackend):
 def seconds(workload: Workload, mode: str, prices: Prices, *, has_host: bool) -> float:
     """Answer a workload in one mode; return how much time passed from the first step to the last."""
     clock = FakeClock()
-    parts = assemble(
+    parts = build_components(
         PricedBackend(prices, clock), num_kv_blocks=workload.num_blocks, block_size=BLOCK_SIZE, preemption=mode,
         host_kv_memory="4MiB" if has_host else None, max_num_seqs=32, max_num_batched_tokens=512,
         max_num_waiting=256,

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from pagedcore.errors import InternalError
-from pagedcore.execution.kv_transfers import BlockMover
+from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.scheduler.invariants import check, snapshot
@@ -96,7 +96,7 @@ class Crowd:
         self.backend = FlakyBackend(raise_on_step=raise_on_step)
         self.backend.allocate_kv(6, 2)
         self.backend.cache_store.allocate_host(num_host_blocks)
-        self.mover = BlockMover(self.backend.cache_store, self.scheduler.moves, FakeClock())
+        self.mover = KVTransfers(self.backend.cache_store, self.scheduler.moves, FakeClock())
 
     def step(self) -> None:
         """One step of an engine that tries a failed batch again."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedcore.engine.builder import assemble
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.protocols import RaggedRows
 from pagedcore.sampling_params import SamplingParams
@@ -91,7 +91,7 @@ def make_lab(kind: str, **settings: Any) -> Lab:
         "max_model_len": 160,
     }
     clock = FakeClock()
-    engine = Engine(assemble(model, **{**defaults, **settings}), clock)
+    engine = Engine(build_components(model, **{**defaults, **settings}), clock)
     recorder = Recorder(engine._runner._backend)
     engine._runner._backend = recorder  # type: ignore[assignment]
     return Lab(engine, recorder, clock)

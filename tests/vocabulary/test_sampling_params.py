@@ -174,7 +174,7 @@ def test_answers_are_chosen_among_at_least_as_many():
 def test_what_starts_and_what_runs_at_the_same_time():
     """A beam search starts with one sequence, everything else with all of them."""
     counted = [SamplingParams(n=3), SamplingParams(n=2, best_of=4), SamplingParams(n=2, beam_width=5)]
-    assert [(params.num_newcomers, params.num_sequences) for params in counted] == [(3, 3), (4, 4), (1, 5)]
+    assert [(params.num_initial_sequences, params.num_sequences) for params in counted] == [(3, 3), (4, 4), (1, 5)]
 
 
 @pytest.mark.parametrize("other", [

@@ -131,7 +131,7 @@ class RotaryEmbedding:
         self._keys = [layout.key_view(pool, layer).transpose(-1, -2) for layer in layers]
         self._values = [layout.value_view(pool, layer) for layer in layers]
         self._scales = layer_scales(layout, kv_scales, pool.device)
-        self._page_shift = layout.block_size.bit_length() - 1
+        self._block_shift = layout.block_size.bit_length() - 1
         self._name = rotate_name(_storage(layout.model_dtype), stored, interleaved)
         driver.prepare(self._name)
 
@@ -172,7 +172,7 @@ class RotaryEmbedding:
             self._name, _ctas(num_tokens * (heads + 2 * shape.num_kv_heads) << group_shift, ROW_THREADS), (
                 query, key, value, positions, angles, query_norm, key_norm, slots, self._keys[layer],
                 self._values[layer], self._scales[layer], self._layout.block_bytes, num_tokens, *_steps(query),
-                *_steps(key), *_steps(value), heads, shape.num_kv_heads, size, rotary, group_shift, self._page_shift,
+                *_steps(key), *_steps(value), heads, shape.num_kv_heads, size, rotary, group_shift, self._block_shift,
                 epsilon,
             ),
         )

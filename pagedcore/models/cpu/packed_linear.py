@@ -4,7 +4,8 @@ Owns ``PackedLinear`` and the walk over a module tree that puts it in the place 
 ``Conv1D``, one layer at a time so that memory never holds two copies of the model. It never touches a module of
 another type. Read ``row_invariance.py`` next.
 
-Two products do the arithmetic: ``pagedcore_kernels/cpu/matmul`` on x86 processors with AVX2 or AVX-512, oneDNN elsewhere.
+Two products do the arithmetic: ``pagedcore_kernels/cpu/matmul`` on x86 processors with AVX2 or AVX-512, and oneDNN
+elsewhere.
 """
 
 from __future__ import annotations

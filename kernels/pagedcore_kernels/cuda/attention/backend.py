@@ -73,7 +73,7 @@ class NumbaCudaAttention:
         self._keys = [layout.key_view(pool, layer).transpose(-1, -2) for layer in range(len(layout.layers))]
         self._values = [layout.value_view(pool, layer) for layer in range(len(layout.layers))]
         self._scales = layer_scales(layout, kv_scales, pool.device)
-        self._page_shift = layout.block_size.bit_length() - 1
+        self._block_shift = layout.block_size.bit_length() - 1
         self._plans = LayerPlans(layout, pool, self._driver.num_sms)
         self._step: SharedStep | None = None
         for shape in set(layout.layers):
@@ -122,7 +122,7 @@ class NumbaCudaAttention:
             self._layout.block_bytes, step.plan.num_tokens,
             key.stride(0) * key.itemsize, key.stride(1) * key.itemsize,
             value.stride(0) * value.itemsize, value.stride(1) * value.itemsize,
-            self._page_shift, shape.num_kv_heads,
+            self._block_shift, shape.num_kv_heads,
         ))
 
     def attend(
@@ -158,7 +158,7 @@ class NumbaCudaAttention:
             query, self._keys[layer], self._values[layer], step.tables, None, step.rows, output, self._plans.partials,
             self._plans.counters, _floats(slopes), _floats(sinks), self._scales[layer], self._layout.block_bytes,
             query.stride(0) * query.itemsize, query.stride(1) * query.itemsize, step.plan.block_tables.shape[1],
-            self._page_shift, shape.num_kv_heads, visibility.group, visibility.window, visibility.chunk, unit,
+            self._block_shift, shape.num_kv_heads, visibility.group, visibility.window, visibility.chunk, unit,
             cap_input,
         )
         kernel = AttentionShape(shape.key_head_size, shape.value_head_size, self._query_format, self._pool_format)

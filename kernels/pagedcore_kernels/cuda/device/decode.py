@@ -55,7 +55,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
     FLAG_AT = P_AT + ROWS * PROW
 
     def decode(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks, scales,
-               page_stride, query_token, query_head, table_stride, page_shift, kv_heads, group, window, chunk,
+               block_stride, query_token, query_head, table_stride, block_shift, kv_heads, group, window, chunk,
                unit, cap_input):
         base = ptx.shared_address(cuda.shared.array(0, dtype=np.uint8))
         t = i32(cuda.threadIdx.x)
@@ -91,16 +91,18 @@ def decode_kernel(shape: AttentionShape) -> Any:
         j = i32(max(begin, i32(segment0 * SEGMENT)))
         end = i32(min(i32(last_position + 1), i32(segment1 * SEGMENT)))
         table = tables + u64(row) * u64(table_stride) * u64(4)
-        k_head = keys + u64(u32(head << page_shift)) * u64(KROW - PADDING)
-        v_head = values + u64(u32(head << page_shift)) * u64(VROW - PADDING)
+        k_head = keys + u64(u32(head << block_shift)) * u64(KROW - PADDING)
+        v_head = values + u64(u32(head << block_shift)) * u64(VROW - PADDING)
 
         stage_query(base + u32(Q_AT), query + u64(q_start) * u64(query_token)
                     + u64(u32(head * group)) * u64(query_head), query_token, query_head, row0, ROWS, all_rows, group, t)
         for s in range(STAGES - 1):
             start = i32(j + s * TILE)
             if start < end:
-                load_keys(base + u32(s * STAGE), k_head, table, page_shift, page_stride, start, kv_len, t)
-                load_values(base + u32(s * STAGE + KEY_TILE), v_head, table, page_shift, page_stride, start, kv_len, t)
+                load_keys(base + u32(s * STAGE), k_head, table, block_shift, block_stride, start, kv_len, t)
+                load_values(
+                    base + u32(s * STAGE + KEY_TILE), v_head, table, block_shift, block_stride, start, kv_len, t
+                )
             ptx.cp_async_commit()
 
         row_a = i32(lane >> 2)
@@ -156,8 +158,8 @@ def decode_kernel(shape: AttentionShape) -> Any:
             free = i32(free - STAGES) if free >= STAGES else free
             if ahead < end:
                 to = base + u32(free * STAGE)
-                load_keys(to, k_head, table, page_shift, page_stride, ahead, kv_len, t)
-                load_values(to + u32(KEY_TILE), v_head, table, page_shift, page_stride, ahead, kv_len, t)
+                load_keys(to, k_head, table, block_shift, block_stride, ahead, kv_len, t)
+                load_values(to + u32(KEY_TILE), v_head, table, block_shift, block_stride, ahead, kv_len, t)
             ptx.cp_async_commit()
             tile = base + u32(current * STAGE)
 

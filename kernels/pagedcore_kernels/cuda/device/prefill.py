@@ -47,7 +47,7 @@ def prefill_kernel(shape: AttentionShape) -> Any:
     TOTAL_AT = Q_AT + ROWS * QROW
 
     def prefill(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks, scales,
-                page_stride, query_token, query_head, table_stride, page_shift, kv_heads, group, window, chunk,
+                block_stride, query_token, query_head, table_stride, block_shift, kv_heads, group, window, chunk,
                 unit, cap_input):
         base = ptx.shared_address(cuda.shared.array(0, dtype=np.uint8))
         t = i32(cuda.threadIdx.x)
@@ -73,10 +73,10 @@ def prefill_kernel(shape: AttentionShape) -> Any:
         j = i32(i32(u32(begin) // u32(TILE)) * TILE)
         end = i32(last_position + 1)
         table = tables + u64(row) * u64(table_stride) * u64(4)
-        k_head = keys + u64(u32(head << page_shift)) * u64(KROW - PADDING)
-        v_head = values + u64(u32(head << page_shift)) * u64(VROW - PADDING)
+        k_head = keys + u64(u32(head << block_shift)) * u64(KROW - PADDING)
+        v_head = values + u64(u32(head << block_shift)) * u64(VROW - PADDING)
 
-        load_keys(base, k_head, table, page_shift, page_stride, j, kv_len, t)
+        load_keys(base, k_head, table, block_shift, block_stride, j, kv_len, t)
         ptx.cp_async_commit()
         stage_query(base + u32(Q_AT), query + u64(q_start) * u64(query_token)
                     + u64(u32(head * group)) * u64(query_head), query_token, query_head, row0, ROWS, all_rows, group, t)
@@ -122,7 +122,7 @@ def prefill_kernel(shape: AttentionShape) -> Any:
         while j < end:
             ptx.cp_async_wait0()
             cuda.syncthreads()                        # K is here; nobody reads V of the tile before any more
-            load_values(base + u32(V_AT), v_head, table, page_shift, page_stride, j, kv_len, t)
+            load_values(base + u32(V_AT), v_head, table, block_shift, block_stride, j, kv_len, t)
             ptx.cp_async_commit()
             s = cuda.local.array(SCORES, dtype=np.float32)
             for i in range(SCORES):
@@ -137,7 +137,7 @@ def prefill_kernel(shape: AttentionShape) -> Any:
             cuda.syncthreads()                        # V is here; nobody reads K any more
             following = i32(j + TILE)
             if following < end:
-                load_keys(base, k_head, table, page_shift, page_stride, following, kv_len, t)
+                load_keys(base, k_head, table, block_shift, block_stride, following, kv_len, t)
             ptx.cp_async_commit()
 
             if cap_input > f32(0):

@@ -68,8 +68,8 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
                 x[i + 4], x[i + 5] = pack(p0[1], p1[1]), pack(p2[1], p3[1])
 
     def rotate_and_write(query, key, value, positions, angles, query_norm, key_norm, slots, key_pool, value_pool,
-                         scales, page_stride, num_tokens, query_token, query_head, key_token, key_head, value_token,
-                         value_head, heads, kv_heads, head_size, rotary_size, group_shift, page_shift, epsilon):
+                         scales, block_stride, num_tokens, query_token, query_head, key_token, key_head, value_token,
+                         value_head, heads, kv_heads, head_size, rotary_size, group_shift, block_shift, epsilon):
         """Turn query [T, H, D] in place by angles [positions, rotary_size], cosines and then sines in float32, and
         write key and value [T, KVH, D] to their slots. Slots at address 0 mean that nothing is written.
         """
@@ -138,9 +138,9 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
         slot = i32(ptx.ldg32_nc(slots + u64(token) * u64(4)))
         if slot < 0:                                  # a token without a place: padding
             return
-        page = u64(u32(u32(slot) >> u32(page_shift))) * page_stride
-        within = u32(u32(slot) & u32(u32(u32(1) << u32(page_shift)) - u32(1)))
-        row = u32(u32(u32(kv_head << u32(page_shift)) + within) * u32(u32(half_chunks << u32(1)) * u32(CHUNK_BYTES)))
+        page = u64(u32(u32(slot) >> u32(block_shift))) * block_stride
+        within = u32(u32(slot) & u32(u32(u32(1) << u32(block_shift)) - u32(1)))
+        row = u32(u32(u32(kv_head << u32(block_shift)) + within) * u32(u32(half_chunks << u32(1)) * u32(CHUNK_BYTES)))
         target = (value_pool if is_value else key_pool) + page + u64(row)
         inverse = f32(1)
         if NARROW:

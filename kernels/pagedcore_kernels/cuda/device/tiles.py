@@ -83,7 +83,7 @@ def _row_loader(row_bytes: int, tile: int) -> Any:
     ROW = row_bytes
 
     @cuda.jit(device=True, inline="always")
-    def load_rows(target, pool, table, page_shift, page_stride, start, end, thread):
+    def load_rows(target, pool, table, block_shift, block_stride, start, end, thread):
         """Copy rows start.. of one head; rows from ``end`` on become zeros and their table entries are not read."""
         for i in range(ROUNDS):
             chunk = i32(thread + i * THREADS)
@@ -93,9 +93,9 @@ def _row_loader(row_bytes: int, tile: int) -> Any:
                 token = i32(start + row)
                 inside = token < end
                 known = u32(token if inside else start)
-                page = ptx.ldg32_nc(table + u64(u32(known >> u32(page_shift))) * u64(4))
-                within = u32(known & u32((u32(1) << u32(page_shift)) - u32(1)))
-                source = pool + u64(page) * page_stride + u64(u32(within * u32(ROW) + column))
+                page = ptx.ldg32_nc(table + u64(u32(known >> u32(block_shift))) * u64(4))
+                within = u32(known & u32((u32(1) << u32(block_shift)) - u32(1)))
+                source = pool + u64(page) * block_stride + u64(u32(within * u32(ROW) + column))
                 ptx.cp_async16(target + u32(u32(row * STRIDE) + column), source, u32(16) if inside else u32(0))
 
     return load_rows

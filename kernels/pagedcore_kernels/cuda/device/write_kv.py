@@ -63,8 +63,8 @@ def write_kernel(source: Format, pool: Format, key_size: int, value_size: int) -
     CHUNK_BYTES = 8 * pool.itemsize
     store_chunk = chunk_store(source, pool)
 
-    def write_kv(key, value, key_pool, value_pool, slots, scales, page_stride, num_tokens, key_token, key_head,
-                 value_token, value_head, page_shift, kv_heads):
+    def write_kv(key, value, key_pool, value_pool, slots, scales, block_stride, num_tokens, key_token, key_head,
+                 value_token, value_head, block_shift, kv_heads):
         per_token = u32(u32(kv_heads) * u32(K_CHUNKS + V_CHUNKS))
         index = u32(u32(cuda.blockIdx.x) * u32(ROW_THREADS) + u32(cuda.threadIdx.x))
         token = u32(index // per_token)
@@ -74,14 +74,14 @@ def write_kernel(source: Format, pool: Format, key_size: int, value_size: int) -
         slot = i32(ptx.ldg32_nc(slots + u64(token) * u64(4)))
         if slot < 0:                                  # a token without a place: padding
             return
-        page = u64(u32(u32(slot) >> u32(page_shift))) * page_stride
-        within = u32(u32(slot) & u32((u32(1) << u32(page_shift)) - u32(1)))
+        page = u64(u32(u32(slot) >> u32(block_shift))) * block_stride
+        within = u32(u32(slot) & u32((u32(1) << u32(block_shift)) - u32(1)))
         is_key = rest < u32(u32(kv_heads) * u32(K_CHUNKS))
         if is_key:
             head = u32(rest // u32(K_CHUNKS))
             chunk = u32(rest % u32(K_CHUNKS))
             origin = key + u64(token) * u64(key_token) + u64(head) * u64(key_head)
-            row = u32(u32(u32(head << u32(page_shift)) + within) * u32(K_ROW))
+            row = u32(u32(u32(head << u32(block_shift)) + within) * u32(K_ROW))
             target = key_pool + page + u64(u32(row + u32(chunk * u32(CHUNK_BYTES))))
             scale_at = head
         else:
@@ -89,7 +89,7 @@ def write_kernel(source: Format, pool: Format, key_size: int, value_size: int) -
             head = u32(rest // u32(V_CHUNKS))
             chunk = u32(rest % u32(V_CHUNKS))
             origin = value + u64(token) * u64(value_token) + u64(head) * u64(value_head)
-            row = u32(u32(u32(head << u32(page_shift)) + within) * u32(V_ROW))
+            row = u32(u32(u32(head << u32(block_shift)) + within) * u32(V_ROW))
             target = value_pool + page + u64(u32(row + u32(chunk * u32(CHUNK_BYTES))))
             scale_at = u32(u32(kv_heads) + head)
         w = ptx.ldg128_nc(origin + u64(u32(chunk * u32(16))))
