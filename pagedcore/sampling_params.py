@@ -152,7 +152,7 @@ class SamplingParams:
         return 1 if self.beam_width > 1 else self.num_sequences
 
     @property
-    def is_contest(self) -> bool:
+    def has_candidates(self) -> bool:
         """Whether the answers are chosen at the end, among more sequences than are returned."""
         return self.beam_width > 1 or self.num_sequences > self.n
 

@@ -123,7 +123,7 @@ class Sequence:
         """How many of the likeliest next tokens a step reports with the chosen one; ``None``: it reports nothing."""
         if self.params.beam_width > 1:
             return max(self.params.beam_width + len(self.stop_token_ids), self.params.logprobs or 0)
-        return 0 if self.params.logprobs is None and self.params.is_contest else self.params.logprobs
+        return 0 if self.params.logprobs is None and self.params.has_candidates else self.params.logprobs
 
     def branch(self, sequence_id: int, *, seed: int) -> Sequence:
         """Return a waiting sequence that goes on from the same tokens, in the same turn, with nothing computed."""

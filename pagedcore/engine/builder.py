@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.config.limits import MAX_SCORED_BYTES
-from pagedcore.engine.calibration import measure_steps
 from pagedcore.engine.kv_memory import KVMemory, context_length
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
@@ -30,8 +29,7 @@ from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
-    from pagedcore.execution.kv_transfers import KVTransfers
-    from pagedcore.protocols import CacheStore, Clock, ModelBackend, Tokenizer
+    from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +48,6 @@ class EngineComponents:
     fingerprint: ModelFingerprint
     kv_format: str
     """What KV blocks of another process have to match to be of use here."""
-
-    def calibrate(self, mover: KVTransfers, clock: Clock) -> None:
-        """Measure what moving and computing cost here, before anything is in the pool; needs a host tier."""
-        blocks, costs = self.block_manager, self.scheduler.costs
-        assert blocks.host is not None  # Invariant: asked before
-        mover.calibrate(costs, min(blocks.num_blocks, blocks.host.num_blocks))
-        most_tokens = min(
-            blocks.num_blocks * blocks.block_size, self.info.max_model_len, self.config.max_num_batched_tokens
-        )
-        measured = measure_steps(self.runner.backend, clock, blocks.block_size, most_tokens)
-        costs.step = measured if measured is not None else costs.step
 
     def stats(self, counters: Counters) -> EngineStats:
         """Put the engine's counters and the present occupancy together."""
@@ -128,6 +115,7 @@ def build_components(
     input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
         config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
+        has_priorities=policy.has_priorities,
     )
     scheduler = Scheduler(
         block_manager, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,

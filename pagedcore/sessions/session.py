@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pagedcore.errors import InvalidRequest, SessionStateError
 from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.request_options import RequestOptions
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
 from pagedcore.requests.sequence_snapshot import SequenceSnapshot
@@ -54,13 +55,12 @@ class Session:
     """
 
     def __init__(
-        self, book: SessionStore, params: SamplingParams | None, cache_salt: bytes, priority: int,
+        self, book: SessionStore, params: SamplingParams | None, options: RequestOptions,
         request: Request | None = None,
     ) -> None:
         self._book = book
         self._params = params
-        self._salt = cache_salt
-        self._priority = priority
+        self._options = options
         self._request = request
         self._is_closed = False
 
@@ -165,10 +165,10 @@ class Session:
         """
         self._require_open("fork")
         if self._request is None:
-            return self._book.open(self._params, self._salt, self._priority)
+            return self._book.open(self._params, self._options)
         sequence = self._request.sequences[0]
         return self._book.adopt(
-            SequenceSnapshot.of(sequence), self._params, self._salt, self._priority, cache_root=sequence.cache_root
+            SequenceSnapshot.of(sequence), self._params, self._options, cache_root=sequence.cache_root
         )
 
     def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
@@ -209,7 +209,7 @@ class Session:
         params = params if params is not None else SamplingParams()
         require_one_answer(params)
         return PreparedTurn(
-            self._book.prepare(self._request, prompt, params, self._priority, self._salt), num_known
+            self._book.prepare(self._request, prompt, params, self._options), num_known
         )
 
     def begin(self, turn: PreparedTurn) -> Request:
@@ -218,7 +218,7 @@ class Session:
         if turn.num_known != (len(sequence.token_ids) if sequence is not None else 0):
             raise SessionStateError("ask", "further on", "as it was when the turn was prepared", "Ask again.")
         if turn.prompt is None and sequence is None:
-            raise SessionStateError("ask", "empty", "cut off within an answer", "Give a prompt.")
+            raise SessionStateError("ask", "empty", "cut off within a completion", "Give a prompt.")
         self._request = self._book.begin(self._request, turn.prompt)
         return self._request
 
@@ -279,7 +279,7 @@ class Session:
         kv = self._book.parking.copy_kv(sequence) if sequence is not None and include_kv else None
         if stored is not None and (kv is None or kv.num_tokens < stored.num_tokens):
             kv = stored
-        return self._book.snapshot(sequence, kv, self._params, self._priority, is_salted=bool(self._salt))
+        return self._book.snapshot(sequence, kv, self._params, self._options)
 
     def _steps(self, request: Request) -> Generator[list[Delta], None, None]:
         try:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedcore.config.limits import MAX_SESSIONS
 from pagedcore.errors import EngineClosed, InvalidSalt, RequestStateError, SessionStateError, TooManySessions
 from pagedcore.outputs import Delta
+from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
+from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.sequence_snapshot import SequenceSnapshot
-from pagedcore.requests.turns import Turns
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
 from pagedcore.sessions.kv_file import KVCopy
@@ -37,10 +37,10 @@ class SessionStore:
     Invariant: a session is in the book from the time it was made until it or the engine is closed.
     """
 
-    def __init__(self, engine: Engine, parts: EngineComponents, turns: Turns, parking: Parking) -> None:
+    def __init__(self, engine: Engine, parts: EngineComponents, requests: RequestTable, parking: Parking) -> None:
         self._engine = engine
         self._input_processor = parts.input_processor
-        self._turns = turns
+        self._requests = requests
         self._fingerprint = parts.fingerprint
         self._sessions: set[Session] = set()
         self._is_closed = False
@@ -57,7 +57,7 @@ class SessionStore:
         return iter(tuple(self._sessions))
 
     def open(
-        self, params: SamplingParams | None, cache_salt: bytes, priority: int, request: Request | None = None
+        self, params: SamplingParams | None, options: RequestOptions, request: Request | None = None
     ) -> Session:
         """Make a session.
 
@@ -66,28 +66,27 @@ class SessionStore:
             TooManySessions: as many as allowed are open.
         """
         self._require_room()
-        session = Session(self, params, cache_salt, priority, request)
+        session = Session(self, params, options, request)
         self._sessions.add(session)
         return session
 
-    def open_checked(
-        self, params: SamplingParams | None, cache_salt: str | bytes | None, priority: int
-    ) -> Session:
+    def open_checked(self, params: SamplingParams | None, options: RequestOptions) -> Session:
         """Make a session of what a caller gave; errors as ``Engine.session``."""
         if params is not None:
             validation.require_one_answer(params)
             validation.check_params_for_model(params, self._input_processor.vocab_size)
-        return self.open(params, validation.validate_salt(cache_salt), validation.validate_priority(priority))
+        self._input_processor.check_options(options)
+        return self.open(params, options)
 
     def adopt(
-        self, history: SequenceSnapshot, params: SamplingParams | None, cache_salt: bytes, priority: int,
+        self, history: SequenceSnapshot, params: SamplingParams | None, options: RequestOptions,
         cache_root: bytes | None = None,
     ) -> Session:
         """Make a session with a past. Raises as ``open``."""
         self._require_room()
-        request = self._turns.adopt(history, priority=priority, cache_root=cache_root, cache_salt=cache_salt)
+        request = self._requests.adopt(history, options, cache_root)
         request.sequences[0].is_in_session = True
-        return self.open(params, cache_salt, priority, request)
+        return self.open(params, options, request)
 
     def read(self, path: str | os.PathLike[str]) -> SessionSnapshot:
         """Read and prove a session's files; callable from any thread. Errors as ``Engine.import_session``."""
@@ -95,12 +94,12 @@ class SessionStore:
 
     def take_in(self, snapshot: SessionSnapshot, cache_salt: str | bytes | None) -> Session:
         """Make a session of what was read. Errors as ``Engine.import_session``."""
-        salt = validation.validate_salt(cache_salt)
-        if snapshot.is_salted and not salt:
+        options = RequestOptions(priority=snapshot.priority, cache_salt=cache_salt)
+        if snapshot.is_salted and cache_salt is None:
             raise InvalidSalt("cache_salt", "None", "a salt, because the session was made with one")
         if snapshot.history is None:
-            return self.open(snapshot.params, salt, snapshot.priority)
-        session = self.adopt(snapshot.history, snapshot.params, salt, snapshot.priority)
+            return self.open(snapshot.params, options)
+        session = self.adopt(snapshot.history, snapshot.params, options)
         session.load(snapshot.kv)
         return session
 
@@ -113,12 +112,12 @@ class SessionStore:
             request.remove()
 
     def prepare(
-        self, request: Request | None, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: bytes
+        self, request: Request | None, prompt: Prompt, params: SamplingParams, options: RequestOptions
     ) -> ProcessedRequest:
         """Prepare a session's first or next turn."""
         if request is not None:
-            return self._turns.prepare(prompt, request.sequences[0].token_ids, params, priority)
-        return replace(self._input_processor.prepare(prompt, params, priority), cache_salt=cache_salt)
+            return self._requests.process_turn(prompt, request.sequences[0].token_ids, params, options)
+        return self._input_processor.process(prompt, params, options)
 
     def begin(self, request: Request | None, prepared: ProcessedRequest | None) -> Request:
         """Begin a session's turn, and return its request."""
@@ -130,21 +129,21 @@ class SessionStore:
             return request
         sequence = request.sequences[0]
         if prepared is not None:
-            self._turns.begin(request, prepared)
+            self._requests.begin_turn(request, prepared)
         else:
             self._complete(request)
         self.parking.note_going_on(sequence)
         return request
 
     def snapshot(
-        self, sequence: Sequence | None, kv: KVCopy | None, params: SamplingParams | None, priority: int, *,
-        is_salted: bool,
+        self, sequence: Sequence | None, kv: KVCopy | None, params: SamplingParams | None, options: RequestOptions
     ) -> SessionSnapshot:
         """Describe a session for its file."""
         history = SequenceSnapshot.of(sequence) if sequence is not None else None
         spec = self.parking.spec(history.token_ids[: kv.num_tokens]) if history is not None and kv is not None else None
         return SessionSnapshot(
-            model=self._fingerprint, params=params, priority=priority, is_salted=is_salted, history=history,
+            model=self._fingerprint, params=params, priority=options.priority,
+            is_salted=options.cache_salt is not None, history=history,
             kv_spec=spec, kv=kv,
         )
 
@@ -170,7 +169,7 @@ class SessionStore:
 
     def _complete(self, request: Request) -> None:
         try:
-            self._turns.complete(request)
+            self._requests.complete_turn(request)
         except RequestStateError as error:
             raise SessionStateError("ask", error.given, error.limit, "Give a prompt.") from None
 
