@@ -17,6 +17,8 @@ NaN, the order of global memory between blocks, ``wgmma``, ``mbarrier`` and bulk
 
 from __future__ import annotations
 
+from typing import Final
+
 from pagedcore_ptxsim.errors import (
     AsyncCopyFault,
     BarrierFault,
@@ -31,10 +33,11 @@ from pagedcore_ptxsim.errors import (
     UninitializedRead,
     UnsupportedPtx,
 )
-from pagedcore_ptxsim.launch import Report, launch
+from pagedcore_ptxsim.launch import Report, launch, unsupported
 from pagedcore_ptxsim.mutants import Mutant, mutants
 from pagedcore_ptxsim.parser import parse
 
+__version__: Final = "0.1.0"
 __all__ = [
     "AsyncCopyFault",
     "BarrierFault",
@@ -53,4 +56,5 @@ __all__ = [
     "launch",
     "mutants",
     "parse",
+    "unsupported",
 ]

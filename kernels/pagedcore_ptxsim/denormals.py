@@ -6,6 +6,8 @@ flush at all flush nearly everything, so most operands are clean.
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from pagedcore_ptxsim.formats import has_denormal
@@ -13,7 +15,8 @@ from pagedcore_ptxsim.syntax import Instruction, Kernel
 
 _FLUSHING = {"add", "sub", "mul", "fma", "mad", "div", "min", "max", "neg", "abs", "ex2", "lg2", "rcp", "rsqrt", "sqrt",
              "sin", "cos"}
-_COPYING = {"mov": (1,), "selp": (1, 2)}
+_COPYING = {"mov": slice(1, 2), "selp": slice(1, 3)}
+_CONSTANT = re.compile("0[fF]([0-9a-fA-F]{8})")
 
 
 def never_denormal(kernel: Kernel) -> frozenset[str]:
@@ -25,7 +28,7 @@ def never_denormal(kernel: Kernel) -> frozenset[str]:
         for target in _targets(instruction):
             written.add(target)
             if instruction.name in _COPYING and instruction.types[-1:] == ("f32",):
-                copies.append((target, [instruction.operands[i] for i in _COPYING[instruction.name]]))
+                copies.append((target, [*instruction.operands[_COPYING[instruction.name]]]))
             elif not _flushes(instruction):
                 dirty.add(target)
     found = len(dirty) - 1
@@ -46,6 +49,6 @@ def _targets(instruction: Instruction) -> list[str]:
 
 
 def _is_dirty(source: str, dirty: set[str]) -> bool:
-    if source.startswith("0f"):
-        return has_denormal(np.array([int(source[2:], 16)], np.uint32))
+    if constant := _CONSTANT.fullmatch(source):
+        return has_denormal(np.array([int(constant.group(1), 16)], np.uint32))
     return not source.startswith("%") or source in dirty

@@ -13,8 +13,8 @@ from threading import Lock
 
 import numpy as np
 
-from pagedcore_ptxsim.batch import Batch, Dim3, Geometry, Symbols
-from pagedcore_ptxsim.errors import LaunchError
+from pagedcore_ptxsim.batch import WARP, Batch, Dim3, Geometry, Symbols
+from pagedcore_ptxsim.errors import LaunchError, UnsupportedPtx
 from pagedcore_ptxsim.global_memory import GlobalMemory
 from pagedcore_ptxsim.handovers import MAX_BLOCKS, HandoverDetector
 from pagedcore_ptxsim.ops import MAKERS
@@ -91,6 +91,18 @@ def launch(ptx: str, kernel_name: str | None, grid: int | Sequence[int], block: 
         _POOL.give_back(scheduler, check_races)
     memory.copy_back()
     return tally.report(geometry.blocks)
+
+
+def unsupported(ptx: str, kernel_name: str | None) -> list[str]:
+    """Return what the interpreter lacks for a kernel, an entry per instruction, without running it."""
+    program = parse(ptx)
+    kernel = find_kernel(program, kernel_name)
+    geometry, memory = Geometry((1, 1, 1), (WARP, 1, 1), 0), GlobalMemory()
+    try:
+        symbols = _symbols(program, kernel, [0] * len(kernel.parameters), geometry, memory)
+        return Scheduler(Batch(kernel, geometry, symbols, memory, 1, False), MAKERS).unsupported()
+    except UnsupportedPtx as error:
+        return [str(error)]
 
 
 class _Pool:

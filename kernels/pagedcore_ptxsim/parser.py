@@ -52,7 +52,12 @@ class _ModuleParser:
     def parse(self) -> Program:
         offset = self._skip_space(0)
         while offset < len(self.text):
-            offset = self._skip_space(self._declaration(offset))
+            try:
+                end = self._declaration(offset)
+            except (ValueError, IndexError, OverflowError, struct.error) as error:
+                where = f"line {self.line_at(offset)}"
+                raise PtxSyntaxError(f"{where}: a declaration that cannot be read: {error}") from error
+            offset = self._skip_space(end)
         if not self.kernels:
             raise PtxSyntaxError("the text holds no .entry: pass the PTX of a kernel, not of a device function")
         return Program(self.target, self.kernels, tuple(self.variables))

@@ -58,6 +58,16 @@ class Scheduler:
             self._locate(fault)
             raise
 
+    def unsupported(self) -> list[str]:
+        """Return why instructions cannot run, without running any."""
+        found = []
+        for position in range(len(self.code)):
+            try:
+                self._decode(position)
+            except UnsupportedPtx as error:
+                found.append(str(error))
+        return found
+
     def _locate(self, fault: PtxFault) -> None:
         instruction = self.code[self._position]
         lanes = fault.lanes or self.batch.lanes.tolist()
@@ -125,11 +135,11 @@ class Scheduler:
             raise UnsupportedPtx(f"line {instruction.line}: no implementation of {instruction.text}")
         try:
             step = maker(self._binder, instruction, position)
-        except (PtxError, IndexError, KeyError, ValueError) as error:
+            if instruction.guard and instruction.name != "bra":
+                step = self._guarded(step, instruction, position)
+        except (PtxError, IndexError, KeyError, ValueError, OverflowError, StopIteration) as error:
             raise UnsupportedPtx(f"line {instruction.line}: {instruction.text} has a form that is not implemented "
                                  f"({type(error).__name__}: {error})") from error
-        if instruction.guard and instruction.name != "bra":
-            step = self._guarded(step, instruction, position)
         self._steps[position] = step
         return step
 

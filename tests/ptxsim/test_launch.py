@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,6 +16,7 @@ from pagedcore_ptxsim import (
     UninitializedRead,
     UnsupportedPtx,
     launch,
+    unsupported,
 )
 from ptxsim.ptx_texts import kernel, pointers, run
 
@@ -183,6 +185,14 @@ def test_unknown_instructions_are_refused_by_name() -> None:
         launch(kernel("tex.1d.v4.f32.f32 {%f1,%f2,%f3,%f4}, [p0, {%f5}];"), None, 1, 32, [0, 0])
     with pytest.raises(UnsupportedPtx, match="form that is not implemented"):
         launch(kernel("cvt.rn.f16x2.u32 %r1, %r2;"), None, 1, 32, [0, 0])
+
+
+def test_what_is_unsupported_is_known_without_a_launch() -> None:
+    """Every instruction that a launch would refuse is named, also with a broken operand or an unknown guard."""
+    body = "tex.1d.v4.f32.f32 {%f1}, [p0, {%f5}];\n@%none mov.u32 %r1, 0;\nmov.f32 %f1, 0f;\nselp.f32 %f1, %f2;"
+    found = unsupported(kernel(body), "k")
+    assert [re.sub(r".*(tex|none|mov|selp).*", r"\1", each) for each in found] == ["tex", "none", "mov", "selp"]
+    assert unsupported(kernel(pointers(2)), None) == []
 
 
 def test_texts_without_a_kernel_are_refused() -> None:

@@ -106,6 +106,9 @@ def test_shared_variables_are_laid_out_in_order() -> None:
     (kernel("bra NOWHERE;"), r"line \d+: no label for bra NOWHERE"),
     (kernel("mov.u32 %r1, %r2").replace("ret;", "ret"), r"a statement without ';'"),
     (".version 8.0\n.target sm_90\n.global .u32 x", "without an end"),
+    (kernel("", module=".global .u32 x = y;"), "line 4: a declaration that cannot be read"),
+    (kernel("", header=".maxntid 1,,1"), "line 5: a declaration that cannot be read"),
+    (kernel("bra;"), "cannot be read"),
 ])
 def test_broken_texts_are_refused(text: str, message: str) -> None:
     """A text that cannot be parsed is refused with the line."""
