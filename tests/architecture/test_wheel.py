@@ -32,7 +32,7 @@ def test_the_wheel_has_only_our_top_levels(wheel: Path) -> None:
 def test_the_wheel_has_the_demo_model_and_its_licence(wheel: Path) -> None:
     """The demo needs no network: weights, configuration and tokenizer are inside, and so are types and licence."""
     names = set(zipfile.ZipFile(wheel).namelist())
-    for file in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
+    for file in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "questions.json"):
         assert f"pagedcore/demo_model/{file}" in names
     for package in PACKAGES:
         assert f"{package}/py.typed" in names

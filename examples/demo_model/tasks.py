@@ -2,7 +2,7 @@
 
 Owns the phrasings, the right answers and the rule that keeps some questions out of training. It never
 loads a model. The same tasks train the model (`examples/train_demo_model.py`) and check it
-(`questions.py`, read that next).
+(`shipped_questions.py`, read that next).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,24 +11,14 @@ from random import Random
 from typing import Literal
 from zlib import crc32
 
+from pagedcore.demo_model.questions import Split
+
 from . import phrasings
 from .explanations import EXPLANATIONS, SMALL_TALK
 from .facts import CAPITALS, DAYS, MONTH_DAYS, OTHER_NAMES
 from .words import WORDS
 
-Split = Literal["train", "held_out", "any"]
-"""Which questions to draw: those used in training, those kept out of it, or both."""
-
 _HELD_OUT_ONE_IN = 10
-
-
-@dataclass(frozen=True)
-class DemoQuestion:
-    """A question, the exact answer the demo model should give, and the name of its task."""
-
-    prompt: str
-    answer: str
-    task: str
 
 
 @dataclass(frozen=True)
