@@ -22,7 +22,7 @@ slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 kernels: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m kernels tests/kernels $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m kernels tests/kernels tests/ptxsim $(PYTEST_ARGS)
 
 gpu: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/gpu.py build
