@@ -24,6 +24,7 @@ from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import Counters, EngineStats
 from pagedcore.requests.turns import Turns
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.parking import Parking
 from pagedcore.sessions.session_store import SessionStore
 
@@ -63,7 +64,13 @@ class Engine:
         self._mover = KVTransfers(parts.store, parts.scheduler.moves, self._clock)
         if parts.block_manager.host is not None and parts.config.preemption == "auto":
             parts.calibrate(self._mover, self._clock)
-        self._sessions = SessionStore(self, parts, self._turns, Parking(parts, self._mover, self._clock))
+        parking = Parking(
+            parts.scheduler, self._mover, parts.store, parts.kv_format, KVDirectory(parts.config.disk_kv_dir),
+            self._clock,
+        )
+        self._sessions = SessionStore(
+            self.accept, self.step, parts.input_processor, self._turns, parking, parts.fingerprint
+        )
         self._is_closed = False
         self.is_stalled = False
         """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
