@@ -24,6 +24,7 @@ from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable, SequenceNumbers
 from pagedcore.requests.stats import EngineStats, StepStats
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.parking import Parking
 from pagedcore.sessions.session import Session
 from pagedcore.sessions.session_store import SessionStore
@@ -65,8 +66,12 @@ class Engine:
         if self._has_host_cache and config.preemption == "auto":
             most_tokens = min(components.info.max_model_len, config.max_num_batched_tokens)
             calibrate(self._runner.backend, block_manager, scheduler.costs, self._transfers, self._clock, most_tokens)
+        parking = Parking(
+            scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
+            self._clock,
+        )
         self._sessions = SessionStore(
-            self, components, self._requests, Parking(components, self._transfers, self._clock)
+            self.accept, self.step, components.input_processor, self._requests, parking, components.fingerprint
         )
         self._is_closed = False
         self.is_stalled = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
 from itertools import count
 from typing import Final
 
@@ -114,17 +113,12 @@ class RequestTable:
         )
         self._start(request, processed)
 
-    def process_turn(
-        self, prompt: Prompt, known_token_ids: SequenceOf[int], params: SamplingParams, options: RequestOptions
-    ) -> ProcessedRequest:
-        """Tokenise and validate what follows known tokens; callable from any thread. Raises as ``Request.extend``."""
-        return self._inputs.process_turn(prompt, list(known_token_ids), params, options)
-
     def extend(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
         """Continue a finished request; see ``Request.extend``."""
         sequence = self.require_extensible(request)
         params = params if params is not None else request.params
-        self.begin_turn(request, self.process_turn(prompt, sequence.token_ids, params, request.options))
+        processed = self._inputs.process_turn(prompt, list(sequence.token_ids), params, request.options)
+        self.begin_turn(request, processed)
 
     def complete_turn(self, request: Request) -> None:
         """Continue a completion that was cut off: aborted, failed, or copied while it ran.

@@ -11,8 +11,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pagedcore.errors import EngineClosed, SessionStateError
 from pagedcore.outputs import Delta, RequestOutput
@@ -21,9 +20,9 @@ from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.long_prompts import is_long
 from pagedcore.serving.stream import StreamReader
-from pagedcore.sessions.parking import ParkedFile, ParkedState
-from pagedcore.sessions.session import Session
-from pagedcore.sessions.session_file import write_session
+from pagedcore.sessions.operation import Done, Operation, Work, advance, run
+from pagedcore.sessions.parking import ParkedState
+from pagedcore.sessions.session import PrepareTurn, Session
 
 if TYPE_CHECKING:
     from pagedcore.engine.engine import Engine
@@ -80,17 +79,15 @@ class AsyncSession:
         self, prompt: Prompt | None, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta, None]:
         """Give a turn and yield its answer as it comes. Arguments and errors as ``Session.ask``."""
-        file = await self._call(lambda session: session.parked_file())
-        session = self._session
-        assert session is not None  # Invariant: every command makes it
-        if is_long(prompt):
-            turn = await asyncio.to_thread(session.prepare, prompt, params)
-        else:
-            turn = session.prepare(prompt, params)
-        if file is not None:
-            kv = await asyncio.to_thread(file.read)
-            await self._call(lambda session: session.load(kv))
-        reader = self._engine.read_turn(lambda: session.begin(turn))
+
+        def start(session: Session) -> tuple[Operation[Request], PrepareTurn]:
+            turn = session.turn_operation(prompt, params)
+            return turn, next(turn)
+
+        turn, work = await self._call(start)
+        is_quick = work.file is None and not is_long(prompt)
+        result = work() if is_quick else await asyncio.to_thread(work)
+        reader = self._engine.read_turn(lambda: run(turn, result))
         self._readers.add(reader)
         try:
             while deltas := await reader.next():
@@ -101,21 +98,15 @@ class AsyncSession:
             reader.close()
 
     async def park(self, tier: Literal["host", "disk"] = "host", ttl_s: float | None = None) -> ParkedState:
-        """Keep what was computed while the session is idle. Arguments, result and errors as ``Session.park``."""
-        if (file := await self._call(lambda session: session.file_to_move(tier))) is not None:
-            await self._unpark(file)
-        state, file = await self._call(lambda session: session.begin_parking(tier, ttl_s))
-        if state is not None:
-            return state
-        # Why: shielded, because whoever is cancelled here would leave a file that nobody knows.
-        return await asyncio.shield(self._finish_parking(file, ttl_s))
+        """Keep what was computed while the session is idle. Arguments, result and errors as ``Session.park``.
+
+        Cancelling it does not stop it: what was begun is completed.
+        """
+        return await asyncio.shield(self._run(lambda session: session.park_operation(tier, ttl_s)))
 
     async def resume(self) -> int:
         """Bring what was parked back to the device now, if there is room. Result as ``Session.resume``."""
-        file = await self._call(lambda session: session.parked_file())
-        if file is None:
-            return await self._call(lambda session: session.fetch())
-        return await self._unpark(file)
+        return await self._run(lambda session: session.resume_operation())
 
     async def fork(self) -> AsyncSession:
         """Return a second session with the same past. Errors as ``Session.fork``."""
@@ -125,10 +116,7 @@ class AsyncSession:
 
     async def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
         """Write everything that decides how the session goes on. Arguments and errors as ``Session.export``."""
-        file = await self._call(lambda session: session.parked_file())
-        stored = await asyncio.to_thread(file.read) if file is not None and include_kv else None
-        snapshot = await self._call(lambda session: session.snapshot(include_kv=include_kv, stored=stored))
-        await asyncio.to_thread(write_session, Path(path), snapshot)
+        await self._run(lambda session: session.export_operation(path, include_kv))
 
     async def aclose(self) -> None:
         """Abort a turn that is under way, and forget everything; a second call does nothing."""
@@ -148,20 +136,25 @@ class AsyncSession:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _finish_parking(self, file: ParkedFile | None, ttl_s: float | None) -> ParkedState:
-        is_written = file is not None and await asyncio.to_thread(file.write)
-        try:
-            return await self._engine.call(
-                lambda engine: self._of(engine).end_parking(file, ttl_s, is_written=is_written)
-            )
-        except EngineClosed:
-            if file is not None:
-                await asyncio.to_thread(file.remove)
-            raise
+    async def _run(self, start: Callable[[Session], Operation[_T]]) -> _T:
+        """Run an operation: its steps on the engine thread, its work on other threads."""
+        operation: Operation[_T] | None = None
+        result: Any = None
 
-    async def _unpark(self, file: ParkedFile) -> int:
-        kv = await asyncio.to_thread(file.read)
-        return await self._call(lambda session: session.unpark(file, kv))
+        def step(session: Session) -> Work | Done[_T]:
+            nonlocal operation
+            operation = operation or start(session)
+            return advance(operation, result)
+
+        try:
+            while not isinstance(outcome := await self._call(step), Done):
+                result = await asyncio.to_thread(outcome)
+            return outcome.result
+        except BaseException:
+            # Why: the engine thread may be in a step of it now, and another thread must not close it then.
+            with suppress(EngineClosed):
+                await asyncio.shield(self._engine.call(lambda engine: operation.close() if operation else None))
+            raise
 
     async def _call(self, function: Callable[[Session], _T]) -> _T:
         if self._is_closed:

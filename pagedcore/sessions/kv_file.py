@@ -177,22 +177,24 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-class DiskTier:
-    """Where one engine's parked KV lies.
+class KVDirectory:
+    """The files with one engine's parked KV.
 
-    Invariant: its files have names that nobody can guess, and are gone when they are forgotten or the tier is closed.
+    Invariant: its files have names that cannot be guessed; ``remove`` and ``close`` leave none of them.
     """
 
-    def __init__(self, directory: str | None) -> None:
+    def __init__(self, path: str | None) -> None:
         """Note the directory, to be made when the first file is; ``None``: a private temporary one."""
-        self._given = Path(directory) if directory is not None else None
+        self._given = Path(path) if path is not None else None
         self._private: tempfile.TemporaryDirectory[str] | None = None
         self._files: set[Path] = set()
 
-    @property
-    def num_files(self) -> int:
-        """Files that were named and not forgotten."""
+    def __len__(self) -> int:
+        """Return how many files were named and not removed."""
         return len(self._files)
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._files
 
     def name_file(self) -> Path:
         """Return a path for a new file.
@@ -200,24 +202,25 @@ class DiskTier:
         Raises:
             OSError: the directory cannot be made.
         """
-        path = self._directory() / f"{secrets.token_hex(16)}.kv.safetensors"
+        path = self._make() / f"{secrets.token_hex(16)}.kv.safetensors"
         self._files.add(path)
         return path
 
-    def forget(self, path: Path) -> None:
-        """Remove a file."""
+    def remove(self, path: Path) -> None:
+        """Remove a file; its writer removes it if it is being written now."""
+        # Safety: in this order. Whichever comes last of this line and the writer's look at the set removes the file.
         self._files.discard(path)
         remove_file(path)
 
     def close(self) -> None:
-        """Remove all files, and the directory if it is this tier's own; a second call does nothing."""
+        """Remove all files, and the directory if it is a private one; a second call does nothing."""
         for path in list(self._files):
-            self.forget(path)
+            self.remove(path)
         if self._private is not None:
             self._private.cleanup()
             self._private = None
 
-    def _directory(self) -> Path:
+    def _make(self) -> Path:
         if self._given is not None:
             self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
             return self._given

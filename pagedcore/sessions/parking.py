@@ -1,8 +1,8 @@
 """Where the KV of idle sequences is kept: pinned on the host, in a file, or nowhere; for how long; and the way back.
 
 Owns the decisions and the ledger. Everything here runs between two steps on the engine's thread and waits for
-nothing; reading and writing files is for the caller of ``ParkedFile``, on any thread. Losing what is parked costs time
-and changes no answer, so every refusal ends in "computed again". Read ``session`` for who asks.
+nothing; ``ParkedFile`` reads and writes files, on any thread. Losing what is parked costs time and changes no
+completion, so every refusal ends in "computed again". Read ``session`` for its caller.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pagedcore.config.limits import MAX_PARKED_HOST_SHARE
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.kv_cache.prefix_match import contents, find_blocks
-from pagedcore.protocols import Clock
+from pagedcore.protocols import CacheStore, Clock
+from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
-from pagedcore.sessions.kv_file import DiskTier, KVCopy, KVSpec, read_kv, remove_file, write_kv
-
-if TYPE_CHECKING:
-    from pagedcore.engine.builder import EngineComponents
+from pagedcore.sessions.kv_file import KVCopy, KVDirectory, KVSpec, read_kv, remove_file, write_kv
+from pagedcore.sessions.operation import Operation
 
 _log = logging.getLogger("pagedcore")
 
@@ -45,24 +44,24 @@ class ParkedState:
 class ParkedFile:
     """A sequence's KV in a file, or on its way there; usable on any thread."""
 
+    directory: KVDirectory
     path: Path
     spec: KVSpec
     kv: KVCopy | None = None
     """What ``write`` writes."""
 
     def write(self) -> bool:
-        """Write the file; return whether it is there, whole."""
+        """Write the file; return whether it is there, whole, and was not removed from its directory meanwhile."""
         assert self.kv is not None  # Invariant: only what was copied is written
         try:
             write_kv(self.path, self.kv, self.spec)
         except OSError as error:
             _log.warning("parking: the KV file could not be written (%s); only tokens are kept", error.strerror)
             return False
+        if self.path not in self.directory:
+            remove_file(self.path)
+            return False
         return True
-
-    def remove(self) -> None:
-        """Remove the file, if it is there."""
-        remove_file(self.path)
 
     def read(self) -> KVCopy | None:
         """Return what can be used of the file."""
@@ -82,22 +81,25 @@ class Parking:
     Invariant: a sequence is in the ledger from the time it was parked until it goes on, expires or is forgotten.
     """
 
-    def __init__(self, parts: EngineComponents, mover: KVTransfers, clock: Clock) -> None:
-        self._blocks = parts.block_manager
-        self._moves = parts.scheduler.moves
-        self._running = parts.scheduler.running
-        self._store = parts.store
-        self._kv_format = parts.kv_format
-        self._mover = mover
+    def __init__(
+        self, scheduler: Scheduler, transfers: KVTransfers, store: CacheStore | None, kv_format: str,
+        directory: KVDirectory, clock: Clock,
+    ) -> None:
+        self._blocks = scheduler.block_manager
+        self._moves = scheduler.moves
+        self._running = scheduler.running
+        self._transfers = transfers
+        self._store = store
+        self._kv_format = kv_format
+        self._directory = directory
         self._clock = clock
-        self._disk = DiskTier(parts.config.disk_kv_dir)
         self._parked: dict[int, _Parked] = {}
         self._next_expiry_s = math.inf
 
     @property
     def num_files(self) -> int:
         """Files that are there or being written."""
-        return self._disk.num_files
+        return len(self._directory)
 
     def state(self, sequence: Sequence) -> ParkedState | None:
         """Say where a sequence is parked, if it is."""
@@ -131,7 +133,7 @@ class Parking:
         if not self.has_room_on_host(sequence):
             return None
         num_tokens = self._moves.park(sequence)
-        self._mover.start(self._moves.take_due())
+        self._transfers.start(self._moves.take_due())
         return self._note(sequence, "host", num_tokens, ttl_s) if num_tokens else None
 
     def park_tokens(self, sequence: Sequence) -> ParkedState:
@@ -139,28 +141,33 @@ class Parking:
         self.forget(sequence)
         return self._note(sequence, "tokens", 0, None)
 
-    def begin_file(self, sequence: Sequence) -> ParkedFile | None:
-        """Copy what the memories hold of a sequence, for its ``write``; ``None`` if that is nothing."""
+    def park_on_disk(self, sequence: Sequence, ttl_s: float | None) -> Operation[ParkedState]:
+        """Write what the memories hold of a sequence to a file; a sequence that went on meanwhile keeps nothing."""
+        file, is_kept = self._new_file(sequence), False
+        if file is None:
+            return self.park_tokens(sequence)
+        try:
+            is_written: bool = yield file.write
+            is_idle = sequence.status is SequenceStatus.FINISHED
+            is_kept = is_written and is_idle
+        finally:
+            if not is_kept:
+                self._directory.remove(file.path)
+        if not is_kept:
+            return self.park_tokens(sequence) if is_idle else ParkedState("tokens", 0)
+        self.forget(sequence)
+        return self._note(sequence, "disk", len(file.spec.token_ids), ttl_s, replace(file, kv=None))
+
+    def _new_file(self, sequence: Sequence) -> ParkedFile | None:
         kv = self.copy_kv(sequence)
         if kv is None:
             return None
         try:
-            return ParkedFile(self._disk.name_file(), self.spec(sequence.token_ids[: kv.num_tokens]), kv)
+            path = self._directory.name_file()
         except OSError as error:
             _log.warning("parking: the directory for KV files cannot be made (%s)", error.strerror)
             return None
-
-    def end_file(
-        self, sequence: Sequence, file: ParkedFile | None, ttl_s: float | None, *, is_written: bool
-    ) -> ParkedState:
-        """Note what came of ``write``, if there was anything; a sequence that went on or ended keeps nothing."""
-        is_idle = sequence.status is SequenceStatus.FINISHED
-        if file is not None and is_written and is_idle:
-            self.forget(sequence)
-            return self._note(sequence, "disk", len(file.spec.token_ids), ttl_s, replace(file, kv=None))
-        if file is not None:
-            self._disk.forget(file.path)
-        return self.park_tokens(sequence) if is_idle else ParkedState("tokens", 0)
+        return ParkedFile(self._directory, path, self.spec(sequence.token_ids[: kv.num_tokens]), kv)
 
     def file_of(self, sequence: Sequence) -> ParkedFile | None:
         """Return the file that a sequence is parked in, if it is in one and that has not expired."""
@@ -171,7 +178,7 @@ class Parking:
     def fetch(self, sequence: Sequence) -> int:
         """Begin to bring a sequence that is parked on the host to the device; return positions, 0 without room."""
         num_tokens = self._moves.fetch(sequence)
-        self._mover.start(self._moves.take_due())
+        self._transfers.start(self._moves.take_due())
         if num_tokens:
             del self._parked[sequence.sequence_id]
         return num_tokens
@@ -219,7 +226,7 @@ class Parking:
         """Forget a sequence whose turn has begun; what is pinned for it stays until it has been loaded."""
         parked = self._parked.pop(sequence.sequence_id, None)
         if parked is not None and parked.file is not None:
-            self._disk.forget(parked.file.path)
+            self._directory.remove(parked.file.path)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the KV that is kept for a sequence; one that is not parked keeps none."""
@@ -240,7 +247,7 @@ class Parking:
         """Forget everything and remove all files; a second call does nothing."""
         for parked in list(self._parked.values()):
             self.forget(parked.sequence)
-        self._disk.close()
+        self._directory.close()
 
     def _note(
         self, sequence: Sequence, tier: Tier, num_tokens: int, ttl_s: float | None, file: ParkedFile | None = None

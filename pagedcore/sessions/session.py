@@ -1,42 +1,64 @@
 """Conversations: a token list that grows by turns, and can wait, fork and leave the process between them.
 
 Owns what a caller holds. A session computes nothing itself: its turns are requests like any other, its blocks are
-those of the prefix cache, and where its KV is kept meanwhile is ``parking``'s business. Next: ``session_book``.
+those of the prefix cache, and ``parking`` keeps its KV between turns. What may need a file or a tokenizer is an
+operation without I/O (see ``operation``), which ``AsyncSession`` drives too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pagedcore.errors import InvalidRequest, SessionStateError
+from pagedcore.errors import InvalidRequest, RequestStateError, SessionStateError
+from pagedcore.models.fingerprint import ModelFingerprint
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.request_options import RequestOptions
-from pagedcore.requests.input_processor import ProcessedRequest, Prompt
+from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
+from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.sequence_snapshot import SequenceSnapshot
 from pagedcore.requests.validation import require_one_answer, validate_ttl
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
 from pagedcore.sessions.kv_file import KVCopy
-from pagedcore.sessions.parking import ParkedFile, ParkedState
+from pagedcore.sessions.operation import Operation, run
+from pagedcore.sessions.parking import ParkedFile, ParkedState, Parking
 from pagedcore.sessions.session_file import SessionSnapshot, write_session
-
-if TYPE_CHECKING:
-    from pagedcore.sessions.session_store import SessionStore
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedTurn:
-    """A turn that passed the door."""
+class SessionContext:
+    """What the sessions of one engine use of it."""
 
-    prompt: ProcessedRequest | None
-    """``None``: the latest answer is completed."""
-    num_known: int
-    """Tokens that it follows."""
+    accept: Callable[[ProcessedRequest], Request]
+    step: Callable[[], list[Delta]]
+    input_processor: InputProcessor
+    requests: RequestTable
+    parking: Parking
+    fingerprint: ModelFingerprint
+    open_session: Callable[
+        [SamplingParams | None, RequestOptions, SequenceSnapshot | None, bytes | None], Session
+    ]
+    """Makes a session of parameters, options, snapshot and cache root."""
+    remove_session: Callable[[Session], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareTurn:
+    """The work of a turn before it begins: tokenise its prompt, and read the file that the session is parked in."""
+
+    prepare: Callable[[], ProcessedRequest | None]
+    """Returns ``None`` where the latest completion is to be completed."""
+    file: ParkedFile | None
+
+    def __call__(self) -> tuple[ProcessedRequest | None, KVCopy | None]:
+        """Run it. Raises ``InvalidRequest`` if the turn is refused."""
+        return self.prepare(), self.file.read() if self.file is not None else None
 
 
 class Session:
@@ -55,10 +77,10 @@ class Session:
     """
 
     def __init__(
-        self, book: SessionStore, params: SamplingParams | None, options: RequestOptions,
+        self, context: SessionContext, params: SamplingParams | None, options: RequestOptions,
         request: Request | None = None,
     ) -> None:
-        self._book = book
+        self._context = context
         self._params = params
         self._options = options
         self._request = request
@@ -77,7 +99,7 @@ class Session:
     @property
     def parked(self) -> ParkedState | None:
         """Where the session is parked and how much is kept; ``None``: it is not."""
-        return self._book.parking.state(self._request.sequences[0]) if self._request is not None else None
+        return self._context.parking.state(self._request.sequences[0]) if self._request is not None else None
 
     def output(self) -> RequestOutput:
         """Describe the latest turn as it stands.
@@ -115,10 +137,7 @@ class Session:
 
     def extend(self, prompt: Prompt | None, params: SamplingParams | None = None) -> Request:
         """Give a turn and return at once; the engine's steps answer it. Arguments and errors as ``ask``."""
-        turn = self.prepare(prompt, params)
-        if (file := self.parked_file()) is not None:
-            self.load(file.read())
-        return self.begin(turn)
+        return run(self.turn_operation(prompt, params))
 
     def park(self, tier: Literal["host", "disk"] = "host", ttl_s: float | None = None) -> ParkedState:
         """Keep what was computed while the session is idle.
@@ -136,12 +155,7 @@ class Session:
             SessionStateError: a turn is under way, or the session is closed.
             InvalidRequest: there is no such tier, or ``ttl_s`` is out of range.
         """
-        if (file := self.file_to_move(tier)) is not None:
-            self.unpark(file, file.read())
-        state, file = self.begin_parking(tier, ttl_s)
-        if state is not None:
-            return state
-        return self.end_parking(file, ttl_s, is_written=file is not None and file.write())
+        return run(self.park_operation(tier, ttl_s))
 
     def resume(self) -> int:
         """Bring what was parked back to the device now, if there is room; the next turn does so in any case.
@@ -149,9 +163,7 @@ class Session:
         Returns:
             Positions that the next turn will find; 0 if nothing was parked, or there is no room now.
         """
-        if (file := self.parked_file()) is not None:
-            return self.unpark(file, file.read())
-        return self.fetch()
+        return run(self.resume_operation())
 
     def fork(self) -> Session:
         """Return a second session with the same past; blocks are shared, and neither ever writes to the other's.
@@ -163,13 +175,9 @@ class Session:
             SessionStateError: the session is closed.
             TooManySessions: as many as allowed are open.
         """
-        self._require_open("fork")
-        if self._request is None:
-            return self._book.open(self._params, self._options)
-        sequence = self._request.sequences[0]
-        return self._book.adopt(
-            SequenceSnapshot.of(sequence), self._params, self._options, cache_root=sequence.cache_root
-        )
+        sequence = self._require_open("fork")
+        snapshot, root = (SequenceSnapshot.of(sequence), sequence.cache_root) if sequence is not None else (None, None)
+        return self._context.open_session(self._params, self._options, snapshot, root)
 
     def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
         """Write everything that decides how the session goes on, for ``Engine.import_session``.
@@ -182,16 +190,18 @@ class Session:
             SessionStateError: the session is closed.
             InvalidSessionFile, OSError: it would be too large to import, or cannot be written; what was there stays.
         """
-        file = self.parked_file()
-        stored = file.read() if file is not None and include_kv else None
-        write_session(Path(path), self.snapshot(include_kv=include_kv, stored=stored))
+        run(self.export_operation(path, include_kv))
 
     def close(self) -> None:
         """Abort a turn that is under way, and forget everything; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._book.close_session(self, self._request)
+        self._context.remove_session(self)
+        if self._request is not None:
+            self._context.parking.forget(self._request.sequences[0])
+            self._request.abort()
+            self._request.remove()
 
     def __enter__(self) -> Session:
         return self
@@ -199,103 +209,127 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def prepare(self, prompt: Prompt | None, params: SamplingParams | None) -> PreparedTurn:
-        """Do what of ``extend`` needs no engine; callable from any thread while no turn is under way."""
-        sequence = self._require_idle("ask")
-        num_known = len(sequence.token_ids) if sequence is not None else 0
-        if prompt is None:
-            return PreparedTurn(None, num_known)
-        params = params if params is not None else self._params
-        params = params if params is not None else SamplingParams()
-        require_one_answer(params)
-        return PreparedTurn(
-            self._book.prepare(self._request, prompt, params, self._options), num_known
-        )
-
-    def begin(self, turn: PreparedTurn) -> Request:
-        """Begin a prepared turn."""
-        sequence = self._require_idle("ask")
-        if turn.num_known != (len(sequence.token_ids) if sequence is not None else 0):
-            raise SessionStateError("ask", "further on", "as it was when the turn was prepared", "Ask again.")
-        if turn.prompt is None and sequence is None:
+    def turn_operation(
+        self, prompt: Prompt | None, params: SamplingParams | None
+    ) -> Generator[PrepareTurn, Any, Request]:
+        """Return ``extend`` as an operation whose only work is one ``PrepareTurn``."""
+        sequence, num_known = self._require_idle("ask"), len(self.token_ids)
+        if prompt is None and sequence is None:
             raise SessionStateError("ask", "empty", "cut off within a completion", "Give a prompt.")
-        self._request = self._book.begin(self._request, turn.prompt)
+        file = self._context.parking.file_of(sequence) if sequence is not None else None
+        prepared, kv = yield PrepareTurn(partial(self._prepare, prompt, params), file)
+        sequence = self._require_idle("ask")
+        if len(self.token_ids) != num_known:
+            raise SessionStateError("ask", "further on", "as it was when the turn was prepared", "Ask again.")
+        if sequence is not None and kv is not None:
+            self._context.parking.load(sequence, kv)
+        self._request = self._begin(prepared)
         return self._request
 
-    def begin_parking(self, tier: Any, ttl_s: float | None) -> tuple[ParkedState | None, ParkedFile | None]:
-        """Park without any file, or return the one to ``write`` before ``end_parking``."""
-        sequence, ttl_s = self._require_idle("park"), validate_ttl(ttl_s)
+    def park_operation(self, tier: Literal["host", "disk"], ttl_s: float | None) -> Operation[ParkedState]:
+        """Return ``park`` as an operation."""
+        sequence, ttl_s, parking = self._require_idle("park"), validate_ttl(ttl_s), self._context.parking
         if tier not in ("host", "disk"):
             raise InvalidRequest("tier", tier, '"host" or "disk"')
         if sequence is None:
-            return ParkedState("tokens", 0), None
-        parking = self._book.parking
+            return ParkedState("tokens", 0)
+        file = parking.file_of(sequence) if tier == "host" and parking.has_room_on_host(sequence) else None
+        if file is not None:
+            yield from self._read_back(sequence, file, "park")
         present = parking.state(sequence)
         # Why: what did not come back from the disk as a whole stays there.
         if present is not None and present.tier in (tier, "disk"):
-            return parking.renew(sequence, ttl_s), None
+            return parking.renew(sequence, ttl_s)
         if tier == "host" and (state := parking.park_on_host(sequence, ttl_s)) is not None:
-            return state, None
-        return None, parking.begin_file(sequence)
+            return state
+        return (yield from parking.park_on_disk(sequence, ttl_s))
 
-    def end_parking(self, file: ParkedFile | None, ttl_s: float | None, *, is_written: bool) -> ParkedState:
-        """Note what came of the file."""
-        assert self._request is not None  # Invariant: an empty session has nothing to write
-        return self._book.parking.end_file(self._request.sequences[0], file, ttl_s, is_written=is_written)
+    def resume_operation(self) -> Operation[int]:
+        """Return ``resume`` as an operation."""
+        sequence, parking = self._require_idle("resume"), self._context.parking
+        if sequence is None:
+            return 0
+        if (file := parking.file_of(sequence)) is not None:
+            return (yield from self._read_back(sequence, file, "resume"))
+        state = parking.state(sequence)
+        return parking.fetch(sequence) if state is not None and state.tier == "host" else 0
 
-    def parked_file(self) -> ParkedFile | None:
-        """Return the file the session is parked in."""
-        self._require_open("resume")
-        return self._book.parking.file_of(self._request.sequences[0]) if self._request is not None else None
+    def export_operation(self, path: str | os.PathLike[str], include_kv: bool) -> Operation[None]:
+        """Return ``export`` as an operation."""
+        sequence = self._require_open("export")
+        file = self._context.parking.file_of(sequence) if sequence is not None and include_kv else None
+        stored = (yield file.read) if file is not None else None
+        self._require_open("export")
+        yield partial(write_session, Path(path), self._snapshot(stored, include_kv=include_kv))
 
-    def file_to_move(self, tier: Any) -> ParkedFile | None:
-        """Return the file that has to be read before the session can be parked on ``tier``, where there is room."""
-        sequence, file = self._require_idle("park"), self.parked_file()
-        is_moving = tier == "host" and sequence is not None and self._book.parking.has_room_on_host(sequence)
-        return file if is_moving else None
+    def _prepare(self, prompt: Prompt | None, params: SamplingParams | None) -> ProcessedRequest | None:
+        if prompt is None:
+            return None
+        params = params or self._params or SamplingParams()
+        require_one_answer(params)
+        if self._request is None:
+            return self._context.input_processor.process(prompt, params, self._options)
+        known = list(self._request.sequences[0].token_ids)
+        return self._context.input_processor.process_turn(prompt, known, params, self._options)
 
-    def load(self, kv: KVCopy | None) -> int:
-        """Put what was read where the next turn finds it; return how many positions."""
-        sequence = self._require_idle("resume")
-        return self._book.parking.load(sequence, kv) if sequence is not None and kv is not None else 0
+    def _begin(self, prepared: ProcessedRequest | None) -> Request:
+        request = self._request
+        if request is None:
+            assert prepared is not None  # Invariant: an empty session has no completion to complete
+            request = self._context.accept(prepared)
+            request.sequences[0].is_in_session = True
+            return request
+        if prepared is not None:
+            self._context.requests.begin_turn(request, prepared)
+        else:
+            self._complete(request)
+        self._context.parking.note_going_on(request.sequences[0])
+        return request
 
-    def unpark(self, file: ParkedFile, kv: KVCopy | None) -> int:
-        """Put what was read of a file where the next turn finds it; the file goes when all of it is there."""
-        num_tokens, sequence = self.load(kv), self._require_idle("resume")
-        if sequence is not None and num_tokens >= len(file.spec.token_ids):
-            self._book.parking.note_going_on(sequence)
+    def _complete(self, request: Request) -> None:
+        try:
+            self._context.requests.complete_turn(request)
+        except RequestStateError as error:
+            raise SessionStateError("ask", error.given, error.limit, "Give a prompt.") from None
+
+    def _read_back(self, sequence: Sequence, file: ParkedFile, what: str) -> Operation[int]:
+        """Put a file's KV where the next turn finds it; the file is removed if all of it is there."""
+        kv: KVCopy | None = yield file.read
+        self._require_idle(what)
+        parking = self._context.parking
+        num_tokens = parking.load(sequence, kv) if kv is not None else 0
+        if num_tokens >= len(file.spec.token_ids) and parking.file_of(sequence) is file:
+            parking.note_going_on(sequence)
         return num_tokens
 
-    def fetch(self) -> int:
-        """Begin to bring what is parked on the host to the device; return how many positions."""
-        sequence, state = self._require_idle("resume"), self.parked
-        is_on_host = state is not None and state.tier == "host"
-        return self._book.parking.fetch(sequence) if sequence is not None and is_on_host else 0
-
-    def snapshot(self, *, include_kv: bool, stored: KVCopy | None = None) -> SessionSnapshot:
-        """Copy everything that ``export`` writes; what is ``stored`` may be more KV than the memories hold."""
-        self._require_open("export")
-        sequence = self._request.sequences[0] if self._request is not None else None
-        kv = self._book.parking.copy_kv(sequence) if sequence is not None and include_kv else None
+    def _snapshot(self, stored: KVCopy | None = None, *, include_kv: bool) -> SessionSnapshot:
+        """Copy everything that ``export`` writes; ``stored`` may have more KV than the memories."""
+        parking, sequence = self._context.parking, self._require_open("export")
+        kv = parking.copy_kv(sequence) if sequence is not None and include_kv else None
         if stored is not None and (kv is None or kv.num_tokens < stored.num_tokens):
             kv = stored
-        return self._book.snapshot(sequence, kv, self._params, self._options)
+        return SessionSnapshot(
+            model=self._context.fingerprint, params=self._params, priority=self._options.priority,
+            is_salted=self._options.cache_salt is not None,
+            history=SequenceSnapshot.of(sequence) if sequence is not None else None, kv=kv,
+            kv_spec=parking.spec(self.token_ids[: kv.num_tokens]) if kv is not None else None,
+        )
 
     def _steps(self, request: Request) -> Generator[list[Delta], None, None]:
         try:
             while not request.is_done:
-                yield self._book.step()
+                yield self._context.step()
         finally:
             # Why: whoever stops waiting, for whatever reason, wants no more of this answer.
             request.abort()
 
-    def _require_open(self, what: str) -> None:
+    def _require_open(self, what: str) -> Sequence | None:
         if self._is_closed:
             raise SessionStateError(what, "closed", "open", "Open a new session, or import an exported one.")
-        self._book.require_open()
+        return self._request.sequences[0] if self._request is not None else None
 
     def _require_idle(self, what: str) -> Sequence | None:
-        self._require_open(what)
+        sequence = self._require_open(what)
         if self.is_answering:
             raise SessionStateError(what, "answering", "between two turns", "Step until is_answering is false.")
-        return self._request.sequences[0] if self._request is not None else None
+        return sequence

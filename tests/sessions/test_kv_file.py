@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedcore.sessions.kv_file import DiskTier, KVCopy, KVSpec, read_bounded, read_kv, replace_file, write_kv
+from pagedcore.sessions.kv_file import KVCopy, KVDirectory, KVSpec, read_bounded, read_kv, replace_file, write_kv
 
 TOKENS = tuple(range(10))
 
@@ -100,10 +100,10 @@ def test_reading_is_bounded(tmp_path: Path) -> None:
         read_bounded(tmp_path, 5)
 
 
-def test_a_tier_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Names are made on one thread and written on others; what was not forgotten goes when the tier is closed."""
-    tier = DiskTier(str(tmp_path / "made" / "here"))
-    paths = [tier.name_file() for _ in range(8)]
+def test_a_directory_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Names are made on one thread and written on others; what was not removed goes when the directory is closed."""
+    directory = KVDirectory(str(tmp_path / "made" / "here"))
+    paths = [directory.name_file() for _ in range(8)]
     assert paths[0].parent.stat().st_mode & 0o777 == 0o700
     threads = [threading.Thread(target=write_kv, args=(path, copy_of(), spec())) for path in paths]
     for thread in threads:
@@ -111,18 +111,18 @@ def test_a_tier_leaves_nothing_behind(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert {path.name for path in (tmp_path / "made" / "here").iterdir()} == {path.name for path in paths}
-    tier.forget(paths[0])
-    tier.forget(paths[0])
-    assert tier.num_files == 7
-    tier.close()
-    tier.close()
+    directory.remove(paths[0])
+    directory.remove(paths[0])
+    assert len(directory) == 7
+    directory.close()
+    directory.close()
     assert list((tmp_path / "made" / "here").iterdir()) == []
 
 
 def test_a_private_directory_is_made_and_removed() -> None:
-    """Without a directory the first file makes one that nobody else may look into."""
-    tier = DiskTier(None)
-    directory = tier.name_file().parent
-    assert directory.stat().st_mode & 0o777 == 0o700
-    tier.close()
-    assert not directory.exists()
+    """Without a path the first file makes a directory that only its owner may look into."""
+    directory = KVDirectory(None)
+    path = directory.name_file().parent
+    assert path.stat().st_mode & 0o777 == 0o700
+    directory.close()
+    assert not path.exists()

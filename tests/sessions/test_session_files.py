@@ -250,7 +250,7 @@ def test_no_damage_goes_unnoticed(files: Path) -> None:
     """Any byte of the session file changed, and any end cut off: refused, or it says the very same."""
     content = files.read_bytes()
     rng = random.Random(1)
-    good = make_engine().import_session(files).snapshot(include_kv=False)
+    good = make_engine().import_session(files)._snapshot(include_kv=False)
     engine = make_engine()
     for trial in range(300):
         damaged = bytearray(content)
@@ -263,7 +263,7 @@ def test_no_damage_goes_unnoticed(files: Path) -> None:
             session = engine.import_session(files)
         except (InvalidSessionFile, OSError):
             continue
-        assert session.snapshot(include_kv=False) == good
+        assert session._snapshot(include_kv=False) == good
         session.close()
     assert_all_free(engine)
 

@@ -236,11 +236,12 @@ def test_an_export_has_what_the_file_holds_beyond_the_memories(tmp_path: Path) -
 def test_a_turn_follows_what_it_was_prepared_for() -> None:
     """A turn that was prepared before another one began is refused, and nothing of it is kept."""
     session = make().session(PARAMS)
-    turn = session.prepare([1, 2, 3], None)
+    turn = session.turn_operation([1, 2, 3], None)
+    prepare = next(turn)
     ask(session, 4)
     before = session.token_ids
     with pytest.raises(SessionStateError, match="further on"):
-        session.begin(turn)
+        turn.send(prepare())
     assert session.token_ids == before
 
 
@@ -365,11 +366,10 @@ def test_a_private_directory_goes_with_the_engine() -> None:
     session = engine.session(PARAMS)
     ask(session, 1, 2, 3)
     session.park("disk")
-    file = session.parked_file()
-    assert file is not None
-    assert file.path.parent.stat().st_mode & 0o777 == 0o700
+    [path] = engine.sessions.parking._directory._files
+    assert path.parent.stat().st_mode & 0o777 == 0o700
     engine.close()
-    assert not file.path.parent.exists()
+    assert not path.parent.exists()
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
