@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore.errors import InternalError
-from pagedcore.protocols import RaggedRows
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
+from pagedcore_kernels.errors import InternalError
+from pagedcore_kernels.interface import RaggedRows
 from pagedcore_kernels.layout import BlockLayout
 from pagedcore_kernels.step_plan import StepPlan
 
