@@ -1,23 +1,33 @@
 """The ports of the core, as protocols: model, tokenizer, clock, and those of the kernels. Imports no framework.
 
 ``models/`` implements ``ModelBackend`` and ``pagedcore_kernels`` implements ``AttentionBackend``; anything of yours
-that has the same members can take their place.
+that has the same members can take their place. What a model backend, tokenizer or attention factory may offer beyond
+is declared here too, one protocol for each ability, and looked for with ``isinstance``:
+
+    ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
+    Tokenizer       NamesTokens
+    attention       AttentionRequirements (the factory)  ShowsKVPool (the backend)
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from pagedcore.outputs import TokenText
 from pagedcore_kernels.interface import AttentionBackend as AttentionBackend
+from pagedcore_kernels.interface import AttentionFactory as AttentionFactory
+from pagedcore_kernels.interface import AttentionRequirements as AttentionRequirements
 from pagedcore_kernels.interface import FloatArray as FloatArray
 from pagedcore_kernels.interface import Int32Array as Int32Array
 from pagedcore_kernels.interface import Int64Array as Int64Array
 from pagedcore_kernels.interface import RaggedRows as RaggedRows
+from pagedcore_kernels.interface import ShowsKVPool as ShowsKVPool
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +88,7 @@ class ModelBackend(Protocol):
 class CacheStore(Protocol):
     """Moves whole KV blocks: on the device, and between the device and a slab of host memory.
 
-    A ``ModelBackend`` that has one offers it as ``cache_store``, from ``allocate_kv`` on. Without it, blocks are
-    shared but never copied, and there is no host tier. Bytes move after everything that was computed before the call
+    Bytes move after everything that was computed before the call
     and before everything that is computed after it, so a block that a transfer writes to is used again once that is
     reported complete, and not earlier. One that it only reads may be overwritten if it takes too long; what it brings
     then is used by nobody.
@@ -128,6 +137,101 @@ class CacheStore(Protocol):
         ...
 
 
+@runtime_checkable
+class MovesKVBlocks(Protocol):
+    """A model backend whose KV blocks can be copied. Without it they are shared only, and there is no host tier."""
+
+    @property
+    def cache_store(self) -> CacheStore | None:
+        """What moves the blocks, from ``allocate_kv`` on; ``None`` if there is nothing."""
+        ...
+
+
+@runtime_checkable
+class HostsKVPool(Protocol):
+    """A model backend that knows the memory of its KV pool and can free it, so that it may serve another engine.
+
+    Of others it is assumed that the pool is in this machine's memory and has no padding.
+    """
+
+    def free_kv_bytes(self) -> int:
+        """Return the bytes that a pool could take now."""
+        ...
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one block of so many tokens, padding included."""
+        ...
+
+    def release_kv(self) -> None:
+        """Free the pool, if there is one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """What tells one model from another.
+
+    The weights' digest covers every name, shape and number format, and a sample of every tensor's numbers: another
+    training or another number format shows, a change of a few single weights may not.
+    """
+
+    architecture: str
+    config: str
+    """Digest, 64 hexadecimal digits."""
+    weights: str
+    """Digest, 64 hexadecimal digits."""
+
+    def __str__(self) -> str:
+        return f"{self.architecture} (config {self.config[:8]}, weights {self.weights[:8]})"
+
+
+@runtime_checkable
+class HasFingerprint(Protocol):
+    """A model backend that says which model it is; of others, type and limits have to do.
+
+    A backend whose weights can change should have this: exported sessions are compared by it.
+    """
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        """Which model."""
+        ...
+
+
+@runtime_checkable
+class DescribesItself(Protocol):
+    """A model backend that says how it computes: for people, and because other kernels give K and V other bits."""
+
+    @property
+    def dtype(self) -> object:
+        """Number format of weights and KV."""
+        ...
+
+    @property
+    def attention_name(self) -> str:
+        """As in the plugin table ``attention``."""
+        ...
+
+    @property
+    def device_name(self) -> str:
+        """What the GPU is called; empty for the CPU."""
+        ...
+
+    def layout(self, block_size: int) -> object:
+        """Return something whose ``repr`` says how the bytes of a block lie."""
+        ...
+
+
+@runtime_checkable
+class UsesTorchThreads(Protocol):
+    """A model backend that may compute on torch's CPU threads; of others it is assumed that they do not."""
+
+    @property
+    def computes_in_torch(self) -> bool:
+        """Whether it does; the engine then uses the same number of threads in every step."""
+        ...
+
+
 class Detokenizer(Protocol):
     """Turns one sequence's tokens into text, piece by piece.
 
@@ -144,13 +248,26 @@ class Detokenizer(Protocol):
         ...
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back, for one model."""
+@runtime_checkable
+class DecodesTokens(Protocol):
+    """The half of ``Tokenizer`` that an engine needs whose prompts are all token ids."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Special tokens that end a turn, as far as the tokenizer knows."""
         ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode at once, special tokens left out."""
+        ...
+
+    def new_detokenizer(self) -> Detokenizer:
+        """Start an incremental decoding."""
+        ...
+
+
+class Tokenizer(DecodesTokens, Protocol):
+    """Text to token ids and back, for one model."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenise plain text."""
@@ -169,12 +286,13 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode at once, special tokens left out."""
-        ...
 
-    def new_detokenizer(self) -> Detokenizer:
-        """Start an incremental decoding."""
+@runtime_checkable
+class NamesTokens(Protocol):
+    """A tokenizer that knows what single tokens stand for; of others, the decoding of one token has to do."""
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Return a token's text and, if it has any of its own, its bytes."""
         ...
 
 

@@ -6,13 +6,16 @@ the place of those in this package. Imports no compiler and no framework.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+    from pagedcore_kernels.layout import BlockLayout
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -108,4 +111,42 @@ class AttentionBackend(Protocol):
             softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
             sinks: [H] float32 logits that take part in the softmax without a value.
         """
+        ...
+
+
+AttentionFactory = Callable[..., AttentionBackend]
+"""``(layout, pool) -> AttentionBackend``; its class, usually."""
+
+
+@runtime_checkable
+class AttentionRequirements(Protocol):
+    """An attention factory that says what it needs; else a CPU, ``KVLayout`` and blocks of 16 tokens are assumed."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Kinds of devices that it computes on: "cpu", "cuda"."""
+        ...
+
+    @property
+    def layout_type(self) -> type[BlockLayout]:
+        """The layout of its pools."""
+        ...
+
+    def preferred_block_size(self, dtype: torch.dtype) -> int:
+        """Return the tokens per block if nothing else decides; ``dtype`` is the pool's."""
+        ...
+
+
+@runtime_checkable
+class ShowsKVPool(Protocol):
+    """An attention backend into whose pool other kernels may write K and V themselves, instead of by ``write_kv``."""
+
+    @property
+    def layout(self) -> BlockLayout:
+        """What the pool's bytes mean."""
+        ...
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The pool, uint8 [blocks, block_bytes]."""
         ...

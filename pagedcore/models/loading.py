@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidConfig, describe
-from pagedcore.protocols import AttentionBackend, ModelBackend, Tokenizer
+from pagedcore.protocols import AttentionFactory, ModelBackend, Tokenizer
 
 if TYPE_CHECKING:
     from pagedcore.execution.devices import Device
     from pagedcore.models.blueprint import Blueprint
     from pagedcore.models.transformers_model import TransformersModel
-
-AttentionFactory = Callable[..., AttentionBackend]
-"""``(layout, pool) -> AttentionBackend``."""
 
 DEFAULT_ATTENTION: Final = "numba-cpu"
 
@@ -140,7 +137,9 @@ def _attention_name(config: EngineConfig, default: str) -> str:
 
 
 def _require_same_device(name: str, attention: AttentionFactory, device: Device) -> None:
-    kinds: tuple[str, ...] = getattr(attention, "devices", ("cpu",))
+    from pagedcore.models.transformers_model import requirements_of
+
+    kinds = requirements_of(attention).devices
     if device.kind not in kinds:
         raise InvalidConfig(
             f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
@@ -150,4 +149,4 @@ def _require_same_device(name: str, attention: AttentionFactory, device: Device)
 
 def _require_no_device(config: EngineConfig) -> None:
     if config.device.startswith("cuda"):
-        raise InvalidConfig("device: got a card for a model backend of your own, which decides itself. Leave it.")
+        raise InvalidConfig("device: got a GPU for a model backend of your own, which decides itself. Leave it.")

@@ -8,9 +8,9 @@ models come from, ``decoder.py`` for the part a faster implementation replaces.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,19 +26,13 @@ from pagedcore.models.cpu.fused_decoder import best_decoder
 from pagedcore.models.cpu.row_invariance import probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
-from pagedcore.protocols import AttentionBackend, RaggedRows
+from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, RaggedRows
 from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-#: Makes an attention backend for a layout over a pool that the layout has allocated: ``(layout, pool)``.
-AttentionFactory = Callable[..., AttentionBackend]
-
-_DEFAULT_BLOCK_SIZE: Final = 16
-
 
 class TransformersModel:
     """A causal language model of transformers, taken over.
@@ -82,7 +76,9 @@ class TransformersModel:
         self._device = device
         self._attention_factory = attention_factory
         self._dtype: torch.dtype = model.dtype
-        self._block_size = block_size or preferred_block_size(attention_factory, self._dtype)
+        needs = requirements_of(attention_factory)
+        self._layout_type = needs.layout_type
+        self._block_size = block_size or needs.preferred_block_size(self._dtype)
         self._storage: KVStorage | None = None
         self._attention: AttentionBackend | None = None
         supported_models.check_config(model.config.to_dict())
@@ -143,13 +139,13 @@ class TransformersModel:
         return self._layers
 
     @property
-    def card_name(self) -> str:
-        """What the card that computes is called; empty for the CPU."""
+    def device_name(self) -> str:
+        """What the GPU that computes is called; empty for the CPU."""
         return self._device.card_name
 
     def layout(self, block_size: int) -> BlockLayout:
         """Return the layout of blocks of so many tokens."""
-        return layout_for(self._attention_factory, block_size, self._dtype, kv_shapes(self._layers))
+        return self._layout_type(block_size, self._dtype, kv_shapes(self._layers))
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of so many tokens over all layers, padding included."""
@@ -239,18 +235,17 @@ class TransformersModel:
         )
 
 
-def preferred_block_size(attention_factory: AttentionFactory, dtype: torch.dtype) -> int:
-    """Return the tokens per block that an attention backend likes best: its class says so, where it is one."""
-    preferred = getattr(attention_factory, "preferred_block_size", None)
-    return int(preferred(dtype)) if preferred is not None else _DEFAULT_BLOCK_SIZE
+class _PlainRequirements:
+    devices = ("cpu",)
+    layout_type = KVLayout
+
+    def preferred_block_size(self, dtype: torch.dtype) -> int:
+        return 16
 
 
-def layout_for(
-    attention_factory: AttentionFactory, block_size: int, dtype: torch.dtype, layers: tuple[LayerShape, ...]
-) -> BlockLayout:
-    """Return the layout that an attention backend's kernels want: its class names one, or else it is the CPU's."""
-    layout_type: type[BlockLayout] = getattr(attention_factory, "layout_type", KVLayout)
-    return layout_type(block_size, dtype, layers)
+def requirements_of(attention_factory: AttentionFactory) -> AttentionRequirements:
+    """Return what an attention factory needs: what it says, or else what every backend for the CPU can do with."""
+    return attention_factory if isinstance(attention_factory, AttentionRequirements) else _PlainRequirements()
 
 
 def _keep(weight: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pagedcore.errors import InvalidConfig, MissingDependency
-from pagedcore.protocols import AttentionBackend
+from pagedcore.protocols import AttentionFactory
 
 if TYPE_CHECKING:
     from pagedcore.scheduler.policies import Policy
@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 AdapterFactory = Callable[..., Any]
 """``(model, **settings) -> object``: what ``expose`` calls."""
-AttentionFactory = Callable[..., AttentionBackend]
-"""``(layout, pool) -> AttentionBackend``: the KV layout and the pool's storage."""
 PolicyFactory = Callable[[], "Policy"]
 """What ``EngineConfig.scheduling_policy`` names: a function without arguments that returns a ``Policy``."""
 

@@ -24,6 +24,7 @@ from pagedcore.models.cpu.fused_match import Structure, recognise
 from pagedcore.models.cpu.packed_linear import PackedLinear
 from pagedcore.models.cpu.rotary_table import RotaryAngles
 from pagedcore.models.decoder import Decoder, ModuleDecoder
+from pagedcore.protocols import ShowsKVPool
 from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, KVDestination, RmsNorm, RotaryEmbedding
 from pagedcore_kernels.layout import KVLayout
 
@@ -204,9 +205,9 @@ def _fuse(parent: nn.Module, names: tuple[str, ...], on_unused: OnUnused) -> Pac
 
 def _destination(step: PagedStep) -> KVDestination | None:
     """Return where K and V go if the attention backend shows its pool; else it writes them itself."""
-    layout, pool = getattr(step.attention, "layout", None), getattr(step.attention, "pool", None)
-    if isinstance(layout, KVLayout) and isinstance(pool, torch.Tensor):
-        return KVDestination(layout, pool, step.slots)
+    shown = step.attention
+    if isinstance(shown, ShowsKVPool) and isinstance(shown.layout, KVLayout):
+        return KVDestination(shown.layout, shown.pool, step.slots)
     return None
 
 
@@ -216,7 +217,7 @@ def _norm(module: Any) -> RmsNorm:
 
 def _rotary(attention: Any, place: AttentionLayer, dtype: torch.dtype) -> RotaryEmbedding:
     shape = place.num_heads, place.num_kv_heads, place.key_head_size, dtype
-    if not hasattr(attention, "q_norm"):
+    if "q_norm" not in dict(attention.named_children()):
         return RotaryEmbedding(*shape)
     norms = attention.q_norm, attention.k_norm
     weights = norms[0].weight.detach().clone(), norms[1].weight.detach().clone()

@@ -31,6 +31,8 @@ class NumbaCpuAttention:
     """
 
     name = "numba-cpu"
+    devices = ("cpu",)
+    layout_type = KVLayout
 
     def __init__(self, layout: KVLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)
@@ -54,7 +56,7 @@ class NumbaCpuAttention:
 
     @property
     def layout(self) -> KVLayout:
-        """What the pool's bytes mean; with ``pool`` it lets other kernels write K and V themselves."""
+        """What the pool's bytes mean; see ``ShowsKVPool``."""
         return self._layout
 
     @property
