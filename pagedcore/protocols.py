@@ -26,6 +26,8 @@ from pagedcore_kernels.interface import AttentionRequirements as AttentionRequir
 from pagedcore_kernels.interface import FloatArray as FloatArray
 from pagedcore_kernels.interface import Int32Array as Int32Array
 from pagedcore_kernels.interface import Int64Array as Int64Array
+from pagedcore_kernels.interface import LinearFactory as LinearFactory
+from pagedcore_kernels.interface import Matmul as Matmul
 from pagedcore_kernels.interface import RaggedRows as RaggedRows
 from pagedcore_kernels.interface import ShowsKVPool as ShowsKVPool
 
@@ -210,6 +212,11 @@ class DescribesItself(Protocol):
     @property
     def attention_name(self) -> str:
         """As in the plugin table ``attention``."""
+        ...
+
+    @property
+    def linear_name(self) -> str:
+        """As in the plugin table ``linears``; "auto" for the fastest of those that come with pagedcore."""
         ...
 
     @property

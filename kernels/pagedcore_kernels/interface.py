@@ -1,7 +1,7 @@
-"""What the kernels and the core agree on: the ragged rows of one step, and paged attention over them.
+"""What the kernels and the core agree on: the ragged rows of one step, paged attention over them, and matrix products.
 
-The core makes ``RaggedRows`` and calls an ``AttentionBackend``; a backend of your own with the same members can take
-the place of those in this package. Imports no compiler and no framework.
+The core makes ``RaggedRows`` and calls an ``AttentionBackend`` and a ``Matmul`` for each linear layer; objects of your
+own with the same members can take the place of those in this package. Imports no compiler and no framework.
 """
 
 from __future__ import annotations
@@ -111,6 +111,37 @@ class AttentionBackend(Protocol):
             softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
             sinks: [H] float32 logits that take part in the softmax without a value.
         """
+        ...
+
+
+class Matmul(Protocol):
+    """``rows @ weight.T + bias`` for one weight and bias that it keeps in its own arrangement."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous and M at least 2, and return [M, out] in their number format."""
+        ...
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it is kept, or any other tensor of the rows' number format on their device."""
+        ...
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the weight, which may be moved into huge pages; no bytes if it should not."""
+        ...
+
+
+@runtime_checkable
+class LinearFactory(Protocol):
+    """Makes the products of a model's linear layers; an entry of the plugin table ``linears``."""
+
+    def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
+        """Whether it takes weights of this number format and width; other layers stay as they are."""
+        ...
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
+        """Arrange a weight [out, in] and its bias [out]; neither tensor is kept. Several layers may share a product."""
         ...
 
 

@@ -117,7 +117,7 @@ def build_components(
     manager = create_plugin_manager(plugins)
     policy = manager.registry.schedulers.load(config.scheduling_policy)()
     with usable_torch():
-        backend = resolve_backend(model, config, manager.registry.attention.load)
+        backend = resolve_backend(model, config, manager.registry.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     memory = KVMemory(backend, config)
     block_manager = BlockManager(

@@ -39,7 +39,7 @@ def backend_fingerprint(backend: ModelBackend) -> ModelFingerprint:
 
 
 class _Undescribed:
-    dtype = attention_name = "unknown"
+    dtype = attention_name = linear_name = "unknown"
     device_name = ""
 
     def layout(self, block_size: int) -> str:
@@ -63,8 +63,8 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
 
     facts = description_of(backend)
     parts = [
-        type(backend).__name__, block_size, backend.kv_bytes_per_token, facts.attention_name, facts.layout(block_size),
-        __version__, torch.__version__, this_machine().instruction_sets, products_here(),
+        type(backend).__name__, block_size, backend.kv_bytes_per_token, facts.attention_name, facts.linear_name,
+        facts.layout(block_size), __version__, torch.__version__, this_machine().instruction_sets, products_here(),
     ]
     if facts.device_name:
         parts.append(facts.device_name)

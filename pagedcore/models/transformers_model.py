@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,10 +24,11 @@ from pagedcore.models import model_facts, self_test, supported_models
 from pagedcore.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
 from pagedcore.models.attention_layers import AttentionLayer, RecordingStep, layers_of
 from pagedcore.models.cpu.fused_decoder import best_decoder
+from pagedcore.models.cpu.packed_linear import FASTEST
 from pagedcore.models.cpu.row_invariance import probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
-from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, RaggedRows
+from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, LinearFactory, RaggedRows
 from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
@@ -53,6 +55,8 @@ class TransformersModel:
         runs_self_test: bool = True,
         decoder_factory: DecoderFactory | None = None,
         attention_name: str = "unnamed",
+        linears: LinearFactory = FASTEST,
+        linear_name: str = "auto",
         device: Device = CPU,
     ) -> None:
         """Take a model over: it cannot be used by itself any more.
@@ -64,7 +68,9 @@ class TransformersModel:
             is_private: nobody else has the model or its weights, so that mapped pages may be dropped early.
             runs_self_test: compare twelve tokens with a plain forward first.
             decoder_factory: makes what computes a batch; ``None``: the best for model and device.
-            attention_name: what ``attention_factory`` is called, for people.
+            attention_name: what ``attention_factory`` is called.
+            linears: makes the products of linear layers on the CPU.
+            linear_name: what ``linears`` is called.
             device: where the model computes.
 
         Raises:
@@ -72,7 +78,7 @@ class TransformersModel:
             InvalidConfig: its number format cannot be stored in a KV pool, or it has weights on another device.
         """
         self.name = str(model.config.model_type)
-        self.attention_name = attention_name
+        self.attention_name, self.linear_name = attention_name, linear_name
         self._device = device
         self._attention_factory = attention_factory
         self._dtype: torch.dtype = model.dtype
@@ -87,7 +93,7 @@ class TransformersModel:
         self._max_model_len = model_facts.max_model_len(model.config)
         self._eos_token_ids = model_facts.eos_token_ids(model)
         self.fingerprint = model_fingerprint(model)
-        factory = decoder_factory or (best_decoder if device.kind == "cpu" else PlainDecoder)
+        factory = decoder_factory or (partial(best_decoder, linears=linears) if device.kind == "cpu" else PlainDecoder)
         with torch.inference_mode():
             self._take_over(device.take(model.eval()), factory, is_private, runs_self_test)
 

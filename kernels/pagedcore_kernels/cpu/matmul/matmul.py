@@ -96,6 +96,8 @@ class PackedMatmul:
         bias: [out] of the same format, or ``None``; not kept.
     """
 
+    supports = staticmethod(can_multiply)
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs, self._num_inputs = weight.shape
         form = form_of_product(weight.dtype, self._num_inputs)
