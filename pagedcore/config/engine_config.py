@@ -66,6 +66,8 @@ _RULES: Final[dict[str, _Rule]] = {
     "queue_timeout_s": _or_none((_is_duration, "a finite number above 0")),
     "num_threads": _or_none(_COUNT),
     "attention_backend": _NAME,
+    "linear_backend": _NAME,
+    "model_backend": _NAME,
     "scheduling_policy": _NAME,
     "admission": _one_of("optimistic", "guaranteed"),
     "enable_prefix_caching": (lambda value: type(value) is bool, "True or False"),
@@ -113,6 +115,11 @@ class EngineConfig:
     more than the cores that affinity and container quota leave."""
     attention_backend: str = "auto"
     """Name of an entry in the plugin table ``attention``."""
+    linear_backend: str = "auto"
+    """Name of an entry in the plugin table ``linears``, which makes the products of linear layers on a CPU."""
+    model_backend: str = "auto"
+    """Name of an entry in the plugin table ``models``, which makes a ``ModelBackend`` of the model; "auto" takes one as
+    it is, and "transformers" for everything else."""
     scheduling_policy: str = "fcfs"
     """Name of an entry in the plugin table ``schedulers``: "fcfs", "priority" or "static"."""
     admission: str = "optimistic"

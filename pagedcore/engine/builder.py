@@ -18,11 +18,12 @@ from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.kv_cache import eviction
 from pagedcore.kv_cache.block_manager import BlockManager
-from pagedcore.models.fingerprint import ModelFingerprint, backend_fingerprint, kv_format
+from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.plugins.observers import EngineHooks
+from pagedcore.protocols import DecodesTokens, ModelFingerprint, UsesTorchThreads
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.requests.stats import Counters, EngineStats
 from pagedcore.scheduler.scheduler import Scheduler
@@ -103,7 +104,7 @@ def build_components(
     manager = create_plugin_manager(plugins)
     policy = manager.registry.schedulers.load(config.scheduling_policy)()
     with usable_torch():
-        backend = resolve_backend(model, config, manager.registry.attention.load)
+        backend = resolve_backend(model, config, manager.registry.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     memory = KVMemory(backend, config)
     block_manager = BlockManager(
@@ -122,9 +123,8 @@ def build_components(
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=config.preemption, max_scored_tokens=max_scored_tokens(backend.vocab_size),
     )
-    threads = ComputeThreads(
-        config.num_threads, computes_in_torch=bool(getattr(backend, "computes_in_torch", False))
-    )
+    in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
+    threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
     return EngineComponents(
         config, input_processor, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
         EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
@@ -139,7 +139,7 @@ def max_scored_tokens(vocab_size: int) -> int:
 
 def _as_tokenizer(tokenizer: Any) -> Tokenizer:
     """Return a tokenizer of ours or of the user's own as it is, one of transformers wrapped."""
-    if hasattr(tokenizer, "new_detokenizer"):
+    if isinstance(tokenizer, DecodesTokens):
         return cast("Tokenizer", tokenizer)
     from pagedcore.tokenizer.tokenizer import HFTokenizer
 
@@ -147,10 +147,11 @@ def _as_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def _describe(model: Any, backend: ModelBackend, config: EngineConfig, blocks: BlockManager) -> EngineInfo:
+    facts = description_of(backend)
     return EngineInfo(
         model=model_name(model),
-        dtype=str(getattr(backend, "dtype", "unknown")).removeprefix("torch."),
-        attention_backend=str(getattr(backend, "attention_name", "unknown")),
+        dtype=str(facts.dtype).removeprefix("torch."),
+        attention_backend=facts.attention_name,
         scheduling_policy=config.scheduling_policy,
         block_size=blocks.block_size,
         num_blocks=blocks.num_blocks,

@@ -289,6 +289,10 @@ class Engine:
         """Whether the waiting queue has room for a request with this many initial sequences."""
         return self._scheduler.waiting.num_free_slots >= num_sequences
 
+    def idle(self) -> None:
+        """Free what only steps need of the calling thread: its helpers slow down other engines of this process."""
+        self._runner.idle()
+
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""
         if self._is_closed:

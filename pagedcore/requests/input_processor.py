@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from pagedcore.errors import InvalidPrompt, InvalidRequest, TooManySequences
 from pagedcore.outputs import TokenText
-from pagedcore.protocols import ChatMessage, Tokenizer
+from pagedcore.protocols import ChatMessage, NamesTokens, Tokenizer
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.sampling_params import SamplingParams
@@ -93,8 +93,8 @@ class InputProcessor:
         validation.validate_prompt_ids([token_id], self.vocab_size, 2)
         if self.tokenizer is None:
             return TokenText("", None)
-        if (token_text := getattr(self.tokenizer, "token_text", None)) is not None:
-            return cast("TokenText", token_text(token_id))
+        if isinstance(self.tokenizer, NamesTokens):
+            return self.tokenizer.token_text(token_id)
         # Why: a tokenizer of the user's own need not have more than its protocol says.
         text = self.tokenizer.decode([token_id])
         return TokenText(text, text.encode() if text and "\ufffd" not in text else None)

@@ -61,8 +61,6 @@ class AsyncEngine:
         Raises:
             InvalidConfig: the interval is not a number of seconds from 0 to 1.
         """
-        from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
-
         _require_interval(stream_interval_s)
         self._input_processor = engine.input_processor
         self._read_session = engine.sessions.read
@@ -71,7 +69,7 @@ class AsyncEngine:
         worker = EngineLoop(engine, self._commands, StreamFlusher(stream_interval_s, MonotonicClock()))
         self._progress = worker.progress
         # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
-        end_openmp_helpers()
+        engine.idle()
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
         # Why: the thread must not keep this object alive, so that losing it closes the engine.
         self._finalizer = weakref.finalize(self, _close, self._commands, self._thread, self._long_prompts)

@@ -173,10 +173,7 @@ class EngineLoop:
     def _wait(self) -> None:
         command = self._commands.wait(IDLE_CHECK_S)
         if command is None:
-            from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
-
-            # Why: another engine of this process may be busy meanwhile, and these would slow down its helpers.
-            end_openmp_helpers()
+            self.engine.idle()
             return
         command(self)
         self._gather()

@@ -18,8 +18,8 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from pagedcore.config.limits import MAX_COUNT, MAX_LOGPROBS, MAX_SEED, MAX_SESSION_FILE_BYTES
 from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
-from pagedcore.models.fingerprint import ModelFingerprint
 from pagedcore.outputs import TokenLogprobs
+from pagedcore.protocols import ModelFingerprint
 from pagedcore.requests import validation
 from pagedcore.requests.sequence_snapshot import SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
