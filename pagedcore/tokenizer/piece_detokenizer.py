@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pagedcore.errors import InternalError
-from pagedcore.tokenizer.byte_detokenizer import Decode
-from pagedcore.tokenizer.utf8 import Utf8Decoder
+from pagedcore.tokenizer.byte_detokenizer import Decode, Utf8Decoder
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT: Final = "\ufffd"

@@ -46,7 +46,7 @@ class HFTokenizer:
         # Why: for some models transformers makes an empty tokenizer when its files are missing.
         if vocabulary.keys() <= added_ids:
             raise InvalidConfig("tokenizer: it has no vocabulary; its files are missing from the directory.")
-        self._new_detokenizer = choose_detokenizer(self.decode, vocabulary, sorted(added_ids))
+        self._new_detokenizer = choose_detokenizer(self.decode, vocabulary, sorted(added_ids), self._backend)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str], trust_remote_code: bool = False) -> HFTokenizer:
