@@ -1,6 +1,6 @@
 """The text side of running sequences: what each answer says so far, and what of it was told to its reader.
 
-Owns one ``TextStream`` per sequence. Knows nothing of scheduling; the engine tells it which tokens were committed.
+Owns one ``IncrementalText`` per sequence. Knows nothing of scheduling; the engine tells it which tokens were committed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pagedcore.outputs import CompletionOutput, FinishReason
 from pagedcore.protocols import Tokenizer
 from pagedcore.requests.request import Request
 from pagedcore.sequence import Sequence
-from pagedcore.tokenizer.incremental_text import TextStream
+from pagedcore.tokenizer.incremental_text import IncrementalText
 
 PendingOutput = tuple[Request, Sequence]
 """An answer of a request that has something to tell."""
@@ -19,7 +19,7 @@ PendingOutput = tuple[Request, Sequence]
 
 @dataclass(slots=True)
 class _Answer:
-    stream: TextStream | None
+    stream: IncrementalText | None
     parts: list[str] = field(default_factory=list)
     num_told_parts: int = 0
     num_told_tokens: int = 0
@@ -42,7 +42,8 @@ class CompletionTexts:
         """Begin the answer of a new turn, with no text."""
         stream = None
         if self._tokenizer is not None:
-            stream = TextStream(self._tokenizer.new_detokenizer(), sequence.params.stop, sequence.params.min_tokens)
+            detokenizer, params = self._tokenizer.new_detokenizer(), sequence.params
+            stream = IncrementalText(detokenizer, params.stop, params.min_tokens)
         self._answers[sequence.sequence_id] = _Answer(stream)
 
     def restore(self, sequence: Sequence) -> None:
