@@ -51,7 +51,8 @@ class SamplingParams:
     max_tokens: int | None = None
     """Most tokens of the answer, at least 1; ``None``: as many as the context has room for."""
     min_tokens: int = 0
-    """No stop token is chosen before the answer has this many tokens; 0 to ``max_tokens``."""
+    """No stop token or end token of the model is chosen before the completion has this many tokens, with ``ignore_eos``
+    too; 0 to ``max_tokens``."""
     temperature: float = 0.0
     """Divides the logits, 0 to 10; 0 always takes the most likely token, the lowest id of equal ones."""
     top_k: int = 0

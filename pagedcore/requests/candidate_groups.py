@@ -88,8 +88,8 @@ class Beams:
 
     def results(self) -> list[Chosen]:
         """Return the ``n`` best hypotheses, best first."""
-        stops = self.request.sequences[0].stop_token_ids
-        return [_choose(one, stops) for one in self.search.hypotheses[: self.request.params.n]]
+        end_token_ids = self.request.sequences[0].end_token_ids
+        return [_choose(one, end_token_ids) for one in self.search.hypotheses[: self.request.params.n]]
 
 
 Contest = BestOf | Beams
@@ -117,8 +117,8 @@ class Contests:
             self._contests[request.request_id] = BestOf(request, contenders)
             return contenders
         rules = BeamRules(
-            params.beam_width, first.max_tokens, params.min_tokens, first.stop_token_ids, params.length_penalty,
-            params.early_stopping, params.logprobs,
+            params.beam_width, first.max_tokens, params.min_tokens, first.end_token_ids, params.length_penalty,
+            params.early_stopping, params.logprobs, first.stop_token_ids - first.end_token_ids,
         )
         self._contests[request.request_id] = Beams(request, BeamSearch(rules), contenders)
         return contenders
@@ -191,6 +191,6 @@ class Contests:
         self._requests.strike(sequence)
 
 
-def _choose(hypothesis: Hypothesis, stop_token_ids: frozenset[int]) -> Chosen:
-    is_stopped = hypothesis.token_ids[-1] in stop_token_ids
+def _choose(hypothesis: Hypothesis, end_token_ids: frozenset[int]) -> Chosen:
+    is_stopped = hypothesis.token_ids[-1] in end_token_ids
     return Chosen(hypothesis.token_ids, "stop" if is_stopped else "length", hypothesis.score, hypothesis.logprobs)

@@ -94,8 +94,8 @@ class InputProcessor:
             longest = max(min(longest, self.num_pool_tokens), num_prompt + 1)
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
         validation.check_fits_pool(num_prompt, max_tokens, params.num_sequences, self.num_pool_tokens)
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        return ProcessedRequest(list(token_ids), params, max_tokens, eos.union(params.stop_token_ids), priority)
+        stops = self.eos_token_ids.union(params.stop_token_ids)
+        return ProcessedRequest(list(token_ids), params, max_tokens, stops, priority)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -104,10 +104,9 @@ class Turns:
             cache_root: whose blocks it shares; ``None``: those of everybody with the same salt.
             cache_salt: as in ``ProcessedRequest``.
         """
-        eos = frozenset() if history.params.ignore_eos else self._input_processor.eos_token_ids
+        stops = self._input_processor.eos_token_ids.union(history.params.stop_token_ids)
         request = self._requests.adopt(
-            history, eos.union(history.params.stop_token_ids), priority=priority, cache_root=cache_root,
-            cache_salt=cache_salt,
+            history, stops, priority=priority, cache_root=cache_root, cache_salt=cache_salt,
         )
         sequence = request.sequences[0]
         self._answers.restore(sequence)

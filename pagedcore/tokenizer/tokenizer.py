@@ -144,7 +144,7 @@ class HFTokenizer:
         return text
 
     def token_text(self, token_id: int) -> TokenText:
-        """Return the text of one token; the bytes of a completion's tokens are the completion's, but for a leading space."""
+        """Return the text of one token. The bytes of a text's tokens are its bytes, except for a leading space."""
         utf8 = self._new_detokenizer().token_bytes(token_id)
         if utf8 is None:
             return TokenText(str(self._tokenizer.convert_ids_to_tokens(token_id) or ""), None)
