@@ -38,11 +38,13 @@ class BeamRules:
     early_stopping: bool | Literal["never"] = False
     num_logprobs: int | None = None
     """Keep each token's log-probability and this many of those it was chosen among; ``None``: keep none."""
+    barred_token_ids: frozenset[int] = frozenset()
+    """No candidates before ``min_tokens``, besides the stop tokens: with ``ignore_eos`` the model's end tokens."""
 
     @property
     def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens are enough: even if all stop tokens are among them."""
-        return self.width + len(self.stop_token_ids)
+        """How many of a beam's likeliest tokens are enough: ``width`` of them neither stop nor are barred."""
+        return self.width + len(self.stop_token_ids | self.barred_token_ids)
 
     def score(self, log_probability: float, num_tokens: int) -> float:
         """Return what a completion of ``num_tokens`` tokens is ranked by."""
@@ -120,7 +122,7 @@ class BeamSearch:
 
     def _rank(self, continuations: ListOf[Continuations]) -> list[_Candidate]:
         rules, num_tokens = self._rules, len(self._beams[0].token_ids)
-        barred = rules.stop_token_ids if num_tokens < rules.min_tokens else frozenset()
+        barred = rules.stop_token_ids | rules.barred_token_ids if num_tokens < rules.min_tokens else frozenset()
         everyone = (
             _Candidate(beam.log_probability + log_probability, parent, token_id, log_probability)
             for parent, (beam, offered) in enumerate(zip(self._beams, continuations, strict=True))

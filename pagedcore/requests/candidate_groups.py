@@ -84,8 +84,8 @@ class Beams:
 
     def results(self) -> list[Chosen]:
         """Return the ``n`` best hypotheses, best first."""
-        stops = self.request.sequences[0].stop_token_ids
-        return [_choose(one, stops) for one in self.search.hypotheses[: self.request.params.n]]
+        end_token_ids = self.request.sequences[0].end_token_ids
+        return [_choose(one, end_token_ids) for one in self.search.hypotheses[: self.request.params.n]]
 
 
 CandidateGroup = BestOf | Beams
@@ -131,8 +131,8 @@ class CandidateGroups:
             group = BestOf(request, candidates)
         else:
             rules = BeamRules(
-                params.beam_width, first.max_tokens, params.min_tokens, first.stop_token_ids, params.length_penalty,
-                params.early_stopping, params.logprobs,
+                params.beam_width, first.max_tokens, params.min_tokens, first.end_token_ids, params.length_penalty,
+                params.early_stopping, params.logprobs, first.stop_token_ids - first.end_token_ids,
             )
             group = Beams(request, BeamSearch(rules), candidates)
         self._groups[request.request_id] = group
@@ -208,6 +208,6 @@ class CandidateGroups:
         self._remove_text(sequence)
 
 
-def _choose(hypothesis: Hypothesis, stop_token_ids: frozenset[int]) -> Chosen:
-    is_stopped = hypothesis.token_ids[-1] in stop_token_ids
+def _choose(hypothesis: Hypothesis, end_token_ids: frozenset[int]) -> Chosen:
+    is_stopped = hypothesis.token_ids[-1] in end_token_ids
     return Chosen(hypothesis.token_ids, "stop" if is_stopped else "length", hypothesis.score, hypothesis.logprobs)

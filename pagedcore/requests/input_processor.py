@@ -78,11 +78,9 @@ class InputProcessor:
                 'Build the engine with scheduling_policy="priority".',
             )
 
-
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Return the tokens that end a completion."""
-        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
-        return eos.union(params.stop_token_ids)
+        """Return the model's end tokens and the request's stop tokens."""
+        return self.eos_token_ids.union(params.stop_token_ids)
 
     def token_text(self, token_id: int) -> TokenText:
         """Return what a token stands for.

@@ -13,7 +13,7 @@ from pagedcore.protocols import Tokenizer
 from pagedcore.requests.candidate_groups import Beams, CandidateGroup
 from pagedcore.requests.request import Request
 from pagedcore.sequence import Sequence
-from pagedcore.tokenizer.incremental_text import TextStream
+from pagedcore.tokenizer.incremental_text import IncrementalText
 
 
 class PendingOutput:
@@ -35,7 +35,7 @@ class PendingOutput:
 
     def begin_turn(self) -> None:
         """Begin with no text."""
-        self.stream: TextStream | None = None
+        self.stream: IncrementalText | None = None
         """Turns tokens into text, if there is a tokenizer, until the end."""
         self._parts: list[str] = []
         self._num_taken_parts = 0
@@ -118,7 +118,7 @@ class CompletionTexts:
             pending.begin_turn()
         if self._tokenizer is not None and not isinstance(group, Beams):
             params = sequence.params
-            pending.stream = TextStream(self._tokenizer.new_detokenizer(), params.stop, params.min_tokens)
+            pending.stream = IncrementalText(self._tokenizer.new_detokenizer(), params.stop, params.min_tokens)
         return pending
 
     def reopen(self, request: Request, sequence: Sequence) -> PendingOutput:

@@ -16,8 +16,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar, Unpack
 
+from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineClosed, InvalidConfig, describe
+from pagedcore.errors import EngineClosed
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
@@ -34,6 +35,7 @@ from pagedcore.serving.long_prompts import LongPrompts, is_long
 from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, StreamReader
 from pagedcore.serving.stream_flusher import StreamFlusher
 
+_STREAM_INTERVAL: Final = seconds(0, 1)
 STREAM_INTERVAL_S: Final = 0.05
 """How often a reader is told of new text, in seconds: twenty times a second looks continuous."""
 _T = TypeVar("_T")
@@ -61,7 +63,7 @@ class AsyncEngine:
         Raises:
             InvalidConfig: the interval is not a number of seconds from 0 to 1.
         """
-        _require_interval(stream_interval_s)
+        _STREAM_INTERVAL.check("stream_interval_s", stream_interval_s, invalid_setting)
         self._input_processor = engine.input_processor
         self._read_session = engine.sessions.read
         self._commands = Commands()
@@ -80,7 +82,7 @@ class AsyncEngine:
         cls, model: Any, *, stream_interval_s: float = STREAM_INTERVAL_S, **settings: Any
     ) -> AsyncEngine:
         """Build an engine and put it on its own thread; arguments and errors as ``Engine.from_pretrained``."""
-        _require_interval(stream_interval_s)
+        _STREAM_INTERVAL.check("stream_interval_s", stream_interval_s, invalid_setting)
         return cls(Engine.from_pretrained(model, **settings), stream_interval_s=stream_interval_s)
 
     async def generate(
@@ -271,12 +273,6 @@ class AsyncEngine:
     def _send(self, command: Command) -> None:
         if not self._commands.put(command):
             raise EngineClosed("this engine is closed; make a new one.")
-
-
-def _require_interval(seconds: object) -> None:
-    # Why: written so that NaN, which fails every comparison, is refused too.
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
-        raise InvalidConfig(f"stream_interval_s: got {describe(seconds)}, allowed is a number of seconds from 0 to 1.")
 
 
 def _abandon(commands: Commands, sink: OutputSink) -> None:

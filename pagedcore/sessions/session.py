@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pagedcore.errors import InvalidRequest, RequestStateError, SessionStateError
-from pagedcore.models.fingerprint import ModelFingerprint
 from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.protocols import ModelFingerprint
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.request import Request

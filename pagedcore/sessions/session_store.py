@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pagedcore.config.limits import MAX_SESSIONS
 from pagedcore.errors import EngineClosed, InvalidSalt, TooManySessions
-from pagedcore.models.fingerprint import ModelFingerprint
 from pagedcore.outputs import Delta
+from pagedcore.protocols import ModelFingerprint
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest
