@@ -18,7 +18,7 @@ from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.kv_cache import eviction
-from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.models.fingerprint import ModelFingerprint, backend_fingerprint, kv_format
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
@@ -40,7 +40,7 @@ class EngineComponents:
 
     config: EngineConfig
     input_processor: InputProcessor
-    block_manager: BlockManager
+    kv_cache: KVCacheManager
     scheduler: Scheduler
     runner: ModelRunner
     hooks: EngineHooks
@@ -53,9 +53,9 @@ class EngineComponents:
 
     def calibrate(self, mover: KVTransfers, clock: Clock) -> None:
         """Measure what moving and computing cost here, before anything is in the pool; needs a host tier."""
-        blocks, costs = self.block_manager, self.scheduler.costs
-        assert blocks.host is not None  # Invariant: asked before
-        mover.calibrate(costs, min(blocks.num_blocks, blocks.host.num_blocks))
+        blocks, host, costs = self.kv_cache.device, self.kv_cache.host, self.scheduler.costs
+        assert host is not None  # Invariant: asked before
+        mover.calibrate(costs, min(blocks.num_blocks, host.num_blocks))
         most_tokens = min(
             blocks.num_blocks * blocks.block_size, self.info.max_model_len, self.config.max_num_batched_tokens
         )
@@ -119,18 +119,18 @@ def build_components(
         backend = resolve_backend(model, config, manager.registry.attention.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     memory = KVMemory(backend, config)
-    block_manager = BlockManager(
+    kv_cache = KVCacheManager(
         memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
         policy=eviction.POLICIES[config.eviction_policy], secret=secrets.token_bytes(32),
         copies_blocks=memory.store is not None,
     )
-    info = _describe(model, backend, config, block_manager)
+    info = _describe(model, backend, config, kv_cache)
     input_processor = InputProcessor(
-        text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
+        text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
         config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
     )
     scheduler = Scheduler(
-        block_manager, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
+        kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=config.preemption, max_scored_tokens=max_scored_tokens(backend.vocab_size),
     )
@@ -138,7 +138,7 @@ def build_components(
         config.num_threads, computes_in_torch=bool(getattr(backend, "computes_in_torch", False))
     )
     return EngineComponents(
-        config, input_processor, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
+        config, input_processor, kv_cache, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
         EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
         backend_fingerprint(backend), kv_format(backend, memory.block_size),
     )
@@ -158,14 +158,14 @@ def _as_tokenizer(tokenizer: Any) -> Tokenizer:
     return HFTokenizer.from_transformers(tokenizer)
 
 
-def _describe(model: Any, backend: ModelBackend, config: EngineConfig, blocks: BlockManager) -> EngineInfo:
+def _describe(model: Any, backend: ModelBackend, config: EngineConfig, kv_cache: KVCacheManager) -> EngineInfo:
     return EngineInfo(
         model=model_name(model),
         dtype=str(getattr(backend, "dtype", "unknown")).removeprefix("torch."),
         attention_backend=str(getattr(backend, "attention_name", "unknown")),
         scheduling_policy=config.scheduling_policy,
-        block_size=blocks.block_size,
-        num_blocks=blocks.num_blocks,
+        block_size=kv_cache.device.block_size,
+        num_blocks=kv_cache.device.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_model_len=context_length(backend.max_model_len, config),
         is_schedule_invariant=backend.is_schedule_invariant,

@@ -53,7 +53,7 @@ class Engine:
         self._clock = clock if clock is not None else MonotonicClock()
         self._answers = CompletionTexts(parts.input_processor.tokenizer)
         self._requests = RequestTable(
-            self, parts.config.seed, parts.block_manager.hasher, shares_prefixes=parts.config.enable_prefix_caching
+            self, parts.config.seed, parts.kv_cache.device.hasher, shares_prefixes=parts.config.enable_prefix_caching
         )
         self._counters = Counters()
         self._output_processor = OutputProcessor(parts, self._requests, self._answers, self._counters, self._clock)
@@ -61,7 +61,7 @@ class Engine:
             parts, self._requests, self._answers, self._output_processor.contests, self._counters, self._clock
         )
         self._mover = KVTransfers(parts.store, parts.scheduler.moves, self._clock)
-        if parts.block_manager.host is not None and parts.config.preemption == "auto":
+        if parts.kv_cache.host is not None and parts.config.preemption == "auto":
             parts.calibrate(self._mover, self._clock)
         self._sessions = SessionStore(self, parts, self._turns, Parking(parts, self._mover, self._clock))
         self._is_closed = False
@@ -205,7 +205,7 @@ class Engine:
         copies, before_s = self._scheduler.reserve(plan), self._clock.now()
         try:
             self._mover.copy(copies)
-            sampled = self._runner.execute(plan.rows, self._parts.block_manager)
+            sampled = self._runner.execute(plan.rows, self._parts.kv_cache.device)
         except Exception as error:
             self._scheduler.rollback(plan)
             return expired + self._output_processor.fail(plan, error)

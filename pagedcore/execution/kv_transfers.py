@@ -13,7 +13,7 @@ from typing import Final
 
 from pagedcore.config.limits import MAX_TRANSFER_S
 from pagedcore.errors import InvalidConfig
-from pagedcore.kv_cache.transfers import Direction, Transfer
+from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.protocols import CacheStore, Clock
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.swapping import Swapping
@@ -72,7 +72,7 @@ class KVTransfers:
             )
             del self._started_s[transfer_id]
             self._overdue.add(transfer_id)
-            self._moves.give_up(transfer_id)
+            self._moves.time_out_transfer(transfer_id)
 
     def calibrate(self, costs: CostModel, num_blocks: int) -> None:
         """Measure transfers of a few blocks each way, before the pool holds anything."""
@@ -114,4 +114,4 @@ class KVTransfers:
         self._overdue.discard(transfer_id)
         now_s = self._clock.now()
         seconds = now_s - self._started_s.pop(transfer_id, now_s)
-        self._moves.complete(transfer_id, seconds, is_ok=is_ok)
+        self._moves.complete_transfer(transfer_id, seconds, is_ok=is_ok)

@@ -26,6 +26,7 @@ class Admission:
 
     def __init__(self, planner: StepPlanner) -> None:
         self._plan = planner
+        self._kv_cache = planner.kv_cache
         self._blocks = planner.blocks
         self._available = 0
         self._being_computed: set[bytes] = set()
@@ -67,14 +68,14 @@ class Admission:
         return [*matched, *((one, None) for one in waiting[len(near) :])]
 
     def _match(self, candidate: Sequence) -> PrefixMatch:
-        return self._blocks.match(candidate) if not self._holds(candidate) else NO_MATCH
+        return self._kv_cache.match(candidate) if not self._holds(candidate) else NO_MATCH
 
     def _holds(self, candidate: Sequence) -> bool:
         return self._blocks.num_blocks_of(candidate.sequence_id) > 0
 
     def _admit(self, candidate: Sequence, match: PrefixMatch | None) -> bool:
         """Admit, load or defer a candidate; return whether the next one may be looked at."""
-        host = self._blocks.host
+        host = self._kv_cache.host
         if host is not None and host.is_moving(candidate.sequence_id):
             self._available -= self._blocks.blocks_for(self._promise(candidate))
             return self._available >= 0
@@ -90,7 +91,7 @@ class Admission:
 
     def _is_worth_loading(self, candidate: Sequence, match: PrefixMatch) -> bool:
         """Whether to load what was kept for the candidate on purpose, or takes less time than computing it."""
-        is_kept = self._blocks.host is not None and self._blocks.host.has_pins(candidate.sequence_id)
+        is_kept = self._kv_cache.host is not None and self._kv_cache.host.has_pins(candidate.sequence_id)
         return is_kept or self._plan.rules.preemption.is_worth_loading(len(match.host_blocks))
 
     def _start(self, candidate: Sequence, match: PrefixMatch) -> bool:

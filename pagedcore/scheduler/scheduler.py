@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pagedcore.errors import InternalError, RequestTooLarge
-from pagedcore.kv_cache.block_manager import BlockManager
-from pagedcore.kv_cache.transfers import Transfer
+from pagedcore.kv_cache.host_cache import Transfer
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
@@ -38,11 +38,11 @@ class Scheduler:
     Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
     """
 
-    __slots__ = ("_counters", "_in_flight", "_running", "_waiting", "block_manager", "costs", "moves", "rules")
+    __slots__ = ("_blocks", "_counters", "_in_flight", "_running", "_waiting", "costs", "kv_cache", "moves", "rules")
 
     def __init__(
         self,
-        block_manager: BlockManager,
+        kv_cache: KVCacheManager,
         policy: Policy,
         *,
         max_num_seqs: int,
@@ -52,9 +52,10 @@ class Scheduler:
         preemption: str = "auto",
         max_scored_tokens: int,
     ) -> None:
-        self.block_manager = block_manager
+        self.kv_cache = kv_cache
+        self._blocks = kv_cache.device
         self.costs = CostModel()
-        preemption_rules = PreemptionRules(preemption, self.costs, block_manager.block_size)
+        preemption_rules = PreemptionRules(preemption, self.costs, self._blocks.block_size)
         self.rules = PlanningRules(
             max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy, preemption_rules, max_scored_tokens
         )
@@ -62,7 +63,7 @@ class Scheduler:
         self._running = PolicyOrder(policy.order)
         self._in_flight: StepInFlight | None = None
         self._counters = SchedulerCounters()
-        self.moves = Swapping(block_manager, self._running, self._waiting, self._counters, preemption_rules)
+        self.moves = Swapping(kv_cache, self._running, self._waiting, self._counters, preemption_rules)
 
     @property
     def has_work(self) -> bool:
@@ -86,7 +87,7 @@ class Scheduler:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence that grows to ``num_tokens`` positions fits the pool when alone."""
-        return self.block_manager.blocks_for(num_tokens) <= self.block_manager.num_blocks
+        return self._blocks.blocks_for(num_tokens) <= self._blocks.num_blocks
 
     def require_room(self, num_tokens: int, num_sequences: int = 1) -> None:
         """Check that ``num_sequences`` sequences of up to ``num_tokens`` positions each can be added now.
@@ -96,7 +97,7 @@ class Scheduler:
             EngineOverloaded: the waiting queue has no room for them.
         """
         if not self.can_ever_fit(num_tokens):
-            limit = self.block_manager.num_blocks * self.block_manager.block_size
+            limit = self._blocks.num_blocks * self._blocks.block_size
             raise RequestTooLarge(
                 "prompt and max_tokens", num_tokens, f"at most the {limit} positions of the KV pool",
                 "Ask for fewer tokens, or build the engine with more KV blocks.",
@@ -110,7 +111,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Describe the present and count the past."""
         error = self.costs.mean_relative_error
-        return describe(self.block_manager, self._running, self._waiting, self._counters, error)
+        return describe(self.kv_cache, self._running, self._waiting, self._counters, error)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait: a new one, or a finished one after ``begin_turn``.
@@ -140,7 +141,7 @@ class Scheduler:
 
         It belongs to work that was accepted before: it is never refused, nor counted against the queue's bound.
         """
-        self.block_manager.register_all(parent)
+        self._blocks.register_all(parent)
         self._waiting.push_preempted(sequence)
 
     def drop(self, sequence: Sequence) -> None:
@@ -148,7 +149,7 @@ class Scheduler:
         self._take_out(sequence)
         sequence.move_to(_FINISHED)
         sequence.finish_reason = "abort"
-        self.moves.drop(sequence)
+        self.moves.free_branch(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a finished sequence for good, with what is kept for it; a second time does nothing.
@@ -158,7 +159,7 @@ class Scheduler:
         """
         if sequence.status is not _REMOVED:
             sequence.move_to(_REMOVED)
-            self.moves.abandon(sequence)
+            self.moves.free_on_host(sequence)
 
     def schedule(self) -> SchedulePlan:
         """Decide the next step, or what has to make room for it. Nothing moves: asked again, it answers the same.
@@ -174,7 +175,7 @@ class Scheduler:
             if plan.is_empty and not plan.moves_blocks and not self.moves.withholds_blocks:
                 raise InternalError(
                     f"no progress: {len(self._running)} running, {len(self._waiting)} waiting, "
-                    f"{self.block_manager.num_available_blocks} of {self.block_manager.num_blocks} blocks available"
+                    f"{self._blocks.num_available_blocks} of {self._blocks.num_blocks} blocks available"
                 )
         return plan
 
@@ -199,9 +200,9 @@ class Scheduler:
         self._require_present(plan)
         if plan.moves_blocks:
             raise InternalError("reserve: room has to be made first; ask for another plan then")
-        reservation = self.block_manager.reserve(row.demand for row in plan.rows)
+        reservation = self._blocks.reserve(row.demand for row in plan.rows)
         if reservation is None:
-            raise InternalError(f"reserve: {self.block_manager.num_available_blocks} blocks are too few for the plan")
+            raise InternalError(f"reserve: {self._blocks.num_available_blocks} blocks are too few for the plan")
         self._in_flight = StepInFlight(plan, reservation)
         return reservation.copies
 
@@ -247,7 +248,7 @@ class Scheduler:
         return [result for result in results if result is not None]
 
     def _plan(self, *, may_wait: bool) -> SchedulePlan:
-        return StepPlanner(self.rules, self.block_manager, self._running, self._waiting, may_wait=may_wait).plan()
+        return StepPlanner(self.rules, self.kv_cache, self._running, self._waiting, may_wait=may_wait).plan()
 
     def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:
         if self._in_flight is None or self._in_flight.plan is not plan:
@@ -271,7 +272,7 @@ class Scheduler:
         sequence = row.sequence
         self._counters.count_row(row)
         sequence.num_computed_tokens = row.end
-        self.block_manager.register(sequence, row.end)
+        self._blocks.register(sequence, row.end)
         if token_id is None:
             if row.end == len(sequence.token_ids):
                 self._set_aside(sequence)
@@ -285,7 +286,7 @@ class Scheduler:
     def _set_aside(self, sequence: Sequence) -> None:
         self._running.discard(sequence)
         sequence.move_to(_FINISHED)
-        self.moves.retire(sequence, is_trusted=True, is_movable=False)
+        self.moves.free_finished(sequence, is_trusted=True, is_movable=False)
 
     def _take_out(self, sequence: Sequence) -> None:
         self._waiting.discard(sequence)
@@ -297,4 +298,4 @@ class Scheduler:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
         # Why: a step in flight has not filled all blocks of the table, so they cannot be moved as they are.
-        self.moves.retire(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)
+        self.moves.free_finished(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)

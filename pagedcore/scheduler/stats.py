@@ -6,7 +6,7 @@ from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, field
 
-from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.scheduler.plan import PreemptionKind, ScheduledRow
 from pagedcore.sequence import Sequence
 
@@ -69,14 +69,14 @@ class SchedulerStats:
 
 
 def describe(
-    blocks: BlockManager,
+    kv_cache: KVCacheManager,
     running: Collection[Sequence],
     waiting: Collection[Sequence],
     counters: SchedulerCounters,
     estimate_error: float,
 ) -> SchedulerStats:
     """Put the present together from who is where and who holds what."""
-    host = blocks.host
+    blocks, host = kv_cache.device, kv_cache.host
     pinned = host.pins if host is not None else {}
     return SchedulerStats(
         num_running=len(running),

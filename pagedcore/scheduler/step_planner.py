@@ -16,7 +16,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from itertools import takewhile
 
-from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.scheduler.admission import Admission
 from pagedcore.scheduler.plan import Preemption, PreemptionKind, ScheduledRow, SchedulePlan, SwapIn
@@ -48,17 +48,18 @@ class StepPlanner:
     def __init__(
         self,
         rules: PlanningRules,
-        blocks: BlockManager,
+        kv_cache: KVCacheManager,
         running: Iterable[Sequence],
         waiting: Iterable[Sequence],
         *,
         may_wait: bool = True,
     ) -> None:
         self.rules = rules
-        self.blocks = blocks
+        self.kv_cache = kv_cache
+        self.blocks = kv_cache.device
         self.running = list(running)
         self.waiting = list(waiting)
-        self.free = blocks.num_available_blocks
+        self.free = self.blocks.num_available_blocks
         self.budget = rules.max_num_batched_tokens
         self._num_scorable = rules.max_scored_tokens
         self.admitted: list[Sequence] = []
@@ -66,8 +67,8 @@ class StepPlanner:
         self._rows: dict[int, ScheduledRow] = {}
         self._adopted: set[int] = set()
         self._may_wait = may_wait
-        self._arriving = blocks.host.num_leaving_blocks if blocks.host is not None else 0
-        self._room_on_host = blocks.host.cache.num_available if blocks.host is not None else 0
+        self._arriving = kv_cache.host.num_leaving_blocks if kv_cache.host is not None else 0
+        self._room_on_host = kv_cache.host.num_available_blocks if kv_cache.host is not None else 0
         self._preempted: dict[int, Preemption] = {}
         self._released: dict[int, Sequence] = {}
         self._holders: list[Sequence] | None = None
@@ -192,10 +193,10 @@ class StepPlanner:
         return self.num_planned_blocks(victim) + len(self.blocks.own_blocks_of(victim.sequence_id))
 
     def _num_blocks_to_host(self, victim: Sequence) -> int | None:
-        host = self.blocks.host
+        host = self.kv_cache.host
         if host is None or host.is_stuck or not self.blocks.num_blocks_of(victim.sequence_id):
             return None
-        missing = host.num_missing_blocks(victim, victim.num_computed_tokens)
+        missing = self.kv_cache.num_blocks_to_copy(victim, victim.num_computed_tokens)
         return missing if missing <= self._room_on_host else None
 
     def _num_steps_to_wait(self, asker: Sequence) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from pagedcore.kv_cache.transfers import Direction, Transfer
+from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.scheduler.cost_model import Line
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
@@ -64,7 +64,7 @@ class Priced:
 
     def _complete(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
-            self.scheduler.moves.complete(transfer.transfer_id, len(transfer.moves) * self.block_s, is_ok=True)
+            self.scheduler.moves.complete_transfer(transfer.transfer_id, len(transfer.moves) * self.block_s, is_ok=True)
 
 
 PROMPT = list(range(100, 109))
@@ -223,8 +223,8 @@ def test_fetching_leaves_a_block_for_everybody_who_runs() -> None:
     priced.step()
     priced.scheduler.add(passer)
     priced.step()
-    blocks = priced.scheduler.block_manager
-    match = blocks.match(session)
+    blocks = priced.scheduler.kv_cache.device
+    match = priced.scheduler.kv_cache.match(session)
     assert (len(match.device_blocks), len(match.host_blocks), blocks.num_available_blocks) == (3, 2, 5)
     assert priced.scheduler.moves.fetch(session) == 0
     priced.scheduler.finish(runner, "abort")

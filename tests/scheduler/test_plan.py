@@ -38,11 +38,11 @@ def preempted(plan: SchedulePlan) -> list[Sequence]:
 
 
 def give_blocks(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> None:
-    reservation = scheduler.block_manager.reserve([Demand(sequence.sequence_id, num_computed)])
+    reservation = scheduler.kv_cache.device.reserve([Demand(sequence.sequence_id, num_computed)])
     assert reservation is not None
     reservation.commit()
     sequence.num_computed_tokens = num_computed
-    scheduler.block_manager.register(sequence, num_computed)
+    scheduler.kv_cache.device.register(sequence, num_computed)
 
 
 def put_running(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> Sequence:
@@ -64,7 +64,7 @@ def keep(scheduler: Scheduler, tokens: list[int]) -> None:
     """Leave the blocks of a sequence that has computed these tokens and is gone."""
     sequence = make_sequence(tokens)
     give_blocks(scheduler, sequence, len(tokens))
-    scheduler.block_manager.release(sequence)
+    scheduler.kv_cache.device.free_blocks(sequence)
 
 
 # Budget and rows ------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_admission_needs_room_for_the_whole_prompt() -> None:
     first, second = own(5), own(4)
     start(scheduler, first, second)
     assert run_step(scheduler).admitted == (first,)
-    assert scheduler.block_manager.num_available_blocks == 2
+    assert scheduler.kv_cache.device.num_available_blocks == 2
     assert run_step(scheduler).admitted == ()
 
 
@@ -316,18 +316,17 @@ def test_the_bonus_never_reorders_across_priorities(policy: str) -> None:
 
 def swapped(scheduler: Scheduler, *sequences: Sequence) -> None:
     """Preempt running sequences to the host, and let the device forget them."""
-    host = scheduler.block_manager.host
-    assert host is not None
+    kv_cache = scheduler.kv_cache
     for sequence in sequences:
         put_running(scheduler, sequence, len(sequence.token_ids) - 1)
         scheduler.running.discard(sequence)
-        transfer = host.begin_swap_out(sequence, is_pinned=True)
+        transfer = kv_cache.begin_swap_out(sequence, is_pinned=True)
         assert transfer is not None
-        host.complete(transfer.transfer_id, is_ok=True)
+        kv_cache.complete_transfer(transfer.transfer_id, is_ok=True)
         sequence.forget_computed()
         sequence.move_to(SequenceStatus.WAITING)
         scheduler.waiting.push_preempted(sequence)
-    every = scheduler.block_manager.reserve([Demand(10**6, scheduler.block_manager.num_available_blocks * 2)])
+    every = kv_cache.device.reserve([Demand(10**6, kv_cache.device.num_available_blocks * 2)])
     assert every is not None
     every.cancel()
 
@@ -343,7 +342,7 @@ def test_a_swapped_sequence_is_loaded_and_starts_when_it_is_there() -> None:
     assert scheduler.schedule().is_empty
     assert scheduler.moves.in_flight
     assert check(snapshot(scheduler)) == []
-    scheduler.moves.complete(transfer.transfer_id, 0.1, is_ok=True)
+    scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert tokens_of(scheduler.schedule()) == {sequence.sequence_id: 1}
 
 
@@ -363,7 +362,7 @@ def test_a_load_that_fails_is_computed_instead() -> None:
     sequence = own(5, 2)
     swapped(scheduler, sequence)
     (transfer,) = scheduler.make_room(scheduler.schedule())
-    scheduler.moves.complete(transfer.transfer_id, 0.1, is_ok=False)
+    scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=False)
     assert tokens_of(scheduler.schedule()) == {sequence.sequence_id: 5}
     assert check(snapshot(scheduler)) == []
 
@@ -500,7 +499,7 @@ def test_what_is_already_coming_free_is_waited_for() -> None:
     again = scheduler.schedule()
     assert (again.preempted, scheduler.moves.in_flight) == ((), True)
     for transfer in transfers:
-        scheduler.moves.complete(transfer.transfer_id, 0.1, is_ok=True)
+        scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert first.sequence_id in tokens_of(next_plan(scheduler))
 
 
@@ -548,7 +547,7 @@ def test_a_static_batch_defers_nobody() -> None:
 def test_a_stall_is_reported_with_the_numbers() -> None:
     """If blocks were ever lost, the step says so at once where an endless wait would say nothing."""
     scheduler = make_scheduler(num_blocks=2, block_size=2)
-    scheduler.block_manager.reserve([Demand(10**9, 4)])
+    scheduler.kv_cache.device.reserve([Demand(10**9, 4)])
     scheduler.add(own(2))
     with pytest.raises(InternalError, match="no progress: 0 running, 1 waiting, 0 of 2 blocks available"):
         scheduler.schedule()

@@ -57,7 +57,7 @@ def test_reserve_gives_every_row_its_slots_and_moves_nobody() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, prompt=5)
     plan = reserved_step(scheduler)
-    assert scheduler.block_manager.table(sequence.sequence_id).capacity(2) == 6
+    assert scheduler.kv_cache.device.table(sequence.sequence_id).capacity(2) == 6
     assert sequence.status is WAITING
     assert [row.sequence for row in scheduler.rows_in_flight] == [sequence]
     assert check(snapshot(scheduler)) == []
@@ -159,7 +159,7 @@ def test_what_is_found_again_after_each_kind_of_preemption(mode: str, num_host_b
     run_step(scheduler)
     run_until_preempted(scheduler, victim)
     assert (victim.status, victim.num_preemptions) == (WAITING, 1)
-    match = scheduler.block_manager.match(victim)
+    match = scheduler.kv_cache.match(victim)
     assert len(match.device_blocks) + len(match.host_blocks) >= num_found
     assert scheduler.stats().num_swapped == (mode == "swap")
     kinds = {kind.value: times for kind, times in scheduler.stats().counters.num_preemptions.items()}
@@ -246,7 +246,7 @@ def test_a_reservation_that_fails_leaves_the_laws_intact(monkeypatch: pytest.Mon
         run_step(scheduler)
     plan = next_plan(scheduler)
     with monkeypatch.context() as patch:
-        patch.setattr(type(scheduler.block_manager), "reserve", lambda *_: None)
+        patch.setattr(type(scheduler.kv_cache.device), "reserve", lambda *_: None)
         with pytest.raises(InternalError, match="too few for the plan"):
             scheduler.reserve(plan)
     assert check(snapshot(scheduler)) == []
@@ -304,7 +304,7 @@ def test_what_a_sequence_computed_can_be_found_unless_it_failed(reason: FinishRe
     run_step(scheduler)
     scheduler.finish(sequence, reason)
     assert (scheduler.stats().num_used_blocks, sequence.num_computed_tokens) == (0, 0)
-    assert scheduler.block_manager.match(sequence).num_tokens == num_found
+    assert scheduler.kv_cache.match(sequence).num_tokens == num_found
     assert check(snapshot(scheduler)) == []
 
 
@@ -328,7 +328,7 @@ def test_finishing_in_flight_frees_at_once_and_the_others_go_on(close: str, reas
     plan = reserved_step(scheduler)
     for sequence in (running, admitted):
         scheduler.finish(sequence, reason)
-        assert scheduler.block_manager.num_blocks_of(sequence.sequence_id) == 0
+        assert scheduler.kv_cache.device.num_blocks_of(sequence.sequence_id) == 0
     assert check(snapshot(scheduler)) == []
     if close == "rollback":
         scheduler.rollback(plan)
@@ -374,7 +374,7 @@ def test_only_a_finished_sequence_can_be_forgotten_and_twice_is_once() -> None:
     run_step(scheduler)
     assert scheduler.moves.park(sequence) > 0
     for transfer in scheduler.moves.take_due():
-        scheduler.moves.complete(transfer.transfer_id, 0.1, is_ok=True)
+        scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert scheduler.stats().num_used_host_blocks > 0
     scheduler.forget(sequence)
     scheduler.forget(sequence)
@@ -431,7 +431,7 @@ def test_a_refused_continuation_changes_nothing() -> None:
     kept.begin_turn([1], kept.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
     with pytest.raises(EngineOverloaded):
         scheduler.add(kept)
-    assert scheduler.block_manager.match(kept).num_tokens == 3
+    assert scheduler.kv_cache.match(kept).num_tokens == 3
     assert list(scheduler.waiting) == [waiting]
 
 

@@ -22,11 +22,11 @@ def running(num_seqs: int, num_cached_blocks: int, num_waiting: int) -> Schedule
     )
     for index in range(num_cached_blocks // 10):
         gone = make_sequence([10_000 + index] * (10 * BLOCK))
-        reservation = scheduler.block_manager.reserve([Demand(gone.sequence_id, 10 * BLOCK)])
+        reservation = scheduler.kv_cache.device.reserve([Demand(gone.sequence_id, 10 * BLOCK)])
         assert reservation is not None
         reservation.commit()
         gone.num_computed_tokens = 10 * BLOCK
-        scheduler.block_manager.release(gone)
+        scheduler.kv_cache.device.free_blocks(gone)
     for index in range(num_seqs + num_waiting):
         scheduler.add(make_sequence([index, *range(20 + index % 16)], 1000))
     return scheduler

@@ -107,7 +107,7 @@ class Crowd:
             plan = self.scheduler.schedule()
         self.mover.copy(self.scheduler.reserve(plan))
         try:
-            logits = self.backend.forward(build_batch(plan.rows, self.scheduler.block_manager))
+            logits = self.backend.forward(build_batch(plan.rows, self.scheduler.kv_cache.device))
         except RuntimeError:
             self.scheduler.rollback(plan)
             return
