@@ -197,8 +197,8 @@ class Engine:
         self._sessions.parking.expire()
         expired = self._output_processor.expire_waiting(self._config.queue_timeout_s)
         plan = self._next_plan()
-        self.is_stalled = plan.is_empty and self._scheduler.has_work
-        if plan.is_empty:
+        self.is_stalled = not plan.rows and self._scheduler.has_work
+        if not plan.rows:
             self._mover.settle(wait=self.is_stalled)
             return expired
         self._output_processor.note_started(plan)

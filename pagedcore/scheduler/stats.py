@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field
 
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
-from pagedcore.scheduler.plan import PreemptionKind, ScheduledRow
+from pagedcore.scheduler.plan import PreemptionKind
 from pagedcore.sequence import Sequence
 
 
@@ -34,13 +34,6 @@ class SchedulerCounters:
     num_blocks_swapped_in: int = 0
     num_failed_transfers: int = 0
     """Transfers that failed or took too long."""
-
-    def count_row(self, row: ScheduledRow) -> None:
-        """Count a row that is about to be committed."""
-        if row.is_decode:
-            self.num_decode_tokens += 1
-        else:
-            self.num_prefill_tokens += row.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

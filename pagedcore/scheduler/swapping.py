@@ -93,7 +93,7 @@ class Swapping:
 
     def carry_out(self, plan: SchedulePlan) -> list[Transfer]:
         """Preempt, free and begin to load as a plan says; return the transfers to start."""
-        for sequence in plan.released:
+        for sequence in plan.freed:
             self._blocks.free_blocks(sequence)
             sequence.forget_computed()
             self._counters.num_released += 1

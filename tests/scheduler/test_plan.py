@@ -73,7 +73,7 @@ def keep(scheduler: Scheduler, tokens: list[int]) -> None:
 def test_an_idle_scheduler_plans_nothing() -> None:
     """No work, empty plan."""
     plan = make_scheduler().schedule()
-    assert plan.is_empty
+    assert not plan.rows
     assert plan.num_tokens == 0
     assert not plan.moves_blocks
 
@@ -212,7 +212,7 @@ def test_cached_blocks_never_stop_a_waiting_sequence() -> None:
     keep(scheduler, [5, 6, 7, 8])
     start(scheduler, own(7))
     plan = run_step(scheduler)
-    assert (plan.num_tokens, plan.released, plan.preempted) == (7, (), ())
+    assert (plan.num_tokens, plan.freed, plan.preempted) == (7, (), ())
 
 
 def test_a_prefix_that_others_hold_costs_no_room() -> None:
@@ -339,7 +339,7 @@ def test_a_swapped_sequence_is_loaded_and_starts_when_it_is_there() -> None:
     plan = scheduler.schedule()
     assert ([one.sequence for one in plan.swap_ins], plan.rows, plan.admitted) == ([sequence], (), ())
     (transfer,) = scheduler.make_room(plan)
-    assert scheduler.schedule().is_empty
+    assert not scheduler.schedule().rows
     assert scheduler.moves.in_flight
     assert check(snapshot(scheduler)) == []
     scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
@@ -384,7 +384,7 @@ def test_holders_give_up_their_blocks_before_a_running_one_does() -> None:
     put_running(scheduler, own(2, 3), 1)
     first, last = (put_waiting(scheduler, own(3, 1), 2) for _ in range(2))
     plan = scheduler.schedule()
-    assert (plan.released, plan.preempted, plan.swap_ins) == ((last,), (), ())
+    assert (plan.freed, plan.preempted, plan.swap_ins) == ((last,), (), ())
     scheduler.make_room(plan)
     assert (last.num_computed_tokens, first.num_computed_tokens) == (0, 2)
     assert check(snapshot(scheduler)) == []
@@ -396,7 +396,7 @@ def test_a_waiting_head_takes_blocks_of_those_behind_it() -> None:
     head = own(6)
     start(scheduler, head)
     holder = put_waiting(scheduler, own(4), 3)
-    assert scheduler.schedule().released == (holder,)
+    assert scheduler.schedule().freed == (holder,)
     assert next_plan(scheduler).admitted == (head,)
 
 
@@ -408,7 +408,7 @@ def test_who_is_admitted_is_not_asked_for_its_blocks_in_the_same_plan() -> None:
     sharer, last = make_sequence([1, 2, 3, 9]), own(1)
     start(scheduler, sharer, last)
     plan = scheduler.schedule()
-    assert (set(plan.admitted), plan.released) == ({holder, sharer}, ())
+    assert (set(plan.admitted), plan.freed) == ({holder, sharer}, ())
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", 1), ("priority", 0)])

@@ -222,7 +222,7 @@ def test_a_plan_that_is_out_of_date_is_refused_and_changes_nothing() -> None:
     with pytest.raises(InternalError, match="out of date"):
         scheduler.reserve(plan)
     assert snapshot(scheduler) == before
-    assert not run_step(scheduler).is_empty
+    assert run_step(scheduler).rows
 
 
 def test_a_missing_token_is_refused_and_changes_nothing() -> None:
@@ -250,7 +250,7 @@ def test_a_reservation_that_fails_leaves_the_laws_intact(monkeypatch: pytest.Mon
         with pytest.raises(InternalError, match="too few for the plan"):
             scheduler.reserve(plan)
     assert check(snapshot(scheduler)) == []
-    assert not run_step(scheduler).is_empty
+    assert run_step(scheduler).rows
 
 
 def sequence_in(place: str, scheduler: Scheduler) -> Sequence:

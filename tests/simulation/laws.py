@@ -55,7 +55,7 @@ def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
     require(not plan.admitted or not plan.preempted, "admitted and preempted in one plan")
     require(not plan.admitted or rules.policy.admits_while_running or not running, "a static batch was joined")
     planned = {row.sequence.sequence_id for row in plan.rows}
-    lost = {one.sequence.sequence_id for one in plan.preempted} | {one.sequence_id for one in plan.released}
+    lost = {one.sequence.sequence_id for one in plan.preempted} | {one.sequence_id for one in plan.freed}
     require(not planned & lost, "computed and robbed in one plan")
     _require_fair_order(plan, scheduler)
     if not plan.moves_blocks:
@@ -103,5 +103,5 @@ def describe(plan: SchedulePlan) -> str:
     rows = " ".join(f"{row.sequence.sequence_id}:{row.start}+{row.num_tokens}" for row in plan.rows)
     preempted = ",".join(f"{one.sequence.sequence_id}:{one.kind.value}" for one in plan.preempted)
     loaded = ",".join(str(one.sequence.sequence_id) for one in plan.swap_ins)
-    admitted, released = (",".join(str(s.sequence_id) for s in some) for some in (plan.admitted, plan.released))
-    return "|".join([rows, admitted, preempted, released, loaded])
+    admitted, freed = (",".join(str(s.sequence_id) for s in some) for some in (plan.admitted, plan.freed))
+    return "|".join([rows, admitted, preempted, freed, loaded])

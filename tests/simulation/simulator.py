@@ -344,7 +344,7 @@ class Simulation:
             self.mover.start(self.scheduler.make_room(plan))
             self._check(before)
             plan = self._plan()
-        if plan.is_empty:
+        if not plan.rows:
             self.mover.settle(wait=self.scheduler.has_work)
             if not self.scheduler.moves.in_flight:
                 self._end_what_hangs(1.0)

@@ -96,13 +96,13 @@ class Life:
 
     def _step(self, _: int) -> None:
         plan = self._plan()
-        if not plan.is_empty:
+        if plan.rows:
             self.scheduler.reserve(plan)
             self.scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.is_sampled})
 
     def _fail(self, _: int) -> None:
         plan = self._plan()
-        if not plan.is_empty:
+        if plan.rows:
             self.scheduler.reserve(plan)
             assert check(snapshot(self.scheduler)) == []
             self.scheduler.rollback(plan)

@@ -94,7 +94,7 @@ class MemoryCore(RuleBasedStateMachine):
             self.laws_hold()
             plan = self.scheduler.schedule()
         require_lawful_plan(plan, self.scheduler)
-        if plan.is_empty:
+        if not plan.rows:
             return
         self.mover.copy(self.scheduler.reserve(plan))
         self.laws_hold()

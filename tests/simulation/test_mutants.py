@@ -18,8 +18,8 @@ from pagedcore.kv_cache.prefix_cache import CachedBlock, PrefixCache
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.kv_cache.reservation import Reservation
 from pagedcore.scheduler.admission import Admission
-from pagedcore.scheduler.scheduler import Scheduler
-from pagedcore.scheduler.step_in_flight import StepInFlight
+from pagedcore.scheduler.plan_state import PlanState
+from pagedcore.scheduler.scheduler import Scheduler, StepInFlight
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
 from pagedcore.scheduler.waiting_queue import WaitingQueue
@@ -277,19 +277,19 @@ def blocks_not_counted(patch: Patch) -> None:
 
 
 def _keeping(patch: Patch, name: str) -> None:
-    add_row = StepPlanner.add_row
+    add_row = PlanState.add_row
 
-    def keeping(self: StepPlanner, *args: Any) -> None:
+    def keeping(self: PlanState, *args: Any) -> None:
         value = getattr(self, name)
         add_row(self, *args)
         setattr(self, name, value)
 
-    patch.setattr(StepPlanner, "add_row", keeping)
+    patch.setattr(PlanState, "add_row", keeping)
 
 
 def adopted_blocks_not_counted(patch: Patch) -> None:
     """Idle blocks that a match takes still count as available."""
-    patch.setattr(StepPlanner, "num_blocks_taken", lambda self, match: 0)
+    patch.setattr(PlanState, "num_blocks_taken", lambda self, match: 0)
 
 
 def promises_forgotten(patch: Patch) -> None:
@@ -299,7 +299,7 @@ def promises_forgotten(patch: Patch) -> None:
 
 def holders_never_asked(patch: Patch) -> None:
     """Nobody who is idle makes room."""
-    patch.setattr(StepPlanner, "holders", lambda self: iter(()))
+    patch.setattr(PlanState, "holders", lambda self: iter(()))
 
 
 def overtaking(patch: Patch) -> None:
@@ -336,7 +336,7 @@ def prompts_before_decodes(patch: Patch) -> None:
     """Long prompts take the budget before the running answers get their token."""
 
     def prompts_first(self: StepPlanner) -> None:
-        rows = sorted(self.running, key=lambda sequence: -sequence.num_uncomputed_tokens)
+        rows = sorted(self._state.running, key=lambda sequence: -sequence.num_uncomputed_tokens)
         self._advance_in_order(rows)
 
     patch.setattr(StepPlanner, "_advance_running", prompts_first)
