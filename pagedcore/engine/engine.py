@@ -204,7 +204,8 @@ class Engine:
         self._output_processor.note_started(plan)
         copies, before_s = self._scheduler.reserve(plan), self._clock.now()
         try:
-            self._mover.copy(copies)
+            if copies:
+                self._mover.copy(copies)
             sampled = self._runner.execute(plan.rows, self._parts.kv_cache.device)
         except Exception as error:
             self._scheduler.rollback(plan)
@@ -228,8 +229,7 @@ class Engine:
         return plan
 
     def _move_blocks(self) -> None:
-        self._mover.settle()
-        self._mover.start(self._scheduler.moves.take_due())
+        self._mover.advance()
 
     def generate(
         self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None, *,

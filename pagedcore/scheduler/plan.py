@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.kv_cache.reservation import Demand
 from pagedcore.outputs import FinishReason
-from pagedcore.sequence import Sequence, SequenceStatus
+from pagedcore.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +103,6 @@ class SchedulePlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", sum([row.num_tokens for row in self.rows]))
         object.__setattr__(self, "moves_blocks", bool(self.preempted or self.freed or self.swap_ins))
-
-    def is_current(self, waiting: Container[Sequence]) -> bool:
-        """Whether every sequence is still in the place in which it was planned; ``waiting`` is the queue."""
-        running, admitted = SequenceStatus.RUNNING, self.admitted
-        return (
-            all(row.sequence.status is running or row.sequence in admitted for row in self.rows)
-            and all(one.sequence.status is running for one in self.preempted)
-            and all(sequence in waiting for sequence in (*admitted, *self.freed))
-            and all(one.sequence in waiting for one in self.swap_ins)
-        )
 
 
 @dataclass(frozen=True, slots=True)

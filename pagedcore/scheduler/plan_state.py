@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
-from pagedcore.scheduler.plan import Preemption, ScheduledRow, SchedulePlan, SwapIn
+from pagedcore.scheduler.plan import Preemption, ScheduledRow, SwapIn
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.sequence import Sequence
@@ -61,17 +61,6 @@ class PlanState:
         self.num_stalled_rows = 0
         self._adopted: set[int] = set()
         self._holders: list[Sequence] | None = None
-
-    def to_plan(self) -> SchedulePlan:
-        """Return what is planned."""
-        return SchedulePlan(
-            rows=tuple(self.rows.values()),
-            admitted=tuple(self.admitted),
-            preempted=tuple(self.preempted.values()),
-            freed=tuple(self.freed.values()),
-            swap_ins=tuple(self.swap_ins),
-            num_stalled_rows=self.num_stalled_rows,
-        )
 
     def num_blocks_taken(self, match: PrefixMatch) -> int:
         """Available blocks that are not available once a match is held; a copied tail counts until the copy."""

@@ -207,7 +207,7 @@ class Scheduler:
             InternalError: a step is in flight, or the plan is not about the present state (nothing changed).
         """
         self._require_landed("make_room")
-        self._require_present(plan)
+        self._require_current(plan)
         return self.moves.carry_out(plan)
 
     def reserve(self, plan: SchedulePlan) -> tuple[tuple[int, int], ...]:
@@ -218,7 +218,7 @@ class Scheduler:
                 nothing changed.
         """
         self._require_landed("reserve")
-        self._require_present(plan)
+        self._require_current(plan)
         if plan.moves_blocks:
             raise InternalError("reserve: room has to be made first; ask for another plan then")
         # Why: a decode row rarely needs a block, and then there is nothing to reserve for it.
@@ -272,8 +272,11 @@ class Scheduler:
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
                 self.moves.note_found(row.sequence, row.start)
-        results = [self._advance(row, sampled) for row in rows]
-        return [result for result in results if result is not None]
+        new_tokens = []
+        for row in rows:
+            if (new := self._advance(row, sampled)) is not None:
+                new_tokens.append(new)
+        return new_tokens
 
     def _plan(self, *, may_wait: bool) -> SchedulePlan:
         state = PlanState(self.rules, self.kv_cache, self._running.sequences, self._waiting.sequences)
@@ -288,8 +291,14 @@ class Scheduler:
         if self._in_flight is not None:
             raise InternalError(f"{verb}: the step before was neither committed nor rolled back")
 
-    def _require_present(self, plan: SchedulePlan) -> None:
-        if not plan.is_current(self._waiting):
+    def _require_current(self, plan: SchedulePlan) -> None:
+        is_current = (
+            all(row.sequence.status is _RUNNING or row.sequence in plan.admitted for row in plan.rows)
+            and all(one.sequence.status is _RUNNING for one in plan.preempted)
+            and all(sequence in self._waiting for sequence in (*plan.admitted, *plan.freed))
+            and all(one.sequence in self._waiting for one in plan.swap_ins)
+        )
+        if not is_current:
             raise InternalError("the plan is out of date; a sequence moved after it was made")
 
     def _start(self, sequence: Sequence) -> None:

@@ -42,7 +42,14 @@ class StepPlanner:
         # Why: the blocks that sequences are asked to free are for those that run already.
         if state.waiting and not state.preempted and not state.freed:
             Admission(state).run()
-        return state.to_plan()
+        return SchedulePlan(
+            rows=tuple(state.rows.values()),
+            admitted=tuple(state.admitted),
+            preempted=tuple(state.preempted.values()),
+            freed=tuple(state.freed.values()),
+            swap_ins=tuple(state.swap_ins),
+            num_stalled_rows=state.num_stalled_rows,
+        )
 
     def _advance_running(self) -> None:
         # Why: decode rows come first, so that a long prompt never delays the next token of other sequences.
@@ -51,8 +58,7 @@ class StepPlanner:
         for sequence in self._state.running:
             is_decoding = len(sequence.token_ids) - sequence.num_computed_tokens == 1
             (decoding if is_decoding else prefilling).append(sequence)
-        self._advance_in_order(decoding)
-        self._advance_in_order(prefilling)
+        self._advance_in_order(decoding + prefilling)
 
     def _advance_in_order(self, sequences: ListOf[Sequence]) -> None:
         state = self._state

@@ -49,8 +49,8 @@ class Swapping:
     """
 
     __slots__ = (
-        "_blocks", "_costs", "_counters", "_due", "_kv_cache", "_moving", "_open", "_retention", "_running", "_waiting",
-        "decisions", "parked",
+        "_blocks", "_costs", "_counters", "_kv_cache", "_moving", "_open", "_retention", "_running", "_waiting",
+        "decisions", "due", "parked",
     )
 
     def __init__(
@@ -74,7 +74,8 @@ class Swapping:
         """Ids of finished sequences that the host may keep blocks for."""
         self._open: dict[int, Decision] = {}
         self._moving: dict[int, Sequence] = {}
-        self._due: list[Transfer] = []
+        self.due: list[Transfer] = []
+        """Transfers that are booked and not started."""
 
     @property
     def in_flight(self) -> bool:
@@ -88,7 +89,7 @@ class Swapping:
 
     def take_due(self) -> list[Transfer]:
         """Return the transfers to start, each once."""
-        due, self._due = self._due, []
+        due, self.due = self.due, []
         return due
 
     def carry_out(self, plan: SchedulePlan) -> list[Transfer]:
@@ -269,5 +270,5 @@ class Swapping:
         if transfer is None:
             return False
         self._moving[transfer.transfer_id] = sequence
-        self._due.append(transfer)
+        self.due.append(transfer)
         return True

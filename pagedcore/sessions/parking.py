@@ -131,7 +131,7 @@ class Parking:
         if not self.has_room_on_host(sequence):
             return None
         num_tokens = self._moves.park(sequence)
-        self._mover.start(self._moves.take_due())
+        self._mover.advance()
         return self._note(sequence, "host", num_tokens, ttl_s) if num_tokens else None
 
     def park_tokens(self, sequence: Sequence) -> ParkedState:
@@ -171,7 +171,7 @@ class Parking:
     def fetch(self, sequence: Sequence) -> int:
         """Begin to bring a sequence that is parked on the host to the device; return positions, 0 without room."""
         num_tokens = self._moves.fetch(sequence)
-        self._mover.start(self._moves.take_due())
+        self._mover.advance()
         if num_tokens:
             del self._parked[sequence.sequence_id]
         return num_tokens

@@ -250,7 +250,7 @@ def overdue_load_tried_again(patch: Patch) -> None:
 
 def never_given_up(patch: Patch) -> None:
     """A transfer that does not end is waited for as long as it takes."""
-    patch.setattr(KVTransfers, "_give_up_overdue", lambda self: None)
+    patch.setattr(KVTransfers, "_time_out_late", lambda self: None)
 
 
 # Scheduling -----------------------------------------------------------------------------------------------------------
