@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from pagedcore.config.engine_config import EngineConfig
@@ -64,36 +64,14 @@ class EngineComponents:
 
     def stats(self, counters: Counters) -> EngineStats:
         """Put the engine's counters and the present occupancy together."""
-        state = self.scheduler.stats()
-        done, block_bytes = state.counters, self.kv_bytes // state.num_blocks
+        moved, block_bytes = self.scheduler.counters, self.kv_bytes // self.kv_cache.device.num_blocks
         return EngineStats(
-            num_running=state.num_running,
-            num_waiting=state.num_waiting,
-            num_swapped=state.num_swapped,
-            num_blocks=state.num_blocks,
-            num_blocks_used=state.num_used_blocks,
-            num_blocks_cached=state.num_cached_blocks,
-            num_blocks_evicted=state.num_evicted_blocks,
-            num_host_blocks=state.num_host_blocks,
-            num_host_blocks_used=state.num_used_host_blocks,
-            num_host_blocks_cached=state.num_cached_host_blocks,
+            **asdict(self.scheduler.stats()),
+            **asdict(counters),
             block_size=self.info.block_size,
             kv_bytes=self.kv_bytes,
-            num_steps=counters.num_steps,
-            num_rows=counters.num_rows,
-            num_computed_tokens=counters.num_computed_tokens,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_generated_tokens=counters.num_generated_tokens,
-            num_finished=counters.num_finished,
-            num_preemptions=sum(done.num_preemptions.values()),
-            num_preemptions_by_kind={kind.value: count for kind, count in done.num_preemptions.items()},
-            num_stalled_rows=done.num_stalled_rows,
-            num_looked_up_tokens=done.num_looked_up_tokens,
-            num_cached_tokens=done.num_cached_tokens,
-            swapped_out_bytes=done.num_blocks_swapped_out * block_bytes,
-            swapped_in_bytes=done.num_blocks_swapped_in * block_bytes,
-            num_failed_transfers=done.num_failed_transfers,
-            preemption_estimate_error=state.estimate_error,
+            swapped_out_bytes=moved.num_blocks_swapped_out * block_bytes,
+            swapped_in_bytes=moved.num_blocks_swapped_in * block_bytes,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.info.max_model_len,
             attention_backend=self.info.attention_backend,

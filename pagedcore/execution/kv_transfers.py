@@ -72,8 +72,8 @@ class KVTransfers:
         latest_s = self._clock.now() - self._longest_s
         for transfer_id in [one for one, started_s in self._started_s.items() if started_s < latest_s]:
             _log.warning(
-                "host KV: a transfer has not ended in %g s; its sequence continues without it, and the host is not used "
-                "until it ends", self._longest_s,
+                "host KV: a transfer has not ended in %g s; its sequence continues without it, and the host is not "
+                "used until it ends", self._longest_s,
             )
             del self._started_s[transfer_id]
             self._late.add(transfer_id)

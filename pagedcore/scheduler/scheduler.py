@@ -59,7 +59,7 @@ class Scheduler:
     Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
     """
 
-    __slots__ = ("_blocks", "_counters", "_in_flight", "_running", "_waiting", "costs", "kv_cache", "moves", "rules")
+    __slots__ = ("_blocks", "_in_flight", "_running", "_waiting", "costs", "counters", "kv_cache", "moves", "rules")
 
     def __init__(
         self,
@@ -83,8 +83,9 @@ class Scheduler:
         self._waiting = WaitingQueue(policy.order, max_num_waiting)
         self._running = PolicyOrder(policy.order)
         self._in_flight: StepInFlight | None = None
-        self._counters = SchedulerCounters()
-        self.moves = Swapping(kv_cache, self._running, self._waiting, self._counters, preemption_rules)
+        self.counters = SchedulerCounters()
+        """Running totals; not for changing."""
+        self.moves = Swapping(kv_cache, self._running, self._waiting, self.counters, preemption_rules)
 
     @property
     def has_work(self) -> bool:
@@ -132,7 +133,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Describe the present and count the past."""
         error = self.costs.mean_relative_error
-        return describe(self.kv_cache, self._running, self._waiting, self._counters, error)
+        return describe(self.kv_cache, self._running, self._waiting, self.counters, error)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait: a new one, or a finished one after ``begin_turn``.
@@ -267,8 +268,8 @@ class Scheduler:
         started = {one.sequence_id: one for one in plan.admitted if one.sequence_id not in step.gone}
         for sequence in started.values():
             self._start(sequence)
-        self._counters.num_steps += 1
-        self._counters.num_stalled_rows += plan.num_stalled_rows
+        self.counters.num_steps += 1
+        self.counters.num_stalled_rows += plan.num_stalled_rows
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
                 self.moves.note_found(row.sequence, row.start)
@@ -309,9 +310,9 @@ class Scheduler:
     def _advance(self, row: ScheduledRow, sampled: Mapping[int, int | None]) -> NewToken | None:
         sequence = row.sequence
         if row.start < sequence.num_prompt_tokens or row.num_tokens > 1:
-            self._counters.num_prefill_tokens += row.num_tokens
+            self.counters.num_prefill_tokens += row.num_tokens
         else:
-            self._counters.num_decode_tokens += 1
+            self.counters.num_decode_tokens += 1
         sequence.num_computed_tokens = row.end
         self._blocks.register(sequence, row.end)
         if not row.is_sampled:

@@ -97,7 +97,6 @@ class Swapping:
         for sequence in plan.freed:
             self._blocks.free_blocks(sequence)
             sequence.forget_computed()
-            self._counters.num_released += 1
         for preemption in plan.preempted:
             self._preempt(preemption)
         for swap_in in plan.swap_ins:

@@ -88,7 +88,7 @@ def test_commit_reports_how_a_turn_ended() -> None:
     assert [new.finish_reason for new in results] == ["stop", "length"]
     assert (stopping.status, stopping.finish_reason) == (FINISHED, "stop")
     assert not scheduler.has_work
-    assert scheduler.stats().num_used_blocks == 0
+    assert scheduler.stats().num_blocks_used == 0
 
 
 def test_a_chunk_that_does_not_reach_the_end_yields_no_token() -> None:
@@ -162,7 +162,7 @@ def test_what_is_found_again_after_each_kind_of_preemption(mode: str, num_host_b
     match = scheduler.kv_cache.match(victim)
     assert len(match.device_blocks) + len(match.host_blocks) >= num_found
     assert scheduler.stats().num_swapped == (mode == "swap")
-    kinds = {kind.value: times for kind, times in scheduler.stats().counters.num_preemptions.items()}
+    kinds = {kind.value: times for kind, times in scheduler.counters.num_preemptions.items()}
     assert kinds == {**dict.fromkeys(kinds, 0), mode: 1}
     while scheduler.has_work:
         run_step(scheduler)
@@ -183,7 +183,7 @@ def test_a_finished_sequence_goes_to_the_host_and_its_next_turn_comes_back() -> 
     while scheduler.has_work:
         run_step(scheduler)
     assert sequence.num_cached_tokens == 4
-    assert scheduler.stats().counters.num_blocks_swapped_in == 2
+    assert scheduler.counters.num_blocks_swapped_in == 2
 
 
 def test_only_the_plan_in_flight_can_be_closed_and_once() -> None:
@@ -280,7 +280,7 @@ def test_aborting_frees_every_block_at_once_wherever_the_sequence_is(place: str,
     for _ in range(2):
         scheduler.finish(sequence, reason)
         assert (sequence.status, sequence.finish_reason) == (FINISHED, reason)
-        assert scheduler.stats().num_used_blocks == 0
+        assert scheduler.stats().num_blocks_used == 0
         assert not scheduler.has_work
         assert check(snapshot(scheduler)) == []
 
@@ -303,7 +303,7 @@ def test_what_a_sequence_computed_can_be_found_unless_it_failed(reason: FinishRe
     sequence = add(scheduler)
     run_step(scheduler)
     scheduler.finish(sequence, reason)
-    assert (scheduler.stats().num_used_blocks, sequence.num_computed_tokens) == (0, 0)
+    assert (scheduler.stats().num_blocks_used, sequence.num_computed_tokens) == (0, 0)
     assert scheduler.kv_cache.match(sequence).num_tokens == num_found
     assert check(snapshot(scheduler)) == []
 
@@ -313,7 +313,7 @@ def test_a_sequence_that_never_ran_leaves_no_trace() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler)
     scheduler.finish(sequence, "stop")
-    assert (sequence.status, scheduler.has_work, scheduler.stats().num_cached_blocks) == (FINISHED, False, 0)
+    assert (sequence.status, scheduler.has_work, scheduler.stats().num_blocks_cached) == (FINISHED, False, 0)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "stop"])
@@ -375,12 +375,12 @@ def test_only_a_finished_sequence_can_be_forgotten_and_twice_is_once() -> None:
     assert scheduler.moves.park(sequence) > 0
     for transfer in scheduler.moves.take_due():
         scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
-    assert scheduler.stats().num_used_host_blocks > 0
+    assert scheduler.stats().num_host_blocks_used > 0
     scheduler.forget(sequence)
     scheduler.forget(sequence)
     assert sequence.status is SequenceStatus.REMOVED
     stats = scheduler.stats()
-    assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
+    assert (stats.num_blocks_used, stats.num_host_blocks_used) == (0, 0)
 
 
 def test_a_finished_sequence_cannot_be_added_without_a_new_turn() -> None:
@@ -462,14 +462,13 @@ def test_stats_tell_prompts_from_answers() -> None:
     add(scheduler, prompt=3, max_tokens=3)
     while scheduler.has_work:
         run_step(scheduler)
-    stats = scheduler.stats()
-    counters = stats.counters
+    stats, counters = scheduler.stats(), scheduler.counters
     assert (counters.num_steps, counters.num_prefill_tokens, counters.num_decode_tokens) == (3, 3, 2)
-    assert (stats.num_blocks, stats.num_used_blocks, stats.num_available_blocks) == (4, 0, 4)
-    assert stats.num_cached_blocks == 3
+    assert (stats.num_blocks, stats.num_blocks_used, scheduler.kv_cache.device.num_available_blocks) == (4, 0, 4)
+    assert stats.num_blocks_cached == 3
     add(scheduler)
     scheduler.rollback(reserved_step(scheduler))
-    assert scheduler.stats().counters.num_steps == 3
+    assert scheduler.counters.num_steps == 3
 
 
 def test_a_prompt_of_one_token_counts_as_prompt() -> None:
@@ -477,7 +476,7 @@ def test_a_prompt_of_one_token_counts_as_prompt() -> None:
     scheduler = make_scheduler()
     add(scheduler, prompt=1, max_tokens=1)
     run_step(scheduler)
-    counters = scheduler.stats().counters
+    counters = scheduler.counters
     assert (counters.num_prefill_tokens, counters.num_decode_tokens) == (1, 0)
 
 
@@ -488,7 +487,7 @@ def test_stats_count_what_was_looked_up_and_found_once_a_turn() -> None:
         scheduler.add(make_sequence(prompt, 1))
         while scheduler.has_work:
             run_step(scheduler)
-    counters = scheduler.stats().counters
+    counters = scheduler.counters
     assert (counters.num_looked_up_tokens, counters.num_cached_tokens) == (8, 3)
 
 
@@ -498,4 +497,4 @@ def test_a_snapshot_of_the_counters_stays() -> None:
     add(scheduler)
     before = scheduler.stats()
     run_step(scheduler)
-    assert before.counters.num_steps == 0
+    assert (before.num_looked_up_tokens, scheduler.stats().num_looked_up_tokens) == (0, 3)

@@ -208,10 +208,10 @@ class Simulation:
             self.scheduler.forget(turn.sequence)
         self._arrive_everywhere()
         stats = self.scheduler.stats()
-        require(stats.num_used_blocks == 0, "blocks are left when everybody is gone")
-        require(stats.num_used_host_blocks == 0, "host blocks are left when everybody is gone")
+        require(stats.num_blocks_used == 0, "blocks are left when everybody is gone")
+        require(stats.num_host_blocks_used == 0, "host blocks are left when everybody is gone")
         if self.world.admission == "guaranteed":
-            require(not any(stats.counters.num_preemptions.values()), "a guaranteed sequence was preempted")
+            require(not stats.num_preemptions, "a guaranteed sequence was preempted")
 
     def _drain(self) -> None:
         """Without further arrivals and faults all work ends: in every step somebody advances or a transfer ends.

@@ -175,7 +175,7 @@ class MemoryCore(RuleBasedStateMachine):
         assert not self.scheduler.has_work
         self.answers_are_those_of_the_oracle()
         stats = self.scheduler.stats()
-        assert (stats.num_used_blocks, stats.num_used_host_blocks, stats.num_moving_blocks) == (0, 0, 0)
+        assert (stats.num_blocks_used, stats.num_host_blocks_used, self.scheduler.moves.in_flight) == (0, 0, False)
 
 
 class BlockPoolModel(RuleBasedStateMachine):

@@ -51,7 +51,7 @@ def test_planning_costs_little_beside_a_forward(
 ) -> None:
     """The median plan of 32 running sequences takes under 0.15 ms, of 256 beside 10,000 cached blocks under 1 ms."""
     scheduler = running(num_seqs, num_cached_blocks, num_waiting)
-    assert scheduler.stats().num_cached_blocks == num_cached_blocks
+    assert scheduler.stats().num_blocks_cached == num_cached_blocks
     median_s = statistics.median(planning_times_s(scheduler))
     with capsys.disabled():
         print(f"\n{num_seqs} running, {num_cached_blocks} cached, {num_waiting} waiting: {1000 * median_s:.3f} ms")
