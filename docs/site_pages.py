@@ -19,8 +19,8 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:]+)(#[^)]*)?\)")
 
 def _outside() -> dict[str, str]:
     """Pages outside docs/: place in the repository, place in the site."""
-    pages = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", *(f"benchmarks/{p.name}" for p in
-                                                                 sorted((ROOT / "benchmarks").glob("*.md")))]
+    benchmarks = sorted((ROOT / "benchmarks").glob("*.md"))
+    pages = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", *(f"benchmarks/{page.name}" for page in benchmarks)]
     return {"README.md": "index.md", **{page: page for page in pages}}
 
 
@@ -37,17 +37,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     sources = {target: source for source, target in _outside().items()}
     folder = posixpath.dirname(sources.get(here, f"docs/{here}"))
 
-    def place(target: str) -> str:
-        """The file in the site that a path in the repository leads to, if there is one."""
-        path = posixpath.normpath(posixpath.join(folder, target))
-        return _outside().get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
-
     def rewritten(link: re.Match[str]) -> str:
         words, target, anchor = link[1], link[2], link[3] or ""
-        found = place(target)
-        if files.get_file_from_path(found) is None:
-            return words if words.startswith("`") else f"`{words}`" if "/" in words else f"{words} (`{target}`)"
-        return f"[{words}]({posixpath.relpath(found, posixpath.dirname(here) or '.')}{anchor})"
+        path = posixpath.normpath(posixpath.join(folder, target))
+        found = _outside().get(path, path.removeprefix("docs/"))
+        if files.get_file_from_path(found) is not None:
+            return f"[{words}]({posixpath.relpath(found, posixpath.dirname(here) or '.')}{anchor})"
+        if not (ROOT / path).exists():
+            return link[0]  # mkdocs warns of it
+        return words if words.startswith("`") else f"`{words}`" if "/" in words else f"{words} (`{target}`)"
 
     markdown = re.sub(r"!\[([^\]]*)\]\(docs/([^)]+)\)", r"![\1](\2)", markdown) if here in sources else markdown
     return _LINK.sub(rewritten, markdown)

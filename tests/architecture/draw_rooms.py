@@ -38,6 +38,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "demo_model": (6, 3, "ground", "shipped weights, its questions"),
     "config": (10, 1, "ground", "what operators set, and limits"),
     "ground": (11, 1, "ground", "failures, results, ports"),
+    "pagedcore_ptxsim": (11, 3, "compute", "runs PTX on a CPU, for the tests"),
     "pagedcore_kernels": (11, 2, "compute", "attention, products, sampling"),
 }
 KERNELS = "pagedcore_kernels"

@@ -34,6 +34,15 @@ def test_the_pages_have_what_they_should() -> None:
     assert all(links(page) for page in (README, ROOT / "docs" / "architecture.md"))
 
 
+def test_the_readmes_first_screen_has_it_all() -> None:
+    """Two commands, a snippet, the way of a request, the chart and the way to all other pages come first."""
+    screen = README.read_text(encoding="utf-8").partition("\n## ")[0]
+    assert len(screen.splitlines()) <= 35
+    assert {"make demo", "make test"} <= set(commands(README))
+    wanted = ["docs/architecture.md", "docs/request.svg", "docs/peers.svg", "make demo", "make test", "```python"]
+    assert [words for words in wanted if words not in screen] == []
+
+
 @pytest.mark.parametrize("text", SNIPPETS)
 def test_snippet_runs(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
