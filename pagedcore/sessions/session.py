@@ -124,16 +124,19 @@ class Session:
             InvalidRequest: the turn is refused; the session stays as it was.
             EngineOverloaded: the waiting queue is full; the session stays as it was.
         """
-        request = self.extend(prompt, params)
-        for _ in self._steps(request):
+        for _ in self.stream(prompt, params):
             pass
-        return request.output()
+        return self.output()
 
     def stream(self, prompt: Prompt | None, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """Give a turn and yield its answer as it comes; leaving early aborts it. Arguments and errors as ``ask``."""
         request = self.extend(prompt, params)
-        for deltas in self._steps(request):
-            yield from (delta for delta in deltas if delta.request_id == request.request_id)
+        try:
+            while not request.is_done:
+                yield from (delta for delta in self._context.step() if delta.request_id == request.request_id)
+        finally:
+            # Why: a caller that stops reading, for any reason, wants no further tokens of this turn.
+            request.abort()
 
     def extend(self, prompt: Prompt | None, params: SamplingParams | None = None) -> Request:
         """Give a turn and return at once; the engine's steps answer it. Arguments and errors as ``ask``."""
@@ -314,14 +317,6 @@ class Session:
             history=SequenceSnapshot.of(sequence) if sequence is not None else None, kv=kv,
             kv_spec=parking.spec(self.token_ids[: kv.num_tokens]) if kv is not None else None,
         )
-
-    def _steps(self, request: Request) -> Generator[list[Delta], None, None]:
-        try:
-            while not request.is_done:
-                yield self._context.step()
-        finally:
-            # Why: whoever stops waiting, for whatever reason, wants no more of this answer.
-            request.abort()
 
     def _require_open(self, what: str) -> Sequence | None:
         if self._is_closed:
