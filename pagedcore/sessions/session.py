@@ -262,7 +262,6 @@ class Session:
         sequence = self._require_open("export")
         file = self._context.parking.file_of(sequence) if sequence is not None and include_kv else None
         stored = (yield file.read) if file is not None else None
-        self._require_open("export")
         yield partial(write_session, Path(path), self._snapshot(stored, include_kv=include_kv))
 
     def _prepare(self, prompt: Prompt | None, params: SamplingParams | None) -> ProcessedRequest | None:

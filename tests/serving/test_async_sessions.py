@@ -200,7 +200,7 @@ async def test_no_file_is_touched_on_the_loop_or_the_engine_thread(monkeypatch: 
 async def test_cancelled_and_closed_while_a_file_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Who stops waiting for a file leaves none behind that nobody knows; a closed session keeps none."""
+    """A caller that is cancelled while a file is written is parked in it nevertheless; a closed session keeps none."""
     may_write = threading.Event()
     real = kv_file.write_kv
 
@@ -222,12 +222,39 @@ async def test_cancelled_and_closed_while_a_file_is_written(
         may_write.set()
         await asyncio.gather(*tasks, closing, return_exceptions=True)
         async with asyncio.timeout(30):
-            while (await engine.call(lambda engine: engine.sessions.parking.num_files)) > 1 or len(
-                [path for path in tmp_path.iterdir() if path.suffix == ".part"]
-            ):
+            while not await engine.call(lambda engine: any(session.parked for session in engine.sessions)):
+                await asyncio.sleep(0.01)
+            while len(list(tmp_path.iterdir())) != 1:
                 await asyncio.sleep(0.01)
         assert await ask(cancelled, 4) == 7
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loop_ends_while_a_file_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The end of a loop cancels what it runs, but not the thread that writes: no file stays that no session has."""
+    is_writing, may_write = threading.Event(), threading.Event()
+    real = kv_file.write_kv
+
+    def slow(*arguments: Any) -> None:
+        is_writing.set()
+        may_write.wait(30)
+        real(*arguments)
+
+    async def main(session: AsyncSession) -> None:
+        await ask(session, 1, 2, 3)
+        parking = asyncio.create_task(session.park("disk"))
+        while not is_writing.is_set():
+            await asyncio.sleep(0.01)
+        assert not parking.done()
+        # Why: a loop that ends waits for its threads.
+        threading.Timer(0.2, may_write.set).start()
+
+    monkeypatch.setattr("pagedcore.sessions.parking.write_kv", slow)
+    with make(disk_kv_dir=str(tmp_path)) as engine:
+        session = engine.session(PARAMS)
+        asyncio.run(main(session))
+        assert list(tmp_path.iterdir()) == []
+        asyncio.run(ask(session, 4))
 
 
 class Interrupted:
