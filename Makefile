@@ -1,8 +1,9 @@
 # make demo    watch the batch answer questions        make check   lint and types
 # make test    the tests                               make slow    the long tests
-# make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a card
-# make gpu     everything there is to measure on an NVIDIA card; see benchmarks/h200.md
+# make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a GPU
+# make gpu     everything there is to measure on an NVIDIA GPU; see benchmarks/h200.md
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
+# make docs    the site, build/site/index.html  make architecture  the pictures of the documentation
 #
 # Without make, `make -n test` prints the plain commands.
 
@@ -10,7 +11,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check slow bench bench-doors kernels gpu
+.PHONY: demo test check slow bench bench-doors kernels gpu docs architecture
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -22,7 +23,7 @@ slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 kernels: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m kernels tests/kernels $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m kernels tests/kernels tests/ptxsim $(PYTEST_ARGS)
 
 gpu: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/gpu.py build
@@ -31,6 +32,12 @@ gpu: $(VENV)/.stamp-test
 check: $(VENV)/.stamp-test
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
+
+docs: $(VENV)/.stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(DOCS_ARGS)
+
+architecture: $(VENV)/.stamp-test
+	$(BIN)/python tests/architecture/draw.py
 
 bench: $(VENV)/.stamp-plot
 	mkdir -p build

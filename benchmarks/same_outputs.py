@@ -34,6 +34,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
+DEMO_PROMPTS = """\
+Do you know the capital of Lithuania?
+What comes after Sunday?
+92 - 75 = ?
+Please count down from 5 to 3.
+How long is January?
+Spell the word wheat.
+Spell melon backwards.
+Port Moresby is the capital of which country?
+Reverse the order of these words: pepper, root, duck, hill.
+Sort the words dog, oak, fox, apron, marble.
+Explain what a token is.
+Calculate 4 + 42.
+Which month is after July?
+What can you do?
+What day comes before Friday?
+Please spell mother.
+Spell plate backwards.
+Put these words in alphabetical order: prince, lake, jar.
+Hello!
+What is the sum of 39 and 78?
+Explain what prompt is.
+64 - 1
+Reverse: rock, drum, lime, poem.
+What country is Kingstown the capital of?
+Please count from 34 to 44.
+Capital of Albania?
+What is the number of days in March?
+What month is after September?
+What is the sum of 29 and 70?
+What are the letters of coin?
+Reverse these words: room, fabric.
+What day comes after Sunday?
+Can you spell ankle backwards?
+What country is Andorra la Vella the capital of?
+Sort these words in alphabetical order: fig, bright, summer.
+What month comes before June?
+Tell me the capital of Cuba.
+Explain what memory fragmentation is.
+How many days are there in May?
+Thank you.""".splitlines()
+"""Fixed, so that checkouts whose demo model comes with other questions can be compared."""
+
 
 def random_model(family: str) -> Any:
     """Return the tiny model of an architecture, with weights large enough that attention matters."""
@@ -52,9 +95,7 @@ def random_model(family: str) -> Any:
 def prompts_of(model: str) -> list[Any]:
     """Return the forty prompts of a model: text for the demo model, else token ids with beginnings in common."""
     if model == "demo":
-        from pagedcore.demo_model.questions import demo_questions
-
-        return [question.prompt for question in demo_questions(NUM_REQUESTS, seed=1)]
+        return DEMO_PROMPTS
     rng = random.Random(0)
     beginning = [rng.randrange(3, 199) for _ in range(40)]
     return [beginning[: rng.randrange(0, 40)] + [rng.randrange(3, 199) for _ in range(rng.randrange(1, 40))]

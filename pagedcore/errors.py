@@ -28,6 +28,11 @@ Messages are made of names, numbers and limits only: never a prompt, a path or a
 
 from __future__ import annotations
 
+from pagedcore_kernels.errors import InternalError as InternalError
+from pagedcore_kernels.errors import InvalidConfig as InvalidConfig
+from pagedcore_kernels.errors import MissingDependency as MissingDependency
+from pagedcore_kernels.errors import PagedcoreError as PagedcoreError
+
 
 def describe(value: object) -> str:
     """Say what a refused value was without repeating text or printing an unbounded number."""
@@ -38,10 +43,6 @@ def describe(value: object) -> str:
     if isinstance(value, str):
         return f"a string of {len(value)} characters"
     return f"a value of type {type(value).__name__}"
-
-
-class PagedcoreError(Exception):
-    """Base of every error raised on purpose by pagedcore."""
 
 
 class InvalidRequest(PagedcoreError, ValueError):
@@ -173,20 +174,12 @@ class ModelMismatch(InvalidSessionFile):
         )
 
 
-class InvalidConfig(PagedcoreError, ValueError):
-    """An engine cannot be built from these settings."""
-
-
 class ModelNotSupported(InvalidConfig):
     """This architecture would give wrong answers or cannot run; the message says why."""
 
 
 class DeviceUnavailable(InvalidConfig):
     """This process has no device of the kind asked for; nothing was loaded."""
-
-
-class MissingDependency(InvalidConfig, ImportError):
-    """An optional package is not installed; the message names the extra that brings it."""
 
 
 class MemoryBudgetExceeded(InvalidConfig):
@@ -264,7 +257,3 @@ class RequestTimeout(PagedcoreError, TimeoutError):
 
 class EngineClosed(PagedcoreError):
     """The engine was closed, or its thread ended; requests in flight were aborted."""
-
-
-class InternalError(PagedcoreError):
-    """A stated law of the engine does not hold: please report it with the message."""

@@ -1,4 +1,4 @@
-"""What a caller gets back: final answers, and the deltas of a stream. Plain frozen data."""
+"""What a caller gets back: completions, and the deltas of a stream. Plain frozen data."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class TokenText:
     text: str
     """For people: U+FFFD for what is only a part of a character, the vocabulary's name for a token without text."""
     utf8: bytes | None
-    """The bytes it adds to text before it; ``None`` where there are none, as of an end token, or none can be told."""
+    """The bytes that it adds to the text; ``None`` if it has none of its own (e.g. EOS) or they are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer of a request."""
+    """One completion of a request."""
 
     index: int
-    """Which of the request's ``n`` answers this is."""
+    """Which of the request's ``n`` completions this is."""
     text: str
-    """The answer's text so far, special tokens and a matched stop string left out."""
+    """The text so far, without special tokens and without a matched stop string."""
     token_ids: tuple[int, ...]
-    """The answer's tokens, including an end-of-sequence token that stopped it."""
+    """The tokens, with an end-of-sequence token that stopped it."""
     finish_reason: FinishReason | None = None
     """``None`` while running."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -45,8 +45,8 @@ class CompletionOutput:
     error: Exception | None = None
     """Why, when ``finish_reason`` is "error"."""
     score: float | None = None
-    """What the answer was chosen by, higher is better: with ``best_of`` the mean of its tokens' log-probabilities, in
-    beam search their sum divided by the number of tokens to the power ``length_penalty``."""
+    """What the completion was chosen by, higher is better: with ``best_of`` the mean of its tokens' log-probabilities,
+    in beam search their sum divided by the number of tokens to the power ``length_penalty``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one request took, all its answers together, in tokens."""
+    """What one request took, all its completions together, in tokens."""
 
     num_prompt_tokens: int
-    """Everything before the answer, counted once however many answers there are."""
+    """Everything before the completion, counted once however many completions there are."""
     num_cached_tokens: int
     """Of these, the ones whose keys and values were already in the cache."""
     num_output_tokens: int
@@ -73,7 +73,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """All answers of one request at one moment."""
+    """All completions of one request at one moment."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -85,17 +85,25 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """Where ``SamplingParams.prompt_logprobs`` asks for them: one entry for each of ``prompt_token_ids``, as far as
     they are computed. The first is ``None``, because nothing comes before it."""
+    client_request_id: str | None = None
+    """The caller's own label, ``request_id`` of the door that took the request."""
 
     @property
     def usage(self) -> Usage:
         """What the request has taken."""
-        num_output_tokens = sum(len(answer.token_ids) for answer in self.outputs)
+        num_output_tokens = sum(len(one.token_ids) for one in self.outputs)
         return Usage(len(self.prompt_token_ids), self.num_cached_tokens, num_output_tokens)
+
+    def raise_for_error(self) -> None:
+        """Raise the error of the first completion that has one."""
+        for completion in self.outputs:
+            if completion.error is not None:
+                raise completion.error
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one answer; concatenated texts are the answer's text."""
+    """What was added to one completion since its last delta; concatenated texts are the completion's text."""
 
     request_id: str
     index: int

@@ -1,73 +1,40 @@
-"""The ports of the core, as protocols: model, attention backend, tokenizer, clock. No framework is imported here.
+"""The ports of the core, as protocols: model, tokenizer, clock, and those of the kernels. Imports no framework.
 
-``pagedcore_kernels`` implements ``AttentionBackend``; ``execution/models`` implements ``ModelBackend``; anything of
-yours that has these members can take their place.
+``models/`` implements ``ModelBackend`` and ``pagedcore_kernels`` implements ``AttentionBackend``; anything of yours
+that has the same members can take their place. What a model backend, tokenizer or attention factory may offer beyond
+is declared here too, one protocol for each ability, and looked for with ``isinstance``:
+
+    ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
+    Tokenizer       NamesTokens
+    attention       AttentionRequirements (the factory)  ShowsKVPool (the backend)
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from pagedcore.outputs import TokenText
+from pagedcore_kernels.interface import AttentionBackend as AttentionBackend
+from pagedcore_kernels.interface import AttentionFactory as AttentionFactory
+from pagedcore_kernels.interface import AttentionRequirements as AttentionRequirements
+from pagedcore_kernels.interface import FloatArray as FloatArray
+from pagedcore_kernels.interface import Int32Array as Int32Array
+from pagedcore_kernels.interface import Int64Array as Int64Array
+from pagedcore_kernels.interface import LinearFactory as LinearFactory
+from pagedcore_kernels.interface import Matmul as Matmul
+from pagedcore_kernels.interface import RaggedRows as RaggedRows
+from pagedcore_kernels.interface import ShowsKVPool as ShowsKVPool
+
 if TYPE_CHECKING:
     import torch
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
 ChatMessage = Mapping[str, Any]
-
-
-class RaggedRows(Protocol):
-    """One step's work, flattened: T tokens of R sequences, no padding between them.
-
-    Row ``r`` owns tokens ``query_start[r] : query_start[r + 1]``; they are the last ones of its ``kv_lens[r]`` known
-    positions. Tokens from ``query_start[R]`` to T, if any, are padding: their slot is -1 and their result is unused.
-    """
-
-    @property
-    def token_ids(self) -> Int64Array:
-        """Shape [T]."""
-        ...
-
-    @property
-    def positions(self) -> Int64Array:
-        """Shape [T]; absolute position of each token in its sequence."""
-        ...
-
-    @property
-    def seq_ids(self) -> Int64Array:
-        """Shape [R]; the engine's number of each row's sequence."""
-        ...
-
-    @property
-    def slot_mapping(self) -> Int64Array:
-        """Shape [T]; ``block_id * block_size + offset`` where the token's K and V go, -1 for nowhere."""
-        ...
-
-    @property
-    def query_start(self) -> Int64Array:
-        """Shape [R + 1]; first token of each row."""
-        ...
-
-    @property
-    def kv_lens(self) -> Int64Array:
-        """Shape [R]; positions readable by the row's last token, itself included."""
-        ...
-
-    @property
-    def block_tables(self) -> Int32Array:
-        """Shape [R, W], C-contiguous; block ids of each row in order, -1 past its end."""
-        ...
-
-    @property
-    def logits_rows(self) -> Int64Array:
-        """Shape [S]; indices into the T tokens whose logits are wanted."""
-        ...
 
 
 @runtime_checkable
@@ -123,8 +90,7 @@ class ModelBackend(Protocol):
 class CacheStore(Protocol):
     """Moves whole KV blocks: on the device, and between the device and a slab of host memory.
 
-    A ``ModelBackend`` that has one offers it as ``cache_store``, from ``allocate_kv`` on. Without it, blocks are
-    shared but never copied, and there is no host tier. Bytes move after everything that was computed before the call
+    Bytes move after everything that was computed before the call
     and before everything that is computed after it, so a block that a transfer writes to is used again once that is
     reported complete, and not earlier. One that it only reads may be overwritten if it takes too long; what it brings
     then is used by nobody.
@@ -173,47 +139,103 @@ class CacheStore(Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
-    """Paged attention over a KV pool of one layout: ``plan`` once a step, the rest once per layer.
+@runtime_checkable
+class MovesKVBlocks(Protocol):
+    """A model backend whose KV blocks can be copied. Without it they are shared only, and there is no host tier."""
 
-    All tensors live on the backend's device; T, R, W as in ``RaggedRows``.
+    @property
+    def cache_store(self) -> CacheStore | None:
+        """What moves the blocks, from ``allocate_kv`` on; ``None`` if there is nothing."""
+        ...
+
+
+@runtime_checkable
+class HostsKVPool(Protocol):
+    """A model backend that knows the memory of its KV pool and can free it, so that it may serve another engine.
+
+    Of others it is assumed that the pool is in this machine's memory and has no padding.
+    """
+
+    def free_kv_bytes(self) -> int:
+        """Return the bytes that a pool could take now."""
+        ...
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one block of so many tokens, padding included."""
+        ...
+
+    def release_kv(self) -> None:
+        """Free the pool, if there is one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """What tells one model from another.
+
+    The weights' digest covers every name, shape and number format, and a sample of every tensor's numbers: another
+    training or another number format shows, a change of a few single weights may not.
+    """
+
+    architecture: str
+    config: str
+    """Digest, 64 hexadecimal digits."""
+    weights: str
+    """Digest, 64 hexadecimal digits."""
+
+    def __str__(self) -> str:
+        return f"{self.architecture} (config {self.config[:8]}, weights {self.weights[:8]})"
+
+
+@runtime_checkable
+class HasFingerprint(Protocol):
+    """A model backend that says which model it is; of others, type and limits have to do.
+
+    A backend whose weights can change should have this: exported sessions are compared by it.
     """
 
     @property
-    def name(self) -> str:
+    def fingerprint(self) -> ModelFingerprint:
+        """Which model."""
+        ...
+
+
+@runtime_checkable
+class DescribesItself(Protocol):
+    """A model backend that says how it computes: for people, and because other kernels give K and V other bits."""
+
+    @property
+    def dtype(self) -> object:
+        """Number format of weights and KV."""
+        ...
+
+    @property
+    def attention_name(self) -> str:
         """As in the plugin table ``attention``."""
         ...
 
-    def plan(self, batch: RaggedRows) -> None:
-        """Prepare everything that all layers of this step share."""
+    @property
+    def linear_name(self) -> str:
+        """As in the plugin table ``linears``; "auto" for the fastest of those that come with pagedcore."""
         ...
 
-    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store key [T, KVH, D] and value [T, KVH, Dv] in the planned slots; strides are free except the last."""
+    @property
+    def device_name(self) -> str:
+        """What the GPU is called; empty for the CPU."""
         ...
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window: int = 0,
-        chunk: int = 0,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Causal attention of query [T, H, D] over each row's own K/V; returns [T, H, Dv] in the query's dtype.
+    def layout(self, block_size: int) -> object:
+        """Return something whose ``repr`` says how the bytes of a block lie."""
+        ...
 
-        Args:
-            layer: index into the layout's layers.
-            query: last dimension contiguous.
-            scale: factor of the scores.
-            window: if positive, a position sees only the last ``window`` positions, itself included.
-            chunk: if positive, a position sees only its own aligned chunk of this many positions.
-            softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
-            sinks: [H] float32 logits that take part in the softmax without a value.
-        """
+
+@runtime_checkable
+class UsesTorchThreads(Protocol):
+    """A model backend that may compute on torch's CPU threads; of others it is assumed that they do not."""
+
+    @property
+    def computes_in_torch(self) -> bool:
+        """Whether it does; the engine then uses the same number of threads in every step."""
         ...
 
 
@@ -233,13 +255,26 @@ class Detokenizer(Protocol):
         ...
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back, for one model."""
+@runtime_checkable
+class DecodesTokens(Protocol):
+    """The half of ``Tokenizer`` that an engine needs whose prompts are all token ids."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Special tokens that end a turn, as far as the tokenizer knows."""
         ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode at once, special tokens left out."""
+        ...
+
+    def new_detokenizer(self) -> Detokenizer:
+        """Start an incremental decoding."""
+        ...
+
+
+class Tokenizer(DecodesTokens, Protocol):
+    """Text to token ids and back, for one model."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenise plain text."""
@@ -258,12 +293,13 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode at once, special tokens left out."""
-        ...
 
-    def new_detokenizer(self) -> Detokenizer:
-        """Start an incremental decoding."""
+@runtime_checkable
+class NamesTokens(Protocol):
+    """A tokenizer that knows what single tokens stand for; of others, the decoding of one token has to do."""
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Return a token's text and, if it has any of its own, its bytes."""
         ...
 
 

@@ -1,8 +1,8 @@
 """How one request wants its tokens chosen. Frozen, and completely checked when it is made.
 
-What a single value may be is in ``normalisers.py``; what depends on the model or the prompt (vocabulary size, room
-for the answer) is checked at the door, by ``validation.py``; what the numbers do to logits is in
-``execution/sampler.py``, what beams do in ``beam_search.py``.
+``config/field_rules.py`` has the rules for single values. What depends on the model or the prompt (vocabulary size,
+room for the completion) is checked by ``requests/validation.py``. What the numbers do to logits is in
+``execution/sampler.py``, and what beams do in ``requests/beam_search.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pagedcore.config import field_rules
+from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, integer, number
 from pagedcore.config.limits import (
     MAX_COUNT,
     MAX_LENGTH_PENALTY,
@@ -50,7 +51,8 @@ class SamplingParams:
     max_tokens: int | None = None
     """Most tokens of the answer, at least 1; ``None``: as many as the context has room for."""
     min_tokens: int = 0
-    """No stop token is chosen before the answer has this many tokens; 0 to ``max_tokens``."""
+    """No stop token or end token of the model is chosen before the completion has this many tokens, with ``ignore_eos``
+    too; 0 to ``max_tokens``."""
     temperature: float = 0.0
     """Divides the logits, 0 to 10; 0 always takes the most likely token, the lowest id of equal ones."""
     top_k: int = 0
@@ -124,8 +126,8 @@ class SamplingParams:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for name, normalise in _NORMALISERS.items():
-            object.__setattr__(self, name, normalise(name, getattr(self, name)))
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidMinTokens("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens} here")
         if self.best_of is not None and self.best_of < self.n:
@@ -152,7 +154,7 @@ class SamplingParams:
         return 1 if self.beam_width > 1 else self.num_sequences
 
     @property
-    def is_contest(self) -> bool:
+    def has_candidates(self) -> bool:
         """Whether the answers are chosen at the end, among more sequences than are returned."""
         return self.beam_width > 1 or self.num_sequences > self.n
 
@@ -169,8 +171,8 @@ class SamplingParams:
         if not isinstance(mapping, Mapping):
             raise UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
         for name in mapping:
-            if name not in _NORMALISERS:
-                known = ", ".join(_NORMALISERS)
+            if name not in _CHECKS:
+                known = ", ".join(_CHECKS)
                 raise UnknownParameter("parameter name", name, f"one of {known}", _suggestion(name))
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
@@ -180,7 +182,7 @@ class SamplingParams:
 
 def _suggestion(name: Any) -> str:
     # Why: the advice names a known parameter; the caller's own text is never repeated.
-    close = difflib.get_close_matches(name[:32], _NORMALISERS, n=1) if isinstance(name, str) else []
+    close = difflib.get_close_matches(name[:32], _CHECKS, n=1) if isinstance(name, str) else []
     return f"Did you mean {close[0]}?" if close else ""
 
 
@@ -188,26 +190,26 @@ _NOT_WITH_BEAMS: Final = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "stop", "best_of",
 )
-_NORMALISERS: Final[Mapping[str, field_rules.Normaliser]] = {
-    "max_tokens": field_rules.integer(InvalidMaxTokens, 1, MAX_COUNT, is_optional=True),
-    "min_tokens": field_rules.integer(InvalidMinTokens, 0, MAX_COUNT),
-    "temperature": field_rules.number(0.0, MAX_TEMPERATURE),
-    "top_k": field_rules.integer(InvalidSampling, 0, MAX_COUNT),
-    "top_p": field_rules.number(0.0, 1.0, low_is_allowed=False),
-    "min_p": field_rules.number(0.0, 1.0),
-    "presence_penalty": field_rules.number(-MAX_PENALTY, MAX_PENALTY),
-    "frequency_penalty": field_rules.number(-MAX_PENALTY, MAX_PENALTY),
-    "repetition_penalty": field_rules.number(0.0, MAX_REPETITION_PENALTY, low_is_allowed=False),
+_CHECKS: Final[Mapping[str, Check]] = {
+    "max_tokens": integer(1, MAX_COUNT).or_none().raising(InvalidMaxTokens),
+    "min_tokens": integer(0, MAX_COUNT).raising(InvalidMinTokens),
+    "temperature": number(0.0, MAX_TEMPERATURE).raising(InvalidSampling),
+    "top_k": integer(0, MAX_COUNT).raising(InvalidSampling),
+    "top_p": number(0.0, 1.0, above_low=True).raising(InvalidSampling),
+    "min_p": number(0.0, 1.0).raising(InvalidSampling),
+    "presence_penalty": number(-MAX_PENALTY, MAX_PENALTY).raising(InvalidSampling),
+    "frequency_penalty": number(-MAX_PENALTY, MAX_PENALTY).raising(InvalidSampling),
+    "repetition_penalty": number(0.0, MAX_REPETITION_PENALTY, above_low=True).raising(InvalidSampling),
     "logit_bias": field_rules.logit_bias,
     "stop": field_rules.stop_strings,
     "stop_token_ids": field_rules.token_ids,
-    "ignore_eos": field_rules.boolean,
-    "seed": field_rules.integer(InvalidSeed, 0, MAX_SEED, is_optional=True),
-    "n": field_rules.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST),
-    "best_of": field_rules.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST, is_optional=True),
-    "beam_width": field_rules.integer(TooManySequences, 1, MAX_SEQUENCES_PER_REQUEST),
-    "length_penalty": field_rules.number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-    "early_stopping": field_rules.early_stopping,
-    "logprobs": field_rules.integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
-    "prompt_logprobs": field_rules.integer(TooManyLogprobs, 0, MAX_LOGPROBS, is_optional=True),
+    "ignore_eos": BOOLEAN.raising(InvalidSampling),
+    "seed": integer(0, MAX_SEED).or_none().raising(InvalidSeed),
+    "n": integer(1, MAX_SEQUENCES_PER_REQUEST).raising(TooManySequences),
+    "best_of": integer(1, MAX_SEQUENCES_PER_REQUEST).or_none().raising(TooManySequences),
+    "beam_width": integer(1, MAX_SEQUENCES_PER_REQUEST).raising(TooManySequences),
+    "length_penalty": number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY).raising(InvalidSampling),
+    "early_stopping": EARLY_STOPPING.raising(InvalidSampling),
+    "logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
+    "prompt_logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
 }

@@ -43,6 +43,8 @@ class Sequence:
     Invariant: sequences with the same ``cache_root`` may share blocks, others never do.
     Invariant: ``prompt_logprobs``, of the one sequence that reports its prompt, has the tokens from the second on, as
         far as they were told; position ``len(prompt_logprobs)`` has to be computed for the next one.
+    Invariant: ``stop_token_ids`` are the model's end tokens and the request's stop tokens; none of them is sampled
+        before ``min_tokens``.
     Invariant: ``is_in_session`` says that a session goes on with it, so that what it leaves is going to be needed.
     """
 
@@ -123,7 +125,12 @@ class Sequence:
         """How many of the likeliest next tokens a step reports with the chosen one; ``None``: it reports nothing."""
         if self.params.beam_width > 1:
             return max(self.params.beam_width + len(self.stop_token_ids), self.params.logprobs or 0)
-        return 0 if self.params.logprobs is None and self.params.is_contest else self.params.logprobs
+        return 0 if self.params.logprobs is None and self.params.has_candidates else self.params.logprobs
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The stop tokens that end a completion: with ``ignore_eos`` only the request's own."""
+        return frozenset(self.params.stop_token_ids) if self.params.ignore_eos else self.stop_token_ids
 
     def branch(self, sequence_id: int, *, seed: int) -> Sequence:
         """Return a waiting sequence that goes on from the same tokens, in the same turn, with nothing computed."""
@@ -150,7 +157,8 @@ class Sequence:
     def append_token(self, token_id: int) -> FinishReason | None:
         """Append a generated token and say whether it ends the turn, and how."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
+        is_stop = token_id in self.stop_token_ids and token_id in self.end_token_ids
+        if is_stop and self.num_output_tokens >= self.params.min_tokens:
             return "stop"
         return "length" if self.num_output_tokens >= self.max_tokens else None
 

@@ -31,35 +31,34 @@ class AsyncTextGenerator:
         self._owns_engine = owns_engine
 
     def __call__(
-        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0,
-        timeout_s: float | None = None, wait_for_room: bool = False,
+        self, prompt: Any, params: SamplingParams | None = None, *, timeout_s: float | None = None,
+        wait_for_room: bool = False, **options: Any,
     ) -> AsyncGenerator[Delta, None]:
-        """Answer one prompt, delta by delta; arguments and errors as ``AsyncEngine.generate``.
+        """Complete one prompt, delta by delta; arguments and errors as ``AsyncEngine.generate``.
 
-        A delta has ``text``, ``token_ids``, ``logprobs`` if ``params`` ask for them, at the end of an answer
+        A delta has ``text``, ``token_ids``, ``logprobs`` if ``params`` ask for them, at the end of a completion
         its ``finish_reason``, and at the end of the stream ``usage`` and, if asked for, ``prompt_logprobs``.
         After a plain ``break`` the request is aborted when the generator is collected, with
         ``contextlib.aclosing`` at once.
         """
         return self.engine.generate(
-            prompt, params, priority=priority, timeout_s=timeout_s, wait_for_room=wait_for_room
+            prompt, params, timeout_s=timeout_s, wait_for_room=wait_for_room, **options
         )
 
     def sync(
-        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0,
-        timeout_s: float | None = None, wait_for_room: bool = False,
+        self, prompt: Any, params: SamplingParams | None = None, *, timeout_s: float | None = None,
+        wait_for_room: bool = False, **options: Any,
     ) -> Iterator[Delta]:
-        """Answer one prompt without an event loop, as a plain generator."""
+        """Complete one prompt without an event loop, as a plain generator."""
         return self.engine.generate_sync(
-            prompt, params, priority=priority, timeout_s=timeout_s, wait_for_room=wait_for_room
+            prompt, params, timeout_s=timeout_s, wait_for_room=wait_for_room, **options
         )
 
     async def complete(
-        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0, wait_for_room: bool = False
+        self, prompt: Any, params: SamplingParams | None = None, *, wait_for_room: bool = False, **options: Any
     ) -> RequestOutput:
-        """Return all of a prompt's answers when the last is complete. Cancelling this aborts the request."""
-        answers = self.engine.submit(prompt, params, priority=priority, wait_for_room=wait_for_room)
-        return await asyncio.wrap_future(answers)
+        """Return all completions of a prompt when the last has ended. Cancelling this aborts the request."""
+        return await asyncio.wrap_future(self.engine.submit(prompt, params, wait_for_room=wait_for_room, **options))
 
     async def aclose(self) -> None:
         """Close the engine if this generator made it."""

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from pagedcore.demo_model.tasks import TASKS, Draft, Task, draw
-
+from .tasks import TASKS, Draft, Task, draw
 from .tokenizer import END_OF_MESSAGE, START_OF_MESSAGE
 
 IGNORED = -100

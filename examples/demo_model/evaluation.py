@@ -4,19 +4,22 @@ Owns the ways a question is asked (plain, chat, after other turns) and the repor
 `pagedcore.demo_model.questions`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from pagedcore.demo_model.questions import DemoQuestion, is_correct
-from pagedcore.demo_model.tasks import TASKS, Draft, Task, draw
 
+from .tasks import TASKS, Draft, Task, draw
 from .tokenizer import END_OF_MESSAGE
 
 FORMS = ("plain", "chat", "plain_later", "chat_later", "plain_follow_up", "chat_follow_up")
 """Ways to ask: alone, after three other turns, or as a short question after one of its kind."""
+
+Figure = dict[str, int]
+"""How many `questions` were asked and how many answers were `right`."""
 
 LONGEST_ANSWER = 60
 _BATCH = 128
@@ -28,21 +31,44 @@ def accuracy(
     forms: Sequence[str],
     questions: int,
     seed: int,
-) -> dict[str, dict[str, float]]:
-    """Return the share of right answers by task, then by form, with `questions` of each, all held out."""
-    asked = [
-        (form, *_ask(task, form, Random(f"{seed} {task.name} {form} {number}"), tokenizer))
+) -> dict[str, dict[str, Figure]]:
+    """Return the number of right answers by task, then by form, of `questions` different ones, all held out.
+
+    Tasks that have fewer different questions are asked all that so many draws give.
+    """
+    asked = {
+        (form, prompt): question
         for task in TASKS.values()
         for form in forms
         if task.follow_up is not None or not form.endswith("follow_up")
-        for number in range(questions)
-    ]
-    texts = answers(model, tokenizer, [prompt for _, prompt, _ in asked])
-    right: dict[str, dict[str, float]] = {name: {} for name in TASKS}
-    for (form, _, question), text in zip(asked, texts, strict=True):
-        share = is_correct(question, text) / questions
-        right[question.task][form] = right[question.task].get(form, 0.0) + share
-    return {task: {form: round(share, 4) for form, share in by.items()} for task, by in right.items()}
+        for prompt, question in _different(task, form, questions, seed, tokenizer).items()
+    }
+    texts = answers(model, tokenizer, [prompt for _, prompt in asked])
+    figures: dict[str, dict[str, Figure]] = {name: {} for name in TASKS}
+    for ((form, _), question), text in zip(asked.items(), texts, strict=True):
+        figure = figures[question.task].setdefault(form, {"right": 0, "questions": 0})
+        figure["right"] += is_correct(question, text)
+        figure["questions"] += 1
+    return figures
+
+
+def share_right(figures: Iterable[Figure]) -> float:
+    """Return the share of right answers among all questions of some figures."""
+    listed = list(figures)
+    return sum(figure["right"] for figure in listed) / sum(figure["questions"] for figure in listed)
+
+
+def _different(
+    task: Task, form: str, questions: int, seed: int, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, DemoQuestion]:
+    """Write questions with their whole prompts until there are enough different ones, or the draws are used up."""
+    written: dict[str, DemoQuestion] = {}
+    for number in range(2 * questions):
+        prompt, question = _ask(task, form, Random(f"{seed} {task.name} {form} {number}"), tokenizer)
+        written[prompt] = question
+        if len(written) == questions:
+            break
+    return written
 
 
 @torch.inference_mode()

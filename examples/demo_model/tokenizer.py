@@ -13,10 +13,10 @@ from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from pagedcore.demo_model.explanations import EXPLANATIONS, SMALL_TALK
-from pagedcore.demo_model.facts import CAPITALS
-from pagedcore.demo_model.tasks import TASKS, draw
-from pagedcore.demo_model.words import WORDS
+from .explanations import EXPLANATIONS, SMALL_TALK
+from .facts import CAPITALS
+from .tasks import TASKS, draw
+from .words import WORDS
 
 END_OF_TEXT, START_OF_MESSAGE, END_OF_MESSAGE = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.layout import BlockLayout
 from pagedcore_kernels.step_plan import StepPlan
 

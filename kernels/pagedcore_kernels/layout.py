@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from pagedcore.errors import InvalidConfig
+from pagedcore_kernels.errors import InvalidConfig
 
 #: Block rows and the K and V of each layer start at multiples of this: one cache line.
 ALIGNMENT = 64

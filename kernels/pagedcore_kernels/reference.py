@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore.errors import InternalError
-from pagedcore.protocols import RaggedRows
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
-from pagedcore_kernels.layout import BlockLayout
+from pagedcore_kernels.errors import InternalError
+from pagedcore_kernels.interface import RaggedRows
+from pagedcore_kernels.layout import BlockLayout, KVLayout
 from pagedcore_kernels.step_plan import StepPlan
 
 Float64Array = npt.NDArray[np.float64]
@@ -27,6 +27,7 @@ class ReferenceAttention:
 
     name = "reference"
     devices = ("cpu", "cuda")
+    layout_type: type[BlockLayout] = KVLayout
 
     def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedcore.errors import InternalError
-from pagedcore.protocols import Int32Array, Int64Array, RaggedRows
+from pagedcore_kernels.errors import InternalError
+from pagedcore_kernels.interface import Int32Array, Int64Array, RaggedRows
 
 Mask = npt.NDArray[np.bool_]
 

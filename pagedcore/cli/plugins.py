@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def plugins(
-    table: Annotated[str | None, typer.Option(help="Show one table: adapters, attention, schedulers.")] =
-    None,
+    table: Annotated[str | None, typer.Option(help="Show one table: adapters, attention, linears, models, "
+                                                       "schedulers.")] = None,
 ) -> None:
     """List plugins and their states, or with --table the implementations that can be named."""
     from pagedcore.plugins.manager import create_plugin_manager

@@ -6,76 +6,38 @@ in ``Engine.stats()`` and in ``pagedcore doctor``.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from pagedcore.config.limits import MAX_COUNT, MAX_SEED
+from pagedcore.config import field_rules as rules
+from pagedcore.config.limits import MAX_SEED
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
-from pagedcore.errors import InvalidConfig, describe
+from pagedcore.errors import InvalidConfig
 
-_Rule = tuple[Callable[[object], bool], str]
-"""Whether a value is allowed, and what is."""
-
-
-def _one_of(*choices: str) -> _Rule:
-    return lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}"
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 1 <= value <= MAX_COUNT
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_seed(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_SEED
-
-
-def _is_duration(value: object) -> bool:
-    return (type(value) is int or type(value) is float) and 0 < value < math.inf
-
-
-_DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
-
-
-def _is_device(value: object) -> bool:
-    return isinstance(value, str) and _DEVICE.fullmatch(value) is not None
-
-
-def _or_none(rule: _Rule) -> _Rule:
-    return lambda value: value is None or rule[0](value), f"{rule[1]}, or None"
-
-
-_COUNT: Final[_Rule] = _is_count, f"an integer from 1 to {MAX_COUNT}"
-_NAME: Final[_Rule] = _is_name, "a name"
-
-_RULES: Final[dict[str, _Rule]] = {
-    "dtype": _one_of("auto", "float32", "bfloat16", "float16"),
-    "device": (_is_device, "one of auto, cpu, cuda, cuda:0, cuda:1, ..."),
-    "block_size": _or_none(_COUNT),
-    "num_kv_blocks": _or_none(_COUNT),
-    "max_model_len": _or_none(_COUNT),
-    "max_num_seqs": _COUNT,
-    "max_num_batched_tokens": _COUNT,
-    "max_num_waiting": _or_none(_COUNT),
-    "queue_timeout_s": _or_none((_is_duration, "a finite number above 0")),
-    "num_threads": _or_none(_COUNT),
-    "attention_backend": _NAME,
-    "scheduling_policy": _NAME,
-    "admission": _one_of("optimistic", "guaranteed"),
-    "enable_prefix_caching": (lambda value: type(value) is bool, "True or False"),
-    "eviction_policy": _one_of("lru", "lfu", "fifo"),
-    "preemption": _one_of("auto", "swap", "shrink", "recompute", "wait"),
-    "disk_kv_dir": _or_none(_NAME),
-    "tokenizer": _or_none(_NAME),
+_RULES: Final[dict[str, rules.FieldRule[Any]]] = {
+    "dtype": rules.one_of("auto", "float32", "bfloat16", "float16"),
+    "device": rules.matching(r"auto|cpu|cuda(:[0-9]{1,3})?", "one of auto, cpu, cuda, cuda:0, cuda:1, ..."),
+    "block_size": rules.COUNT.or_none(),
+    "num_kv_blocks": rules.COUNT.or_none(),
+    "max_model_len": rules.COUNT.or_none(),
+    "max_num_seqs": rules.COUNT,
+    "max_num_batched_tokens": rules.COUNT,
+    "max_num_waiting": rules.COUNT.or_none(),
+    "queue_timeout_s": rules.number(0, above_low=True).or_none(),
+    "num_threads": rules.COUNT.or_none(),
+    "attention_backend": rules.NAME,
+    "linear_backend": rules.NAME,
+    "model_backend": rules.NAME,
+    "scheduling_policy": rules.NAME,
+    "admission": rules.one_of("optimistic", "guaranteed"),
+    "enable_prefix_caching": rules.BOOLEAN,
+    "eviction_policy": rules.one_of("lru", "lfu", "fifo"),
+    "preemption": rules.one_of("auto", "swap", "shrink", "recompute", "wait"),
+    "disk_kv_dir": rules.NAME.or_none(),
+    "tokenizer": rules.NAME.or_none(),
     # Safety: any other true value, the text "false" among them, would let foreign code run.
-    "trust_remote_code": (lambda value: type(value) is bool, "True or False"),
-    "seed": (_is_seed, "an integer from 0 to 2**63 - 1"),
+    "trust_remote_code": rules.BOOLEAN,
+    "seed": rules.integer(0, MAX_SEED),
 }
 
 
@@ -113,6 +75,11 @@ class EngineConfig:
     more than the cores that affinity and container quota leave."""
     attention_backend: str = "auto"
     """Name of an entry in the plugin table ``attention``."""
+    linear_backend: str = "auto"
+    """Name of an entry in the plugin table ``linears``, which makes the products of linear layers on a CPU."""
+    model_backend: str = "auto"
+    """Name of an entry in the plugin table ``models``, which makes a ``ModelBackend`` of the model; "auto" takes one as
+    it is, and "transformers" for everything else."""
     scheduling_policy: str = "fcfs"
     """Name of an entry in the plugin table ``schedulers``: "fcfs", "priority" or "static"."""
     admission: str = "optimistic"
@@ -138,7 +105,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
-            _require(name, getattr(self, name), rule)
+            rule.check(name, getattr(self, name), rules.invalid_setting)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, allowed is at least "
@@ -164,8 +131,3 @@ class EngineConfig:
         if unknown := sorted(settings.keys() - known):
             raise InvalidConfig(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}.")
         return cls(**settings)
-
-
-def _require(name: str, value: object, rule: _Rule) -> None:
-    if not rule[0](value):
-        raise InvalidConfig(f"{name}: got {describe(value)}, allowed is {rule[1]}.")

@@ -1,24 +1,124 @@
-"""What one sampling parameter accepts and how it is stored; ``sampling_params`` says which parameter is which.
+"""What one field accepts, how it is stored, and what a refusal says: settings, sampling parameters, session files.
 
-A normaliser takes a parameter's name and a caller's value, and returns what is stored or raises the parameter's error.
-Next: ``limits.py``.
+``EngineConfig``, ``SamplingParams``, ``validation.py`` and ``session_file.py`` say which field has which rule, and
+which error it raises.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Final, Generic, TypeVar
 
 from pagedcore.config.limits import (
     MAX_COUNT,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIAS_ENTRIES,
+    MAX_PRIORITY,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from pagedcore.errors import InvalidBias, InvalidRequest, InvalidSampling, InvalidStop, InvalidToken
+from pagedcore.errors import InvalidBias, InvalidConfig, InvalidRequest, InvalidStop, InvalidToken, describe
+
+_T = TypeVar("_T")
+_LARGEST: Final = sys.float_info.max
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+
+MakeError = Callable[[str, Any, str], Exception]
+"""Makes the error for a field's name, its value, and what is allowed: ``InvalidRequest`` and most of its kinds."""
+Check = Callable[[str, Any], Any]
+"""Takes a field's name and value; returns what is stored, or raises the field's error."""
+
+
+def invalid_setting(name: str, value: Any, limit: str) -> InvalidConfig:
+    """Make the error of a refused setting."""
+    return InvalidConfig(f"{name}: got {describe(value)}, allowed is {limit}.")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule(Generic[_T]):
+    """What one field accepts: ``accepts`` decides, ``limit`` says it in an error, ``stored`` converts the value."""
+
+    accepts: Callable[[Any], bool]
+    limit: str
+    stored: Callable[[Any], _T] = lambda value: value
+
+    def check(self, name: str, value: Any, error: MakeError = InvalidRequest) -> _T:
+        """Return what is stored for a value; raise ``error(name, value, limit)`` if it is not accepted."""
+        if not self.accepts(value):
+            raise error(name, value, self.limit)
+        return self.stored(value)
+
+    def raising(self, error: MakeError) -> Check:
+        """Return the check of this rule with an error of its own."""
+        return lambda name, value: self.check(name, value, error)
+
+    def or_none(self) -> FieldRule[_T | None]:
+        """Return a rule that also accepts ``None``."""
+        return FieldRule(
+            lambda value: value is None or self.accepts(value), f"{self.limit}, or None",
+            lambda value: None if value is None else self.stored(value),
+        )
+
+
+def integer(low: int, high: int) -> FieldRule[int]:
+    """Accept integers in a range, no booleans."""
+    return FieldRule(lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}")
+
+
+def number(low: float, high: float = _LARGEST, *, above_low: bool = False) -> FieldRule[float]:
+    """Accept Python's own finite numbers in a range, without ``low`` itself if ``above_low``; stored as floats."""
+    is_inside, words = _range(low, high, above_low)
+    return FieldRule(
+        lambda value: type(value) in (int, float) and is_inside(value), f"a finite number {words}", float
+    )
+
+
+def seconds(low: float, high: float = _LARGEST, *, above_low: bool = False) -> FieldRule[float]:
+    """Accept a duration: like ``number``, but also subclasses of ``float``, as ``numpy.float64`` is."""
+    is_inside, words = _range(low, high, above_low)
+    return FieldRule(
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and is_inside(value),
+        f"a finite number of seconds {words}", float,
+    )
+
+
+def _range(low: float, high: float, above_low: bool) -> tuple[Callable[[Any], bool], str]:
+    words = f"{'above' if above_low else 'from'} {low:.15g}" + (f" to {high:.15g}" if high < _LARGEST else "")
+    # Why: NaN fails every comparison, so the range is asked for, not what lies outside it.
+    return lambda value: low < value <= high or (value == low and not above_low), words
+
+
+def one_of(*choices: str) -> FieldRule[Any]:
+    """Accept one of several words."""
+    return FieldRule(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")
+
+
+def matching(pattern: str, limit: str) -> FieldRule[str]:
+    """Accept text that a regular expression matches as a whole."""
+    compiled = re.compile(pattern)
+    return FieldRule(lambda value: isinstance(value, str) and compiled.fullmatch(value) is not None, limit)
+
+
+COUNT: Final = integer(1, MAX_COUNT)
+PRIORITY: Final = integer(-MAX_PRIORITY, MAX_PRIORITY)
+NAME: Final[FieldRule[str]] = FieldRule(lambda value: isinstance(value, str) and bool(value), "a name")
+BOOLEAN: Final[FieldRule[bool]] = FieldRule(lambda value: type(value) is bool, "True or False")
+EARLY_STOPPING: Final[FieldRule[Any]] = FieldRule(
+    lambda value: type(value) is bool or (type(value) is str and value == "never"), 'True, False or "never"'
+)
+_TOKEN_ID: Final[FieldRule[int]] = FieldRule(
+    integer(0, MAX_COUNT).accepts, "token ids: integers from 0 to the vocabulary's size - 1"
+)
+_STOP: Final[FieldRule[str]] = FieldRule(
+    lambda text: isinstance(text, str) and 1 <= len(text) <= MAX_STOP_LENGTH and not _SURROGATE.search(text),
+    f"strings of 1 to {MAX_STOP_LENGTH} characters without surrogates",
+)
+_BIAS: Final = number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
 class LogitBias(Mapping[int, float]):
@@ -48,53 +148,6 @@ class LogitBias(Mapping[int, float]):
         return f"LogitBias({self._entries})"
 
 
-Normaliser = Callable[[str, Any], Any]
-"""Takes a name and a value; returns what is stored."""
-
-
-def number(low: float, high: float, *, low_is_allowed: bool = True) -> Normaliser:
-    """Make the normaliser of a finite number in a range, stored as a float."""
-    limit = f"a finite number {f'from {low:g}' if low_is_allowed else f'above {low:g}'} to {high:g}"
-
-    def normalise(name: str, value: Any) -> float:
-        # Why: NaN fails every comparison, so the range is asked for, not what lies outside it.
-        if type(value) not in (int, float) or not (low < value <= high or (low_is_allowed and value == low)):
-            raise InvalidSampling(name, value, limit)
-        return float(value)
-
-    return normalise
-
-
-def integer(error: type[InvalidRequest], low: int, high: int, *, is_optional: bool = False) -> Normaliser:
-    """Make the normaliser of an integer in a range, with an error of its own."""
-    limit = f"an integer from {low} to {high}" + (" or None" if is_optional else "")
-
-    def normalise(name: str, value: Any) -> int | None:
-        if value is None and is_optional:
-            return None
-        if type(value) is not int or not low <= value <= high:
-            raise error(name, value, limit)
-        return value
-
-    return normalise
-
-
-def boolean(name: str, value: Any) -> bool:
-    """Accept ``True`` and ``False``."""
-    if type(value) is not bool:
-        raise InvalidSampling(name, value, "True or False")
-    return value
-
-
-def early_stopping(name: str, value: Any) -> bool | Literal["never"]:
-    """Accept ``True``, ``False`` and "never"."""
-    if type(value) is bool:
-        return value
-    if type(value) is str and value == "never":
-        return "never"
-    raise InvalidSampling(name, value, 'True, False or "never"')
-
-
 def stop_strings(name: str, value: Any) -> tuple[str, ...]:
     """Accept one string, or a list or tuple of them; stored as a tuple."""
     texts = (value,) if isinstance(value, str) else value
@@ -102,19 +155,7 @@ def stop_strings(name: str, value: Any) -> tuple[str, ...]:
         raise InvalidStop(name, value, "a string, or a list or tuple of strings")
     if len(texts) > MAX_STOP_STRINGS:
         raise InvalidStop(name, len(texts), f"at most {MAX_STOP_STRINGS} strings")
-    for text in texts:
-        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or _holds_surrogate(text):
-            raise InvalidStop(name, text, f"strings of 1 to {MAX_STOP_LENGTH} characters without surrogates")
-    return tuple(texts)
-
-
-def _holds_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _require_token_id(name: str, token_id: Any) -> None:
-    if type(token_id) is not int or not 0 <= token_id <= MAX_COUNT:
-        raise InvalidToken(name, token_id, "token ids: integers from 0 to the vocabulary's size - 1")
+    return tuple(_STOP.check(name, text, InvalidStop) for text in texts)
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -123,9 +164,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise InvalidStop(name, value, "a list or tuple of token ids")
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise InvalidStop(name, len(value), f"at most {MAX_STOP_TOKEN_IDS} token ids")
-    for token_id in value:
-        _require_token_id(name, token_id)
-    return tuple(value)
+    return tuple(_TOKEN_ID.check(name, token_id, InvalidToken) for token_id in value)
 
 
 def logit_bias(name: str, value: Any) -> LogitBias | None:
@@ -136,16 +175,15 @@ def logit_bias(name: str, value: Any) -> LogitBias | None:
         raise InvalidBias(name, value, "a mapping of token ids to numbers, or None")
     if len(value) > MAX_LOGIT_BIAS_ENTRIES:
         raise InvalidBias(name, len(value), f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")
-    entries = dict(islice(value.items(), MAX_LOGIT_BIAS_ENTRIES))
-    for token_id, bias in entries.items():
-        _require_token_id(name, token_id)
-        if type(bias) not in (int, float) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            raise InvalidBias(name, bias, f"finite numbers from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}")
-    return LogitBias({token_id: float(bias) for token_id, bias in entries.items()})
+    return LogitBias({
+        _TOKEN_ID.check(name, token_id, InvalidToken): _BIAS.check(name, bias, InvalidBias)
+        for token_id, bias in islice(value.items(), MAX_LOGIT_BIAS_ENTRIES)
+    })
 
 
 def with_integer_keys(bias: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a bias with keys that are decimal strings as integers; what is none is left for the refusal."""
+    """Return a bias with keys that are decimal strings as integers; other keys are left, for ``logit_bias`` to refuse.
+    """
     if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
         return bias
     return {_as_token_id(key): value for key, value in islice(bias.items(), MAX_LOGIT_BIAS_ENTRIES)}

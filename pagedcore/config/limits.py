@@ -43,6 +43,8 @@ MAX_CHAT_BYTES: Final = 2**22
 MAX_PRIORITY: Final = 1_000_000
 #: A salt names a group of requests; it is hashed, never stored.
 MAX_SALT_BYTES: Final = 64
+#: Characters of a caller's own label of a request: it is kept as long as the request and repeated to hooks.
+MAX_REQUEST_ID_LENGTH: Final = 128
 #: Sessions that are open at once: each keeps its tokens until it is closed.
 MAX_SESSIONS: Final = 4096
 #: Bytes of a session file without KV, checked before it is read: more than a million tokens take.

@@ -12,26 +12,25 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.config.limits import MAX_SCORED_BYTES
-from pagedcore.engine.calibration import measure_steps
 from pagedcore.engine.kv_memory import KVMemory, context_length
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.kv_cache import eviction
 from pagedcore.kv_cache.block_manager import BlockManager
-from pagedcore.models.fingerprint import ModelFingerprint, backend_fingerprint, kv_format
+from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.plugins.observers import EngineHooks
+from pagedcore.protocols import DecodesTokens, ModelFingerprint, UsesTorchThreads
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.requests.stats import Counters, EngineStats
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
-    from pagedcore.execution.kv_transfers import KVTransfers
-    from pagedcore.protocols import CacheStore, Clock, ModelBackend, Tokenizer
+    from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +49,6 @@ class EngineComponents:
     fingerprint: ModelFingerprint
     kv_format: str
     """What KV blocks of another process have to match to be of use here."""
-
-    def calibrate(self, mover: KVTransfers, clock: Clock) -> None:
-        """Measure what moving and computing cost here, before anything is in the pool; needs a host tier."""
-        blocks, costs = self.block_manager, self.scheduler.costs
-        assert blocks.host is not None  # Invariant: asked before
-        mover.calibrate(costs, min(blocks.num_blocks, blocks.host.num_blocks))
-        most_tokens = min(
-            blocks.num_blocks * blocks.block_size, self.info.max_model_len, self.config.max_num_batched_tokens
-        )
-        measured = measure_steps(self.runner.backend, clock, blocks.block_size, most_tokens)
-        costs.step = measured if measured is not None else costs.step
 
     def stats(self, counters: Counters) -> EngineStats:
         """Put the engine's counters and the present occupancy together."""
@@ -116,7 +104,7 @@ def build_components(
     manager = create_plugin_manager(plugins)
     policy = manager.registry.schedulers.load(config.scheduling_policy)()
     with usable_torch():
-        backend = resolve_backend(model, config, manager.registry.attention.load)
+        backend = resolve_backend(model, config, manager.registry.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     memory = KVMemory(backend, config)
     block_manager = BlockManager(
@@ -128,15 +116,15 @@ def build_components(
     input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
         config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
+        has_priorities=policy.has_priorities,
     )
     scheduler = Scheduler(
         block_manager, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=config.preemption, max_scored_tokens=max_scored_tokens(backend.vocab_size),
     )
-    threads = ComputeThreads(
-        config.num_threads, computes_in_torch=bool(getattr(backend, "computes_in_torch", False))
-    )
+    in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
+    threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
     return EngineComponents(
         config, input_processor, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
         EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
@@ -151,7 +139,7 @@ def max_scored_tokens(vocab_size: int) -> int:
 
 def _as_tokenizer(tokenizer: Any) -> Tokenizer:
     """Return a tokenizer of ours or of the user's own as it is, one of transformers wrapped."""
-    if hasattr(tokenizer, "new_detokenizer"):
+    if isinstance(tokenizer, DecodesTokens):
         return cast("Tokenizer", tokenizer)
     from pagedcore.tokenizer.tokenizer import HFTokenizer
 
@@ -159,10 +147,11 @@ def _as_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def _describe(model: Any, backend: ModelBackend, config: EngineConfig, blocks: BlockManager) -> EngineInfo:
+    facts = description_of(backend)
     return EngineInfo(
         model=model_name(model),
-        dtype=str(getattr(backend, "dtype", "unknown")).removeprefix("torch."),
-        attention_backend=str(getattr(backend, "attention_name", "unknown")),
+        dtype=str(facts.dtype).removeprefix("torch."),
+        attention_backend=facts.attention_name,
         scheduling_policy=config.scheduling_policy,
         block_size=blocks.block_size,
         num_blocks=blocks.num_blocks,

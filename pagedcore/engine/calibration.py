@@ -11,14 +11,36 @@ from typing import Final
 
 import numpy as np
 
+from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import RaggedBatch, assemble
+from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.protocols import Clock, ModelBackend
-from pagedcore.scheduler.cost_model import Line
+from pagedcore.scheduler.cost_model import CostModel, Line
 
 _MOST_S: Final = 0.2
 """Seconds after which no further forward begins, nor one that is expected to end later; the very first one aside."""
 _MOST_TOKENS: Final = 64
 _NUM_REPEATS: Final = 3
+
+
+def calibrate(
+    backend: ModelBackend, blocks: BlockManager, costs: CostModel, transfers: KVTransfers, clock: Clock,
+    most_tokens: int,
+) -> None:
+    """Measure what moving blocks and computing cost here, before anything is in the pool; needs a host cache.
+
+    Args:
+        backend: computes a few prompts.
+        blocks: tell how much fits.
+        costs: what is corrected.
+        transfers: move a few blocks.
+        clock: measures.
+        most_tokens: of a forward.
+    """
+    assert blocks.host is not None  # Invariant: asked before
+    transfers.calibrate(costs, min(blocks.num_blocks, blocks.host.num_blocks))
+    measured = measure_steps(backend, clock, blocks.block_size, min(blocks.num_blocks * blocks.block_size, most_tokens))
+    costs.step = measured if measured is not None else costs.step
 
 
 def measure_steps(backend: ModelBackend, clock: Clock, block_size: int, most_tokens: int) -> Line | None:

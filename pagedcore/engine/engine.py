@@ -1,8 +1,7 @@
 """The engine at the step level: one step = plan, reserve, execute, commit, publish.
 
-A failed step ends the requests of its batch and nobody else; how results and failures become outputs is in
-``outcomes``, how an engine is put together in ``assembly``. ``Engine`` runs in the caller's thread and is
-deterministic; ``async_engine`` puts it on a thread of its own.
+A failed step ends the requests of its batch and no others. ``Engine`` runs in the caller's thread and is deterministic;
+``serving`` puts it on a thread of its own. How an engine is built is in ``builder``.
 """
 
 from __future__ import annotations
@@ -10,29 +9,30 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from pagedcore.engine.calibration import calibrate
 from pagedcore.errors import EngineClosed
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
+from pagedcore.request_options import OptionKeywords, RequestOptions
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.output_text import CompletionTexts, PendingOutput
 from pagedcore.requests.request import Request
-from pagedcore.requests.request_table import RequestTable
-from pagedcore.requests.stats import Counters, EngineStats
-from pagedcore.requests.turns import Turns
+from pagedcore.requests.request_table import RequestTable, SequenceNumbers
+from pagedcore.requests.stats import EngineStats, StepStats
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.parking import Parking
+from pagedcore.sessions.session import Session
 from pagedcore.sessions.session_store import SessionStore
 
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents
     from pagedcore.plugins.observers import EngineHooks
     from pagedcore.scheduler.plan import SchedulePlan
-    from pagedcore.sessions.session import Session
 
 
 class Engine:
@@ -44,37 +44,39 @@ class Engine:
     Invariant: between steps every block is free, cached, on its way, or in the table of a live sequence.
     """
 
-    def __init__(self, parts: EngineComponents, clock: Clock | None = None) -> None:
-        self._parts = parts
-        self._config = parts.config
-        self.input_processor: InputProcessor = parts.input_processor
-        self._scheduler = parts.scheduler
-        self._runner = parts.runner
-        self._hooks = parts.hooks
+    def __init__(self, components: EngineComponents, clock: Clock | None = None) -> None:
+        config, scheduler, block_manager = components.config, components.scheduler, components.block_manager
+        self._components = components
+        self.input_processor: InputProcessor = components.input_processor
+        self._queue_timeout_s = config.queue_timeout_s
+        self._block_manager = block_manager
+        self._scheduler = scheduler
+        self._runner = components.runner
+        self._hooks = components.hooks
         self._clock = clock if clock is not None else MonotonicClock()
-        self._answers = CompletionTexts(parts.input_processor.tokenizer)
+        numbers = SequenceNumbers()
+        texts = CompletionTexts(components.input_processor.tokenizer)
+        self._outputs = OutputProcessor(texts, scheduler, numbers.branch, components.hooks, self._clock)
         self._requests = RequestTable(
-            self, parts.config.seed, parts.block_manager.hasher, shares_prefixes=parts.config.enable_prefix_caching
+            self, components.input_processor, self._outputs, scheduler, numbers, block_manager.hasher, self._clock,
+            seed=config.seed, shares_prefixes=config.enable_prefix_caching,
         )
-        self._counters = Counters()
-        self._output_processor = OutputProcessor(parts, self._requests, self._answers, self._counters, self._clock)
-        self._turns = Turns(
-            parts, self._requests, self._answers, self._output_processor.contests, self._counters, self._clock
-        )
-        self._mover = KVTransfers(parts.store, parts.scheduler.moves, self._clock)
-        if parts.block_manager.host is not None and parts.config.preemption == "auto":
-            parts.calibrate(self._mover, self._clock)
+        self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
+        self._has_host_cache = block_manager.host is not None
+        if self._has_host_cache and config.preemption == "auto":
+            most_tokens = min(components.info.max_model_len, config.max_num_batched_tokens)
+            calibrate(self._runner.backend, block_manager, scheduler.costs, self._transfers, self._clock, most_tokens)
         parking = Parking(
-            parts.scheduler, self._mover, parts.store, parts.kv_format, KVDirectory(parts.config.disk_kv_dir),
+            scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
             self._clock,
         )
         self._sessions = SessionStore(
-            self.accept, self.step, parts.input_processor, self._turns, parking, parts.fingerprint
+            self.accept, self.step, components.input_processor, self._requests, parking, components.fingerprint
         )
         self._is_closed = False
         self.is_stalled = False
         """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
-        self._hooks.engine_started(parts.info)
+        self._hooks.engine_started(components.info)
 
     @classmethod
     def from_pretrained(cls, model: Any, **settings: Any) -> Engine:
@@ -93,59 +95,50 @@ class Engine:
         return cls(build_components(model, **settings))
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
-        cache_salt: str | bytes | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
     ) -> Request:
         """Accept a request; it waits until a step has room for it.
 
         Args:
             prompt: text, token ids, or chat messages.
             params: sampling parameters; ``None`` means greedy up to the model's length.
-            priority: higher runs first under the "priority" policy.
-            cache_salt: requests with another salt never share cached blocks with this one, nor can they tell by its
-                speed what it was asked; 1 to 64 bytes. Give each tenant its own.
+            **options: the fields of ``RequestOptions``: ``priority``, ``cache_salt``, ``request_id``.
 
         Raises:
             InvalidRequest: the request is refused; the subclass names the input, the value and the limit.
             EngineOverloaded: the waiting queue is full.
             EngineClosed: after ``close()``.
         """
-        return self.accept(self.prepare(prompt, params, priority=priority, cache_salt=cache_salt))
+        self._require_open()
+        return self._requests.accept(self.input_processor.process(prompt, params, RequestOptions(**options)))
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
-        cache_salt: str | bytes | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
     ) -> ProcessedRequest:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
-        return self.input_processor.prepare(prompt, params, priority, cache_salt)
+        return self.input_processor.process(prompt, params, RequestOptions(**options))
 
-    def accept(self, prepared: ProcessedRequest) -> Request:
-        """Take a prepared request. Raises ``EngineOverloaded`` or ``EngineClosed``; then nothing was taken."""
+    def accept(self, processed: ProcessedRequest) -> Request:
+        """Take a prepared request. Raises as ``add_request``; then nothing was taken."""
         self._require_open()
-        params = prepared.params
-        self._scheduler.require_room(len(prepared.token_ids) + prepared.max_tokens, params.num_initial_sequences)
-        request = self._requests.add(prepared, self._clock.now())
-        self._turns.start(request, len(prepared.token_ids))
-        return request
+        return self._requests.accept(processed)
 
     def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
         """Continue a finished request; see ``Request.extend``."""
         self._require_open()
-        self._turns.extend(request, prompt, params)
+        self._requests.extend(request, prompt, params)
 
-    def session(
-        self, params: SamplingParams | None = None, *, cache_salt: str | bytes | None = None, priority: int = 0
-    ) -> Session:
+    def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> Session:
         """Open a conversation that can wait, fork and outlive the process; arguments as ``add_request``.
 
         Raises:
-            InvalidRequest: the parameters are refused, or ask for more than one answer.
+            InvalidRequest: the parameters are refused, or ask for more than one completion.
             TooManySessions: as many as allowed are open.
         """
-        return self._sessions.open_checked(params, cache_salt, priority)
+        return self._sessions.open_checked(params, RequestOptions(**options))
 
     def import_session(self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None) -> Session:
-        """Open an exported conversation; it goes on as it would have where it was exported.
+        """Open an exported conversation; it continues as it would have where it was exported.
 
         Raises:
             InvalidSessionFile: the file is damaged or no session file; ``ModelMismatch``: another model's.
@@ -164,19 +157,16 @@ class Engine:
         request = self._requests.find(request_id)
         if request is None or request.is_done:
             return False
-        self._output_processor.abort(request)
+        self._outputs.abort(request)
         self._move_blocks()
         return True
 
     def remove_request(self, request: Request) -> None:
-        """Forget a finished request and free its blocks; a second call does nothing."""
-        if self._requests.remove(request):
-            for sequence in request.sequences:
-                self._scheduler.forget(sequence)
-                self._answers.close(sequence)
+        """Remove a finished request and free its blocks; a second call does nothing."""
+        self._requests.remove(request)
 
     def token_text(self, token_id: int) -> TokenText:
-        """Say what a token stands for, from any thread. Raises ``InvalidRequest`` outside of the vocabulary."""
+        """Return what a token stands for, from any thread. Raises ``InvalidRequest`` outside of the vocabulary."""
         return self.input_processor.token_text(token_id)
 
     def has_pending_requests(self) -> bool:
@@ -184,65 +174,81 @@ class Engine:
         return self._scheduler.has_work
 
     def step(self) -> list[Delta]:
-        """Run one step: every scheduled sequence advances; return what was added to each answer.
+        """Run one step: every scheduled sequence advances; return what was added to each completion.
 
         Raises:
             EngineClosed: after ``close()``.
         """
-        return list(map(self._output_processor.take_delta, self.step_pending()))
+        return [pending.take_delta() for pending in self.step_pending()]
 
-    def take_delta(self, news: PendingOutput) -> Delta:
-        """Return what was added to an answer since its last delta."""
-        return self._output_processor.take_delta(news)
+    def take_delta(self, pending: PendingOutput) -> Delta:
+        """Return what was added to a completion since its last delta."""
+        return pending.take_delta()
 
     def step_pending(self) -> list[PendingOutput]:
-        """Run one step, and say which answers have news instead of telling them; ``take_delta`` does, at any time.
+        """Run one step; return completions with pending output, whose ``take_delta`` may be called at any time.
 
-        Why: for whoever tells of several steps at once. Deltas take 4 % of a small model's step with 64 answers.
+        Why: for a caller who reads several steps at once. Deltas take 4 % of a small model's step with 64 completions.
         """
         self._require_open()
         self._sessions.parking.expire()
-        expired = self._output_processor.expire_waiting(self._config.queue_timeout_s)
+        limit_s = self._queue_timeout_s
+        expired = self._outputs.expire_waiting(limit_s) if limit_s is not None else []
         plan = self._next_plan()
         self.is_stalled = plan.is_empty and self._scheduler.has_work
         if plan.is_empty:
-            self._mover.settle(wait=self.is_stalled)
+            self._transfers.settle(wait=self.is_stalled)
             return expired
-        self._output_processor.note_started(plan)
         copies, before_s = self._scheduler.reserve(plan), self._clock.now()
+        if plan.admitted:
+            self._outputs.note_started(plan, before_s)
         try:
-            self._mover.copy(copies)
-            sampled = self._runner.execute(plan.rows, self._parts.block_manager)
+            if copies:
+                self._transfers.copy(copies)
+            sampled = self._runner.execute(plan.rows, self._block_manager)
         except Exception as error:
             self._scheduler.rollback(plan)
-            return expired + self._output_processor.fail(plan, error)
+            return expired + self._outputs.fail(plan, error)
         except BaseException:
             self._scheduler.rollback(plan)
             raise
-        self._scheduler.costs.step.observe(plan.num_tokens, self._clock.now() - before_s)
-        news = self._output_processor.commit(plan, sampled)
+        now_s = self._clock.now()
+        self._scheduler.costs.step.observe(plan.num_tokens, now_s - before_s)
+        pending = self._outputs.commit(plan, sampled, now_s)
         self._move_blocks()
-        self._output_processor.note_step(plan, self.stats)
-        return expired + news
+        self._count_step(plan)
+        return expired + pending
 
     def _next_plan(self) -> SchedulePlan:
         """Make room as long as plans ask for it, and return one that computes, or nothing while blocks move."""
         self._move_blocks()
         plan = self._scheduler.schedule()
         while plan.moves_blocks:
-            self._mover.start(self._scheduler.make_room(plan))
+            self._transfers.start(self._scheduler.make_room(plan))
             plan = self._scheduler.schedule()
         return plan
 
     def _move_blocks(self) -> None:
-        self._mover.settle()
-        self._mover.start(self._scheduler.moves.take_due())
+        if self._has_host_cache:
+            self._transfers.settle()
+            self._transfers.start(self._scheduler.moves.take_due())
+
+    def _count_step(self, plan: SchedulePlan) -> None:
+        counters = self._outputs.counters
+        counters.num_steps += 1
+        counters.num_rows += len(plan.rows)
+        counters.num_computed_tokens += plan.num_tokens
+        if self._hooks.observes_steps:
+            self._hooks.step_done(StepStats(
+                num_steps=counters.num_steps, num_tokens=plan.num_tokens, num_running=len(self._scheduler.running),
+                num_waiting=len(self._scheduler.waiting), engine_stats=self.stats,
+            ))
 
     def generate(
         self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None, *,
         show_progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer many prompts and return their outputs in the same order.
+        """Complete many prompts and return their outputs in the same order.
 
         Args:
             prompts: any number; they are fed to the waiting queue as it has room.
@@ -257,12 +263,12 @@ class Engine:
         return run_offline(self, prompts, params, show_progress=show_progress)
 
     def output_of(self, request: Request) -> RequestOutput:
-        """Describe all answers of a request as they stand."""
-        return self._output_processor.output_of(request)
+        """Describe all completions of a request as they stand."""
+        return self._outputs.texts.output_of(request)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and occupancy."""
-        return self._parts.stats(self._counters)
+        return self._components.stats(self._outputs.counters)
 
     @property
     def requests(self) -> Iterable[Request]:
@@ -271,7 +277,7 @@ class Engine:
 
     @property
     def hooks(self) -> EngineHooks:
-        """Who is told of what happens here; further observers may be added, on the engine's thread."""
+        """The observers of this engine; further ones may be added, on the engine's thread."""
         return self._hooks
 
     @property
@@ -280,8 +286,12 @@ class Engine:
         return self._scheduler
 
     def can_accept(self, num_sequences: int = 1) -> bool:
-        """Whether the waiting queue has room for a request with this many answers."""
+        """Whether the waiting queue has room for a request with this many initial sequences."""
         return self._scheduler.waiting.num_free_slots >= num_sequences
+
+    def idle(self) -> None:
+        """Free what only steps need of the calling thread: its helpers slow down other engines of this process."""
+        self._runner.idle()
 
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""
@@ -292,7 +302,7 @@ class Engine:
             self.abort_request(request.request_id)
             self.remove_request(request)
         self._is_closed = True
-        self._hooks.engine_stopped(self._parts.info)
+        self._hooks.engine_stopped(self._components.info)
 
     def __enter__(self) -> Engine:
         return self

@@ -14,6 +14,7 @@ from pagedcore.config.engine_config import EngineConfig
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, MemoryLease, format_memory, parse_memory
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution.machine import free_memory_bytes
+from pagedcore.protocols import HostsKVPool, MovesKVBlocks
 
 if TYPE_CHECKING:
     from pagedcore.protocols import CacheStore, ModelBackend
@@ -38,11 +39,12 @@ class KVMemory:
             MemoryBudgetExceeded: the budget has not that much left.
         """
         self._backend = backend
+        self._host = backend if isinstance(backend, HostsKVPool) else _PlainPool(backend)
         self.block_size = config.block_size if config.block_size is not None else backend.block_size
-        self._block_bytes = kv_block_bytes(backend, self.block_size)
+        self._block_bytes = self._host.kv_block_bytes(self.block_size)
         self._length = context_length(backend.max_model_len, config)
         self._lease: MemoryLease | None = None
-        free_bytes, host_bytes = free_kv_bytes(backend), self._host_bytes(config)
+        free_bytes, host_bytes = self._host.free_kv_bytes(), self._host_bytes(config)
         self.num_blocks = self._choose_num_blocks(config, free_bytes)
         try:
             backend.allocate_kv(self.num_blocks, self.block_size)
@@ -60,17 +62,16 @@ class KVMemory:
 
     def close(self) -> None:
         """Let the backend free the pool, where it can, and give back what was drawn; a second call does nothing."""
-        release = getattr(self._backend, "release_kv", None)
         # Why: the backend may belong to the caller, and have another engine's pool by the time of a second call.
-        if self._is_open and release is not None:
-            release()
+        if self._is_open:
+            self._host.release_kv()
         self._is_open = False
         self._give_back()
 
     @property
     def store(self) -> CacheStore | None:
         """What moves the blocks, where the backend has that."""
-        return getattr(self._backend, "cache_store", None)
+        return self._backend.cache_store if isinstance(self._backend, MovesKVBlocks) else None
 
     def _host_bytes(self, config: EngineConfig) -> int | None:
         free_bytes = free_memory_bytes()
@@ -144,16 +145,20 @@ class KVMemory:
             )
 
 
-def free_kv_bytes(backend: ModelBackend) -> int:
-    """Return the memory that a pool could take now: what the backend says of its device, or else this machine's."""
-    exact = getattr(backend, "free_kv_bytes", None)
-    return int(exact()) if exact is not None else free_memory_bytes()
+class _PlainPool:
+    """What is assumed of a backend that is no ``HostsKVPool``; its pool is freed with it."""
 
+    def __init__(self, backend: ModelBackend) -> None:
+        self._backend = backend
 
-def kv_block_bytes(backend: ModelBackend, block_size: int) -> int:
-    """Return the bytes of one block: what the backend's layout says, or else the sum over its tokens."""
-    exact = getattr(backend, "kv_block_bytes", None)
-    return int(exact(block_size)) if exact is not None else max(1, block_size * backend.kv_bytes_per_token)
+    def free_kv_bytes(self) -> int:
+        return free_memory_bytes()
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        return max(1, block_size * self._backend.kv_bytes_per_token)
+
+    def release_kv(self) -> None:
+        pass
 
 
 def context_length(limit: int, config: EngineConfig) -> int:

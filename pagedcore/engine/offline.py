@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tqdm import tqdm
 
@@ -12,26 +12,36 @@ from pagedcore.errors import InvalidRequest
 from pagedcore.outputs import RequestOutput
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
+from pagedcore.requests.stats import EngineStats
 from pagedcore.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from pagedcore.engine.engine import Engine
+
+class _Engine(Protocol):
+    """What offline generation uses of an engine."""
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> ProcessedRequest: ...
+    def can_accept(self, num_sequences: int = 1) -> bool: ...
+    def accept(self, processed: ProcessedRequest) -> Request: ...
+    def step_pending(self) -> object: ...
+    def stats(self) -> EngineStats: ...
 
 
 def run_offline(
-    engine: Engine,
+    engine: _Engine,
     prompts: SequenceOf[Prompt],
     params: SamplingParams | SequenceOf[SamplingParams] | None,
     *,
     show_progress: bool | None,
 ) -> list[RequestOutput]:
-    """Answer all prompts; see ``Engine.generate``. Requests of other callers advance along with them."""
+    """Complete all prompts; see ``Engine.generate``. Requests of other callers advance along with them."""
     waiting = deque(_prepare_all(engine, prompts, params))
     requests: list[Request] = []
+    is_hidden = None if show_progress is None else not show_progress
     try:
-        with tqdm(total=len(waiting), unit="request", disable=_is_hidden(show_progress)) as bar:
+        with tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar:
             while waiting or not all(request.is_done for request in requests):
-                _feed(engine, waiting, requests)
+                while waiting and engine.can_accept(waiting[0].params.num_initial_sequences):
+                    requests.append(engine.accept(waiting.popleft()))
                 engine.step_pending()
                 _show(bar, engine, requests)
         return [request.output() for request in requests]
@@ -42,7 +52,7 @@ def run_offline(
 
 
 def _prepare_all(
-    engine: Engine, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
+    engine: _Engine, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
 ) -> list[ProcessedRequest]:
     if isinstance(prompts, str):
         raise InvalidRequest("prompts", prompts, "a list of prompts", "For one prompt pass [prompt].")
@@ -52,16 +62,7 @@ def _prepare_all(
     return [engine.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
 
 
-def _feed(engine: Engine, waiting: deque[ProcessedRequest], requests: list[Request]) -> None:
-    while waiting and engine.can_accept(waiting[0].params.num_initial_sequences):
-        requests.append(engine.accept(waiting.popleft()))
-
-
-def _is_hidden(show_progress: bool | None) -> bool | None:
-    return None if show_progress is None else not show_progress
-
-
-def _show(bar: tqdm[None], engine: Engine, requests: list[Request]) -> None:
+def _show(bar: tqdm[None], engine: _Engine, requests: list[Request]) -> None:
     if bar.disable:
         return
     done = sum(request.is_done for request in requests)

@@ -13,6 +13,7 @@ from typing import Final
 from pagedcore.execution.thread_choice import ThreadChoice, Way
 from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore_kernels.cpu.runtime.cores import num_usable_cores
+from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
 from pagedcore_kernels.cpu.runtime.team_memory import NUM_SLOTS
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads_of_torch
 
@@ -48,6 +49,10 @@ class ComputeThreads:
     def step(self, num_tokens: int) -> ComputedStep:
         """Return a context for one step of so many tokens, which gets the threads that suit it."""
         return ComputedStep(self, num_tokens)
+
+    def idle(self) -> None:
+        """End the helper threads that torch keeps for the calling thread; another engine's helpers run faster then."""
+        end_openmp_helpers()
 
     def begin(self, num_tokens: int) -> Computing:
         """Choose for a step that begins now."""

@@ -35,6 +35,10 @@ class ModelRunner:
         """The model."""
         return self._backend
 
+    def idle(self) -> None:
+        """Free what only steps need; the next step may come at any time."""
+        self._threads.idle()
+
     def execute(self, rows: Seq[ScheduledRow], block_manager: BlockTables) -> SampledTokens:
         """Compute ``rows``, sample one token for each row that reaches its last known token, in their order, and score
         the tokens of prompts that are reported.

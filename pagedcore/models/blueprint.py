@@ -17,13 +17,8 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models import model_facts, supported_models
 from pagedcore.models.cpu.packed_linear import can_pack
 from pagedcore.models.pretrained import load_config, resolve_dtype
-from pagedcore.models.transformers_model import (
-    AttentionFactory,
-    kv_shapes,
-    layout_for,
-    preferred_block_size,
-    redirect_attention,
-)
+from pagedcore.models.transformers_model import kv_shapes, redirect_attention, requirements_of
+from pagedcore.protocols import AttentionFactory
 from pagedcore_kernels.layout import BlockLayout
 
 
@@ -61,9 +56,10 @@ def read_blueprint(
     number_format = resolve_dtype(dtype)
     model = _tree_of(config, number_format, trust_remote_code)
     shapes = kv_shapes(_layers_of(model))
-    size = block_size or preferred_block_size(attention_factory, number_format)
+    needs = requirements_of(attention_factory)
+    size = block_size or needs.preferred_block_size(number_format)
     return Blueprint(
-        layout_for(attention_factory, size, number_format, shapes), model_facts.max_model_len(config),
+        needs.layout_type(size, number_format, shapes), model_facts.max_model_len(config),
         sum(parameter.numel() for parameter in model.parameters()), _weight_bytes(model, number_format),
     )
 

@@ -13,7 +13,8 @@ import torch
 
 from pagedcore.models.attention_interface import PagedStep, attention_step
 from pagedcore.models.attention_layers import AttentionLayer
-from pagedcore.models.cpu.packed_linear import PackedLinear, pack_linears
+from pagedcore.models.cpu.packed_linear import FASTEST, PackedLinear, pack_linears
+from pagedcore.protocols import LinearFactory
 
 
 class Decoder(Protocol):
@@ -83,10 +84,11 @@ class ModuleDecoder(PlainDecoder):
     """Any architecture on the CPU: transformers' own modules, with packed linear layers, whose rows are independent."""
 
     def __init__(
-        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None]
+        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None],
+        linears: LinearFactory = FASTEST,
     ) -> None:
         super().__init__(model, layers, on_unused)
-        report = pack_linears(model, on_unused=on_unused)
+        report = pack_linears(model, linears=linears, on_unused=on_unused)
         self.products = report.packed
         self.other_matrices = report.unpacked
 

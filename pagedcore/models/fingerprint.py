@@ -9,36 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pagedcore.execution.machine import this_machine
-
-if TYPE_CHECKING:
-    from pagedcore.protocols import ModelBackend
+from pagedcore.protocols import DescribesItself, HasFingerprint, ModelBackend, ModelFingerprint
 
 _SAMPLE: Final = 512
 """Elements that are read at the beginning, in the middle and at the end of every tensor."""
 #: What a configuration says about where it was stored, by whom and when, not about the model.
 _INCIDENTAL: Final = frozenset({"transformers_version", "architectures", "dtype", "torch_dtype"})
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFingerprint:
-    """What tells one model from another.
-
-    The weights' digest covers every name, shape and number format, and a sample of every tensor's numbers: another
-    training or another number format shows, a change of a few single weights may not.
-    """
-
-    architecture: str
-    config: str
-    """Digest, 64 hexadecimal digits."""
-    weights: str
-    """Digest, 64 hexadecimal digits."""
-
-    def __str__(self) -> str:
-        return f"{self.architecture} (config {self.config[:8]}, weights {self.weights[:8]})"
 
 
 def model_fingerprint(model: Any) -> ModelFingerprint:
@@ -52,35 +31,43 @@ def model_fingerprint(model: Any) -> ModelFingerprint:
 
 
 def backend_fingerprint(backend: ModelBackend) -> ModelFingerprint:
-    """Return what a backend says about itself as ``fingerprint``, or else its type and its numbers.
-
-    A ``ModelBackend`` of your own whose weights can change should have that attribute.
-    """
-    own = getattr(backend, "fingerprint", None)
-    if isinstance(own, ModelFingerprint):
-        return own
+    """Return what a backend says about itself, or else a digest of its type and its limits."""
+    if isinstance(backend, HasFingerprint):
+        return backend.fingerprint
     numbers = backend.vocab_size, backend.max_model_len, sorted(backend.eos_token_ids), backend.kv_bytes_per_token
     return ModelFingerprint(type(backend).__name__, _digest([repr(numbers).encode()]), _digest([]))
+
+
+class _Undescribed:
+    dtype = attention_name = linear_name = "unknown"
+    device_name = ""
+
+    def layout(self, block_size: int) -> str:
+        return ""
+
+
+def description_of(backend: ModelBackend) -> DescribesItself:
+    """Return the backend, or "unknown" for each of the facts if it says none."""
+    return backend if isinstance(backend, DescribesItself) else _Undescribed()
 
 
 def kv_format(backend: ModelBackend, block_size: int) -> str:
     """Describe how a backend's KV blocks are computed and laid out: a digest, 64 hexadecimal digits.
 
-    Why: with other kernels, another processor or card, the same tokens may give other bits; they are computed again.
+    With other kernels, another processor or GPU, the same tokens may give other bits; they are computed again.
     """
     import torch
 
     from pagedcore._version import __version__
     from pagedcore_kernels.cpu.matmul.matmul import products_here
 
-    layout = getattr(backend, "layout", None)
+    facts = description_of(backend)
     parts = [
-        type(backend).__name__, block_size, backend.kv_bytes_per_token, getattr(backend, "attention_name", ""),
-        layout(block_size) if layout is not None else "", __version__, torch.__version__,
-        this_machine().instruction_sets, products_here(),
+        type(backend).__name__, block_size, backend.kv_bytes_per_token, facts.attention_name, facts.linear_name,
+        facts.layout(block_size), __version__, torch.__version__, this_machine().instruction_sets, products_here(),
     ]
-    if (card := getattr(backend, "card_name", "")):
-        parts.append(card)
+    if facts.device_name:
+        parts.append(facts.device_name)
     return _digest([repr(part).encode() for part in parts])
 
 

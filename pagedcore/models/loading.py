@@ -15,40 +15,60 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidConfig, describe
-from pagedcore.protocols import AttentionBackend, ModelBackend, Tokenizer
+from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend, Tokenizer
 
 if TYPE_CHECKING:
     from pagedcore.execution.devices import Device
     from pagedcore.models.blueprint import Blueprint
     from pagedcore.models.transformers_model import TransformersModel
 
-AttentionFactory = Callable[..., AttentionBackend]
-"""``(layout, pool) -> AttentionBackend``."""
+Loader = Callable[[str, str], Any]
+"""``(table, name) -> implementation``: looks an entry of a plugin table up."""
 
 DEFAULT_ATTENTION: Final = "numba-cpu"
+DEFAULT_MODEL_BACKEND: Final = "transformers"
 
 
-def resolve_backend(
-    model: Any, config: EngineConfig, load_attention: Callable[[str], AttentionFactory]
-) -> ModelBackend:
-    """Return a backend for ``model``.
+def resolve_backend(model: Any, config: EngineConfig, load: Loader) -> ModelBackend:
+    """Return a backend for ``model``: itself, if it is one, or what the entry ``config.model_backend`` makes of it.
 
     Args:
-        model: "demo", a directory, a hub name, a loaded ``PreTrainedModel`` (taken over), or a ``ModelBackend``.
-        config: number format, device, block size, attention backend and trust.
-        load_attention: returns the attention factory of a name.
+        model: what the entry takes; for "transformers" see ``transformers_backend``.
+        config: settings of the engine.
+        load: returns an entry of a plugin table.
+
+    Raises:
+        InvalidConfig: there is no such entry, or it makes no backend of this.
+        DeviceUnavailable: the device is not here; nothing was loaded.
+    """
+    if config.model_backend == "auto" and isinstance(model, ModelBackend):
+        _require_no_device(config)
+        return model
+    name = DEFAULT_MODEL_BACKEND if config.model_backend == "auto" else config.model_backend
+    backend = load("models", name)(model, config, load)
+    if not isinstance(backend, ModelBackend):
+        raise InvalidConfig(
+            f"model_backend: {name!r} made {describe(backend)}, needed is an object with the members of ModelBackend."
+        )
+    return backend
+
+
+def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> TransformersModel:
+    """Return a backend for a model of transformers; the entry "transformers" of the plugin table ``models``.
+
+    Args:
+        model: "demo", a directory, a hub name, or a loaded ``PreTrainedModel``, which is taken over.
+        config: number format, device, block size, attention and linear backend, and trust.
+        load: returns an entry of a plugin table.
 
     Raises:
         InvalidConfig: it is none of these, or it cannot run here.
         DeviceUnavailable: the device is not here; nothing was loaded.
     """
     if isinstance(model, str | os.PathLike):
-        return _take_over(lambda device: _loaded(model, config, device), config, load_attention, is_private=True)
+        return _take_over(lambda device: _loaded(model, config, device), config, load, is_private=True)
     if is_pretrained_model(model):
-        return _take_over(lambda _: _converted(model, config.dtype), config, load_attention, is_private=False)
-    if isinstance(model, ModelBackend):
-        _require_no_device(config)
-        return model
+        return _take_over(lambda _: _converted(model, config.dtype), config, load, is_private=False)
     raise InvalidConfig(
         f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
         "transformers, or an object with the members of ModelBackend."
@@ -58,7 +78,7 @@ def resolve_backend(
 def plan_backend(
     model: str | os.PathLike[str], config: EngineConfig, load_attention: Callable[[str], AttentionFactory]
 ) -> Blueprint:
-    """Return what is known of ``model`` without its weights; arguments and errors as ``resolve_backend``."""
+    """Return what is known of ``model`` without its weights; errors as ``transformers_backend``."""
     from pagedcore.models.blueprint import read_blueprint
 
     return read_blueprint(
@@ -80,7 +100,9 @@ def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
     if not isinstance(model, str | os.PathLike):
         return None
     source = _source(model)
-    if Path(source).is_dir() and not any(Path(source).glob("tokenizer*")):
+    # A backend of a third party has models that only it can find.
+    is_local = Path(source).is_dir() or config.model_backend not in ("auto", DEFAULT_MODEL_BACKEND)
+    if is_local and not any(Path(source).glob("tokenizer*")):
         return None
     return HFTokenizer.from_directory(source, config.trust_remote_code)
 
@@ -118,20 +140,20 @@ def _loaded(model: str | os.PathLike[str], config: EngineConfig, device: Device)
 
 
 def _take_over(
-    get_model: Callable[[Device], Any], config: EngineConfig, load_attention: Callable[[str], AttentionFactory], *,
-    is_private: bool,
+    get_model: Callable[[Device], Any], config: EngineConfig, load: Loader, *, is_private: bool
 ) -> TransformersModel:
-    """Find the device and the attention backend, and only then get the model."""
+    """Find the device and the backends, and only then get the model."""
     from pagedcore.execution import devices
     from pagedcore.models.transformers_model import TransformersModel
 
     device = devices.find_device(config.device)
     name = _attention_name(config, device.default_attention)
-    attention = load_attention(name)
+    attention = load("attention", name)
     _require_same_device(name, attention, device)
+    linears = _linears(config, device, load)
     return TransformersModel(
         get_model(device), attention, block_size=config.block_size, is_private=is_private, attention_name=name,
-        device=device,
+        linears=linears, linear_name=config.linear_backend, device=device,
     )
 
 
@@ -139,8 +161,24 @@ def _attention_name(config: EngineConfig, default: str) -> str:
     return default if config.attention_backend == "auto" else config.attention_backend
 
 
+def _linears(config: EngineConfig, device: Device, load: Loader) -> LinearFactory:
+    from pagedcore.models.cpu.packed_linear import FASTEST
+
+    name = config.linear_backend
+    if name == "auto":
+        return FASTEST
+    factory = load("linears", name)
+    if not isinstance(factory, LinearFactory):
+        raise InvalidConfig(f"linear_backend: {name!r} does not have the members of LinearFactory.")
+    if device.kind != "cpu":
+        raise InvalidConfig(f"linear_backend: got {name!r}, allowed on {device.kind} is 'auto'.")
+    return factory
+
+
 def _require_same_device(name: str, attention: AttentionFactory, device: Device) -> None:
-    kinds: tuple[str, ...] = getattr(attention, "devices", ("cpu",))
+    from pagedcore.models.transformers_model import requirements_of
+
+    kinds = requirements_of(attention).devices
     if device.kind not in kinds:
         raise InvalidConfig(
             f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
@@ -150,4 +188,4 @@ def _require_same_device(name: str, attention: AttentionFactory, device: Device)
 
 def _require_no_device(config: EngineConfig) -> None:
     if config.device.startswith("cuda"):
-        raise InvalidConfig("device: got a card for a model backend of your own, which decides itself. Leave it.")
+        raise InvalidConfig("device: got a GPU for a model backend of your own, which decides itself. Leave it.")

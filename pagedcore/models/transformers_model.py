@@ -8,9 +8,10 @@ models come from, ``decoder.py`` for the part a faster implementation replaces.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,22 +24,17 @@ from pagedcore.models import model_facts, self_test, supported_models
 from pagedcore.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
 from pagedcore.models.attention_layers import AttentionLayer, RecordingStep, layers_of
 from pagedcore.models.cpu.fused_decoder import best_decoder
+from pagedcore.models.cpu.packed_linear import FASTEST
 from pagedcore.models.cpu.row_invariance import probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
-from pagedcore.protocols import AttentionBackend, RaggedRows
+from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, LinearFactory, RaggedRows
 from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-#: Makes an attention backend for a layout over a pool that the layout has allocated: ``(layout, pool)``.
-AttentionFactory = Callable[..., AttentionBackend]
-
-_DEFAULT_BLOCK_SIZE: Final = 16
-
 
 class TransformersModel:
     """A causal language model of transformers, taken over.
@@ -59,6 +55,8 @@ class TransformersModel:
         runs_self_test: bool = True,
         decoder_factory: DecoderFactory | None = None,
         attention_name: str = "unnamed",
+        linears: LinearFactory = FASTEST,
+        linear_name: str = "auto",
         device: Device = CPU,
     ) -> None:
         """Take a model over: it cannot be used by itself any more.
@@ -70,7 +68,9 @@ class TransformersModel:
             is_private: nobody else has the model or its weights, so that mapped pages may be dropped early.
             runs_self_test: compare twelve tokens with a plain forward first.
             decoder_factory: makes what computes a batch; ``None``: the best for model and device.
-            attention_name: what ``attention_factory`` is called, for people.
+            attention_name: what ``attention_factory`` is called.
+            linears: makes the products of linear layers on the CPU.
+            linear_name: what ``linears`` is called.
             device: where the model computes.
 
         Raises:
@@ -78,11 +78,13 @@ class TransformersModel:
             InvalidConfig: its number format cannot be stored in a KV pool, or it has weights on another device.
         """
         self.name = str(model.config.model_type)
-        self.attention_name = attention_name
+        self.attention_name, self.linear_name = attention_name, linear_name
         self._device = device
         self._attention_factory = attention_factory
         self._dtype: torch.dtype = model.dtype
-        self._block_size = block_size or preferred_block_size(attention_factory, self._dtype)
+        needs = requirements_of(attention_factory)
+        self._layout_type = needs.layout_type
+        self._block_size = block_size or needs.preferred_block_size(self._dtype)
         self._storage: KVStorage | None = None
         self._attention: AttentionBackend | None = None
         supported_models.check_config(model.config.to_dict())
@@ -91,7 +93,7 @@ class TransformersModel:
         self._max_model_len = model_facts.max_model_len(model.config)
         self._eos_token_ids = model_facts.eos_token_ids(model)
         self.fingerprint = model_fingerprint(model)
-        factory = decoder_factory or (best_decoder if device.kind == "cpu" else PlainDecoder)
+        factory = decoder_factory or (partial(best_decoder, linears=linears) if device.kind == "cpu" else PlainDecoder)
         with torch.inference_mode():
             self._take_over(device.take(model.eval()), factory, is_private, runs_self_test)
 
@@ -143,13 +145,13 @@ class TransformersModel:
         return self._layers
 
     @property
-    def card_name(self) -> str:
-        """What the card that computes is called; empty for the CPU."""
+    def device_name(self) -> str:
+        """What the GPU that computes is called; empty for the CPU."""
         return self._device.card_name
 
     def layout(self, block_size: int) -> BlockLayout:
         """Return the layout of blocks of so many tokens."""
-        return layout_for(self._attention_factory, block_size, self._dtype, kv_shapes(self._layers))
+        return self._layout_type(block_size, self._dtype, kv_shapes(self._layers))
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of so many tokens over all layers, padding included."""
@@ -239,18 +241,17 @@ class TransformersModel:
         )
 
 
-def preferred_block_size(attention_factory: AttentionFactory, dtype: torch.dtype) -> int:
-    """Return the tokens per block that an attention backend likes best: its class says so, where it is one."""
-    preferred = getattr(attention_factory, "preferred_block_size", None)
-    return int(preferred(dtype)) if preferred is not None else _DEFAULT_BLOCK_SIZE
+class _PlainRequirements:
+    devices = ("cpu",)
+    layout_type = KVLayout
+
+    def preferred_block_size(self, dtype: torch.dtype) -> int:
+        return 16
 
 
-def layout_for(
-    attention_factory: AttentionFactory, block_size: int, dtype: torch.dtype, layers: tuple[LayerShape, ...]
-) -> BlockLayout:
-    """Return the layout that an attention backend's kernels want: its class names one, or else it is the CPU's."""
-    layout_type: type[BlockLayout] = getattr(attention_factory, "layout_type", KVLayout)
-    return layout_type(block_size, dtype, layers)
+def requirements_of(attention_factory: AttentionFactory) -> AttentionRequirements:
+    """Return what an attention factory needs: what it says, or else what every backend for the CPU can do with."""
+    return attention_factory if isinstance(attention_factory, AttentionRequirements) else _PlainRequirements()
 
 
 def _keep(weight: torch.Tensor) -> None:

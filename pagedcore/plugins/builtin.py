@@ -12,15 +12,21 @@ from pagedcore.plugins.registry import Registry
 
 @hookimpl
 def pagedcore_register(registry: Registry) -> None:
-    """Add the built-in adapters, attention backends and scheduling policies."""
+    """Add the built-in implementations of every table."""
     registry.adapters.add("async-generator", "pagedcore_asyncgen:create",
                           summary="a callable that returns an async generator of deltas")
     registry.attention.add("numba-cpu", "pagedcore_kernels.cpu.attention.backend:NumbaCpuAttention",
                            summary="compiled for this machine's CPU; the default")
     registry.attention.add("numba-cuda", "pagedcore_kernels.cuda.attention.backend:NumbaCudaAttention", extra="cuda",
-                           summary="tensor-core kernels for NVIDIA cards")
+                           summary="tensor-core kernels for NVIDIA GPUs")
     registry.attention.add("reference", "pagedcore_kernels.reference:ReferenceAttention",
                            summary="plain and slow; what the others are tested against")
+    registry.linears.add("onednn", "pagedcore.models.cpu.packed_linear:OneDnnMatmul",
+                         summary="torch's own library, with packed weights")
+    registry.linears.add("packed", "pagedcore_kernels.cpu.matmul.matmul:PackedMatmul",
+                         summary="compiled for x86 processors with AVX2 or better; the default there")
+    registry.models.add("transformers", "pagedcore.models.loading:transformers_backend",
+                        summary="causal language models of transformers; the default")
     registry.schedulers.add("fcfs", "pagedcore.scheduler.policies:fcfs",
                             summary="first come, first served; the default")
     registry.schedulers.add("priority", "pagedcore.scheduler.policies:priority",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pagedcore.errors import InvalidConfig, MissingDependency
-from pagedcore.protocols import AttentionBackend
+from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend
 
 if TYPE_CHECKING:
     from pagedcore.scheduler.policies import Policy
@@ -23,8 +23,9 @@ T = TypeVar("T")
 
 AdapterFactory = Callable[..., Any]
 """``(model, **settings) -> object``: what ``expose`` calls."""
-AttentionFactory = Callable[..., AttentionBackend]
-"""``(layout, pool) -> AttentionBackend``: the KV layout and the pool's storage."""
+ModelFactory = Callable[..., ModelBackend]
+"""``(model, config, load) -> ModelBackend``: what the user calls a model, the ``EngineConfig``, and ``Registry.load``.
+"""
 PolicyFactory = Callable[[], "Policy"]
 """What ``EngineConfig.scheduling_policy`` names: a function without arguments that returns a ``Policy``."""
 
@@ -143,12 +144,15 @@ class Registry:
     def __init__(self) -> None:
         self.adapters: Table[AdapterFactory] = Table("adapters")
         self.attention: Table[AttentionFactory] = Table("attention")
+        self.linears: Table[LinearFactory] = Table("linears")
+        self.models: Table[ModelFactory] = Table("models")
         self.schedulers: Table[PolicyFactory] = Table("schedulers")
 
     @property
     def tables(self) -> dict[str, Table[Any]]:
         """Every table by its seam's name."""
-        return {table.seam: table for table in (self.adapters, self.attention, self.schedulers)}
+        return {table.seam: table for table in (self.adapters, self.attention, self.linears, self.models,
+                                                  self.schedulers)}
 
     def find_table(self, seam: str) -> Table[Any]:
         """Return the table of a seam.
@@ -159,6 +163,10 @@ class Registry:
         if seam not in self.tables:
             raise InvalidConfig(f"table: {seam!r} does not exist; known are {', '.join(self.tables)}.")
         return self.tables[seam]
+
+    def load(self, seam: str, name: str) -> Any:
+        """Import and return the implementation called ``name`` of a seam; raises as ``Table.load``."""
+        return self.find_table(seam).load(name)
 
     @contextmanager
     def registering(self, plugin: str) -> Iterator[Registry]:

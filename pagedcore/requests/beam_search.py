@@ -1,13 +1,13 @@
-"""Beam search over one prompt: candidates in, survivors out, and the best answers that have ended.
+"""Beam search over one prompt: candidates in, survivors out, and the best completions that have ended.
 
-Knows tokens and log-probabilities, neither sequences nor blocks nor models; ``contests`` lets beams be computed.
+Knows tokens and log-probabilities, neither sequences nor blocks nor models; ``candidate_groups`` has beams computed.
 The rules are those of ``generate(num_beams=...)`` of transformers 5, for one prompt:
 
     a round    every beam offers its likeliest next tokens; all candidates together are ranked by the sum of their
                log-probabilities. Of the ``width`` best, those that end become hypotheses; the ``width`` best that
                do not end are the next beams.
     a score    sum of log-probabilities / number of tokens ** length_penalty. The ``width`` best are kept.
-    the end    no candidate goes on; or ``width`` hypotheses are kept and either ``early_stopping`` is true or the
+    the end    no candidate is left; or ``width`` hypotheses are kept and either ``early_stopping`` is true or the
                best beam, at its present length ("never": at the length that suits it best), would not beat the worst
                of them.
 """
@@ -22,7 +22,7 @@ from typing import Literal
 
 from pagedcore.outputs import TokenLogprobs
 
-Candidates = ListOf[tuple[int, float]]
+Continuations = ListOf[tuple[int, float]]
 """(token id, log-probability) pairs of what may follow one beam."""
 
 
@@ -38,20 +38,22 @@ class BeamRules:
     early_stopping: bool | Literal["never"] = False
     num_logprobs: int | None = None
     """Keep each token's log-probability and this many of those it was chosen among; ``None``: keep none."""
+    barred_token_ids: frozenset[int] = frozenset()
+    """No candidates before ``min_tokens``, besides the stop tokens: with ``ignore_eos`` the model's end tokens."""
 
     @property
     def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens are enough: should all stop tokens be among them, ``width`` go on."""
-        return self.width + len(self.stop_token_ids)
+        """How many of a beam's likeliest tokens are enough: ``width`` of them neither stop nor are barred."""
+        return self.width + len(self.stop_token_ids | self.barred_token_ids)
 
     def score(self, log_probability: float, num_tokens: int) -> float:
-        """Return what an answer of ``num_tokens`` tokens is ranked by."""
+        """Return what a completion of ``num_tokens`` tokens is ranked by."""
         return float(log_probability / num_tokens**self.length_penalty)
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An answer that has ended."""
+    """A completion that has ended."""
 
     token_ids: tuple[int, ...]
     score: float
@@ -100,33 +102,33 @@ class BeamSearch:
         """Beams of the present round: one in the first, later as many as could be told apart, up to ``width``."""
         return len(self._beams)
 
-    def advance(self, candidates: ListOf[Candidates]) -> list[Survivor]:
+    def advance(self, continuations: ListOf[Continuations]) -> list[Survivor]:
         """Finish a round.
 
         Args:
-            candidates: for each beam of the round, in order, the likeliest tokens, best first: at least
+            continuations: for each beam of the round, in order, the likeliest tokens, best first: at least
                 ``BeamRules.num_candidates`` of them, or all possible ones if they are fewer.
 
         Returns:
             The beams of the next round, in order; none when the search is done.
         """
         width = self._rules.width
-        ranked = self._rank(candidates)
-        self._keep((one for one in ranked[:width] if self._ends(one)), candidates)
-        going_on = [one for one in ranked if not self._ends(one)][:width]
-        self._beams = [self._extend(one, candidates) for one in going_on]
-        self.is_done = not going_on or self._cannot_improve()
-        return [] if self.is_done else [Survivor(one.parent, one.token_id) for one in going_on]
+        ranked = self._rank(continuations)
+        self._keep((one for one in ranked[:width] if self._ends(one)), continuations)
+        unended = [one for one in ranked if not self._ends(one)][:width]
+        self._beams = [self._extend(one, continuations) for one in unended]
+        self.is_done = not unended or self._cannot_improve()
+        return [] if self.is_done else [Survivor(one.parent, one.token_id) for one in unended]
 
-    def _rank(self, candidates: ListOf[Candidates]) -> list[_Candidate]:
+    def _rank(self, continuations: ListOf[Continuations]) -> list[_Candidate]:
         rules, num_tokens = self._rules, len(self._beams[0].token_ids)
-        barred = rules.stop_token_ids if num_tokens < rules.min_tokens else frozenset()
+        barred = rules.stop_token_ids | rules.barred_token_ids if num_tokens < rules.min_tokens else frozenset()
         everyone = (
             _Candidate(beam.log_probability + log_probability, parent, token_id, log_probability)
-            for parent, (beam, offered) in enumerate(zip(self._beams, candidates, strict=True))
+            for parent, (beam, offered) in enumerate(zip(self._beams, continuations, strict=True))
             for token_id, log_probability in offered if token_id not in barred
         )
-        # Why: this many hold ``width`` that go on, even if every stop token of every one of them ranks before.
+        # Why: this many include ``width`` that do not end, even if every stop token of every beam ranks before them.
         num_needed = rules.width * (1 + len(rules.stop_token_ids))
         return nsmallest(num_needed, everyone, key=lambda one: (-one.log_probability, one.parent, one.token_id))
 
@@ -134,19 +136,19 @@ class BeamSearch:
         num_tokens = len(self._beams[candidate.parent].token_ids) + 1
         return candidate.token_id in self._rules.stop_token_ids or num_tokens == self._rules.max_tokens
 
-    def _keep(self, ended: Iterable[_Candidate], candidates: ListOf[Candidates]) -> None:
+    def _keep(self, ended: Iterable[_Candidate], continuations: ListOf[Continuations]) -> None:
         for candidate in ended:
-            beam = self._extend(candidate, candidates)
+            beam = self._extend(candidate, continuations)
             score = self._rules.score(beam.log_probability, len(beam.token_ids))
             self.hypotheses.append(Hypothesis(beam.token_ids, score, beam.logprobs))
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self._rules.width :]
 
-    def _extend(self, candidate: _Candidate, candidates: ListOf[Candidates]) -> _Beam:
+    def _extend(self, candidate: _Candidate, continuations: ListOf[Continuations]) -> _Beam:
         parent, num_top = self._beams[candidate.parent], self._rules.num_logprobs
         token_ids, logprobs = (*parent.token_ids, candidate.token_id), parent.logprobs
         if num_top is not None:
-            top = tuple(candidates[candidate.parent][:num_top])
+            top = tuple(continuations[candidate.parent][:num_top])
             logprobs = (*logprobs, TokenLogprobs(candidate.token_id, candidate.offered, top))
         return _Beam(token_ids, candidate.log_probability, logprobs)
 

@@ -1,18 +1,19 @@
-"""From what a caller wrote to something the scheduler can run: the one door that every adapter goes through.
+"""From what a caller wrote to something the scheduler can run: the one way in, for every door.
 
-Tokenises, validates completely and resolves defaults, without touching the engine's state: it is safe to call from
-any thread, and whatever it refuses was never taken. Next: ``engine.Engine.add_request``.
+Tokenises, validates completely and resolves defaults without touching the engine's state: it is safe to call from any
+thread, and a request that it refuses was never accepted. Next: ``request_table``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
-from pagedcore.errors import InvalidPrompt, TooManySequences
+from pagedcore.errors import InvalidPrompt, InvalidRequest, TooManySequences
 from pagedcore.outputs import TokenText
-from pagedcore.protocols import ChatMessage, Tokenizer
+from pagedcore.protocols import ChatMessage, NamesTokens, Tokenizer
+from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.sampling_params import SamplingParams
 
@@ -22,15 +23,16 @@ Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage]
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRequest:
-    """A request that passed the door: everything resolved, nothing allocated."""
+    """A request that was validated: everything resolved, nothing allocated."""
 
     token_ids: list[int]
+    """Of a further turn, the new ones."""
     params: SamplingParams
+    options: RequestOptions
     max_tokens: int
     stop_token_ids: frozenset[int]
-    priority: int = 0
-    cache_salt: bytes = b""
-    """Requests share blocks with others of the same salt only."""
+    has_candidates: bool
+    """Whether the completions are chosen at the end, among more sequences than are returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +48,42 @@ class InputProcessor:
     max_num_waiting: int
     """Sequences that may wait; a request has to fit the queue when it is empty."""
     eos_token_ids: frozenset[int]
+    has_priorities: bool = True
+    """Whether the scheduling policy looks at priorities."""
 
-    def prepare(
-        self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, cache_salt: str | bytes | None = None
-    ) -> ProcessedRequest:
-        """Check and resolve a new request.
+    def process(self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> ProcessedRequest:
+        """Validate and resolve a new request.
 
         Raises:
             InvalidRequest: the subclass names the input, the value and the limit.
         """
-        params = params if params is not None else SamplingParams()
-        validation.validate_priority(priority)
-        salt = validation.validate_salt(cache_salt)
-        return replace(self._resolve(self._token_ids(prompt), 0, params, priority), cache_salt=salt)
+        self.check_options(options)
+        return self._process(prompt, None, params if params is not None else SamplingParams(), options)
 
-    def prepare_continuation(self, prompt: Prompt, known_token_ids: list[int], params: SamplingParams,
-                             priority: int) -> ProcessedRequest:
-        """Check and resolve a further turn after ``known_token_ids``; only the new tokens are in the result."""
-        token_ids = self._continuation_ids(prompt, known_token_ids)
-        return self._resolve(token_ids, len(known_token_ids), params, priority)
+    def process_turn(
+        self, prompt: Prompt, known_token_ids: list[int], params: SamplingParams, options: RequestOptions
+    ) -> ProcessedRequest:
+        """Validate and resolve a further turn after ``known_token_ids``; raises as ``process``."""
+        return self._process(prompt, known_token_ids, params, options)
+
+    def check_options(self, options: RequestOptions) -> None:
+        """Refuse a priority that the scheduling policy would ignore.
+
+        Raises:
+            InvalidRequest: the policy has no priorities.
+        """
+        if options.priority and not self.has_priorities:
+            raise InvalidRequest(
+                "priority", options.priority, "0 under this scheduling policy, which has no priorities",
+                'Build the engine with scheduling_policy="priority".',
+            )
+
+    def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Return the model's end tokens and the request's stop tokens."""
+        return self.eos_token_ids.union(params.stop_token_ids)
 
     def token_text(self, token_id: int) -> TokenText:
-        """Say what a token stands for.
+        """Return what a token stands for.
 
         Raises:
             InvalidRequest: it is not in the vocabulary.
@@ -75,50 +91,49 @@ class InputProcessor:
         validation.validate_prompt_ids([token_id], self.vocab_size, 2)
         if self.tokenizer is None:
             return TokenText("", None)
-        if (token_text := getattr(self.tokenizer, "token_text", None)) is not None:
-            return cast("TokenText", token_text(token_id))
+        if isinstance(self.tokenizer, NamesTokens):
+            return self.tokenizer.token_text(token_id)
         # Why: a tokenizer of the user's own need not have more than its protocol says.
         text = self.tokenizer.decode([token_id])
         return TokenText(text, text.encode() if text and "\ufffd" not in text else None)
 
-    def _resolve(self, token_ids: list[int], num_known: int, params: SamplingParams, priority: int) -> ProcessedRequest:
+    def _process(
+        self, prompt: Prompt, known: list[int] | None, params: SamplingParams, options: RequestOptions
+    ) -> ProcessedRequest:
+        stop_token_ids, num_known = self.stop_token_ids(params), len(known or ())
+        num_initial, num_sequences = params.num_initial_sequences, params.num_sequences
+        has_candidates = params.has_candidates
         validation.check_params_for_model(params, self.vocab_size)
-        if params.num_initial_sequences > self.max_num_waiting:
-            what = "n" if params.n == params.num_initial_sequences else "best_of"
+        if num_initial > self.max_num_waiting:
             limit = f"up to max_num_waiting ({self.max_num_waiting})"
-            raise TooManySequences(what, params.num_initial_sequences, limit)
+            raise TooManySequences("n" if params.n == num_initial else "best_of", num_initial, limit)
+        if isinstance(prompt, str):
+            validation.validate_text(prompt, self.max_model_len)
+            if self.tokenizer is None:
+                raise _needs_tokenizer("text")
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens=known is None)
+        else:
+            token_ids = self._chat_ids(prompt, known) if _is_chat(prompt) else prompt  # type: ignore[assignment]
         validation.validate_prompt_ids(token_ids, self.vocab_size, self.max_model_len - num_known)
         num_prompt = num_known + len(token_ids)
         longest = self.max_model_len
         if params.max_tokens is None:
             longest = max(min(longest, self.num_pool_tokens), num_prompt + 1)
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
-        validation.check_fits_pool(num_prompt, max_tokens, params.num_sequences, self.num_pool_tokens)
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        return ProcessedRequest(list(token_ids), params, max_tokens, eos.union(params.stop_token_ids), priority)
+        validation.check_fits_pool(num_prompt, max_tokens, num_sequences, self.num_pool_tokens)
+        return ProcessedRequest(list(token_ids), params, options, max_tokens, stop_token_ids, has_candidates)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            validation.validate_text(prompt, self.max_model_len)
-            return self._require_tokenizer("text").encode(prompt)
-        if _is_chat(prompt):
-            messages = validation.validate_chat(prompt, self.max_model_len)
-            return self._require_tokenizer("chat messages").encode_chat(messages)
-        return prompt  # type: ignore[return-value]  # Why: whatever is left is refused by validate_prompt_ids
-
-    def _continuation_ids(self, prompt: Prompt, known_token_ids: list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            validation.validate_text(prompt, self.max_model_len)
-            return self._require_tokenizer("text").encode(prompt, add_special_tokens=False)
-        if _is_chat(prompt):
-            messages = validation.validate_chat(prompt, self.max_model_len)
-            return self._require_tokenizer("chat messages").encode_chat_turn(messages, known_token_ids)
-        return self._token_ids(prompt)
-
-    def _require_tokenizer(self, kind: str) -> Tokenizer:
+    def _chat_ids(self, messages: Any, known: list[int] | None) -> list[int]:
+        messages = validation.validate_chat(messages, self.max_model_len)
         if self.tokenizer is None:
-            raise InvalidPrompt("prompt", kind, "token ids", "This engine has no tokenizer; pass tokenizer=... or ids.")
-        return self.tokenizer
+            raise _needs_tokenizer("chat messages")
+        if known is None:
+            return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_chat_turn(messages, known)
+
+
+def _needs_tokenizer(kind: str) -> InvalidPrompt:
+    return InvalidPrompt("prompt", kind, "token ids", "This engine has no tokenizer; pass tokenizer=... or ids.")
 
 
 def _is_chat(prompt: Any) -> bool:

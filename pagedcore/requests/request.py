@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagedcore.errors import RequestStateError
-from pagedcore.outputs import RequestOutput, TokenLogprobs
+from pagedcore.outputs import RequestMetrics, RequestOutput, TokenLogprobs, Usage
+from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
-
-
-@dataclass(slots=True)
-class Timeline:
-    """When things first happened to a request's current turn, in seconds of the engine's clock."""
-
-    arrival_s: float = 0.0
-    first_scheduled_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float | None = None
 
 
 class RequestOwner(Protocol):
@@ -29,7 +19,7 @@ class RequestOwner(Protocol):
         ...
 
     def remove_request(self, request: Request) -> None:
-        """Forget a finished request and free its blocks."""
+        """Remove a finished request and free its blocks."""
         ...
 
     def abort_request(self, request_id: str) -> bool:
@@ -37,7 +27,7 @@ class RequestOwner(Protocol):
         ...
 
     def output_of(self, request: Request) -> RequestOutput:
-        """Describe all answers as they stand."""
+        """Describe all completions as they stand."""
         ...
 
 
@@ -47,32 +37,47 @@ class Request:
     Made by ``Engine.add_request``; usable only on the engine's thread. ``take_new_tokens`` reads tokens as they
     come, ``is_done`` says when to stop, then either ``extend`` goes on with the same cache or ``remove`` frees it.
 
-    Invariant: ``sequences`` has one entry per answer asked for (``SamplingParams.n``). Where the answers are chosen at
-        the end, they stay empty until then, and the scheduler knows only those they are chosen from.
+    Invariant: ``sequences`` has one entry for each of the ``SamplingParams.n`` completions. Where these are chosen at
+        the end, they stay empty until then, and the scheduler knows only the candidates.
     """
 
-    __slots__ = ("_num_taken", "_owner", "error", "params", "priority", "request_id", "sequences", "timeline")
+    __slots__ = ("_num_taken", "_owner", "error", "metrics", "options", "params", "request_id", "sequences")
 
     def __init__(
-        self, request_id: str, sequences: list[Sequence], params: SamplingParams, owner: RequestOwner, priority: int = 0
+        self, request_id: str, sequences: list[Sequence], params: SamplingParams, options: RequestOptions,
+        owner: RequestOwner, arrival_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
+        """The engine's own: random, never a caller's."""
         self.sequences = sequences
         self.params = params
-        self.priority = priority
+        self.options = options
         self.error: Exception | None = None
-        self.timeline = Timeline()
+        self.metrics = RequestMetrics(arrival_s)
+        """Times of the present turn."""
         self._owner = owner
         self._num_taken = [len(sequence.token_ids) for sequence in sequences]
 
     @property
     def is_done(self) -> bool:
-        """Whether every answer of this turn has finished."""
+        """Whether every completion of this turn has finished."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
+    def client_request_id(self) -> str | None:
+        """The caller's own label; see ``RequestOptions.request_id``."""
+        return self.options.request_id
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens that the present turn took so far."""
+        first = self.sequences[0]
+        num_output_tokens = sum(sequence.num_output_tokens for sequence in self.sequences)
+        return Usage(first.num_prompt_tokens, first.num_cached_tokens or 0, num_output_tokens)
+
+    @property
     def prompt_token_ids(self) -> list[int]:
-        """Everything before this turn's answer."""
+        """Everything before this turn's completion."""
         first = self.sequences[0]
         return first.token_ids[: first.num_prompt_tokens]
 
@@ -85,16 +90,16 @@ class Request:
     def begin_turn(self, params: SamplingParams, arrival_s: float) -> None:
         """Note that the engine continues this request; callers use ``extend``."""
         self.params = params
-        self.timeline = Timeline(arrival_s)
+        self.metrics = RequestMetrics(arrival_s)
 
     def take_new_tokens(self, index: int = 0) -> list[int]:
-        """Return the tokens of answer ``index`` that were not taken yet; each token is returned once."""
+        """Return the tokens of completion ``index`` that were not taken yet; each token is returned once."""
         sequence = self.sequences[index]
         taken, self._num_taken[index] = self._num_taken[index], len(sequence.token_ids)
         return sequence.token_ids[max(taken, sequence.num_prompt_tokens) :]
 
     def output(self) -> RequestOutput:
-        """Return all answers as they stand, with text where the engine has a tokenizer."""
+        """Return all completions as they stand, with text where the engine has a tokenizer."""
         return self._owner.output_of(self)
 
     def extend(self, prompt: Any, params: SamplingParams | None = None) -> None:
@@ -105,7 +110,7 @@ class Request:
             params: for the new turn; ``None``: those of the turn before.
 
         Raises:
-            RequestStateError: the request is still running, was removed, or has more than one answer.
+            RequestStateError: the request is still running, was removed, or has more than one completion.
             InvalidRequest: as from ``Engine.add_request``; the request stays as it was.
             EngineOverloaded: the waiting queue is full; the request stays as it was.
         """
@@ -116,7 +121,7 @@ class Request:
         return self._owner.abort_request(self.request_id)
 
     def remove(self) -> None:
-        """Forget this finished request and free its blocks.
+        """Remove this finished request and free its blocks.
 
         Raises:
             RequestStateError: it is still running; ``abort`` it first.

@@ -1,19 +1,19 @@
 """The one validator of every door: prompts, and what of the parameters depends on the prompt or the model.
 
 Looks only: it allocates nothing in proportion to what it refuses, and knows no engine. Limits are in
-``limits.py``, the checks that need no model in ``sampling_params.py``; ``intake.py`` calls these in order.
+``limits.py``, the checks that need no model in ``sampling_params.py``; ``input_processor.py`` calls these in order.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from typing import Final
 
+from pagedcore.config.field_rules import PRIORITY, seconds
 from pagedcore.config.limits import (
     MAX_CHAT_BYTES,
     MAX_CHAT_MESSAGES,
     MAX_PARKING_S,
-    MAX_PRIORITY,
     MAX_SALT_BYTES,
     MAX_TEXT_BYTES_PER_TOKEN,
 )
@@ -21,7 +21,6 @@ from pagedcore.errors import (
     InvalidMaxTokens,
     InvalidMinTokens,
     InvalidPrompt,
-    InvalidRequest,
     InvalidSalt,
     InvalidSampling,
     InvalidText,
@@ -36,6 +35,8 @@ from pagedcore.sampling_params import SamplingParams
 
 _ENCODED_AT_ONCE = 4096
 _IDS_AT_ONCE = 16_384
+_TTL: Final = seconds(0, MAX_PARKING_S, above_low=True).or_none()
+_TIMEOUT: Final = seconds(0, above_low=True).or_none()
 
 
 def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) -> list[int]:
@@ -213,14 +214,8 @@ def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int,
 
 
 def validate_priority(priority: object) -> int:
-    """Check a request's priority and return it.
-
-    Raises:
-        InvalidRequest: not an integer from -1,000,000 to 1,000,000.
-    """
-    if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise InvalidRequest("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
-    return priority
+    """Check a request's priority and return it. Raises ``InvalidRequest``."""
+    return PRIORITY.check("priority", priority)
 
 
 def require_one_answer(params: SamplingParams) -> None:
@@ -237,16 +232,8 @@ def require_one_answer(params: SamplingParams) -> None:
 
 
 def validate_ttl(ttl_s: object) -> float | None:
-    """Check how long parked KV is to be kept, and return it.
-
-    Raises:
-        InvalidRequest: neither ``None`` nor a number of seconds above 0 and up to 30 days.
-    """
-    if ttl_s is None:
-        return None
-    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s <= MAX_PARKING_S:
-        raise InvalidRequest("ttl_s", ttl_s, f"a number above 0 to {MAX_PARKING_S:g} seconds, or None")
-    return float(ttl_s)
+    """Check for how many seconds parked KV is kept, and return it. Raises ``InvalidRequest``."""
+    return _TTL.check("ttl_s", ttl_s)
 
 
 def validate_salt(salt: object) -> bytes:
@@ -267,13 +254,5 @@ def validate_salt(salt: object) -> bytes:
 
 
 def validate_timeout(timeout_s: object) -> float | None:
-    """Check a time limit and return it in seconds.
-
-    Raises:
-        InvalidRequest: neither ``None`` nor a finite number above 0.
-    """
-    if timeout_s is None:
-        return None
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise InvalidRequest("timeout_s", timeout_s, "a finite number of seconds above 0, or None")
-    return float(timeout_s)
+    """Check a time limit in seconds and return it. Raises ``InvalidRequest``."""
+    return _TIMEOUT.check("timeout_s", timeout_s)

@@ -22,6 +22,8 @@ class Policy:
     """Sort key, smallest first; it must not change while the sequence waits or runs. Ties go by sequence id."""
     admits_while_running: bool = True
     """``False``: a new batch starts only when the one before has finished completely."""
+    has_priorities: bool = False
+    """Whether the order looks at ``Sequence.priority``; if not, requests with another priority than 0 are refused."""
     cache_bonus: int = 8
     """How many arrivals later a request may be and still start first because the cache holds its beginning; it gains
     one place for each cached block. No request is overtaken by more later ones than this."""
@@ -34,7 +36,7 @@ def fcfs() -> Policy:
 
 def priority() -> Policy:
     """Highest priority first, first come first served among equals."""
-    return Policy("priority", _by_priority)
+    return Policy("priority", _by_priority, has_priorities=True)
 
 
 def static() -> Policy:

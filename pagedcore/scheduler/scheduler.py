@@ -6,7 +6,7 @@ between the memories before a step is in ``block_moves``, the laws that hold bet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pagedcore.errors import InternalError, RequestTooLarge
 from pagedcore.kv_cache.block_manager import BlockManager
@@ -38,7 +38,10 @@ class Scheduler:
     Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
     """
 
-    __slots__ = ("_counters", "_in_flight", "_running", "_waiting", "block_manager", "costs", "moves", "rules")
+    __slots__ = (
+        "_counters", "_in_flight", "_num_pool_tokens", "_running", "_waiting", "block_manager", "costs", "moves",
+        "rules",
+    )
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class Scheduler:
         max_scored_tokens: int,
     ) -> None:
         self.block_manager = block_manager
+        self._num_pool_tokens = block_manager.num_blocks * block_manager.block_size
         self.costs = CostModel()
         preemption_rules = PreemptionRules(preemption, self.costs, block_manager.block_size)
         self.rules = PlanningRules(
@@ -86,7 +90,7 @@ class Scheduler:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence that grows to ``num_tokens`` positions fits the pool when alone."""
-        return self.block_manager.blocks_for(num_tokens) <= self.block_manager.num_blocks
+        return num_tokens <= self._num_pool_tokens
 
     def require_room(self, num_tokens: int, num_sequences: int = 1) -> None:
         """Check that ``num_sequences`` sequences of up to ``num_tokens`` positions each can be added now.
@@ -95,12 +99,7 @@ class Scheduler:
             RequestTooLarge: one of them would not fit the pool even if it were alone.
             EngineOverloaded: the waiting queue has no room for them.
         """
-        if not self.can_ever_fit(num_tokens):
-            limit = self.block_manager.num_blocks * self.block_manager.block_size
-            raise RequestTooLarge(
-                "prompt and max_tokens", num_tokens, f"at most the {limit} positions of the KV pool",
-                "Ask for fewer tokens, or build the engine with more KV blocks.",
-            )
+        self._require_fitting(num_tokens)
         self._waiting.require_room(num_sequences)
 
     def never_started(self) -> tuple[Sequence, ...]:
@@ -120,10 +119,22 @@ class Scheduler:
             EngineOverloaded: the waiting queue is full; nothing changed.
             InternalError: its status is not WAITING, or it waits already.
         """
-        if sequence.status is not _WAITING:
-            raise InternalError(f"add: sequence {sequence.sequence_id} is {sequence.status.value}")
-        self.require_room(sequence.max_total_tokens)
-        self._waiting.push(sequence)
+        self.add_sequences((sequence,))
+
+    def add_sequences(self, sequences: Collection[Sequence]) -> None:
+        """Let several sequences wait, or none of them. Raises as ``add``."""
+        for sequence in sequences:
+            if sequence.status is not _WAITING:
+                raise InternalError(f"add: sequence {sequence.sequence_id} is {sequence.status.value}")
+            self._require_fitting(sequence.num_prompt_tokens + sequence.max_tokens)
+        self._waiting.push_all(sequences)
+
+    def _require_fitting(self, num_tokens: int) -> None:
+        if not self.can_ever_fit(num_tokens):
+            raise RequestTooLarge(
+                "prompt and max_tokens", num_tokens, f"at most the {self._num_pool_tokens} positions of the KV pool",
+                "Ask for fewer tokens, or build the engine with more KV blocks.",
+            )
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside, in whatever state it is; one that has finished stays as it is.

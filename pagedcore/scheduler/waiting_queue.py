@@ -6,7 +6,7 @@ Refuses when full and never drops; what was accepted once is never refused again
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from pagedcore.errors import EngineOverloaded, InternalError
@@ -97,14 +97,19 @@ class WaitingQueue(PolicyOrder):
             raise EngineOverloaded(self.num_initial_sequences, self.limit)
 
     def push(self, sequence: Sequence) -> None:
-        """Accept a newcomer.
+        """Accept a newcomer. Raises as ``push_all``."""
+        self.push_all((sequence,))
+
+    def push_all(self, sequences: Collection[Sequence]) -> None:
+        """Accept newcomers, or none of them.
 
         Raises:
-            EngineOverloaded: the queue is full; nothing changed.
+            EngineOverloaded: the queue has no room for all; nothing changed.
         """
-        self.require_room(1)
-        self.add(sequence)
-        self._newcomers.add(sequence.sequence_id)
+        self.require_room(len(sequences))
+        for sequence in sequences:
+            self.add(sequence)
+            self._newcomers.add(sequence.sequence_id)
 
     def push_preempted(self, sequence: Sequence) -> None:
         """Take back a sequence that was running: never refused, and not counted against the bound."""

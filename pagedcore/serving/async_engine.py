@@ -14,26 +14,28 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, Unpack
 
+from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineClosed, InvalidConfig, describe
+from pagedcore.errors import EngineClosed
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
+from pagedcore.request_options import OptionKeywords, RequestOptions
 from pagedcore.requests.input_processor import Prompt
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_session import AsyncSession
-from pagedcore.serving.engine_loop import Command, Commands, EngineLoop, OutputSink
+from pagedcore.serving.engine_loop import Command, Commands, EngineLoop
 from pagedcore.serving.health import Health
 from pagedcore.serving.long_prompts import LongPrompts, is_long
-from pagedcore.serving.stream import Stream, StreamReader
+from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, StreamReader
 from pagedcore.serving.stream_flusher import StreamFlusher
-from pagedcore.serving.whole_answer import CompletionFuture
 
+_STREAM_INTERVAL: Final = seconds(0, 1)
 STREAM_INTERVAL_S: Final = 0.05
 """How often a reader is told of new text, in seconds: twenty times a second looks continuous."""
 _T = TypeVar("_T")
@@ -61,9 +63,7 @@ class AsyncEngine:
         Raises:
             InvalidConfig: the interval is not a number of seconds from 0 to 1.
         """
-        from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
-
-        _require_interval(stream_interval_s)
+        _STREAM_INTERVAL.check("stream_interval_s", stream_interval_s, invalid_setting)
         self._input_processor = engine.input_processor
         self._read_session = engine.sessions.read
         self._commands = Commands()
@@ -71,7 +71,7 @@ class AsyncEngine:
         worker = EngineLoop(engine, self._commands, StreamFlusher(stream_interval_s, MonotonicClock()))
         self._progress = worker.progress
         # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
-        end_openmp_helpers()
+        engine.idle()
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
         # Why: the thread must not keep this object alive, so that losing it closes the engine.
         self._finalizer = weakref.finalize(self, _close, self._commands, self._thread, self._long_prompts)
@@ -82,12 +82,12 @@ class AsyncEngine:
         cls, model: Any, *, stream_interval_s: float = STREAM_INTERVAL_S, **settings: Any
     ) -> AsyncEngine:
         """Build an engine and put it on its own thread; arguments and errors as ``Engine.from_pretrained``."""
-        _require_interval(stream_interval_s)
+        _STREAM_INTERVAL.check("stream_interval_s", stream_interval_s, invalid_setting)
         return cls(Engine.from_pretrained(model, **settings), stream_interval_s=stream_interval_s)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
-        timeout_s: float | None = None, wait_for_room: bool = False,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None,
+        wait_for_room: bool = False, **options: Unpack[OptionKeywords],
     ) -> AsyncGenerator[Delta, None]:
         """Answer one prompt, delta by delta; the last delta of each answer has a finish reason.
 
@@ -96,9 +96,9 @@ class AsyncEngine:
         Args:
             prompt: text, token ids, or chat messages.
             params: sampling parameters; ``None`` means greedy up to the model's length.
-            priority: higher runs first under the "priority" policy.
             timeout_s: longest time from here to the last delta, in seconds; ``None``: no limit.
             wait_for_room: wait when the waiting queue is full, first come, first served, instead of being refused.
+            **options: the fields of ``RequestOptions``: ``priority``, ``cache_salt``, ``request_id``.
 
         Raises:
             InvalidRequest: the request is refused, at the first iteration.
@@ -106,7 +106,7 @@ class AsyncEngine:
             EngineClosed: the engine was closed before the answer was complete.
             RequestTimeout: it took longer than ``timeout_s``; the request is aborted.
         """
-        reader = self._open(prompt, params, priority, timeout_s, wait_for_room)
+        reader = self._open(prompt, params, RequestOptions(**options), timeout_s, wait_for_room)
         try:
             while deltas := await reader.next():
                 for delta in deltas:
@@ -115,18 +115,19 @@ class AsyncEngine:
             reader.close()
 
     def generate_sync(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
-        timeout_s: float | None = None, wait_for_room: bool = False,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None,
+        wait_for_room: bool = False, **options: Unpack[OptionKeywords],
     ) -> Generator[Delta, None, None]:
         """Do the same without an event loop: a plain generator that blocks this thread. Raises as ``generate``."""
-        reader = self._open(prompt, params, priority, timeout_s, wait_for_room)
+        reader = self._open(prompt, params, RequestOptions(**options), timeout_s, wait_for_room)
         try:
             yield from reader
         finally:
             reader.close()
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, wait_for_room: bool = False
+        self, prompt: Prompt, params: SamplingParams | None = None, *, wait_for_room: bool = False,
+        **options: Unpack[OptionKeywords],
     ) -> Future[RequestOutput]:
         """Send one prompt off and return at once; the future has all its answers when the last one is complete.
 
@@ -141,15 +142,13 @@ class AsyncEngine:
             EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
         """
         sink, commands = CompletionFuture(), self._commands
-        self._accept(prompt, params, priority, sink, wait_for_room)
+        self._accept(prompt, params, RequestOptions(**options), sink, wait_for_room)
         sink.future.add_done_callback(lambda future: _abandon(commands, sink) if future.cancelled() else None)
         return sink.future
 
-    def session(
-        self, params: SamplingParams | None = None, *, cache_salt: str | bytes | None = None, priority: int = 0
-    ) -> AsyncSession:
+    def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> AsyncSession:
         """Open a conversation at its first use; arguments and errors as ``Engine.session``."""
-        return AsyncSession(self, lambda engine: engine.session(params, cache_salt=cache_salt, priority=priority))
+        return AsyncSession(self, lambda engine: engine.session(params, **options))
 
     async def import_session(
         self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None
@@ -166,7 +165,7 @@ class AsyncEngine:
         Raises:
             InvalidRequest: the prompt is refused; ``PromptTooLong`` if the context has no room for it and an answer.
         """
-        return self._input_processor.prepare(prompt, SamplingParams(max_tokens=1)).token_ids
+        return self._input_processor.process(prompt, SamplingParams(max_tokens=1), RequestOptions()).token_ids
 
     def token_text(self, token_id: int) -> TokenText:
         """Say what a token stands for, without waiting. Raises ``InvalidRequest`` outside of the vocabulary."""
@@ -234,18 +233,20 @@ class AsyncEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, prompt: Prompt, params: SamplingParams | None, priority: int, timeout_s: float | None,
-              wait_for_room: bool) -> StreamReader:
+    def _open(
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, timeout_s: float | None,
+        wait_for_room: bool,
+    ) -> StreamReader:
         timeout_s = validate_timeout(timeout_s)
         stream, commands = Stream(), self._commands
-        self._accept(prompt, params, priority, stream, wait_for_room)
+        self._accept(prompt, params, options, stream, wait_for_room)
         return StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
 
     def _accept(
-        self, prompt: Prompt, params: SamplingParams | None, priority: int, sink: OutputSink, may_wait: bool
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, sink: OutputSink, may_wait: bool
     ) -> None:
         """Send a request to the engine thread, by way of another one if preparing it takes long."""
-        prepare = partial(self._input_processor.prepare, prompt, params, priority)
+        prepare = partial(self._input_processor.process, prompt, params, options)
         if is_long(prompt):
             self._long_prompts.send(prepare, sink, may_wait)
             return
@@ -272,12 +273,6 @@ class AsyncEngine:
     def _send(self, command: Command) -> None:
         if not self._commands.put(command):
             raise EngineClosed("this engine is closed; make a new one.")
-
-
-def _require_interval(seconds: object) -> None:
-    # Why: written so that NaN, which fails every comparison, is refused too.
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
-        raise InvalidConfig(f"stream_interval_s: got {describe(seconds)}, allowed is a number of seconds from 0 to 1.")
 
 
 def _abandon(commands: Commands, sink: OutputSink) -> None:

@@ -1,8 +1,7 @@
 """What runs on the engine's own thread: take commands between steps, step, deliver.
 
-Owns the order of these three and every reader that waits for an answer. It is told what to do by commands alone; who
-sends them is in ``async_engine.py``, when deltas are made in ``outbox.py``, how they reach a reader in ``stream.py``
-and ``whole_answer.py``.
+Owns the order of these three and every reader that waits for output. Only commands tell it what to do: ``async_engine``
+sends them, ``stream_flusher`` says when deltas are made, ``stream`` hands them over.
 """
 
 from __future__ import annotations
@@ -17,20 +16,17 @@ from typing import Final, TypeVar
 
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, PagedcoreError, StepFailed
-from pagedcore.outputs import Delta, Usage
+from pagedcore.outputs import Delta
 from pagedcore.protocols import MonotonicClock
 from pagedcore.requests.input_processor import ProcessedRequest
 from pagedcore.requests.output_text import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.serving.health import IDLE_CHECK_S, Progress
-from pagedcore.serving.stream import Stream, Waiter, wake
+from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, Waiter, wake
 from pagedcore.serving.stream_flusher import StreamFlusher
-from pagedcore.serving.whole_answer import CompletionFuture
 
 Command = Callable[["EngineLoop"], None]
 """What a caller asks for; it runs on the engine thread, between two steps."""
-OutputSink = Stream | CompletionFuture
-"""Where what a request brings forth is delivered."""
 LULL_S: Final = 0.001
 """How long nothing must come before an engine that was idle takes its first step, in seconds."""
 GATHER_S: Final = 0.01
@@ -80,17 +76,17 @@ class Commands:
 class EngineLoop:
     """What runs on the thread: take commands, step, deliver.
 
-    Invariant: a sink is in ``_sinks`` exactly while its request is in the engine, in ``_held`` before that.
+    Invariant: a sink is in ``_sinks`` exactly while its request is in the engine, in ``_queued`` before that.
     """
 
-    def __init__(self, engine: Engine, commands: Commands, outbox: StreamFlusher) -> None:
+    def __init__(self, engine: Engine, commands: Commands, flusher: StreamFlusher) -> None:
         self.engine = engine
         self.progress = Progress()
-        self._flusher = outbox
+        self._flusher = flusher
         self._commands = commands
         self._sinks: dict[str, tuple[Request, OutputSink]] = {}
         self._kept: set[str] = set()
-        self._held: deque[tuple[ProcessedRequest, OutputSink]] = deque()
+        self._queued: deque[tuple[ProcessedRequest, OutputSink]] = deque()
         self._is_stopping = False
 
     def run(self) -> None:
@@ -98,13 +94,15 @@ class EngineLoop:
         cause: BaseException | None = None
         try:
             while not self._is_stopping:
-                self._admit_held()
+                self._accept_queued()
                 self._take_commands()
-                news = self.engine.step_pending()
-                self._deliver(news)
+                pending = self.engine.step_pending()
+                self._deliver(pending)
                 if not self.engine.is_stalled:
-                    self.progress.step_ended(has_news=bool(news), has_failed=any(
-                        isinstance(request.error, StepFailed) for request, one in news if one.finish_reason == "error"))
+                    self.progress.step_ended(has_output=bool(pending), has_failed=any(
+                        one.sequence.finish_reason == "error" and isinstance(one.request.error, StepFailed)
+                        for one in pending
+                    ))
         except BaseException as error:
             cause = error
             raise
@@ -116,59 +114,55 @@ class EngineLoop:
         """Leave the loop after the step in flight."""
         self._is_stopping = True
 
-    def accept(self, prepared: ProcessedRequest, sink: OutputSink, may_wait: bool) -> None:
-        """Take a request for a sink, hold it back until there is room, or tell the sink why not."""
+    def accept(self, processed: ProcessedRequest, sink: OutputSink, may_wait: bool) -> None:
+        """Take a request for a sink, queue it until there is room, or end the sink with the reason."""
         if sink.is_abandoned:
             return
-        has_room = not self._held and self.engine.can_accept(prepared.params.num_initial_sequences)
+        has_room = not self._queued and self.engine.can_accept(processed.params.num_initial_sequences)
         if may_wait and not self._is_stopping and not has_room:
-            self._held.append((prepared, sink))
+            self._queued.append((processed, sink))
             return
-        try:
-            request = self.engine.accept(prepared)
-        except PagedcoreError as error:
-            wake([sink.end(error)])
-        else:
-            self._take_on(request, sink)
+        self._begin(lambda: self.engine.accept(processed), sink)
 
     def serve(self, begin: Callable[[], Request], sink: OutputSink) -> None:
-        """Begin a turn of a session for a sink, or tell the sink why not; its request stays when it is answered."""
+        """Begin a session's turn for a sink, or end the sink with the reason; its request stays when it is done."""
+        if (request := self._begin(begin, sink)) is not None:
+            self._kept.add(request.request_id)
+
+    def call(self, function: Callable[[Engine], _T], result: Future[_T]) -> None:
+        """Settle a future with what a function of the engine returns or raises, unless it was cancelled."""
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            result.set_result(function(self.engine))
+        except Exception as error:  # the caller gets it, and the engine continues
+            result.set_exception(error)
+
+    def abandon(self, sink: OutputSink) -> None:
+        """Abort the request whose reader is gone."""
+        if self._queued:
+            self._queued = deque(queued for queued in self._queued if queued[1] is not sink)
+        for request, other in list(self._sinks.values()):
+            if other is sink:
+                # Why: a session may be closed by one task while another one reads its completion.
+                last = self._take_deltas(request)
+                request.abort()
+                wake([self._end_request(request, sink, last)])
+
+    def _begin(self, begin: Callable[[], Request], sink: OutputSink) -> Request | None:
         try:
             request = begin()
         except PagedcoreError as error:
             wake([sink.end(error)])
-        else:
-            self._take_on(request, sink)
-            self._kept.add(request.request_id)
-
-    def _take_on(self, request: Request, sink: OutputSink) -> None:
+            return None
         self._sinks[request.request_id] = (request, sink)
         if isinstance(sink, Stream):
             self._flusher.expect(request, sink)
+        return request
 
-    def call(self, function: Callable[[Engine], _T], answer: Future[_T]) -> None:
-        """Do something with the engine and answer with what it returns or raises, unless nobody waits any more."""
-        if not answer.set_running_or_notify_cancel():
-            return
-        try:
-            answer.set_result(function(self.engine))
-        except Exception as error:  # whoever asked is told, and the engine goes on
-            answer.set_exception(error)
-
-    def abandon(self, sink: OutputSink) -> None:
-        """Abort the request whose reader is gone."""
-        if self._held:
-            self._held = deque(held for held in self._held if held[1] is not sink)
-        for request, other in list(self._sinks.values()):
-            if other is sink:
-                # Why: a session may be closed by one task while another one reads its answer.
-                last = self._take_deltas(request)
-                request.abort()
-                wake([self._release(request, sink, last)])
-
-    def _admit_held(self) -> None:
-        while self._held and self.engine.can_accept(self._held[0][0].params.num_initial_sequences):
-            self.accept(*self._held.popleft(), may_wait=False)
+    def _accept_queued(self) -> None:
+        while self._queued and self.engine.can_accept(self._queued[0][0].params.num_initial_sequences):
+            self.accept(*self._queued.popleft(), may_wait=False)
 
     def _take_commands(self) -> None:
         if not self.engine.has_pending_requests():
@@ -179,10 +173,7 @@ class EngineLoop:
     def _wait(self) -> None:
         command = self._commands.wait(IDLE_CHECK_S)
         if command is None:
-            from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
-
-            # Why: another engine of this process may be busy meanwhile, and these would slow down its helpers.
-            end_openmp_helpers()
+            self.engine.idle()
             return
         command(self)
         self._gather()
@@ -199,30 +190,30 @@ class EngineLoop:
                 return
             command(self)
 
-    def _deliver(self, news: list[PendingOutput]) -> None:
-        self._flusher.add(news)
-        # Why: several answers of one request may end in one step, and what was added on this thread has no sink.
-        ended = dict.fromkeys(request for request, sequence in news if sequence.finish_reason is not None
-                              and request.is_done and request.request_id in self._sinks)
+    def _deliver(self, pending: list[PendingOutput]) -> None:
+        self._flusher.add(pending)
+        # Why: several completions of a request may end in one step, and one that was added on this thread has no sink.
+        ended = dict.fromkeys(one.request for one in pending if one.sequence.finish_reason is not None
+                              and one.request.is_done and one.request.request_id in self._sinks)
         waiters, sleeping = [self._complete(request) for request in ended], dict[Waiter, Stream]()
         for stream, due in self._flusher.take_due().items():
-            if (waiter := stream.put(list(map(self.engine.take_delta, due)))) is not None:
+            if (waiter := stream.put([one.take_delta() for one in due])) is not None:
                 sleeping[waiter] = stream
         for lost in wake([*sleeping, *waiters]):
-            # Why: its loop was closed, so nobody will ever read on, and nobody else may be left to say so.
+            # Why: its loop was closed, so its reader will never come back to say that it left.
             if lost in sleeping:
                 self.abandon(sleeping[lost])
 
     def _complete(self, request: Request) -> Waiter | None:
         sink, last = self._sinks[request.request_id][1], self._take_deltas(request)
         if isinstance(sink, Stream):
-            last[-1] = replace(last[-1], usage=_usage_of(request), prompt_logprobs=request.prompt_logprobs)
-        return self._release(request, sink, last)
+            last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs)
+        return self._end_request(request, sink, last)
 
     def _take_deltas(self, request: Request) -> list[Delta]:
-        return list(map(self.engine.take_delta, self._flusher.take(request)))
+        return [one.take_delta() for one in self._flusher.take(request)]
 
-    def _release(self, request: Request, sink: OutputSink, last: list[Delta]) -> Waiter | None:
+    def _end_request(self, request: Request, sink: OutputSink, last: list[Delta]) -> Waiter | None:
         del self._sinks[request.request_id]
         if isinstance(sink, CompletionFuture):
             sink.complete(request.output())
@@ -230,29 +221,16 @@ class EngineLoop:
             self._kept.discard(request.request_id)
         else:
             request.remove()
-        return _end(sink, None, last)
+        return sink.end(None, last)
 
     def _shut_down(self, cause: BaseException | None) -> None:
         error = EngineClosed("the engine was closed while this request was in flight.")
         error.__cause__ = cause
-        wake([_end(sink, error, self._take_deltas(request)) for request, sink in self._sinks.values()])
-        wake([_end(sink, error, []) for _, sink in self._held])
+        wake([sink.end(error, self._take_deltas(request)) for request, sink in self._sinks.values()])
+        wake([sink.end(error) for _, sink in self._queued])
         self._sinks.clear()
-        self._held.clear()
+        self._queued.clear()
         self.engine.close()
-        # Why: what was sent while stopping gets its answer too; accepting fails now, because the engine is closed.
+        # Why: what was sent while stopping gets its result too; accepting fails now, because the engine is closed.
         for command in self._commands.close():
             command(self)
-
-
-def _end(sink: OutputSink, error: Exception | None, last: list[Delta]) -> Waiter | None:
-    if isinstance(sink, Stream):
-        return sink.end(error, last)
-    sink.end(error)
-    return None
-
-
-def _usage_of(request: Request) -> Usage:
-    first = request.sequences[0]
-    num_output_tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
-    return Usage(first.num_prompt_tokens, first.num_cached_tokens or 0, num_output_tokens)

@@ -47,11 +47,11 @@ class Progress:
         self._num_failed_steps = 0
         self._has_ended = False
 
-    def step_ended(self, *, has_news: bool, has_failed: bool) -> None:
+    def step_ended(self, *, has_output: bool, has_failed: bool) -> None:
         """Note that a step, or a look around without one, is over, and what came of it for any answer."""
         if has_failed:
             self._num_failed_steps += 1
-        elif has_news:
+        elif has_output:
             self._num_failed_steps = 0
         self._last_s = self._clock.now()
 

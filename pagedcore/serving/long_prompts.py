@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from pagedcore.errors import EngineClosed, EngineOverloaded
 from pagedcore.requests.input_processor import ProcessedRequest
-from pagedcore.serving.engine_loop import Commands, OutputSink
-from pagedcore.serving.stream import wake
+from pagedcore.serving.engine_loop import Commands
+from pagedcore.serving.stream import OutputSink, wake
 
 LONG_TEXT: Final = 2048
 """Characters of text, those of all messages of a chat together."""

@@ -12,9 +12,10 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 
 from pagedcore.errors import RequestTimeout
-from pagedcore.outputs import Delta
+from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import MonotonicClock
 
 Waiter = asyncio.Future[None] | threading.Event
@@ -124,6 +125,48 @@ class Stream:
 
 def _as_deltas(unread: dict[int, Joined]) -> list[Delta]:
     return [joined.delta() for joined in unread.values()]
+
+
+class CompletionFuture:
+    """The output of one request on its way to a caller who wants no deltas: a future for any thread or loop.
+
+    Nothing is handed over, and no one is woken, before the request is done.
+
+    Invariant: the future is settled once, with an output or an error, unless its owner cancelled it first.
+    """
+
+    def __init__(self) -> None:
+        self.future: Future[RequestOutput] = Future()
+        self._is_settled = False
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its owner cancelled it, which the engine may not know yet."""
+        return self.future.cancelled()
+
+    def abandon(self) -> None:
+        """Cancel it, unless it is settled."""
+        self.future.cancel()
+
+    def complete(self, output: RequestOutput) -> None:
+        """Hand the output over; what was settled or cancelled before stays as it is."""
+        self._settle(lambda: self.future.set_result(output))
+
+    def end(self, error: Exception | None = None, _: Iterable[Delta] = ()) -> Waiter | None:
+        """Hand an error over if there is one; what was settled or cancelled before stays as it is."""
+        if error is not None:
+            self._settle(lambda: self.future.set_exception(error))
+        return None
+
+    def _settle(self, hand_over: Callable[[], None]) -> None:
+        # Why: from here on a cancellation comes too late, so it cannot meet a result half-way.
+        if not self._is_settled and self.future.set_running_or_notify_cancel():
+            hand_over()
+        self._is_settled = True
+
+
+OutputSink = Stream | CompletionFuture
+"""Where the output of a request is delivered."""
 
 
 class StreamReader:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pagedcore.errors import InvalidRequest, RequestStateError, SessionStateError
-from pagedcore.models.fingerprint import ModelFingerprint
 from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.protocols import ModelFingerprint
+from pagedcore.request_options import RequestOptions
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
+from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.sequence_snapshot import SequenceSnapshot
-from pagedcore.requests.turns import Turns
 from pagedcore.requests.validation import require_one_answer, validate_ttl
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
@@ -37,13 +38,13 @@ class SessionContext:
     accept: Callable[[ProcessedRequest], Request]
     step: Callable[[], list[Delta]]
     input_processor: InputProcessor
-    turns: Turns
+    requests: RequestTable
     parking: Parking
     fingerprint: ModelFingerprint
     open_session: Callable[
-        [SamplingParams | None, bytes, int, SequenceSnapshot | None, bytes | None], Session
+        [SamplingParams | None, RequestOptions, SequenceSnapshot | None, bytes | None], Session
     ]
-    """Makes a session of parameters, cache salt, priority, history and cache root."""
+    """Makes a session of parameters, options, snapshot and cache root."""
     remove_session: Callable[[Session], None]
 
 
@@ -76,13 +77,12 @@ class Session:
     """
 
     def __init__(
-        self, context: SessionContext, params: SamplingParams | None, cache_salt: bytes, priority: int,
+        self, context: SessionContext, params: SamplingParams | None, options: RequestOptions,
         request: Request | None = None,
     ) -> None:
         self._context = context
         self._params = params
-        self._salt = cache_salt
-        self._priority = priority
+        self._options = options
         self._request = request
         self._is_closed = False
 
@@ -179,8 +179,8 @@ class Session:
             TooManySessions: as many as allowed are open.
         """
         sequence = self._require_open("fork")
-        history, root = (SequenceSnapshot.of(sequence), sequence.cache_root) if sequence is not None else (None, None)
-        return self._context.open_session(self._params, self._salt, self._priority, history, root)
+        snapshot, root = (SequenceSnapshot.of(sequence), sequence.cache_root) if sequence is not None else (None, None)
+        return self._context.open_session(self._params, self._options, snapshot, root)
 
     def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
         """Write everything that decides how the session goes on, for ``Engine.import_session``.
@@ -218,7 +218,7 @@ class Session:
         """Return ``extend`` as an operation whose only work is one ``PrepareTurn``."""
         sequence, num_known = self._require_idle("ask"), len(self.token_ids)
         if prompt is None and sequence is None:
-            raise SessionStateError("ask", "empty", "cut off within an answer", "Give a prompt.")
+            raise SessionStateError("ask", "empty", "cut off within a completion", "Give a prompt.")
         file = self._context.parking.file_of(sequence) if sequence is not None else None
         prepared, kv = yield PrepareTurn(partial(self._prepare, prompt, params), file)
         sequence = self._require_idle("ask")
@@ -270,10 +270,9 @@ class Session:
         params = params or self._params or SamplingParams()
         require_one_answer(params)
         if self._request is None:
-            return replace(
-                self._context.input_processor.prepare(prompt, params, self._priority), cache_salt=self._salt
-            )
-        return self._context.turns.prepare(prompt, self._request.sequences[0].token_ids, params, self._priority)
+            return self._context.input_processor.process(prompt, params, self._options)
+        known = list(self._request.sequences[0].token_ids)
+        return self._context.input_processor.process_turn(prompt, known, params, self._options)
 
     def _begin(self, prepared: ProcessedRequest | None) -> Request:
         request = self._request
@@ -283,7 +282,7 @@ class Session:
             request.sequences[0].is_in_session = True
             return request
         if prepared is not None:
-            self._context.turns.begin(request, prepared)
+            self._context.requests.begin_turn(request, prepared)
         else:
             self._complete(request)
         self._context.parking.note_going_on(request.sequences[0])
@@ -291,7 +290,7 @@ class Session:
 
     def _complete(self, request: Request) -> None:
         try:
-            self._context.turns.complete(request)
+            self._context.requests.complete_turn(request)
         except RequestStateError as error:
             raise SessionStateError("ask", error.given, error.limit, "Give a prompt.") from None
 
@@ -312,7 +311,8 @@ class Session:
         if stored is not None and (kv is None or kv.num_tokens < stored.num_tokens):
             kv = stored
         return SessionSnapshot(
-            model=self._context.fingerprint, params=self._params, priority=self._priority, is_salted=bool(self._salt),
+            model=self._context.fingerprint, params=self._params, priority=self._options.priority,
+            is_salted=self._options.cache_salt is not None,
             history=SequenceSnapshot.of(sequence) if sequence is not None else None, kv=kv,
             kv_spec=parking.spec(self.token_ids[: kv.num_tokens]) if kv is not None else None,
         )

@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
+from pagedcore.config.field_rules import BOOLEAN, PRIORITY, FieldRule, integer, matching, one_of
 from pagedcore.config.limits import MAX_COUNT, MAX_LOGPROBS, MAX_SEED, MAX_SESSION_FILE_BYTES
 from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
-from pagedcore.models.fingerprint import ModelFingerprint
 from pagedcore.outputs import TokenLogprobs
+from pagedcore.protocols import ModelFingerprint
 from pagedcore.requests import validation
 from pagedcore.requests.sequence_snapshot import SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
@@ -32,9 +32,9 @@ _log = logging.getLogger("pagedcore")
 FORMAT: Final = "pagedcore session"
 VERSION: Final = 1
 _KV_SUFFIX: Final = ".kv.safetensors"
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_NAME: Final = re.compile(r"[\w.-]{1,64}")
-_REASONS: Final = ("stop", "length", "abort", "error")
+_DIGEST: Final = matching(r"[0-9a-f]{64}", "a digest")
+_NAME: Final = matching(r"[\w.-]{1,64}", "a name")
+_REASON: Final = one_of("stop", "length", "abort", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +100,10 @@ def read_session(path: Path, rules: FileRules) -> SessionSnapshot:
         raise ModelMismatch(str(model), str(rules.model))
     history = None if body.get("history") is None else _history(_mapping(body, "history"), rules)
     params = None if body.get("params") is None else _params(_mapping(body, "params"), rules)
-    priority, is_salted = body.get("priority"), body.get("is_salted")
-    _refused("priority", lambda: validation.validate_priority(priority))
-    if type(is_salted) is not bool:
-        raise InvalidSessionFile("is_salted", is_salted, "true or false")
+    priority, is_salted = _field(body, "priority", PRIORITY), _field(body, "is_salted", BOOLEAN)
     kv = None
     if history is not None and body.get("kv") is not None:
         kv = _kv(path, _mapping(body, "kv"), history, rules)
-    assert isinstance(priority, int)  # Invariant: checked above
     return SessionSnapshot(
         model=model, params=params, priority=priority, is_salted=is_salted, history=history, kv=kv,
     )
@@ -182,6 +178,10 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
+def _field(values: Mapping[str, Any], name: str, rule: FieldRule[_T]) -> _T:
+    return rule.check(name, values.get(name), InvalidSessionFile)
+
+
 def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = body.get(name)
     if not isinstance(value, dict):
@@ -190,11 +190,10 @@ def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _model(values: Mapping[str, Any]) -> ModelFingerprint:
-    found = {name: values.get(name) for name in ("architecture", "config", "weights")}
-    for name, pattern in (("architecture", _NAME), ("config", _DIGEST), ("weights", _DIGEST)):
-        if not isinstance(found[name], str) or not pattern.fullmatch(str(found[name])):
-            raise InvalidSessionFile(f"model.{name}", found[name], "a name or a digest")
-    return ModelFingerprint(**{name: str(value) for name, value in found.items()})
+    rules = {"architecture": _NAME, "config": _DIGEST, "weights": _DIGEST}
+    return ModelFingerprint(**{
+        name: rule.check(f"model.{name}", values.get(name), InvalidSessionFile) for name, rule in rules.items()
+    })
 
 
 def _params(values: Mapping[str, Any], rules: FileRules) -> SamplingParams:
@@ -215,28 +214,19 @@ def _refused(what: str, make: Callable[[], _T]) -> _T:
         raise InvalidSessionFile(f"{what}, {error.what}", error.given, error.limit, is_described=True) from None
 
 
-def _integer(values: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    value = values.get(name)
-    if type(value) is not int or not low <= value <= high:
-        raise InvalidSessionFile(name, value, f"an integer from {low} to {high}")
-    return value
-
-
 def _history(values: Mapping[str, Any], rules: FileRules) -> SequenceSnapshot:
     given = values.get("token_ids")
     # Why: one more than a prompt may have, because a full context is a history that only cannot go on.
     token_ids = _refused(
         "token_ids", lambda: validation.validate_prompt_ids(given, rules.vocab_size, rules.max_model_len + 1)
     )
-    reason = values.get("finish_reason")
-    if reason not in _REASONS:
-        raise InvalidSessionFile("finish_reason", reason, f"one of {', '.join(_REASONS)}")
-    num_prompt_tokens = _integer(values, "num_prompt_tokens", 1, len(token_ids))
+    num_prompt_tokens = _field(values, "num_prompt_tokens", integer(1, len(token_ids)))
     return SequenceSnapshot(
         token_ids=tuple(token_ids), num_prompt_tokens=num_prompt_tokens,
         params=_params(_mapping(values, "params"), rules),
-        max_tokens=_integer(values, "max_tokens", max(1, len(token_ids) - num_prompt_tokens), MAX_COUNT),
-        seed=_integer(values, "seed", 0, MAX_SEED), finish_reason=reason,
+        max_tokens=_field(values, "max_tokens", integer(max(1, len(token_ids) - num_prompt_tokens), MAX_COUNT)),
+        seed=_field(values, "seed", integer(0, MAX_SEED)),
+        finish_reason=_field(values, "finish_reason", _REASON),
         logprobs=_logprobs(values.get("logprobs"), len(token_ids) - num_prompt_tokens),
     )
 
@@ -255,7 +245,7 @@ def _logprobs(values: Any, num_output_tokens: int) -> tuple[TokenLogprobs, ...]:
 
 def _kv(path: Path, values: Mapping[str, Any], history: SequenceSnapshot, rules: FileRules) -> KVCopy | None:
     """Return the KV if it is of use here; only a contradiction between digests and tokens refuses the file."""
-    num_tokens = _integer(values, "num_tokens", 1, len(history.token_ids))
+    num_tokens = _field(values, "num_tokens", integer(1, len(history.token_ids)))
     spec = rules.describe_kv(history.token_ids[:num_tokens])
     made = {name: values.get(name) for name in ("block_size", "block_bytes", "kv_format")}
     if made != {"block_size": spec.block_size, "block_bytes": spec.block_bytes, "kv_format": spec.kv_format}:

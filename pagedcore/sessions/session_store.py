@@ -11,13 +11,14 @@ from pathlib import Path
 
 from pagedcore.config.limits import MAX_SESSIONS
 from pagedcore.errors import EngineClosed, InvalidSalt, TooManySessions
-from pagedcore.models.fingerprint import ModelFingerprint
 from pagedcore.outputs import Delta
+from pagedcore.protocols import ModelFingerprint
+from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest
 from pagedcore.requests.request import Request
+from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.sequence_snapshot import SequenceSnapshot
-from pagedcore.requests.turns import Turns
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVCopy
 from pagedcore.sessions.parking import Parking
@@ -33,13 +34,13 @@ class SessionStore:
 
     def __init__(
         self, accept: Callable[[ProcessedRequest], Request], step: Callable[[], list[Delta]],
-        input_processor: InputProcessor, turns: Turns, parking: Parking, fingerprint: ModelFingerprint,
+        input_processor: InputProcessor, requests: RequestTable, parking: Parking, fingerprint: ModelFingerprint,
     ) -> None:
         self._sessions: set[Session] = set()
         self._is_closed = False
-        self._turns = turns
+        self._requests = requests
         self._context = SessionContext(
-            accept, step, input_processor, turns, parking, fingerprint, self._open, self._sessions.discard
+            accept, step, input_processor, requests, parking, fingerprint, self._open, self._sessions.discard
         )
         self._rules = FileRules(fingerprint, input_processor.vocab_size, input_processor.max_model_len, parking.spec)
         self.parking = parking
@@ -50,14 +51,13 @@ class SessionStore:
     def __iter__(self) -> Iterator[Session]:
         return iter(tuple(self._sessions))
 
-    def open_checked(
-        self, params: SamplingParams | None, cache_salt: str | bytes | None, priority: int
-    ) -> Session:
+    def open_checked(self, params: SamplingParams | None, options: RequestOptions) -> Session:
         """Make a session of what a caller gave; errors as ``Engine.session``."""
         if params is not None:
             validation.require_one_answer(params)
             validation.check_params_for_model(params, self._rules.vocab_size)
-        return self._open(params, validation.validate_salt(cache_salt), validation.validate_priority(priority))
+        self._context.input_processor.check_options(options)
+        return self._open(params, options)
 
     def read(self, path: str | os.PathLike[str]) -> SessionSnapshot:
         """Read and prove a session's files; callable from any thread. Errors as ``Engine.import_session``."""
@@ -65,10 +65,10 @@ class SessionStore:
 
     def take_in(self, snapshot: SessionSnapshot, cache_salt: str | bytes | None) -> Session:
         """Make a session of what was read. Errors as ``Engine.import_session``."""
-        salt = validation.validate_salt(cache_salt)
-        if snapshot.is_salted and not salt:
+        options = RequestOptions(priority=snapshot.priority, cache_salt=cache_salt)
+        if snapshot.is_salted and cache_salt is None:
             raise InvalidSalt("cache_salt", "None", "a salt, because the session was made with one")
-        return self._open(snapshot.params, salt, snapshot.priority, snapshot.history, kv=snapshot.kv)
+        return self._open(snapshot.params, options, snapshot.history, kv=snapshot.kv)
 
     def close(self) -> None:
         """Close all sessions and remove their files; a second call does nothing."""
@@ -78,7 +78,7 @@ class SessionStore:
         self.parking.close()
 
     def _open(
-        self, params: SamplingParams | None, cache_salt: bytes, priority: int, history: SequenceSnapshot | None = None,
+        self, params: SamplingParams | None, options: RequestOptions, history: SequenceSnapshot | None = None,
         cache_root: bytes | None = None, kv: KVCopy | None = None,
     ) -> Session:
         if self._is_closed:
@@ -87,9 +87,9 @@ class SessionStore:
             raise TooManySessions(MAX_SESSIONS)
         request = None
         if history is not None:
-            request = self._turns.adopt(history, priority=priority, cache_root=cache_root, cache_salt=cache_salt)
+            request = self._requests.adopt(history, options, cache_root)
             request.sequences[0].is_in_session = True
-        session = Session(self._context, params, cache_salt, priority, request)
+        session = Session(self._context, params, options, request)
         self._sessions.add(session)
         if request is not None and kv is not None:
             self.parking.load(request.sequences[0], kv)

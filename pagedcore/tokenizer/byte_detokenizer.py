@@ -1,18 +1,24 @@
-"""Tokens to text where every token is a fixed string of bytes: the byte alphabet and the table.
+"""Tokens to text for byte-level tokenizers, where every token is a fixed string of bytes.
 
-It never asks the tokenizer anything once its table is built. Tokenizers of other kinds are in ``piece_detokenizer``
-and ``window_detokenizer``; ``detokenizer_choice`` decides which one is exact for a given tokenizer.
+The tokenizer itself is not needed once the table is built. ``piece_detokenizer`` and ``stream_detokenizer`` are for
+other kinds of tokenizers; ``detokenizer_choice`` decides which one is exact for a given tokenizer.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final
 
-from pagedcore.tokenizer.utf8 import Utf8Decoder
-
 #: The one-shot decoding of a tokenizer: token ids to text, special tokens left out.
 Decode = Callable[[Sequence[int]], str]
+#: The proper beginnings of all well-formed sequences (Unicode 16, table 3-7) at the end of the bytes.
+#: Why: the incremental decoder of ``codecs`` also waits after ED A0, which nothing can complete.
+_UNFINISHED: Final = re.compile(
+    rb"(?:[\xC2-\xDF]"
+    rb"|\xE0[\xA0-\xBF]?|[\xE1-\xEC\xEE\xEF][\x80-\xBF]?|\xED[\x80-\x9F]?"
+    rb"|\xF0(?:[\x90-\xBF][\x80-\xBF]?)?|[\xF1-\xF3][\x80-\xBF]{0,2}|\xF4(?:[\x80-\x8F][\x80-\xBF]?)?)\Z"
+)
 
 
 def _byte_of_character() -> dict[int, int]:
@@ -46,8 +52,54 @@ def byte_table(vocabulary: Mapping[int, str], skipped_ids: Container[int]) -> di
     return {token_id: token_bytes(token) for token_id, token in vocabulary.items() if token_id not in skipped_ids}
 
 
+class Utf8Decoder:
+    """Incremental UTF-8: returns each character with its last byte, and what is not UTF-8 as soon as that is certain.
+
+    Invariant: ``_pending`` is a proper beginning of a well-formed sequence, at most three bytes, or empty.
+
+    Args:
+        errors: "replace" (one U+FFFD per maximal subpart, as ``bytes.decode``) or "strict".
+    """
+
+    __slots__ = ("_errors", "_pending")
+
+    def __init__(self, errors: str) -> None:
+        self._errors = errors
+        self._pending = b""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the bytes so far end within a character."""
+        return bool(self._pending)
+
+    def push(self, data: bytes) -> str:
+        """Return the characters that are certain.
+
+        Raises:
+            UnicodeDecodeError: with ``errors="strict"``, for bytes that nothing can complete.
+        """
+        if self._pending:
+            data = self._pending + data
+            self._pending = b""
+        if data and data[-1] >= 0x80:
+            unfinished = _UNFINISHED.search(data, max(0, len(data) - 3))
+            if unfinished is not None:
+                self._pending = unfinished[0]
+                data = data[: unfinished.start()]
+        return data.decode("utf-8", self._errors)
+
+    def finish(self) -> str:
+        """Return U+FFFD for an unfinished character, or nothing.
+
+        Raises:
+            UnicodeDecodeError: with ``errors="strict"``, if a character is unfinished.
+        """
+        pending, self._pending = self._pending, b""
+        return pending.decode("utf-8", self._errors)
+
+
 class ByteLevelDetokenizer:
-    """Decodes one answer; the cost of a push is linear in the bytes pushed.
+    """Decodes one completion; the cost of a push is linear in the bytes pushed.
 
     Each invalid byte sequence gives one U+FFFD per maximal subpart (Unicode 16, section 3.9), which is also what the
     one-shot decoding of ``tokenizers`` gives.
@@ -71,5 +123,5 @@ class ByteLevelDetokenizer:
         return self._bytes_of(token_id)
 
     def finish(self) -> str:
-        """Return U+FFFD if the answer ends within a character, else nothing."""
+        """Return U+FFFD if the completion ends within a character, else nothing."""
         return self._decoder.finish()

@@ -1,7 +1,7 @@
 """Renders a conversation with the tokenizer's own chat template and turns its failures into typed errors.
 
-The template is code of the model's author, run in the sandbox of ``transformers``. Its errors may quote the
-conversation, so only words that stand in the template itself are passed on.
+The template is code of the model's author and runs in the sandbox of ``transformers``. Its errors may quote the
+conversation, so an error message repeats only words of the template itself.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pagedcore.errors import InvalidPrompt
 from pagedcore.protocols import ChatMessage
 
 _ACCEPTED: Final = "a conversation that the model's chat template accepts"
-#: Stands for the answer before a further turn; any text that no template writes by itself will do.
-_ANSWER: Final = "pagedcore-answer-marker"
-_BEFORE: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER})
-#: Shorter quotes of a template say nothing.
+#: Stands for the completion before a further turn: any text that no template writes by itself.
+_COMPLETION: Final = "pagedcore-answer-marker"
+_BEFORE: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _COMPLETION})
+#: Shorter quotes of a template are not useful.
 _MIN_QUOTE: Final = 8
 _MAX_QUOTE: Final = 200
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[ChatMessage], *, tokenize: bool) -> Any:
-    """Render the messages, ending where the assistant's answer begins.
+    """Render the messages up to where the assistant's completion begins.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -42,7 +42,7 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[ChatMessage], *, toke
             "Pass the prompt as one text, or use a model made for chat.",
         )
     plain = [dict(message) for message in messages]
-    # Why: a template can fail with any exception at all (a missing key, None + text), and each is the prompt's fault.
+    # Why: a template can raise any exception (a missing key, None + text), and each is caused by the prompt.
     try:
         return tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=tokenize, return_dict=False)
     except Exception as error:
@@ -52,21 +52,21 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[ChatMessage], *, toke
 
 
 def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
-    """Render what follows an assistant's answer when ``messages`` come next, up to where the next answer begins.
+    """Render what follows a completion when ``messages`` come next, up to where the next completion begins.
 
-    The template is given a stand-in conversation before the messages, and everything up to its answer is cut off; so
-    the text begins with whatever closes a turn.
+    The template renders a stand-in conversation before the messages. Everything up to its completion is cut off, so
+    the text begins with what closes a turn.
 
     Raises:
-        InvalidPrompt: as ``apply_chat_template``, or the place of the answer cannot be told.
+        InvalidPrompt: as ``apply_chat_template``, or the place of the completion cannot be found.
     """
     _check_messages(messages)
     text: str = apply_chat_template(tokenizer, [*_BEFORE, *messages], tokenize=False)
     # Safety: a message that holds the stand-in as well must not choose where the conversation is cut.
-    if text.count(_ANSWER) != 1:
-        limit = "text or token ids, because this chat template does not write an earlier answer exactly once"
+    if text.count(_COMPLETION) != 1:
+        limit = "text or token ids, because this chat template does not write an earlier completion exactly once"
         raise InvalidPrompt("messages", messages, limit)
-    return text.partition(_ANSWER)[2]
+    return text.partition(_COMPLETION)[2]
 
 
 def _check_messages(messages: Sequence[ChatMessage]) -> None:

@@ -1,7 +1,7 @@
-"""Decides which incremental detokenizer is exact for a tokenizer, by trying them against its one-shot decoding.
+"""Chooses the incremental detokenizer that is exact for a tokenizer, by comparing with its one-shot decoding.
 
-The candidates, fastest first: byte table, pieces, window, and at last a window that returns everything at the end.
-It never trusts a name or a class: a tokenizer is what it decodes.
+The candidates, fastest first: byte table, pieces, ``DecodeStream``, a window in Python. If none of them is exact, all
+text is returned at the end. The names and classes of tokenizers play no part.
 """
 
 from __future__ import annotations
@@ -9,50 +9,48 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from pagedcore.errors import InternalError
 from pagedcore.protocols import Detokenizer
 from pagedcore.tokenizer.byte_detokenizer import ByteLevelDetokenizer, Decode, byte_table
 from pagedcore.tokenizer.piece_detokenizer import PieceDetokenizer, PieceTable, byte_of_token
-from pagedcore.tokenizer.window_detokenizer import WindowDetokenizer
+from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, WindowStepper, decode_at_end, decode_stream
 
-AnyDetokenizer = ByteLevelDetokenizer | PieceDetokenizer | WindowDetokenizer
+AnyDetokenizer = ByteLevelDetokenizer | PieceDetokenizer | StreamDetokenizer
 DetokenizerFactory = Callable[[], AnyDetokenizer]
 
 _NUM_SHORT: Final = 384
 _SHORT: Final = 12
 _NUM_LONG: Final = 4
-#: Longer than a window, so that its cut is tried as well.
 _LONG: Final = 160
-_NUM_PROBES: Final = 6
 #: Most added tokens that are tried; some models have thousands of reserved ones.
 _MAX_ADDED: Final = 256
 
 
 def choose_detokenizer(
-    decode: Decode, vocabulary: Mapping[int, str], added_ids: Sequence[int] = ()
+    decode: Decode, vocabulary: Mapping[int, str], added_ids: Sequence[int] = (), backend: Any = None
 ) -> DetokenizerFactory:
-    """Return the fastest kind of detokenizer that decodes some hundred random answers exactly.
+    """Return the fastest kind of detokenizer that decodes some hundred random completions exactly.
 
     Args:
         decode: the tokenizer's one-shot decoding, special tokens left out.
         vocabulary: token id to token, added tokens included.
         added_ids: ids of special and other added tokens.
+        backend: the ``tokenizers.Tokenizer`` behind it, if there is one.
     """
-    # Why: a fixed seed; two starts with one tokenizer must not choose differently.
+    # Why: a fixed seed, so that two starts with one tokenizer choose alike.
     rng = random.Random(len(vocabulary))
-    awkward = _awkward_ids(vocabulary, added_ids)
-    answers = list(_random_answers(rng, list(vocabulary), awkward))
-    expected = [decode(answer) for answer in answers]
-    for factory in _candidates(rng, decode, vocabulary, added_ids, awkward):
-        if _is_exact(factory, answers, expected):
+    samples = list(_random_completions(rng, list(vocabulary), _awkward_ids(vocabulary, added_ids)))
+    expected = [decode(sample) for sample in samples]
+    for factory in _candidates(decode, vocabulary, added_ids, backend):
+        if _is_exact(factory, samples, expected):
             return factory
-    return partial(WindowDetokenizer, decode, ())
+    return partial(StreamDetokenizer, decode, decode_at_end)
 
 
 def _candidates(
-    rng: random.Random, decode: Decode, vocabulary: Mapping[int, str], added_ids: Sequence[int], awkward: list[int]
+    decode: Decode, vocabulary: Mapping[int, str], added_ids: Sequence[int], backend: Any
 ) -> Iterator[DetokenizerFactory]:
     skipped = {token_id for token_id in added_ids if not decode([token_id])}
     yield partial(ByteLevelDetokenizer, byte_table(vocabulary, skipped))
@@ -60,9 +58,9 @@ def _candidates(
     anchor_id = next(anchors, None)
     if anchor_id is not None:
         yield partial(PieceDetokenizer, PieceTable(decode, vocabulary, anchor_id))
-    ids = list(vocabulary)
-    probes = rng.sample(ids, min(_NUM_PROBES, len(ids))) + rng.sample(awkward, min(_NUM_PROBES, len(awkward)))
-    yield partial(WindowDetokenizer, decode, tuple(dict.fromkeys(probes)))
+    if backend is not None:
+        yield partial(StreamDetokenizer, decode, partial(decode_stream, backend))
+    yield partial(StreamDetokenizer, decode, partial(WindowStepper, decode))
 
 
 def _awkward_ids(vocabulary: Mapping[int, str], added_ids: Sequence[int]) -> list[int]:
@@ -71,19 +69,19 @@ def _awkward_ids(vocabulary: Mapping[int, str], added_ids: Sequence[int]) -> lis
     return [*short, *added_ids[:_MAX_ADDED]] or list(vocabulary)
 
 
-def _random_answers(rng: random.Random, ids: list[int], awkward: list[int]) -> Iterator[list[int]]:
+def _random_completions(rng: random.Random, ids: list[int], awkward: list[int]) -> Iterator[list[int]]:
     lengths = [rng.randint(1, _SHORT) for _ in range(_NUM_SHORT)] + [_LONG] * _NUM_LONG
     for length in lengths if ids else ():
         share = rng.choice((0.0, 0.3, 0.7, 1.0))
         yield [rng.choice(awkward if rng.random() < share else ids) for _ in range(length)]
 
 
-def _is_exact(factory: DetokenizerFactory, answers: list[list[int]], expected: list[str]) -> bool:
+def _is_exact(factory: DetokenizerFactory, samples: list[list[int]], expected: list[str]) -> bool:
     try:
-        return all(_decode_stepwise(factory(), answer) == text for answer, text in zip(answers, expected, strict=True))
+        return all(_decode_stepwise(factory(), sample) == text for sample, text in zip(samples, expected, strict=True))
     except InternalError:
         return False
 
 
-def _decode_stepwise(detokenizer: Detokenizer, answer: list[int]) -> str:
-    return "".join([*(detokenizer.push([token_id]) for token_id in answer), detokenizer.finish()])
+def _decode_stepwise(detokenizer: Detokenizer, token_ids: list[int]) -> str:
+    return "".join([*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.finish()])

@@ -1,8 +1,8 @@
-"""The text of one answer as it grows: a detokenizer with a stop matcher behind it. The engine keeps one per sequence.
+"""The text of one completion as it grows: a detokenizer followed by a stop matcher, one for each sequence.
 
 Law: the concatenation of everything returned is the one-shot decoding of the pushed tokens, up to the first stop
-string; nothing is taken back. Prompt tokens are never pushed, so prompt text is never emitted. Stop *tokens* are the
-engine's business, see ``Sequence.append_token``.
+string; nothing is taken back. Prompt tokens are never pushed, so prompt text is never returned. Stop *tokens* are
+handled by ``Sequence.append_token``.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from pagedcore.tokenizer.stop_strings import StopMatcher
 
 
 class TextDelta(NamedTuple):
-    """What one push added to an answer's text."""
+    """What one push added to a completion's text."""
 
     text: str
     is_stopped: bool
-    """Whether a stop string was found; it and everything after it is left out of the text."""
+    """Whether a stop string was found; it and everything after it are left out of the text."""
 
 
-class TextStream:
-    """Tokens in, certain text out, stop strings left out.
+class IncrementalText:
+    """Turns the tokens of one completion into text without stop strings, returned as soon as it is certain.
 
-    Text that the first ``min_tokens`` tokens make certain is never part of a match.
+    Text that the first ``min_tokens`` tokens make certain is not searched for stop strings.
 
     Invariant: once stopped, no further text is returned.
 
     Args:
         detokenizer: a fresh one.
-        stop: stop strings; none: text passes through.
-        min_tokens: tokens before which no stop string is looked for.
+        stop: stop strings; may be empty.
+        min_tokens: tokens before which stop strings are ignored.
 
     Raises:
         InvalidStop: a stop string is empty.
@@ -47,16 +47,16 @@ class TextStream:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string was found, be it by ``push`` or by ``finish``."""
+        """Whether a stop string was found, by ``push`` or by ``finish``."""
         return self.matched_stop is not None
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that was found."""
+        """The stop string that was found, if any."""
         return self._matcher.matched if self._matcher is not None else None
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Take the next tokens of the answer and return the text that can go out."""
+        """Take the next tokens of the completion and return the text that has become certain."""
         matcher = self._matcher
         if matcher is None:
             return TextDelta(self._detokenizer.push(token_ids), False)
@@ -69,15 +69,11 @@ class TextStream:
         return TextDelta(text, matcher.matched is not None)
 
     def finish(self) -> str:
-        """Return the rest of the text of an answer that has ended; call it once, however the answer ended.
+        """Return the rest of the text when the completion has ended; call it once, however it ended.
 
-        The rest may complete a stop string: then it ends before that, and ``is_stopped`` says so.
+        The rest may complete a stop string: then the text ends before it and ``is_stopped`` is true.
         """
-        matcher = self._matcher
-        if matcher is None:
-            return self._detokenizer.finish()
         rest = self._detokenizer.finish()
-        if self._num_unmatched:
+        if self._matcher is None or self._num_unmatched:
             return rest
-        text = matcher.push(rest)
-        return text + matcher.finish()
+        return self._matcher.push(rest) + self._matcher.finish()

@@ -1,8 +1,8 @@
-"""Tokens to text where every token is a fixed piece of text, except at the start of the answer and in byte runs.
+"""Tokens to text where every token is a fixed piece of text, except at the start of the completion and in byte runs.
 
-That is what SentencePiece-like decoders with byte fallback, WordPiece, Metaspace and plain joining do. The pieces are
-learnt from the tokenizer's own one-shot decoding, once per token id; no decoder is reimplemented but the byte run.
-It never judges whether a tokenizer is of this kind: ``detokenizer_choice`` does.
+SentencePiece-like decoders with byte fallback, WordPiece, Metaspace and plain joining work this way. The pieces are
+learnt from the tokenizer's own one-shot decoding, once per token id; only the byte run is reimplemented.
+``detokenizer_choice`` decides whether a tokenizer is of this kind.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pagedcore.errors import InternalError
-from pagedcore.tokenizer.byte_detokenizer import Decode
-from pagedcore.tokenizer.utf8 import Utf8Decoder
+from pagedcore.tokenizer.byte_detokenizer import Decode, Utf8Decoder
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT: Final = "\ufffd"
@@ -28,7 +27,7 @@ def byte_of_token(token: str) -> int | None:
 class PieceTable(dict[int, "str | int | None"]):
     """What each token id adds to text that precedes it: a piece, a byte (int), or nothing at all (``None``).
 
-    Filled on first use, two or three one-shot decodings per id. Shared by all answers and by all threads: filling an
+    Filled on first use, with two or three one-shot decodings per id. All completions and threads share it: filling an
     entry twice gives the same entry.
 
     Args:
@@ -73,14 +72,14 @@ class PieceTable(dict[int, "str | int | None"]):
 
 
 class PieceDetokenizer:
-    """Decodes one answer, O(1) per token; only two things are held back, both because the one-shot decoding can
+    """Decodes one completion, O(1) per token; only two things are held back, both because the one-shot decoding can
     still change them.
 
     A run of byte tokens: it becomes text if the whole of it is UTF-8 and one U+FFFD per byte if not, so nothing of it
     is certain before it ends or can no longer be UTF-8. And leading tokens that give no text: the first text of the
-    answer may lose a space, so it is taken from the one-shot decoding of all tokens up to it.
+    completion may lose a space, so it is taken from the one-shot decoding of all tokens up to it.
 
-    Invariant: ``_opening`` holds the answer's tokens until the first text was returned, then it is ``None``.
+    Invariant: ``_opening`` holds the completion's tokens until the first text was returned, then it is ``None``.
     Invariant: ``_run_ids`` is empty outside a byte run.
     """
 
@@ -112,7 +111,7 @@ class PieceDetokenizer:
         return bytes((piece,)) if isinstance(piece, int) else piece.encode() if piece else None
 
     def finish(self) -> str:
-        """Return the last byte run, or the answer's only text if nothing was returned so far."""
+        """Return the last byte run, or the completion's only text if nothing was returned so far."""
         text = self._end_run()
         return text + (self._pieces.decode(self._opening) if self._opening else "")
 
@@ -134,7 +133,7 @@ class PieceDetokenizer:
         return ""
 
     def _end_run(self) -> str:
-        """Return what the run still owes and leave it."""
+        """Return the text of the run that was not returned yet, and leave the run."""
         run_ids, text, is_broken = self._run_ids, "".join(self._run), self._is_broken
         is_unfinished = self._strict.is_unfinished
         self._start_run()
@@ -143,7 +142,7 @@ class PieceDetokenizer:
         return self._settle(run_ids, _REPLACEMENT * len(run_ids) if is_unfinished else text)
 
     def _settle(self, token_ids: list[int], text: str) -> str:
-        """Return the text of these tokens, as the one-shot decoding gives it if it is the first of the answer."""
+        """Return the text of these tokens, as the one-shot decoding gives it if it is the first of the completion."""
         if self._opening is None:
             return text
         self._opening += token_ids

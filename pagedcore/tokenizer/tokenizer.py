@@ -1,7 +1,7 @@
 """``HFTokenizer``: the ``Tokenizer`` port over a tokenizer of transformers.
 
-It owns the choice of the detokenizer and the typed errors of loading and encoding. It never truncates, pads, or cleans
-up spaces. Chat templates are in ``chat_template``, incremental decoding in ``detokenizer_choice``.
+It chooses the detokenizer and raises the typed errors of loading and encoding. It never truncates, pads, or cleans up
+spaces. Chat templates are in ``chat_template``, incremental decoding in ``detokenizer_choice``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class HFTokenizer:
     """Text to token ids and back with a tokenizer of transformers; safe to use from several threads.
 
     Encoding a short text starts no worker thread. The given tokenizer is not changed, except that its truncation and
-    padding are switched off, as they are by its own calls without them.
+    padding are switched off, as its own calls without them do.
 
     Invariant: ``new_detokenizer`` and ``decode`` give the same text for the same tokens.
 
     Args:
         tokenizer: a ``PreTrainedTokenizerFast`` or any other ``PreTrainedTokenizerBase``.
-        is_shared: whether others may change it at any time.
+        is_shared: whether other code may change it at any time.
 
     Raises:
         InvalidConfig: it has no vocabulary.
@@ -46,7 +46,7 @@ class HFTokenizer:
         # Why: for some models transformers makes an empty tokenizer when its files are missing.
         if vocabulary.keys() <= added_ids:
             raise InvalidConfig("tokenizer: it has no vocabulary; its files are missing from the directory.")
-        self._new_detokenizer = choose_detokenizer(self.decode, vocabulary, sorted(added_ids))
+        self._new_detokenizer = choose_detokenizer(self.decode, vocabulary, sorted(added_ids), self._backend)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str], trust_remote_code: bool = False) -> HFTokenizer:
@@ -103,15 +103,15 @@ class HFTokenizer:
             if len(text) <= _LONG_TEXT or self._is_shared:
                 ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
             else:
-                # Why: this one releases the interpreter's lock. While it runs a tokenizer cannot be changed, which the
-                # host may want to do with one of its own.
+                # Why: this one releases the interpreter's lock. While it runs the tokenizer must not be changed, which
+                # the host may do with a tokenizer of its own.
                 (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 ids = encoding.ids
             return ids
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Render the chat template, ending where the assistant's answer begins, and tokenise it.
+        """Render the chat template up to where the assistant's completion begins, and tokenise it.
 
         Raises:
             InvalidPrompt: there is no chat template, or it refuses the messages.
@@ -122,7 +122,7 @@ class HFTokenizer:
         return self.encode(apply_chat_template(self._tokenizer, messages, tokenize=False), add_special_tokens=False)
 
     def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
-        """Tokenise what the chat template puts between a conversation so far and the answer to ``messages``.
+        """Tokenise what the chat template puts between a conversation so far and the completion of ``messages``.
 
         Args:
             messages: the new messages only.
@@ -144,7 +144,7 @@ class HFTokenizer:
         return text
 
     def token_text(self, token_id: int) -> TokenText:
-        """Say what one token stands for; the bytes of an answer's tokens are the answer's, but for a leading space."""
+        """Return the text of one token. The bytes of a text's tokens are its bytes, except for a leading space."""
         utf8 = self._new_detokenizer().token_bytes(token_id)
         if utf8 is None:
             return TokenText(str(self._tokenizer.convert_ids_to_tokens(token_id) or ""), None)

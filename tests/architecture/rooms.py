@@ -11,7 +11,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "ground": ("_version", "errors", "outputs", "protocols"),
     "demo_model": ("demo_model",),
     "config": ("config",),
-    "vocabulary": ("sampling_params", "sequence"),
+    "vocabulary": ("request_options", "sampling_params", "sequence"),
     "tokenizer": ("tokenizer",),
     "kv_cache": ("kv_cache",),
     "scheduler": ("scheduler",),

@@ -11,11 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_PARENTS = (ROOT, ROOT / "kernels", ROOT / "adapters")
 PACKAGES = ("pagedcore", "pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain")
+"""What the wheel of ``pagedcore`` has."""
+SEPARATE_PACKAGES = ("pagedcore_ptxsim",)
+"""Packages of this repository with a wheel of their own; the rules of style hold for them too."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of a shipped package."""
+    """One file of a package."""
 
     module: str
     path: Path
@@ -60,10 +63,10 @@ class Source:
 
 
 def all_sources() -> list[Source]:
-    """Every Python file of every shipped package."""
+    """Every Python file of every package."""
     found = []
     for parent in PACKAGE_PARENTS:
-        for package in PACKAGES:
+        for package in (*PACKAGES, *SEPARATE_PACKAGES):
             for path in sorted((parent / package).rglob("*.py")):
                 names = path.relative_to(parent).with_suffix("").parts
                 found.append(Source(".".join(names[:-1] if names[-1] == "__init__" else names), path))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture.sources import PACKAGES, ROOT
+from architecture.sources import PACKAGES, ROOT, SEPARATE_PACKAGES
 
 hatchling = pytest.importorskip("hatchling.builders.wheel")
 
@@ -26,12 +26,13 @@ def test_the_wheel_has_only_our_top_levels(wheel: Path) -> None:
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     packages = {top for top in tops if not top.endswith(".dist-info")}
     assert packages == set(PACKAGES)
+    assert not packages & set(SEPARATE_PACKAGES)
 
 
 def test_the_wheel_has_the_demo_model_and_its_licence(wheel: Path) -> None:
     """The demo needs no network: weights, configuration and tokenizer are inside, and so are types and licence."""
     names = set(zipfile.ZipFile(wheel).namelist())
-    for file in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
+    for file in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "questions.json"):
         assert f"pagedcore/demo_model/{file}" in names
     for package in PACKAGES:
         assert f"{package}/py.typed" in names

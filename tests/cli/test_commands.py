@@ -76,7 +76,7 @@ def test_size_as_json_is_the_report() -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["plugins", "--table", "nothing"], "adapters, attention, schedulers"),
+    (["plugins", "--table", "nothing"], "adapters, attention, linears, models, schedulers"),
     (["kernels", "build", "--arch", "sm_75"], "sm_80 or newer"),
     (["kernels", "build", "--arch", "sm_90", "--only", "nothing"], "--only"),
     (["generate"], "prompts: got none"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedcore_kernels import ptxsim
+import pagedcore_ptxsim as ptxsim
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "ptxsim.md").read_text(encoding="utf-8")
 

@@ -209,5 +209,5 @@ def plan_of_a_crisis(engine: Engine, request: Any) -> None:
 
     (sequence,) = request.sequences
     plan = SchedulePlan(preempted=(Preemption(sequence, PreemptionKind.SWAP),))
-    engine._mover.start(engine.scheduler.make_room(plan))
+    engine._transfers.start(engine.scheduler.make_room(plan))
     assert engine.scheduler.stats().num_swapped == 1

@@ -37,7 +37,7 @@ class Lab:
         }
         self.clock = FakeClock()
         self.engine = Engine(build_components(ToyBackend(), **{**defaults, **settings}), self.clock)
-        self.store: ToyStore = self.engine._parts.store  # type: ignore[assignment]
+        self.store: ToyStore = self.engine._components.store  # type: ignore[assignment]
         self.host = self.engine.scheduler.block_manager.host
 
     def stand_still(self) -> None:

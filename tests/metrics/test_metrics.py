@@ -174,7 +174,7 @@ def test_the_engine_is_asked_for_everything_now_and_then_and_at_the_end() -> Non
     metrics = EngineMetrics(clock)
     with make_engine(plugins=[metrics]) as engine:
         read_stats = engine.stats
-        engine.stats = lambda: (asked_after.append(engine._counters.num_steps), read_stats())[1]  # type: ignore[method-assign]
+        engine.stats = lambda: (asked_after.append(engine._outputs.counters.num_steps), read_stats())[1]  # type: ignore[method-assign]
         engine.add_request([1], params(9))
         while engine.has_pending_requests():
             engine.step()

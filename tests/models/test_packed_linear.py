@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from pagedcore.models.cpu.packed_linear import OneDnnMatmul, PackedLinear, can_pack, pack_linears
+from pagedcore.models.cpu.packed_linear import FASTEST, OneDnnMatmul, PackedLinear, can_pack, pack_linears
 from pagedcore.models.cpu.row_invariance import probe_invariance
 from support.families import tiny_model
 
@@ -62,11 +62,12 @@ def test_originals_are_freed_one_after_the_other() -> None:
     originals = [weakref.ref(layer.weight) for layer in holder]
     alive: list[int] = []
 
-    def note(dtype: torch.dtype, num_inputs: int) -> bool:
-        alive.append(sum(original() is not None for original in originals))
-        return True
+    class Noting(type(FASTEST)):  # type: ignore[misc]
+        def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
+            alive.append(sum(original() is not None for original in originals))
+            return True
 
-    pack_linears(holder, may_pack=note)
+    pack_linears(holder, linears=Noting())
     assert alive == [3, 2, 1]
     assert [original() for original in originals] == [None] * 3
 
@@ -99,7 +100,12 @@ def test_other_modules_with_matrices_are_left_alone_and_named() -> None:
 def test_without_packing_the_model_stays_as_it_was() -> None:
     """Where the operation is missing, plain layers remain and are reported as not packed."""
     holder = nn.Sequential(linear())
-    report = pack_linears(holder, may_pack=lambda dtype, num_inputs: False)
+
+    class Nothing(type(FASTEST)):  # type: ignore[misc]
+        def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
+            return False
+
+    report = pack_linears(holder, linears=Nothing())
     assert report.packed == ()
     assert report.unpacked == ("Linear",)
     assert type(holder[0]) is nn.Linear

@@ -15,8 +15,11 @@ from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models import loading, pretrained
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.models.pretrained import load_pretrained, resolve_dtype
+from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore_kernels.reference import ReferenceAttention
 from support.families import VOCAB, tiny_model
+
+REGISTRY = create_plugin_manager(entry_points=False).registry
 
 
 def save(directory: Path, **changes: Any) -> Path:
@@ -35,8 +38,9 @@ def refused(directory: Path, *, error: type[Exception] = InvalidConfig, **option
     return str(caught.value)
 
 
-def use_reference(name: str) -> type[ReferenceAttention]:
-    return ReferenceAttention
+def use_reference(table: str, name: str) -> Any:
+    """Load what comes with pagedcore, but the reference for any attention."""
+    return ReferenceAttention if table == "attention" else REGISTRY.load(table, name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -123,9 +127,11 @@ def test_a_name_that_is_no_directory_is_not_found_offline(monkeypatch: pytest.Mo
 def test_a_directory_becomes_a_backend(tmp_path: Path) -> None:
     """Settings reach the model: format, block size, attention; facts are those of the configuration."""
     settings = EngineConfig(dtype="float32", block_size=4, attention_backend="reference")
-    names: list[str] = []
-    backend = resolve_backend(save(tmp_path), settings, lambda name: (names.append(name), ReferenceAttention)[1])
-    assert names == ["reference"]
+    names: list[tuple[str, str]] = []
+    backend = resolve_backend(
+        save(tmp_path), settings, lambda *asked: (names.append(asked), use_reference(*asked))[1]
+    )
+    assert names == [("models", "transformers"), ("attention", "reference")]
     assert (backend.vocab_size, backend.max_model_len, backend.block_size) == (VOCAB, 256, 4)
     assert backend.eos_token_ids == frozenset({2})
     assert backend.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
@@ -199,12 +205,12 @@ import sys
 from pathlib import Path
 from transformers.models.llama import modeling_llama
 from pagedcore.config.engine_config import EngineConfig
-from pagedcore.models.loading import resolve_backend
+from pagedcore.models.loading import transformers_backend
 from pagedcore_kernels.reference import ReferenceAttention
 from pagedcore.models import transformers_model
 status = lambda: int(next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x).split()[1])
 before = status()
-resolve_backend(sys.argv[1], EngineConfig(dtype="float32"), lambda name: ReferenceAttention)
+transformers_backend(sys.argv[1], EngineConfig(dtype="float32"), lambda table, name: ReferenceAttention)
 print((status() - before) * 1024)
 """
     done = subprocess.run(

@@ -75,6 +75,8 @@ def test_builtin_tables_list_what_comes_with_pagedcore() -> None:
     """The built-in names are in their tables without anything being imported or installed."""
     registry = create_plugin_manager(entry_points=False).registry
     assert registry.attention.names == ["numba-cpu", "numba-cuda", "reference"]
+    assert registry.linears.names == ["onednn", "packed"]
+    assert registry.models.names == ["transformers"]
     assert registry.schedulers.names == ["fcfs", "priority", "static"]
     assert registry.adapters.names == ["async-generator"]
 

@@ -81,6 +81,16 @@ def test_before_min_tokens_nothing_stops() -> None:
     assert [one.token_ids for one in found.hypotheses] == [(1, STOP)]
 
 
+def test_before_min_tokens_what_is_barred_is_no_candidate() -> None:
+    """Beside stop tokens, tokens that end nothing may be barred; after ``min_tokens`` they are as any other."""
+    found = search(min_tokens=1, barred_token_ids=frozenset({9}))
+    assert found.advance([[(9, -0.1), (STOP, -0.2), (1, -3.0), (2, -4.0)]]) == [Survivor(0, 1), Survivor(0, 2)]
+    assert found.advance([[(9, -0.1), (1, -3.0), (2, -4.0)], [(5, -9.0), (6, -9.0), (7, -9.0)]]) == [
+        Survivor(0, 9), Survivor(0, 1),
+    ]
+    assert found.hypotheses == []
+
+
 def test_the_last_token_allowed_ends_every_answer() -> None:
     """At ``max_tokens`` the best candidates are hypotheses and the search is done."""
     found = search(max_tokens=1)

@@ -51,7 +51,7 @@ def test_silence_makes_degraded_then_dead_and_progress_makes_ready_again() -> No
     for seconds in (9.0, 2.0, 49.5, 1.0):
         clock.advance(seconds)
         seen.append(judge(progress).status)
-    progress.step_ended(has_news=False, has_failed=False)
+    progress.step_ended(has_output=False, has_failed=False)
     assert [*seen, judge(progress).status] == ["ready", "degraded", "dead", "dead", "ready"]
 
 
@@ -60,10 +60,10 @@ def test_failed_steps_in_a_row_degrade_and_one_good_step_heals() -> None:
     progress = Progress(FakeClock())
     for _ in range(MAX_FAILED_STEPS):
         assert judge(progress).status == "ready"
-        progress.step_ended(has_news=True, has_failed=True)
-        progress.step_ended(has_news=False, has_failed=False)
+        progress.step_ended(has_output=True, has_failed=True)
+        progress.step_ended(has_output=False, has_failed=False)
     assert judge(progress) == Health("degraded", f"the last {MAX_FAILED_STEPS} steps failed", 0.0, MAX_FAILED_STEPS)
-    progress.step_ended(has_news=True, has_failed=False)
+    progress.step_ended(has_output=True, has_failed=False)
     assert judge(progress).status == "ready"
 
 
@@ -118,7 +118,7 @@ async def test_waiting_for_blocks_on_their_way_is_no_progress() -> None:
     ), FakeClock())
     for prompt, max_tokens in (([3] * 16, 4), ([4] * 20, 4)):
         engine.generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    store: ToyStore = engine._parts.store  # type: ignore[assignment]
+    store: ToyStore = engine._components.store  # type: ignore[assignment]
     store.is_slow = store.is_hung = True
     prompt = [*([3] * 16), 1]
     async with AsyncEngine(engine) as running:

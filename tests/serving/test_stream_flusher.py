@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagedcore.request_options import RequestOptions
 from pagedcore.requests.output_text import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
@@ -13,12 +14,12 @@ from support.doubles import FakeClock
 
 def request_of(num_answers: int = 1) -> Request:
     params = SamplingParams()
-    answers = [Sequence(index, [1], params, max_tokens=9, seed=0) for index in range(num_answers)]
-    return Request("r", answers, params, owner=None)  # type: ignore[arg-type]
+    completions = [Sequence(index, [1], params, max_tokens=9, seed=0) for index in range(num_answers)]
+    return Request("r", completions, params, RequestOptions(), owner=None)  # type: ignore[arg-type]
 
 
 def news_of(request: Request) -> list[PendingOutput]:
-    return [(request, sequence) for sequence in request.sequences]
+    return [PendingOutput(request, sequence, index, None) for index, sequence in enumerate(request.sequences)]
 
 
 def expected(outbox: StreamFlusher, num_answers: int = 1) -> tuple[Stream, list[PendingOutput]]:
@@ -92,7 +93,7 @@ def test_the_news_of_a_request_can_be_taken_out_of_turn() -> None:
     clock = FakeClock()
     outbox = StreamFlusher(1.0, clock)
     (_, news), (other, its_news) = expected(outbox), expected(outbox)
-    request = news[0][0]
+    request = news[0].request
     outbox.add([*news, *its_news])
     assert (outbox.take(request), outbox.take(request)) == (news, [])
     assert outbox.take_due() == {other: its_news}

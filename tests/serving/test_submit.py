@@ -14,7 +14,7 @@ from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidRequest, Pro
 from pagedcore.outputs import RequestOutput
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
-from pagedcore.serving.whole_answer import CompletionFuture
+from pagedcore.serving.stream import CompletionFuture
 from support.doubles import FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import make_engine
 

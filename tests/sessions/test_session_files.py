@@ -34,7 +34,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """An exported session, with its KV beside it."""
-    engine = make_engine()
+    engine = make_engine(scheduling_policy="priority")
     session = engine.session(PARAMS, priority=3)
     session.ask(PROMPT)
     session.export(tmp_path / "chat.json")
@@ -61,7 +61,7 @@ def test_everything_comes_back(files: Path) -> None:
     session = engine.import_session(files)
     sequence = session._request.sequences[0]  # type: ignore[union-attr]
     assert sequence.token_ids[: len(PROMPT)] == PROMPT
-    assert (sequence.params, session._params, session._priority, sequence.priority) == (PARAMS, PARAMS, 3, 3)
+    assert (sequence.params, session._params, session._options.priority, sequence.priority) == (PARAMS, PARAMS, 3, 3)
     assert sequence.seed == 4
     [completion] = session.output().outputs
     assert completion.finish_reason in ("length", "stop")
@@ -148,7 +148,7 @@ def test_a_model_saved_and_loaded_is_the_same_model(tmp_path: Path) -> None:
 
     tiny_model().save_pretrained(tmp_path / "model")
     with Engine.from_pretrained(tmp_path / "model", dtype="float32", num_kv_blocks=8) as engine:
-        assert engine._parts.fingerprint == model_fingerprint(tiny_model())
+        assert engine._components.fingerprint == model_fingerprint(tiny_model())
 
 
 def test_another_block_size_needs_only_the_tokens(files: Path, caplog: pytest.LogCaptureFixture) -> None:

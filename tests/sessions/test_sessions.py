@@ -69,7 +69,7 @@ def full_disk() -> Iterator[None]:
 
 def store_of(engine: Engine) -> ToyStore:
     """The store that moves the engine's blocks."""
-    return engine._parts.store  # type: ignore[return-value]
+    return engine._components.store  # type: ignore[return-value]
 
 
 def ask(session: Session, *prompt: int) -> int:
@@ -660,7 +660,7 @@ def test_what_may_be_asked_when() -> None:
             refused()
     while session.is_answering:
         engine.step()
-    with pytest.raises(SessionStateError, match="cut off within an answer"):
+    with pytest.raises(SessionStateError, match="cut off within a completion"):
         session.ask(None)
     for bad in ({"tier": "tape"}, {"ttl_s": 0}, {"ttl_s": float("nan")}, {"ttl_s": True}, {"ttl_s": 1e9}):
         with pytest.raises(InvalidRequest):

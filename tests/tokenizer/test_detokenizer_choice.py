@@ -7,16 +7,16 @@ import pytest
 from pagedcore.tokenizer.byte_detokenizer import ByteLevelDetokenizer
 from pagedcore.tokenizer.detokenizer_choice import choose_detokenizer
 from pagedcore.tokenizer.piece_detokenizer import PieceDetokenizer
+from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, WindowStepper, decode_stream
 from pagedcore.tokenizer.tokenizer import HFTokenizer
-from pagedcore.tokenizer.window_detokenizer import WindowDetokenizer
 from support.text_builders import BUILDERS, make_fast, push_all
 
-EXPECTED = {"byte_level": ByteLevelDetokenizer, "word_suffix": WindowDetokenizer}
+EXPECTED = {"byte_level": ByteLevelDetokenizer, "word_suffix": StreamDetokenizer}
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_each_kind_of_tokenizer_gets_the_fastest_exact_detokenizer(kind) -> None:
-    """Byte-level vocabularies get the byte table, known decoders pieces, others a window that streams."""
+    """Byte-level vocabularies get the byte table, known decoders pieces, others a stream."""
     detokenizer = HFTokenizer(make_fast(kind)).new_detokenizer()
     assert type(detokenizer) is EXPECTED.get(kind, PieceDetokenizer)
 
@@ -53,9 +53,40 @@ def test_a_vocabulary_that_only_looks_byte_level_is_not_taken_for_one() -> None:
     assert push_all(factory(), [[1], [2, 3]], spaced) == "b c d"
 
 
-def test_the_choice_is_the_same_every_time() -> None:
-    """Two starts with one tokenizer choose alike, down to the probes."""
+def test_the_librarys_stream_serves_where_there_is_a_backend_and_a_window_elsewhere() -> None:
+    """Both are exact for word suffixes; the library's is the first choice, and a slow tokenizer streams as well."""
     tokenizer = make_fast("word_suffix")
     vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
-    first, second = (choose_detokenizer(tokenizer.decode, vocabulary) for _ in range(2))
-    assert first.args[1] == second.args[1]
+    decode = HFTokenizer(tokenizer).decode
+    fast = choose_detokenizer(decode, vocabulary, (), tokenizer.backend_tokenizer)
+    slow = choose_detokenizer(decode, vocabulary)
+    assert [fast.args[1].func, slow.args[1].func] == [decode_stream, WindowStepper]
+
+
+def test_a_backend_that_decodes_differently_is_not_chosen() -> None:
+    """A tokenizer with a decoding of its own is served by a window over that decoding."""
+    tokenizer = make_fast("word_suffix")
+    vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
+
+    def shouted(ids) -> str:
+        return tokenizer.decode(ids).upper()
+
+    factory = choose_detokenizer(shouted, vocabulary, (), tokenizer.backend_tokenizer)
+    assert factory.args[1].func is WindowStepper
+
+
+def test_the_choice_is_the_same_every_time() -> None:
+    """Two starts with one tokenizer try the same completions and choose alike."""
+    tokenizer = make_fast("word_suffix")
+    vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
+
+    def choose() -> tuple[list[list[int]], object]:
+        asked: list[list[int]] = []
+
+        def decode(ids) -> str:
+            asked.append(list(ids))
+            return tokenizer.decode(ids)
+
+        return asked, choose_detokenizer(decode, vocabulary).args[1].func
+
+    assert choose() == choose()

@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 
 from pagedcore.errors import InvalidStop
 from pagedcore.tokenizer.byte_detokenizer import ByteLevelDetokenizer
-from pagedcore.tokenizer.incremental_text import TextDelta, TextStream
+from pagedcore.tokenizer.incremental_text import IncrementalText, TextDelta
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 from support.text_builders import byte_answers, chunked, cut_at_stop, law, make_fast
 
 
-def stream(table: dict[int, bytes], stop: tuple[str, ...] = (), min_tokens: int = 0) -> TextStream:
-    return TextStream(ByteLevelDetokenizer(table), stop, min_tokens)
+def stream(table: dict[int, bytes], stop: tuple[str, ...] = (), min_tokens: int = 0) -> IncrementalText:
+    return IncrementalText(ByteLevelDetokenizer(table), stop, min_tokens)
 
 
-def run(text_stream: TextStream, chunks) -> tuple[str, bool]:
+def run(text_stream: IncrementalText, chunks) -> tuple[str, bool]:
     """Push as an engine does: until stopped, then finish."""
     text = ""
     for chunk in chunks:
@@ -86,7 +86,7 @@ def test_a_stop_string_cut_through_an_emoji_is_found() -> None:
 def test_a_stop_string_completed_by_the_end_stops_the_answer() -> None:
     """Text held back by the detokenizer is matched too when the answer ends, and the stream says so."""
     tokenizer = HFTokenizer(make_fast("byte_fallback"))
-    text_stream = TextStream(tokenizer.new_detokenizer(), ("\n",))
+    text_stream = IncrementalText(tokenizer.new_detokenizer(), ("\n",))
     a, newline = make_fast("byte_fallback").convert_tokens_to_ids(["a", "<0x0A>"])
     assert [text_stream.push([a]), text_stream.push([newline])] == [("a", False), ("", False)]
     assert text_stream.finish() == ""

@@ -17,7 +17,7 @@ from pagedcore.outputs import TokenText
 from pagedcore.protocols import Detokenizer
 from pagedcore.protocols import Tokenizer as TokenizerPort
 from pagedcore.tokenizer.byte_detokenizer import ByteLevelDetokenizer
-from pagedcore.tokenizer.chat_template import _ANSWER
+from pagedcore.tokenizer.chat_template import _COMPLETION
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 from support.text_builders import BUILDERS, byte_level, make_fast, push_all
 
@@ -192,7 +192,7 @@ def test_a_further_turn_continues_the_conversation_as_the_template_would() -> No
     ("template", "content"),
     [
         ("{{ messages[-1]['content'] }}", "c"),
-        (CHATML, f"c {_ANSWER} d"),
+        (CHATML, f"c {_COMPLETION} d"),
     ],
 )
 def test_a_further_turn_is_refused_where_the_answer_before_it_cannot_be_told(template, content) -> None:

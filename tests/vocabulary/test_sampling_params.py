@@ -163,8 +163,8 @@ def test_min_tokens_above_max_tokens_is_refused():
 
 def test_answers_are_chosen_among_at_least_as_many():
     """best_of is at least n, and so is the width of a beam search."""
-    assert SamplingParams(n=2, best_of=2).is_contest is False
-    assert SamplingParams(n=2, best_of=3).is_contest is True
+    assert SamplingParams(n=2, best_of=2).has_candidates is False
+    assert SamplingParams(n=2, best_of=3).has_candidates is True
     with pytest.raises(errors.TooManySequences, match="best_of: got 2, allowed is n to 16, n is 3 here"):
         SamplingParams(n=3, best_of=2)
     with pytest.raises(errors.TooManySequences, match="n: got 5, allowed is 1 to beam_width, 4 here"):

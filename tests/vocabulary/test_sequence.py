@@ -66,6 +66,14 @@ def test_a_stop_token_before_min_tokens_goes_on() -> None:
     assert [sequence.append_token(9) for _ in range(3)] == [None, None, "stop"]
 
 
+def test_with_ignore_eos_only_the_requests_own_stop_tokens_end_a_turn() -> None:
+    """The model's end token, 9, is a stop token of the sequence, and ends nothing."""
+    params = SamplingParams(stop_token_ids=(4,), ignore_eos=True, min_tokens=1)
+    sequence = Sequence(0, [1], params, max_tokens=5, seed=0, stop_token_ids=frozenset({4, 9}))
+    assert sequence.end_token_ids == {4}
+    assert [sequence.append_token(9), sequence.append_token(9), sequence.append_token(4)] == [None, None, "stop"]
+
+
 def finished_sequence() -> Sequence:
     sequence = make_sequence([1, 2, 3], max_tokens=2)
     sequence.append_token(4)

@@ -14,11 +14,11 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cuda.build.images import KernelImage
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.toolchain import require_bindings
 from pagedcore_kernels.cuda.build.variants import parameters_of
+from pagedcore_kernels.errors import InternalError, InvalidConfig
 
 Argument = torch.Tensor | int | float | None
 """A kernel's argument: a tensor stands for its address, ``None`` for address 0."""

@@ -14,12 +14,12 @@ from typing import Final
 
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.checks import check_pool
 from pagedcore_kernels.cuda.build.variants import ACTIVATIONS, gated_name, needed_capability, norm_name, rotate_name
 from pagedcore_kernels.cuda.driver import Driver
 from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
 from pagedcore_kernels.cuda.shapes import GATED_VECTORS, ROW_THREADS, Format
+from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.layout import TokenMajorLayout
 
 _VECTOR: Final = 8

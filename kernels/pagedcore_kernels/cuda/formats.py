@@ -6,8 +6,8 @@ from typing import Final
 
 import torch
 
-from pagedcore.errors import InvalidConfig
 from pagedcore_kernels.cuda.shapes import Format
+from pagedcore_kernels.errors import InvalidConfig
 from pagedcore_kernels.layout import TokenMajorLayout
 
 FORMATS: Final = {

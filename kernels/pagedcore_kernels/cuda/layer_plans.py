@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pagedcore.protocols import Int32Array, RaggedRows
 from pagedcore_kernels.cuda.attention.uploads import Scratch, StepBuffer
 from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
 from pagedcore_kernels.cuda.shapes import partial_bytes
+from pagedcore_kernels.interface import Int32Array, RaggedRows
 from pagedcore_kernels.layout import BlockLayout, LayerShape
 from pagedcore_kernels.step_plan import StepPlan
 

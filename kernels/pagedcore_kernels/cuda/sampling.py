@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore.errors import InternalError
 from pagedcore_kernels.cuda.attention.uploads import StepBuffer
 from pagedcore_kernels.cuda.build.variants import SAMPLE_NAME
 from pagedcore_kernels.cuda.driver import Driver
 from pagedcore_kernels.cuda.shapes import SAMPLE_ROW_BYTES
+from pagedcore_kernels.errors import InternalError
 
 _MOST_TOKENS = 2**23
 """Of a vocabulary, so that the sum of all weights fits into 64 bits."""

@@ -21,21 +21,24 @@ from torch import nn
 from pagedcore.models.attention_interface import PagedStep
 from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.fused_match import Structure, recognise
-from pagedcore.models.cpu.packed_linear import PackedLinear
+from pagedcore.models.cpu.packed_linear import FASTEST, PackedLinear
 from pagedcore.models.cpu.rotary_table import RotaryAngles
 from pagedcore.models.decoder import Decoder, ModuleDecoder
+from pagedcore.protocols import LinearFactory, ShowsKVPool
 from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, KVDestination, RmsNorm, RotaryEmbedding
 from pagedcore_kernels.layout import KVLayout
 
 OnUnused = Callable[[torch.Tensor], None]
 
 
-def best_decoder(model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused) -> Decoder:
+def best_decoder(
+    model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused, linears: LinearFactory = FASTEST
+) -> Decoder:
     """Return the fused decoder where the model is of a kind it knows, else the general one; see ``DecoderFactory``."""
-    structure = recognise(model, layers)
+    structure = recognise(model, layers, linears)
     if structure is None:
-        return ModuleDecoder(model, layers, on_unused)
-    return FusedDecoder(model, layers, structure, on_unused)
+        return ModuleDecoder(model, layers, on_unused, linears)
+    return FusedDecoder(model, layers, structure, on_unused, linears)
 
 
 class FusedPart(nn.Module):
@@ -78,19 +81,19 @@ class FusedLayer:
     """The weights of one decoder layer and its two halves."""
 
     def __init__(
-        self, layer: Any, place: AttentionLayer, activation: GatedActivation, on_unused: OnUnused
+        self, layer: Any, place: AttentionLayer, activation: GatedActivation, fuse: Callable[..., PackedLinear]
     ) -> None:
         """Fuse the projections of ``layer``; its linear layers become parts of the fused ones."""
         attention, mlp = layer.self_attn, layer.mlp
         self.place = place
         self.input_norm = _norm(layer.input_layernorm)
-        self.qkv = _fuse(attention, ("q_proj", "k_proj", "v_proj"), on_unused)
+        self.qkv = fuse(attention, ("q_proj", "k_proj", "v_proj"))
         self.rotary = _rotary(attention, place, layer.input_layernorm.weight.dtype)
-        self.output = _fuse(attention, ("o_proj",), on_unused)
+        self.output = fuse(attention, ("o_proj",))
         self.inner_norm = _norm(layer.post_attention_layernorm)
-        self.gate_up = _fuse(mlp, ("gate_proj", "up_proj"), on_unused)
+        self.gate_up = fuse(mlp, ("gate_proj", "up_proj"))
         self.activation = activation
-        self.down = _fuse(mlp, ("down_proj",), on_unused)
+        self.down = fuse(mlp, ("down_proj",))
 
     @property
     def products(self) -> tuple[PackedLinear, ...]:
@@ -129,7 +132,8 @@ class FusedDecoder:
     other_matrices: tuple[str, ...] = ()
 
     def __init__(
-        self, model: Any, layers: Mapping[int, AttentionLayer], structure: Structure, on_unused: OnUnused
+        self, model: Any, layers: Mapping[int, AttentionLayer], structure: Structure, on_unused: OnUnused,
+        linears: LinearFactory = FASTEST,
     ) -> None:
         """Fuse the weights, one layer at a time.
 
@@ -138,18 +142,20 @@ class FusedDecoder:
             layers: its attention layers by their own numbers.
             structure: as recognised.
             on_unused: told of each weight that was packed and is not needed any more.
+            linears: makes the products.
         """
+        fuse = partial(_fuse, linears, on_unused)
         body, dtype = model.model, model.dtype
         activation = GatedActivation(structure.activation, dtype)
-        self._general = partial(ModuleDecoder, model, layers, on_unused)
+        self._general = partial(ModuleDecoder, model, layers, on_unused, linears)
         self._embedding = body.embed_tokens
         self._angles = RotaryAngles(body.rotary_emb, structure.head_size, dtype)
         self._layers = [
-            FusedLayer(layer, layers[number], activation, on_unused) for number, layer in enumerate(body.layers)
+            FusedLayer(layer, layers[number], activation, fuse) for number, layer in enumerate(body.layers)
         ]
         self._norm = _norm(body.norm)
         is_tied = model.lm_head.weight is body.embed_tokens.weight
-        self._head = _fuse(model, ("lm_head",), _keep if is_tied else on_unused)
+        self._head = _fuse(linears, _keep if is_tied else on_unused, model, ("lm_head",))
         self.products = (*(product for layer in self._layers for product in layer.products), self._head)
 
     def fallback(self) -> Decoder:
@@ -183,7 +189,9 @@ class FusedDecoder:
         )
 
 
-def _fuse(parent: nn.Module, names: tuple[str, ...], on_unused: OnUnused) -> PackedLinear:
+def _fuse(
+    factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: tuple[str, ...]
+) -> PackedLinear:
     """Pack linear layers of one parent as one product and put its parts in their places."""
     linears = [getattr(parent, name) for name in names]
     weights = [linear.weight for linear in linears]
@@ -191,6 +199,7 @@ def _fuse(parent: nn.Module, names: tuple[str, ...], on_unused: OnUnused) -> Pac
     whole = PackedLinear(
         weights[0] if len(weights) == 1 else torch.cat(weights),
         None if biases[0] is None else torch.cat(biases),
+        factory,
     )
     begin = 0
     for name, linear in zip(names, linears, strict=True):
@@ -204,9 +213,9 @@ def _fuse(parent: nn.Module, names: tuple[str, ...], on_unused: OnUnused) -> Pac
 
 def _destination(step: PagedStep) -> KVDestination | None:
     """Return where K and V go if the attention backend shows its pool; else it writes them itself."""
-    layout, pool = getattr(step.attention, "layout", None), getattr(step.attention, "pool", None)
-    if isinstance(layout, KVLayout) and isinstance(pool, torch.Tensor):
-        return KVDestination(layout, pool, step.slots)
+    shown = step.attention
+    if isinstance(shown, ShowsKVPool) and isinstance(shown.layout, KVLayout):
+        return KVDestination(shown.layout, shown.pool, step.slots)
     return None
 
 
@@ -216,7 +225,7 @@ def _norm(module: Any) -> RmsNorm:
 
 def _rotary(attention: Any, place: AttentionLayer, dtype: torch.dtype) -> RotaryEmbedding:
     shape = place.num_heads, place.num_kv_heads, place.key_head_size, dtype
-    if not hasattr(attention, "q_norm"):
+    if "q_norm" not in dict(attention.named_children()):
         return RotaryEmbedding(*shape)
     norms = attention.q_norm, attention.k_norm
     weights = norms[0].weight.detach().clone(), norms[1].weight.detach().clone()

@@ -15,7 +15,8 @@ from typing import Any, Final
 from torch import nn
 
 from pagedcore.models.attention_layers import AttentionLayer
-from pagedcore.models.cpu.packed_linear import can_pack
+from pagedcore.models.cpu.packed_linear import FASTEST
+from pagedcore.protocols import LinearFactory
 from pagedcore_kernels.cpu.layers.elementwise import can_compute
 
 #: Name of the classes of each architecture: ``<name>Model``, ``<name>DecoderLayer`` and so on.
@@ -48,19 +49,22 @@ class Structure:
     num_kv_heads: int
 
 
-def recognise(model: Any, layers: Mapping[int, AttentionLayer]) -> Structure | None:
+def recognise(
+    model: Any, layers: Mapping[int, AttentionLayer], linears: LinearFactory = FASTEST
+) -> Structure | None:
     """Return the structure of a model that the fused decoder computes, else ``None``.
 
     Args:
         model: a causal language model of transformers, on the CPU.
         layers: its attention layers by their own numbers.
+        linears: has to support every product.
     """
     family = _FAMILIES.get(model.config.model_type)
     if family is None or not (_has_known_modules(model, family) and _has_known_layers(model, layers)):
         return None
     first, config = layers[0], model.config
     activation, class_name = _ACTIVATIONS.get(config.hidden_act, ("", ""))
-    fits = can_pack(model.dtype) and can_compute(
+    fits = all(linears.supports(model.dtype, linear.in_features) for linear in _linears(model)) and can_compute(
         hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, head_size=first.key_head_size,
         dtype=model.dtype,
     )

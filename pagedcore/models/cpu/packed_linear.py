@@ -4,8 +4,8 @@ Owns ``PackedLinear`` and the walk over a module tree that puts it in the place 
 ``Conv1D``, one layer at a time so that memory never holds two copies of the model. It never touches a module of
 another type. Read ``row_invariance.py`` next.
 
-Two products do the arithmetic: ``pagedcore_kernels/cpu/matmul`` on x86 processors with AVX2 or AVX-512, and oneDNN
-elsewhere.
+A ``LinearFactory`` makes what does the arithmetic: ``pagedcore_kernels/cpu/matmul`` on x86 processors with AVX2 or
+AVX-512, oneDNN elsewhere, or an entry of the plugin table ``linears``.
 """
 
 from __future__ import annotations
@@ -13,31 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from pagedcore.execution.memory_pages import move_to_huge_pages
+from pagedcore.protocols import LinearFactory, Matmul
 from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul, can_multiply
-
-
-class Matmul(Protocol):
-    """``rows @ weight.T + bias`` for one weight and bias that it keeps in its own arrangement."""
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply ``rows`` [M, in], contiguous and M at least 2, and return [M, out]."""
-        ...
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight as it is kept."""
-        ...
-
-    @property
-    def memory(self) -> tuple[int, int]:
-        """Address and bytes of the weight."""
-        ...
 
 
 class PackedLinear(nn.Module):
@@ -47,17 +30,20 @@ class PackedLinear(nn.Module):
     result does not depend on whether it was alone.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, factory: LinearFactory | None = None
+    ) -> None:
         """Pack a weight of shape [out, in]; neither tensor is kept.
 
         Args:
-            weight: float32 or bfloat16, any strides.
+            weight: of a format that the factory supports, any strides.
             bias: shape [out], or ``None``.
+            factory: makes what multiplies; ``None``: the fastest here.
         """
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        #: What computes; called directly by who has two rows or more, [M, in] and contiguous.
-        self.multiply: Matmul = _matmul(weight.detach(), None if bias is None else bias.detach())
+        #: What computes; may be called directly with two rows or more, [M, in] and contiguous.
+        self.multiply: Matmul = (factory or FASTEST)(weight.detach(), None if bias is None else bias.detach())
 
     @property
     def weight(self) -> torch.Tensor:
@@ -86,6 +72,15 @@ class OneDnnMatmul:
     No batch-size hint is given when packing: a hint of 1 makes every other size slow.
     """
 
+    @staticmethod
+    def supports(dtype: torch.dtype, num_inputs: int) -> bool:
+        """Whether this torch has such products; see ``LinearFactory``."""
+        if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+            return False
+        if dtype == torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return dtype == torch.float32
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         self._bias = None if bias is None else bias.clone()
@@ -104,9 +99,19 @@ class OneDnnMatmul:
         return operations.data_ptr(self.weight), operations._nbytes(self.weight)
 
 
-def _matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
-    is_ours = can_multiply(weight.dtype, weight.shape[1])
-    return PackedMatmul(weight, bias) if is_ours else OneDnnMatmul(weight, bias)
+class _Fastest:
+    """Our product where this processor has it, else oneDNN's."""
+
+    def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
+        return can_pack(dtype, num_inputs)
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
+        is_ours = can_multiply(weight.dtype, weight.shape[1])
+        return PackedMatmul(weight, bias) if is_ours else OneDnnMatmul(weight, bias)
+
+
+FASTEST: Final[LinearFactory] = _Fastest()
+"""What ``linear_backend="auto"`` means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +125,11 @@ class PackingReport:
 
 def can_pack(dtype: torch.dtype, num_inputs: int = 2) -> bool:
     """Return whether linear layers of this format and number of inputs are packed on this machine."""
-    return can_multiply(dtype, num_inputs) or _packs_in_onednn(dtype)
-
-
-def _packs_in_onednn(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+    return can_multiply(dtype, num_inputs) or OneDnnMatmul.supports(dtype, num_inputs)
 
 
 def pack_linears(
-    model: nn.Module,
-    *,
-    may_pack: Callable[[torch.dtype, int], bool] = can_pack,
+    model: nn.Module, *, linears: LinearFactory = FASTEST,
     on_unused: Callable[[torch.Tensor], None] = lambda weight: None,
 ) -> PackingReport:
     """Replace every linear layer inside ``model`` and free each original before the next one is packed.
@@ -143,16 +138,16 @@ def pack_linears(
 
     Args:
         model: changed in place.
-        may_pack: tells for which number formats and inputs the machine can do it; others are left alone.
+        linears: makes the products; layers of formats that it does not support are left alone.
         on_unused: told of each weight that no module of the model has any more.
     """
     packed = []
     shared = _shared_parameters(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if not _is_plain_linear(child) or not may_pack(*_format_of(child)):
+            if not _is_plain_linear(child) or not linears.supports(*_format_of(child)):
                 continue
-            packed.append(_pack(child))
+            packed.append(_pack(child, linears))
             setattr(parent, name, packed[-1])
             if id(child.weight) not in shared:
                 on_unused(_weight_of(child))
@@ -181,8 +176,8 @@ def _weight_as_in_linear(linear: Any) -> torch.Tensor:
     return weight
 
 
-def _pack(linear: Any) -> PackedLinear:
-    packed = PackedLinear(_weight_as_in_linear(linear), linear.bias)
+def _pack(linear: Any, factory: LinearFactory) -> PackedLinear:
+    packed = PackedLinear(_weight_as_in_linear(linear), linear.bias, factory)
     packed.train(linear.training)
     return packed
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.cuda.simulated_driver import compiled
-from pagedcore_kernels.ptxsim import launch
+from pagedcore_ptxsim import launch
 
 
 @dataclass(frozen=True)

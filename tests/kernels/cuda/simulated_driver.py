@@ -18,7 +18,7 @@ from pagedcore_kernels.cuda.build.toolchain import compiler_versions
 from pagedcore_kernels.cuda.build.variants import Source, make_source
 from pagedcore_kernels.cuda.driver import Argument
 from pagedcore_kernels.layout import TokenMajorLayout
-from pagedcore_kernels.ptxsim import launch
+from pagedcore_ptxsim import launch
 
 CACHE: list[Path] = []
 """The directory where compiled PTX is kept between runs, once a fixture has named it."""

@@ -13,7 +13,7 @@ from pagedcore_kernels.cpu.sampling.sampling import sampling_rows
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.elementwise import RmsNorm
 from pagedcore_kernels.cuda.sampling import TokenSampler
-from pagedcore_kernels.ptxsim import PtxFault, mutants
+from pagedcore_ptxsim import PtxFault, mutants
 
 pytestmark = [
     pytest.mark.kernels,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore.protocols import RaggedRows
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.cpu.attention import attention, write_kv
 from pagedcore_kernels.cpu.attention.variants import TILE, Variant
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.simd import LOG2_E
+from pagedcore_kernels.errors import InternalError, InvalidConfig
+from pagedcore_kernels.interface import RaggedRows
 from pagedcore_kernels.layout import KVLayout
 from pagedcore_kernels.step_plan import StepPlan
 
@@ -31,6 +31,8 @@ class NumbaCpuAttention:
     """
 
     name = "numba-cpu"
+    devices = ("cpu",)
+    layout_type = KVLayout
 
     def __init__(self, layout: KVLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)
@@ -54,7 +56,7 @@ class NumbaCpuAttention:
 
     @property
     def layout(self) -> KVLayout:
-        """What the pool's bytes mean; with ``pool`` it lets other kernels write K and V themselves."""
+        """What the pool's bytes mean; see ``ShowsKVPool``."""
         return self._layout
 
     @property

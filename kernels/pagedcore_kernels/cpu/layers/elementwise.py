@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu.layers import hidden_rows
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import LANES, address_of, claim, load_float32, load_int64
+from pagedcore_kernels.errors import InternalError
 
 if TYPE_CHECKING:
     from pagedcore_kernels.layout import KVLayout

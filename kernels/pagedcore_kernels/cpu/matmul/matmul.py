@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.matmul_amx import (
     CONFIGURATION_WORDS,
@@ -41,6 +40,7 @@ from pagedcore_kernels.cpu.matmul.matmul_tiles import (
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.runtime.threads import num_threads
 from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats, stack_int64
+from pagedcore_kernels.errors import InternalError
 
 #: Steps whose products are summed up in registers: 64 KiB of a panel, which stays in the second cache level while all
 #: rows of a group pass. Part of the order of additions: another number gives other bits.
@@ -95,6 +95,8 @@ class PackedMatmul:
         weight: float32 or bfloat16 [out, in], any strides; not kept.
         bias: [out] of the same format, or ``None``; not kept.
     """
+
+    supports = staticmethod(can_multiply)
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs, self._num_inputs = weight.shape

@@ -16,7 +16,7 @@ from typing import Any
 
 from numba import cfunc
 
-from pagedcore.errors import InternalError
+from pagedcore_kernels.errors import InternalError
 
 _PACKAGE = "pagedcore_kernels.cpu"
 

@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.runtime.threads import num_threads
 from pagedcore_kernels.cpu.sampling.sampling_kernels import (
@@ -25,6 +24,7 @@ from pagedcore_kernels.cpu.sampling.sampling_kernels import (
     sampling_kernel,
 )
 from pagedcore_kernels.cpu.simd import LOG2_E
+from pagedcore_kernels.errors import InternalError
 
 #: A temperature so low that its inverse is beyond this leaves the largest logits only.
 _LARGEST_SCALE: Final = 1e30

@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore.protocols import Int32Array, RaggedRows
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.cuda.attention.uploads import StepBuffer
 from pagedcore_kernels.cuda.attention.work_lists import Visibility
@@ -24,6 +22,8 @@ from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver
 from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
 from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep
 from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, SLICE_BYTES, AttentionShape
+from pagedcore_kernels.errors import InternalError, InvalidConfig
+from pagedcore_kernels.interface import Int32Array, RaggedRows
 from pagedcore_kernels.layout import TokenMajorLayout
 
 # Why: the plugin table finds out whether a backend can be had by importing it.

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore.errors import InternalError
-from pagedcore.protocols import Int32Array
 from pagedcore_kernels.cuda.attention.uploads import StepBuffer
 from pagedcore_kernels.cuda.build.variants import GATHER_NAME, SCATTER_NAME
 from pagedcore_kernels.cuda.driver import Driver
 from pagedcore_kernels.cuda.shapes import SLICE_BYTES
+from pagedcore_kernels.errors import InternalError
+from pagedcore_kernels.interface import Int32Array
 
 
 class BlockStaging:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore.protocols import Int32Array
+from pagedcore_kernels.interface import Int32Array
 
 _ALIGN = 4
 """Parts start at multiples of so many int32, 16 bytes, so that kernels read them in vectors."""

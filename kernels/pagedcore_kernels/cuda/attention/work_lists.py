@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagedcore.protocols import Int32Array, Int64Array
 from pagedcore_kernels.cuda.shapes import DECODE_ROWS, PREFILL_ROWS, SEGMENT
+from pagedcore_kernels.interface import Int32Array, Int64Array
 from pagedcore_kernels.step_plan import StepPlan
 
 LONG_CONTEXT = 4 * SEGMENT

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cuda.build.toolchain import explain_link_failure, require_compiler
 from pagedcore_kernels.cuda.build.variants import Source, make_source
 

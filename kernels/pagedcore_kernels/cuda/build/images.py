@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from pagedcore.errors import InvalidConfig
+from pagedcore_kernels.errors import InvalidConfig
 
 SUFFIX: Final = ".kernel"
 FORMAT: Final = 1

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from pagedcore.errors import InvalidConfig, MissingDependency
+from pagedcore_kernels.errors import InvalidConfig, MissingDependency
 
 EXTRA: Final = "cuda"
 _ADVICE: Final = f"Install pagedcore[{EXTRA}]."

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pagedcore.errors import InvalidConfig
+from pagedcore_kernels.errors import InvalidConfig
 from pagedcore_kernels.cuda.shapes import (
     NORM_VECTORS,
     ROW_THREADS,

@@ -1,0 +1,183 @@
+"""What the kernels and the core agree on: the ragged rows of one step, paged attention over them, and matrix products.
+
+The core makes ``RaggedRows`` and calls an ``AttentionBackend`` and a ``Matmul`` for each linear layer; objects of your
+own with the same members can take the place of those in this package. Imports no compiler and no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagedcore_kernels.layout import BlockLayout
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+
+class RaggedRows(Protocol):
+    """One step's work, flattened: T tokens of R sequences, no padding between them.
+
+    Row ``r`` owns tokens ``query_start[r] : query_start[r + 1]``; they are the last ones of its ``kv_lens[r]`` known
+    positions. Tokens from ``query_start[R]`` to T, if any, are padding: their slot is -1 and their result is unused.
+    """
+
+    @property
+    def token_ids(self) -> Int64Array:
+        """Shape [T]."""
+        ...
+
+    @property
+    def positions(self) -> Int64Array:
+        """Shape [T]; absolute position of each token in its sequence."""
+        ...
+
+    @property
+    def seq_ids(self) -> Int64Array:
+        """Shape [R]; the engine's number of each row's sequence."""
+        ...
+
+    @property
+    def slot_mapping(self) -> Int64Array:
+        """Shape [T]; ``block_id * block_size + offset`` where the token's K and V go, -1 for nowhere."""
+        ...
+
+    @property
+    def query_start(self) -> Int64Array:
+        """Shape [R + 1]; first token of each row."""
+        ...
+
+    @property
+    def kv_lens(self) -> Int64Array:
+        """Shape [R]; positions readable by the row's last token, itself included."""
+        ...
+
+    @property
+    def block_tables(self) -> Int32Array:
+        """Shape [R, W], C-contiguous; block ids of each row in order, -1 past its end."""
+        ...
+
+    @property
+    def logits_rows(self) -> Int64Array:
+        """Shape [S]; indices into the T tokens whose logits are wanted."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Paged attention over a KV pool of one layout: ``plan`` once a step, the rest once per layer.
+
+    All tensors live on the backend's device; T, R, W as in ``RaggedRows``.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in the plugin table ``attention``."""
+        ...
+
+    def plan(self, batch: RaggedRows) -> None:
+        """Prepare everything that all layers of this step share."""
+        ...
+
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store key [T, KVH, D] and value [T, KVH, Dv] in the planned slots; strides are free except the last."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of query [T, H, D] over each row's own K/V; returns [T, H, Dv] in the query's dtype.
+
+        Args:
+            layer: index into the layout's layers.
+            query: last dimension contiguous.
+            scale: factor of the scores.
+            window: if positive, a position sees only the last ``window`` positions, itself included.
+            chunk: if positive, a position sees only its own aligned chunk of this many positions.
+            softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
+            sinks: [H] float32 logits that take part in the softmax without a value.
+        """
+        ...
+
+
+class Matmul(Protocol):
+    """``rows @ weight.T + bias`` for one weight and bias that it keeps in its own arrangement."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous and M at least 2, and return [M, out] in their number format."""
+        ...
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it is kept, or any other tensor of the rows' number format on their device."""
+        ...
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the weight, which may be moved into huge pages; no bytes if it should not."""
+        ...
+
+
+@runtime_checkable
+class LinearFactory(Protocol):
+    """Makes the products of a model's linear layers; an entry of the plugin table ``linears``."""
+
+    def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
+        """Whether it takes weights of this number format and width; other layers stay as they are."""
+        ...
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
+        """Arrange a weight [out, in] and its bias [out]; neither tensor is kept. Several layers may share a product."""
+        ...
+
+
+AttentionFactory = Callable[..., AttentionBackend]
+"""``(layout, pool) -> AttentionBackend``; its class, usually."""
+
+
+@runtime_checkable
+class AttentionRequirements(Protocol):
+    """An attention factory that says what it needs; else a CPU, ``KVLayout`` and blocks of 16 tokens are assumed."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Kinds of devices that it computes on: "cpu", "cuda"."""
+        ...
+
+    @property
+    def layout_type(self) -> type[BlockLayout]:
+        """The layout of its pools."""
+        ...
+
+    def preferred_block_size(self, dtype: torch.dtype) -> int:
+        """Return the tokens per block if nothing else decides; ``dtype`` is the pool's."""
+        ...
+
+
+@runtime_checkable
+class ShowsKVPool(Protocol):
+    """An attention backend into whose pool other kernels may write K and V themselves, instead of by ``write_kv``."""
+
+    @property
+    def layout(self) -> BlockLayout:
+        """What the pool's bytes mean."""
+        ...
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The pool, uint8 [blocks, block_bytes]."""
+        ...

@@ -1,0 +1,37 @@
+"""The benchmark of the fixed order measures the product's own kernels, and its table has the form of the page."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fixed_order
+
+
+def test_the_fastest_of_the_other_ways_is_compared() -> None:
+    """A ratio is the fixed order's time over that of the fastest way, whichever place it has."""
+    def slow() -> None:
+        sum(range(2_000_000))
+
+    def quick() -> None:
+        sum(range(20_000))
+
+    name, fixed_ms, ratio = fixed_order.row_of("work", slow, [slow, quick], 3)
+    assert name == "work"
+    assert float(fixed_ms) > 0
+    assert float(ratio.partition(" ")[0]) > 10
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """One pair of the smallest work prints and writes a row for each product and for attention."""
+    script = Path(fixed_order.__file__)
+    words = ["--pairs", "1", "--layers", "1", "--rows", "1", "--threads", "1", "--out", str(tmp_path / "table.md")]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert table in done.stdout
+    names = ["products of the layers, 1 rows", "products of the output layer, 1 rows",
+             "attention, decode of 1 x 1024 tokens"]
+    assert re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \([\d.]+ to [\d.]+\) \|$", table, flags=re.MULTILINE) == names
