@@ -26,7 +26,7 @@ from pressure_workloads import BLOCK_SIZE, MODES_WITH_HOST, OVERSUBSCRIPTION, Wo
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pagedcore import Engine, SamplingParams
-from pagedcore.kv_cache.transfers import Direction
+from pagedcore.kv_cache.host_cache import Direction
 
 MODES = ("auto", "swap", "recompute", "wait")
 MIB = 2**20

@@ -50,8 +50,8 @@ class Sequence:
 
     __slots__ = (
         "arrival", "block_keys", "cache_root", "finish_reason", "is_in_session", "logprobs", "max_tokens",
-        "num_cached_tokens", "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "params", "priority",
-        "prompt_logprobs", "score", "seed", "sequence_id", "status", "stop_token_ids", "token_ids",
+        "num_cached_tokens", "num_computed_tokens", "num_logprobs", "num_preemptions", "num_prompt_tokens", "params",
+        "priority", "prompt_logprobs", "score", "seed", "sequence_id", "status", "stop_token_ids", "token_ids",
     )
 
     def __init__(
@@ -78,6 +78,8 @@ class Sequence:
         self.priority = priority
         self.arrival = arrival
         self.num_prompt_tokens = len(token_ids)
+        self.num_logprobs = _num_logprobs(params, stop_token_ids)
+        """How many of the likeliest next tokens a step reports with the chosen one; ``None``: it reports nothing."""
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
@@ -119,13 +121,6 @@ class Sequence:
         if self.prompt_logprobs is not None and self.is_scored:
             return len(self.prompt_logprobs)
         return len(self.token_ids) - 1
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest next tokens a step reports with the chosen one; ``None``: it reports nothing."""
-        if self.params.beam_width > 1:
-            return max(self.params.beam_width + len(self.stop_token_ids), self.params.logprobs or 0)
-        return 0 if self.params.logprobs is None and self.params.has_candidates else self.params.logprobs
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -171,6 +166,7 @@ class Sequence:
             # Why: else what was told of the turns before is still true, and only the rest is computed for it.
             self.prompt_logprobs = None if params.prompt_logprobs is None else []
         self.params, self.max_tokens, self.stop_token_ids = params, max_tokens, stop_token_ids
+        self.num_logprobs = _num_logprobs(params, stop_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         if params.seed is not None:
             self.seed = params.seed
@@ -190,3 +186,9 @@ class Sequence:
     def forget_computed(self) -> None:
         """Note that the sequence holds no blocks any more; what is not found again has to be computed again."""
         self.num_computed_tokens = 0
+
+
+def _num_logprobs(params: SamplingParams, stop_token_ids: frozenset[int]) -> int | None:
+    if params.beam_width > 1:
+        return max(params.beam_width + len(stop_token_ids), params.logprobs or 0)
+    return 0 if params.logprobs is None and params.has_candidates else params.logprobs

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from pagedcore.config.engine_config import EngineConfig
@@ -17,7 +17,7 @@ from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.kv_cache import eviction
-from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
@@ -39,7 +39,7 @@ class EngineComponents:
 
     config: EngineConfig
     input_processor: InputProcessor
-    block_manager: BlockManager
+    kv_cache: KVCacheManager
     scheduler: Scheduler
     runner: ModelRunner
     hooks: EngineHooks
@@ -52,36 +52,14 @@ class EngineComponents:
 
     def stats(self, counters: Counters) -> EngineStats:
         """Put the engine's counters and the present occupancy together."""
-        state = self.scheduler.stats()
-        done, block_bytes = state.counters, self.kv_bytes // state.num_blocks
+        moved, block_bytes = self.scheduler.counters, self.kv_bytes // self.kv_cache.device.num_blocks
         return EngineStats(
-            num_running=state.num_running,
-            num_waiting=state.num_waiting,
-            num_swapped=state.num_swapped,
-            num_blocks=state.num_blocks,
-            num_blocks_used=state.num_used_blocks,
-            num_blocks_cached=state.num_cached_blocks,
-            num_blocks_evicted=state.num_evicted_blocks,
-            num_host_blocks=state.num_host_blocks,
-            num_host_blocks_used=state.num_used_host_blocks,
-            num_host_blocks_cached=state.num_cached_host_blocks,
+            **asdict(self.scheduler.stats()),
+            **asdict(counters),
             block_size=self.info.block_size,
             kv_bytes=self.kv_bytes,
-            num_steps=counters.num_steps,
-            num_rows=counters.num_rows,
-            num_computed_tokens=counters.num_computed_tokens,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_generated_tokens=counters.num_generated_tokens,
-            num_finished=counters.num_finished,
-            num_preemptions=sum(done.num_preemptions.values()),
-            num_preemptions_by_kind={kind.value: count for kind, count in done.num_preemptions.items()},
-            num_stalled_rows=done.num_stalled_rows,
-            num_looked_up_tokens=done.num_looked_up_tokens,
-            num_cached_tokens=done.num_cached_tokens,
-            swapped_out_bytes=done.num_blocks_swapped_out * block_bytes,
-            swapped_in_bytes=done.num_blocks_swapped_in * block_bytes,
-            num_failed_transfers=done.num_failed_transfers,
-            preemption_estimate_error=state.estimate_error,
+            swapped_out_bytes=moved.num_blocks_swapped_out * block_bytes,
+            swapped_in_bytes=moved.num_blocks_swapped_in * block_bytes,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.info.max_model_len,
             attention_backend=self.info.attention_backend,
@@ -107,26 +85,26 @@ def build_components(
         backend = resolve_backend(model, config, manager.registry.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     memory = KVMemory(backend, config)
-    block_manager = BlockManager(
+    kv_cache = KVCacheManager(
         memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
         policy=eviction.POLICIES[config.eviction_policy], secret=secrets.token_bytes(32),
         copies_blocks=memory.store is not None,
     )
-    info = _describe(model, backend, config, block_manager)
+    info = _describe(model, backend, config, kv_cache)
     input_processor = InputProcessor(
-        text, backend.vocab_size, info.max_model_len, block_manager.num_blocks * block_manager.block_size,
+        text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
         config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
         has_priorities=policy.has_priorities,
     )
     scheduler = Scheduler(
-        block_manager, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
+        kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=config.preemption, max_scored_tokens=max_scored_tokens(backend.vocab_size),
     )
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
     return EngineComponents(
-        config, input_processor, block_manager, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
+        config, input_processor, kv_cache, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
         EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
         backend_fingerprint(backend), kv_format(backend, memory.block_size),
     )
@@ -146,15 +124,15 @@ def _as_tokenizer(tokenizer: Any) -> Tokenizer:
     return HFTokenizer.from_transformers(tokenizer)
 
 
-def _describe(model: Any, backend: ModelBackend, config: EngineConfig, blocks: BlockManager) -> EngineInfo:
+def _describe(model: Any, backend: ModelBackend, config: EngineConfig, kv_cache: KVCacheManager) -> EngineInfo:
     facts = description_of(backend)
     return EngineInfo(
         model=model_name(model),
         dtype=str(facts.dtype).removeprefix("torch."),
         attention_backend=facts.attention_name,
         scheduling_policy=config.scheduling_policy,
-        block_size=blocks.block_size,
-        num_blocks=blocks.num_blocks,
+        block_size=kv_cache.device.block_size,
+        num_blocks=kv_cache.device.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_model_len=context_length(backend.max_model_len, config),
         is_schedule_invariant=backend.is_schedule_invariant,

@@ -13,7 +13,7 @@ import numpy as np
 
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import RaggedBatch, assemble
-from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.protocols import Clock, ModelBackend
 from pagedcore.scheduler.cost_model import CostModel, Line
 
@@ -24,21 +24,22 @@ _NUM_REPEATS: Final = 3
 
 
 def calibrate(
-    backend: ModelBackend, blocks: BlockManager, costs: CostModel, transfers: KVTransfers, clock: Clock,
+    backend: ModelBackend, kv_cache: KVCacheManager, costs: CostModel, transfers: KVTransfers, clock: Clock,
     most_tokens: int,
 ) -> None:
     """Measure what moving blocks and computing cost here, before anything is in the pool; needs a host cache.
 
     Args:
         backend: computes a few prompts.
-        blocks: tell how much fits.
+        kv_cache: says how much fits.
         costs: what is corrected.
         transfers: move a few blocks.
         clock: measures.
         most_tokens: of a forward.
     """
-    assert blocks.host is not None  # Invariant: asked before
-    transfers.calibrate(costs, min(blocks.num_blocks, blocks.host.num_blocks))
+    blocks, host = kv_cache.device, kv_cache.host
+    assert host is not None  # Invariant: asked before
+    transfers.calibrate(costs, min(blocks.num_blocks, host.num_blocks))
     measured = measure_steps(backend, clock, blocks.block_size, min(blocks.num_blocks * blocks.block_size, most_tokens))
     costs.step = measured if measured is not None else costs.step
 

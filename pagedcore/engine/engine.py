@@ -45,11 +45,11 @@ class Engine:
     """
 
     def __init__(self, components: EngineComponents, clock: Clock | None = None) -> None:
-        config, scheduler, block_manager = components.config, components.scheduler, components.block_manager
+        config, scheduler, kv_cache = components.config, components.scheduler, components.kv_cache
         self._components = components
         self.input_processor: InputProcessor = components.input_processor
         self._queue_timeout_s = config.queue_timeout_s
-        self._block_manager = block_manager
+        self._blocks = kv_cache.device
         self._scheduler = scheduler
         self._runner = components.runner
         self._hooks = components.hooks
@@ -58,14 +58,14 @@ class Engine:
         texts = CompletionTexts(components.input_processor.tokenizer)
         self._outputs = OutputProcessor(texts, scheduler, numbers.branch, components.hooks, self._clock)
         self._requests = RequestTable(
-            self, components.input_processor, self._outputs, scheduler, numbers, block_manager.hasher, self._clock,
+            self, components.input_processor, self._outputs, scheduler, numbers, kv_cache.device.hasher, self._clock,
             seed=config.seed, shares_prefixes=config.enable_prefix_caching,
         )
         self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
-        self._has_host_cache = block_manager.host is not None
+        self._has_host_cache = kv_cache.host is not None
         if self._has_host_cache and config.preemption == "auto":
             most_tokens = min(components.info.max_model_len, config.max_num_batched_tokens)
-            calibrate(self._runner.backend, block_manager, scheduler.costs, self._transfers, self._clock, most_tokens)
+            calibrate(self._runner.backend, kv_cache, scheduler.costs, self._transfers, self._clock, most_tokens)
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
             self._clock,
@@ -195,8 +195,8 @@ class Engine:
         limit_s = self._queue_timeout_s
         expired = self._outputs.expire_waiting(limit_s) if limit_s is not None else []
         plan = self._next_plan()
-        self.is_stalled = plan.is_empty and self._scheduler.has_work
-        if plan.is_empty:
+        self.is_stalled = not plan.rows and self._scheduler.has_work
+        if not plan.rows:
             self._transfers.settle(wait=self.is_stalled)
             return expired
         copies, before_s = self._scheduler.reserve(plan), self._clock.now()
@@ -205,7 +205,7 @@ class Engine:
         try:
             if copies:
                 self._transfers.copy(copies)
-            sampled = self._runner.execute(plan.rows, self._block_manager)
+            sampled = self._runner.execute(plan.rows, self._blocks)
         except Exception as error:
             self._scheduler.rollback(plan)
             return expired + self._outputs.fail(plan, error)
@@ -230,8 +230,7 @@ class Engine:
 
     def _move_blocks(self) -> None:
         if self._has_host_cache:
-            self._transfers.settle()
-            self._transfers.start(self._scheduler.moves.take_due())
+            self._transfers.advance()
 
     def _count_step(self, plan: SchedulePlan) -> None:
         counters = self._outputs.counters

@@ -1,8 +1,7 @@
 """Carries out the transfers that the scheduler books: starts them, measures them, reports their ends.
 
-Decides nothing. A store that cannot start a transfer has failed it, and nobody else; one that does not end a transfer
-in time has failed it too, and is waited for by nobody. Read ``kv_storage`` for how bytes
-move.
+Decides nothing. A transfer that the store cannot start, or does not end in time, has failed; no other transfer and no
+sequence waits for it. ``kv_pool`` moves the bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Final
 
 from pagedcore.config.limits import MAX_TRANSFER_S
 from pagedcore.errors import InvalidConfig
-from pagedcore.kv_cache.transfers import Direction, Transfer
+from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.protocols import CacheStore, Clock
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.swapping import Swapping
@@ -24,13 +23,13 @@ _CALIBRATION_BLOCKS: Final = (1, 8)
 
 
 class KVTransfers:
-    """The moving half of one engine.
+    """The transfers of one engine.
 
     Invariant: every transfer that was started is reported to the scheduler exactly once when it ends, and before that
-        given up exactly once if it takes longer than ``longest_s`` seconds.
+        timed out exactly once if it takes longer than ``longest_s`` seconds.
     """
 
-    __slots__ = ("_clock", "_longest_s", "_moves", "_overdue", "_started_s", "_store")
+    __slots__ = ("_clock", "_late", "_longest_s", "_moves", "_started_s", "_store")
 
     def __init__(
         self, store: CacheStore | None, moves: Swapping, clock: Clock, longest_s: float = MAX_TRANSFER_S
@@ -40,12 +39,18 @@ class KVTransfers:
         self._clock = clock
         self._longest_s = longest_s
         self._started_s: dict[int, float] = {}
-        self._overdue: set[int] = set()
+        self._late: set[int] = set()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks before the next step computes."""
         if pairs and self._store is not None:
             self._store.copy_blocks(pairs)
+
+    def advance(self) -> None:
+        """Book the transfers that have ended, and start those that are due."""
+        self.settle()
+        if self._moves.due:
+            self.start(self._moves.take_due())
 
     def start(self, transfers: Iterable[Transfer]) -> None:
         """Start transfers, and book those that have ended by then."""
@@ -56,23 +61,23 @@ class KVTransfers:
         self.settle()
 
     def settle(self, *, wait: bool = False) -> None:
-        """Book the transfers that have ended, and those that should have; ``wait``: let a moment pass for one."""
-        if self._store is None or not (self._started_s or self._overdue):
+        """Book the transfers that have ended, and time out late ones; ``wait``: wait a moment for one to end."""
+        if self._store is None or not (self._started_s or self._late):
             return
         for transfer_id, is_ok in self._store.poll_transfers(wait=wait):
             self._report(transfer_id, is_ok=is_ok)
-        self._give_up_overdue()
+        self._time_out_late()
 
-    def _give_up_overdue(self) -> None:
+    def _time_out_late(self) -> None:
         latest_s = self._clock.now() - self._longest_s
         for transfer_id in [one for one, started_s in self._started_s.items() if started_s < latest_s]:
             _log.warning(
-                "host KV: a transfer has not ended in %g s; its sequence goes on without it, and the host tier rests "
-                "until it ends", self._longest_s,
+                "host KV: a transfer has not ended in %g s; its sequence continues without it, and the host is not "
+                "used until it ends", self._longest_s,
             )
             del self._started_s[transfer_id]
-            self._overdue.add(transfer_id)
-            self._moves.give_up(transfer_id)
+            self._late.add(transfer_id)
+            self._moves.time_out_transfer(transfer_id)
 
     def calibrate(self, costs: CostModel, num_blocks: int) -> None:
         """Measure transfers of a few blocks each way, before the pool holds anything."""
@@ -88,7 +93,7 @@ class KVTransfers:
                         costs.moves[direction].observe(len(pairs), seconds)
 
     def _time(self, direction: Direction, pairs: Sequence[tuple[int, int]]) -> float:
-        assert self._store is not None  # Invariant: asked before
+        assert self._store is not None  # Invariant: checked by the caller
         start = self._store.start_swap_out if direction is Direction.OUT else self._store.start_swap_in
         before = self._clock.now()
         start(0, pairs)
@@ -96,7 +101,7 @@ class KVTransfers:
             if self._clock.now() - before > self._longest_s:
                 raise InvalidConfig(
                     f"host_kv_memory: the cache_store has not moved {len(pairs)} blocks in {self._longest_s:g} s. "
-                    "Leave host_kv_memory, or look after the store."
+                    "Leave host_kv_memory, or repair the store."
                 )
         return self._clock.now() - before
 
@@ -111,7 +116,7 @@ class KVTransfers:
         return True
 
     def _report(self, transfer_id: int, *, is_ok: bool) -> None:
-        self._overdue.discard(transfer_id)
+        self._late.discard(transfer_id)
         now_s = self._clock.now()
         seconds = now_s - self._started_s.pop(transfer_id, now_s)
-        self._moves.complete(transfer_id, seconds, is_ok=is_ok)
+        self._moves.complete_transfer(transfer_id, seconds, is_ok=is_ok)

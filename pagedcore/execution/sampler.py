@@ -152,7 +152,7 @@ def _is_adjusted(sequence: Sequence) -> bool:
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
-        or sequence.num_output_tokens < params.min_tokens
+        or (params.min_tokens > 0 and sequence.num_output_tokens < params.min_tokens)
     )
 
 

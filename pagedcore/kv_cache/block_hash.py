@@ -1,9 +1,8 @@
 """Content keys of KV blocks: a chain of SHA-256 digests over everything that decides a block's keys and values.
 
 A block's K and V depend on its own tokens and on all tokens before them, so its key covers its parent's key. Keys are
-full digests and never shortened; who may share with whom is part of the chain's root. Read ``prefix_cache`` next.
-Source: chained block hashing as in vLLM's prefix cache, with tagged and length-prefixed extras, so that no salt can
-be taken for another kind of extra.
+full digests and never shortened; the chain's root says which sequences may share. Source: chained block hashing as in
+vLLM's prefix cache, with tagged and length-prefixed extras, so that no salt can be taken for another kind of extra.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class BlockHasher:
         """Return the parent of first blocks: [32] bytes, one for every different ``extras``.
 
         Args:
-            extras: whatever else decides who may share, by kind, for instance ``{"salt": b"tenant 7"}``.
+            extras: what else restricts sharing, by kind, for instance ``{"salt": b"tenant 7"}``.
         """
         parts = [_ROOT, self._secret, struct.pack("<q", self.block_size)]
         for kind in sorted(extras):

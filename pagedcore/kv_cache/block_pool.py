@@ -1,7 +1,7 @@
-"""Which KV blocks of one memory are free, which are referenced and which only keep what they hold.
+"""Free list and reference counts of the KV blocks of one memory.
 
-Knows nothing about sequences, tokens or memory addresses: a block is a number. Read ``prefix_cache`` next for what
-idle blocks keep, and ``block_manager`` for who owns the numbers.
+A block is a number here; sequences, tokens and addresses are not known. ``prefix_cache`` owns what idle blocks hold,
+``block_manager`` which sequence owns which number.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ from pagedcore.errors import InternalError
 class BlockPool:
     """Free list and reference counts of ``num_blocks`` blocks, numbered from 0.
 
-    A block is free, referenced, or idle: idle blocks have no reference and are not free yet, because their contents
-    may be of use again.
+    A block is free, referenced, or idle: an idle block has no reference and is not free, because its contents may be
+    found again.
 
     Invariant: a block is in the free list exactly when it has no reference and is not idle, and then once.
     """
 
-    __slots__ = ("_free", "_idle", "_num_references")
+    __slots__ = ("_free", "_idle", "_num_references", "num_available", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: set[int] = set()
         self._num_references = [0] * num_blocks
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool, whatever their state."""
-        return len(self._num_references)
+        self.num_blocks = num_blocks
+        self.num_available = num_blocks
+        """Blocks without a reference: the free and the idle ones."""
 
     @property
     def num_free(self) -> int:
@@ -42,7 +40,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
-        """The free list, as it is; its order means nothing to callers."""
+        """The free list; its order means nothing to callers."""
         return tuple(self._free)
 
     @property
@@ -60,7 +58,7 @@ class BlockPool:
         return self._num_references[block_id]
 
     def is_idle(self, block_id: int) -> bool:
-        """Whether nobody holds the block and it still keeps its contents."""
+        """Whether the block has no reference and keeps its contents."""
         return block_id in self._idle
 
     def allocate(self, num_blocks: int) -> list[int] | None:
@@ -70,46 +68,50 @@ class BlockPool:
         taken = [self._free.pop() for _ in range(num_blocks)]
         for block_id in taken:
             self._num_references[block_id] = 1
+        self.num_available -= num_blocks
         return taken
 
-    def share(self, block_id: int) -> None:
-        """Add a reference to a block that somebody holds, or that is idle.
+    def add_reference(self, block_id: int) -> None:
+        """Add a reference to a block that is referenced or idle.
 
         Raises:
             InternalError: it is free.
         """
-        if not self.is_idle(block_id):
-            self._require_referenced(block_id, "share")
-        self._idle.discard(block_id)
+        if block_id in self._idle:
+            self._idle.remove(block_id)
+            self.num_available -= 1
+        else:
+            self._require_referenced(block_id, "add_reference")
         self._num_references[block_id] += 1
 
-    def drop(self, block_id: int) -> bool:
-        """Give up one reference; return whether it was the last one, which leaves the block idle.
+    def free_reference(self, block_id: int) -> bool:
+        """Remove one reference; return whether it was the last one, which leaves the block idle.
 
         Raises:
-            InternalError: nobody holds the block.
+            InternalError: the block has no reference.
         """
-        self._require_referenced(block_id, "drop")
+        self._require_referenced(block_id, "free_reference")
         self._num_references[block_id] -= 1
         if self._num_references[block_id] > 0:
             return False
         self._idle.add(block_id)
+        self.num_available += 1
         return True
 
-    def recycle(self, block_id: int) -> None:
+    def free_idle_block(self, block_id: int) -> None:
         """Make an idle block free.
 
         Raises:
             InternalError: it is not idle.
         """
-        if not self.is_idle(block_id):
-            raise InternalError(f"recycle: block {block_id} is not idle")
-        self._idle.discard(block_id)
+        if block_id not in self._idle:
+            raise InternalError(f"free_idle_block: block {block_id} is not idle")
+        self._idle.remove(block_id)
         self._free.append(block_id)
 
     def _require_referenced(self, block_id: int, verb: str) -> None:
         # Safety: a negative id would wrap around to another sequence's block.
-        if not 0 <= block_id < len(self._num_references):
+        if not 0 <= block_id < self.num_blocks:
             raise InternalError(f"{verb}: block {block_id} is outside the pool of {self.num_blocks} blocks")
         if self._num_references[block_id] == 0:
-            raise InternalError(f"{verb}: block {block_id} has no reference; it was given up before")
+            raise InternalError(f"{verb}: block {block_id} has no reference; it was freed before")

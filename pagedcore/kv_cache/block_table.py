@@ -1,6 +1,6 @@
-"""The ordered blocks of one sequence, and where each of its positions lies in them.
+"""The ordered blocks of one sequence, and the slot of each of its positions.
 
-Holds numbers only: it neither takes blocks from the pool nor returns them. Read ``block_manager`` next.
+A table holds numbers only: ``block_manager`` allocates the blocks and frees them.
 """
 
 from __future__ import annotations
@@ -19,47 +19,39 @@ _FIRST_ROOM: Final = 8
 class BlockTable:
     """Block ids of one sequence, in the order of its positions.
 
-    Invariant: committed entries never change and are never removed; only blocks of a cancelled reservation are cut.
+    Invariant: committed entries never change; only blocks at the end are removed.
     """
 
-    __slots__ = ("_ids", "_num_blocks", "_view", "num_registered")
+    __slots__ = ("_ids", "_view", "block_ids", "num_blocks", "num_registered")
 
     def __init__(self) -> None:
-        self._num_blocks = 0
+        self.num_blocks = 0
         self.num_registered = 0
         """Leading blocks whose contents the prefix cache knows."""
         self._grow(_FIRST_ROOM)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the table."""
-        return self._num_blocks
-
-    @property
-    def block_ids(self) -> Int32Array:
+        self.block_ids: Int32Array = self._view[:0]
         """Shape [num_blocks], a read-only view that is valid until the table changes."""
-        return self._view[: self._num_blocks]
 
     def capacity(self, block_size: int) -> int:
         """Positions that have a slot."""
-        return self._num_blocks * block_size
+        return self.num_blocks * block_size
 
     def append(self, block_ids: Sequence[int]) -> None:
         """Add blocks at the end."""
-        end = self._num_blocks + len(block_ids)
+        start, end = self.num_blocks, self.num_blocks + len(block_ids)
         if end > len(self._ids):
             self._grow(max(end, 2 * len(self._ids)))
-        self._ids[self._num_blocks : end] = block_ids
-        self._num_blocks = end
+        self._ids[start:end] = block_ids
+        self.num_blocks, self.block_ids = end, self._view[:end]
 
-    def cut(self, num_blocks: int) -> list[int]:
+    def truncate(self, num_blocks: int) -> list[int]:
         """Keep the first ``num_blocks`` blocks and return the others, last first."""
-        removed: list[int] = self._ids[num_blocks : self._num_blocks][::-1].tolist()
-        self._num_blocks = num_blocks
+        removed: list[int] = self._ids[num_blocks : self.num_blocks][::-1].tolist()
+        self.num_blocks, self.block_ids = num_blocks, self._view[:num_blocks]
         return removed
 
     def slots(self, start: int, end: int, block_size: int) -> Int64Array:
-        """Where positions ``start`` to ``end`` (exclusive) lie.
+        """Slots of the positions ``start`` to ``end`` (exclusive).
 
         Returns:
             Shape [end - start]; ``block_id * block_size + offset`` of each position.
@@ -77,8 +69,8 @@ class BlockTable:
 
     def _grow(self, room: int) -> None:
         ids = np.full(room, -1, dtype=np.int32)
-        if self._num_blocks:
-            ids[: self._num_blocks] = self._ids[: self._num_blocks]
+        if self.num_blocks:
+            ids[: self.num_blocks] = self._ids[: self.num_blocks]
         self._ids: Int32Array = ids
         self._view: Int32Array = ids.view()
         self._view.flags.writeable = False

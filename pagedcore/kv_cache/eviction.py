@@ -1,7 +1,7 @@
-"""Eviction policies: which cached block is forgotten first when room is needed.
+"""Eviction policies: the order in which cached blocks are evicted when room is needed.
 
-A policy is a key function over what is known of a cached block, smallest first. Whatever the policy, a block is
-never forgotten before the idle blocks that continue it: without their past they could not be found again.
+A policy is a key function over the usage of a cached block, smallest first. Under every policy a block is evicted
+after the idle blocks that continue it: without their parent they could not be found.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Final, Protocol
 
 
 class Usage(Protocol):
-    """What a policy may look at. Times are counts of uses of the whole cache."""
+    """What a policy may look at. Times count the uses of the whole cache."""
 
     @property
     def num_hits(self) -> int:
-        """Times that somebody found the block in the cache."""
+        """How often the block was found in the cache."""
         ...
 
     @property
     def last_used(self) -> int:
-        """When the block was last given up by somebody."""
+        """When the block last lost its last reference."""
         ...
 
     @property
     def first_used(self) -> int:
-        """When the block came into the cache."""
+        """When the block was registered."""
         ...
 
 
@@ -33,17 +33,17 @@ EvictionPolicy = Callable[[Usage], tuple[int, ...]]
 
 
 def least_recently_used(usage: Usage) -> tuple[int, ...]:
-    """Forget what nobody has used for longest."""
+    """Evict the block whose last use is the longest ago."""
     return (usage.last_used,)
 
 
 def least_frequently_used(usage: Usage) -> tuple[int, ...]:
-    """Forget what was found least often; among equals, what nobody has used for longest."""
+    """Evict the block that was found least often; among equals, the least recently used."""
     return usage.num_hits, usage.last_used
 
 
 def first_in_first_out(usage: Usage) -> tuple[int, ...]:
-    """Forget what came first."""
+    """Evict the block that was registered first."""
     return (usage.first_used,)
 
 

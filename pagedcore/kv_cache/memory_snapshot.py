@@ -1,4 +1,4 @@
-"""One memory's block bookkeeping as plain values, for the checker of invariants and for tests."""
+"""One memory's block bookkeeping as plain values, which the state laws are checked on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagedcore.kv_cache.prefix_cache import PrefixCache
 
 
 class Known(NamedTuple):
-    """What is known of one block's contents; see ``CachedBlock``."""
+    """The registered contents of one block; see ``CachedBlock``."""
 
     block_id: int
     parent_key: bytes
@@ -32,7 +32,19 @@ class MemorySnapshot:
     """Blocks of known contents, by key."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSnapshot:
+    """The whole KV cache at one moment."""
+
+    block_size: int
+    device: MemorySnapshot
+    host: MemorySnapshot | None
+    tables: Mapping[int, tuple[int, ...]]
+    pins: Mapping[int, tuple[int, ...]]
+    """Host blocks kept for sequences."""
+
+
 def take_snapshot(pool: BlockPool, cache: PrefixCache, holders: Mapping[int, int]) -> MemorySnapshot:
-    """Copy what a pool and its cache know; ``holders`` is what their owner knows."""
+    """Copy a pool and its cache; ``holders`` comes from the owner of the references."""
     registered = {one.key: Known(one.block_id, one.parent_key, one.token_ids, one.is_first) for one in cache.registered}
     return MemorySnapshot(pool.free_blocks, pool.idle_blocks, pool.reference_counts, dict(holders), registered)

@@ -1,8 +1,7 @@
-"""What the blocks of one memory hold, so that nobody computes it twice; and which contents are forgotten for room.
+"""Contents of one memory's blocks by key, so that a prefix is computed once; evicts contents to make room.
 
-One instance looks after one pool, the device's or the host's. It knows contents by key and gives blocks out; whose
-blocks they are is ``block_manager``'s business, how keys are made ``block_hash``'s, the order of eviction
-``eviction``'s. It moves no bytes.
+One instance serves one pool, the device's or the host's. ``block_manager`` owns the tables, ``block_hash`` makes the
+keys, ``eviction`` gives the order. It moves no bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class CachedBlock:
     last_used: int = 0
     num_hits: int = 0
     rank: tuple[int, ...] = ()
-    """Its place in the order of eviction, given when it became idle."""
+    """Its place in the order of eviction, set when the block becomes idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class PrefixCache:
     """Blocks by content, over one pool.
 
     Invariant: keys and registered blocks are one to one.
-    Invariant: an idle block is registered; blocks without known contents are free as soon as nobody holds them.
+    Invariant: an idle block is registered; a block without known contents is free once it has no reference.
     Invariant: the parent of a registered block is registered too, or is the root of its chain.
     Invariant: the blocks behind one parent are sorted by their tokens.
     """
@@ -74,40 +73,35 @@ class PrefixCache:
         self.num_evictions = 0
 
     @property
-    def num_available(self) -> int:
-        """Blocks that ``allocate`` can give: free ones, and idle ones whose contents would be forgotten."""
-        return self._pool.num_free + self._pool.num_idle
-
-    @property
     def registered(self) -> tuple[CachedBlock, ...]:
-        """Every block whose contents are known, to look at."""
+        """Every block whose contents are known."""
         return tuple(self._by_key.values())
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Take blocks with one reference each, forgetting what has to be forgotten; or none when too few are left."""
-        if num_blocks > self.num_available:
+        """Take blocks with one reference each, evicting contents for them; or none when too few are available."""
+        if num_blocks > self._pool.num_available:
             return None
         while self._pool.num_free < num_blocks:
-            self._forget(self._next_victim())
+            self._evict(self._next_victim())
             self.num_evictions += 1
         return self._pool.allocate(num_blocks)
 
-    def hold(self, block_id: int) -> None:
-        """Add a reference to a block that was found here, or that somebody holds."""
+    def hold_block(self, block_id: int) -> None:
+        """Add a reference to a block that is idle or referenced."""
         cached = self._by_block.get(block_id)
         if cached is not None:
             cached.num_hits += 1
             if self._pool.is_idle(block_id):
                 self._count_idle_child(cached.parent_key, -1)
-        self._pool.share(block_id)
+        self._pool.add_reference(block_id)
 
-    def release(self, block_id: int) -> None:
-        """Give up a reference; with the last one the block goes idle, or is free when its contents are unknown."""
-        if not self._pool.drop(block_id):
+    def free_block(self, block_id: int) -> None:
+        """Free a reference; after the last one the block is idle, or free if its contents are unknown."""
+        if not self._pool.free_reference(block_id):
             return
         cached = self._by_block.get(block_id)
         if cached is None:
-            self._pool.recycle(block_id)
+            self._pool.free_idle_block(block_id)
             return
         self._num_uses += 1
         cached.last_used = self._num_uses
@@ -115,19 +109,19 @@ class PrefixCache:
         self._count_idle_child(cached.parent_key, +1)
         self._offer(cached)
 
-    def register(self, block_id: int, content: Content) -> bool:
-        """Note what a held block holds; return whether its contents can be found under its key from now on.
+    def register_block(self, block_id: int, content: Content) -> bool:
+        """Register what a referenced block holds; return whether its contents can be found under their key now.
 
-        They can when another block with the same contents is registered; this one is then left as it is. They cannot
-        when the key belongs to other contents, or when the past of the block is not here.
+        They can when another block with the same contents is registered; this block then stays unregistered. They
+        cannot when the key belongs to other contents, or when the block's parent is not registered.
         """
         present = self._by_key.get(content.key)
         if present is not None:
             return (present.parent_key, present.token_ids) == (content.parent_key, content.token_ids)
         if not content.is_first and content.parent_key not in self._by_key:
             return False
-        # Why: a block that was registered when it was half full is now known by all it holds.
-        self.discard(block_id)
+        # Why: a block that was registered half full is now registered with all it holds.
+        self.evict_block(block_id)
         self._num_uses += 1
         cached = CachedBlock(
             block_id, content.key, content.parent_key, content.token_ids, content.is_first, self._num_uses
@@ -137,28 +131,28 @@ class PrefixCache:
         siblings.insert(_place(siblings, cached.token_ids), cached)
         return True
 
-    def discard(self, block_id: int) -> None:
-        """Forget what a block holds, and what continues it; nothing happens when it is not known."""
+    def evict_block(self, block_id: int) -> None:
+        """Evict what a block holds, and what continues it; nothing happens when it is not registered."""
         cached = self._by_block.get(block_id)
         if cached is not None:
-            self._forget(cached)
+            self._evict(cached)
 
-    def discard_beginnings(self, parent_key: bytes, token_ids: TokenIds) -> None:
-        """Forget the blocks behind ``parent_key`` that hold a beginning of ``token_ids``, and what continues them."""
+    def evict_beginnings(self, parent_key: bytes, token_ids: TokenIds) -> None:
+        """Evict the blocks behind ``parent_key`` that hold a beginning of ``token_ids``, and what continues them."""
         for cached in tuple(self._children.get(parent_key, ())):
             if cached.token_ids == token_ids[: len(cached.token_ids)]:
-                self._forget(cached)
+                self._evict(cached)
 
     def find(self, content: Content) -> int | None:
-        """Return the block that holds exactly this behind exactly this past."""
+        """Return the block that holds exactly these tokens behind exactly this parent."""
         cached = self._by_key.get(content.key)
-        # Safety: with equal keys and other tokens or another past, the block would be somebody else's memory.
+        # Safety: with equal keys and other tokens or another parent, the block would be another sequence's memory.
         if cached is None or (cached.parent_key, cached.token_ids) != (content.parent_key, content.token_ids):
             return None
         return cached.block_id
 
     def find_beginning(self, parent_key: bytes, token_ids: TokenIds) -> tuple[int, int] | None:
-        """Return the block behind ``parent_key`` that begins with most of ``token_ids``, and with how many of them."""
+        """Return the block behind ``parent_key`` that has most first tokens of ``token_ids``, and how many."""
         siblings = self._children.get(parent_key, ())
         # Why: in sorted order nothing has more in common with ``token_ids`` than its two neighbours there; every
         # conversation behind one system prompt may have a block here, so they cannot all be looked at.
@@ -167,13 +161,13 @@ class PrefixCache:
         num_equal, block_id = max(near, default=(0, 0))
         return (block_id, num_equal) if num_equal else None
 
-    def _forget(self, cached: CachedBlock) -> None:
-        """Forget a block and everything that continues it: nobody could find that behind a missing past."""
+    def _evict(self, cached: CachedBlock) -> None:
+        """Evict a block and everything that continues it, which could not be found without its parent."""
         for one in [*self._descendants(cached), cached]:
             self._unregister(one)
             if self._pool.is_idle(one.block_id):
                 self._count_idle_child(one.parent_key, -1)
-                self._pool.recycle(one.block_id)
+                self._pool.free_idle_block(one.block_id)
 
     def _unregister(self, cached: CachedBlock) -> None:
         del self._by_key[cached.key], self._by_block[cached.block_id]
@@ -183,7 +177,7 @@ class PrefixCache:
             del self._children[cached.parent_key]
 
     def _descendants(self, cached: CachedBlock) -> list[CachedBlock]:
-        """List everything that continues a block, ends first."""
+        """List all blocks that continue a block, ends first."""
         found, open_ends = [], [cached]
         while open_ends:
             children = self._children.get(open_ends.pop().key, [])

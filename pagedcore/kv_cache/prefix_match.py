@@ -1,4 +1,4 @@
-"""Which leading positions of a sequence are in a memory already, and in which blocks. Looks, and changes nothing."""
+"""Finds the leading positions of a sequence that a memory holds already, and their blocks. Changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagedcore.sequence import Sequence
 class PrefixMatch:
     """The longest beginning of a sequence that need not be computed.
 
-    Invariant: positions whose logits are wanted are left to compute, at least the last known one.
+    Invariant: positions whose logits are needed are left to compute, at least the last known one.
     Invariant: there are host blocks or a tail, not both.
     """
 
@@ -29,11 +29,11 @@ class PrefixMatch:
 
     @property
     def held_blocks(self) -> tuple[int, ...]:
-        """Device blocks that must not go away before the match is used."""
+        """Device blocks that must keep their contents until the match is used."""
         return self.device_blocks if self.tail is None else (*self.device_blocks, self.tail[0])
 
     def without_tail(self, block_size: int) -> PrefixMatch:
-        """Return what can be used without copying or loading anything."""
+        """Return the part that needs no copy and no load."""
         return PrefixMatch(self.device_blocks, num_tokens=len(self.device_blocks) * block_size)
 
 

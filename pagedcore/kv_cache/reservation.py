@@ -1,27 +1,27 @@
-"""Blocks taken for one step: what was asked for, what was taken, and how it is kept or given back."""
+"""Blocks reserved for one step: what was asked for, how the tables grew, and how the growth is kept or undone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 
-if TYPE_CHECKING:
-    from pagedcore.kv_cache.block_manager import BlockManager
+Copies = tuple[tuple[int, int], ...]
+"""(source, destination) of device blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How many positions a sequence wants to have blocks for, and what it need not compute."""
+    """The positions that a sequence needs blocks for, and the prefix that it need not compute."""
 
     sequence_id: int
     num_tokens: int
     match: PrefixMatch = NO_MATCH
-    """Only for a sequence without blocks; nothing of it is on the host."""
+    """Only for a sequence without blocks; it has no host blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,31 @@ class _State(Enum):
 
 
 class Reservation:
-    """Blocks taken for one step: kept by ``commit``, given back by ``cancel``.
+    """Blocks of one step: kept by ``commit``, freed by ``cancel``.
 
     Invariant: it closes once; closing it again the same way does nothing, the other way is an ``InternalError``.
-    Invariant: blocks of a sequence that was freed meanwhile are not its business any more.
+    Invariant: blocks of a sequence that was freed in between are left alone.
     """
 
-    __slots__ = ("_growths", "_manager", "_state", "copies")
+    __slots__ = ("_free_sources", "_growths", "_state", "_undo_growth", "copies")
 
-    def __init__(self, manager: BlockManager, growths: list[Growth], copies: tuple[tuple[int, int], ...]) -> None:
-        self._manager = manager
+    def __init__(
+        self, growths: list[Growth], copies: Copies, undo_growth: Callable[[Growth], None],
+        free_sources: Callable[[Copies], None],
+    ) -> None:
+        """Take note of what was reserved.
+
+        Args:
+            growths: the tables that have grown.
+            copies: blocks to copy before the step computes; their sources are held until the reservation is closed.
+            undo_growth: shortens a table to what it was.
+            free_sources: frees the references to the sources.
+        """
         self._growths = growths
+        self._undo_growth = undo_growth
+        self._free_sources = free_sources
         self._state = _State.OPEN
         self.copies = copies
-        """(source, destination) blocks to copy before the step computes; the sources are held until it is closed."""
 
     def commit(self) -> None:
         """Keep the blocks.
@@ -62,18 +73,18 @@ class Reservation:
             InternalError: the reservation was cancelled.
         """
         if self._close(_State.COMMITTED):
-            self._manager.release_sources(self.copies)
+            self._free_sources(self.copies)
 
     def cancel(self) -> None:
-        """Take the blocks out of the tables again and give them up, last first.
+        """Take the blocks out of the tables and free them, last first.
 
         Raises:
             InternalError: the reservation was committed.
         """
         if self._close(_State.CANCELLED):
             for growth in reversed(self._growths):
-                self._manager.undo_growth(growth)
-            self._manager.release_sources(self.copies)
+                self._undo_growth(growth)
+            self._free_sources(self.copies)
 
     def _close(self, state: _State) -> bool:
         if self._state not in (_State.OPEN, state):

@@ -18,8 +18,8 @@ import torch
 
 from pagedcore.errors import InternalError, ModelNotSupported
 from pagedcore.execution.devices import CPU, Device
-from pagedcore.execution.file_pages import FileMappings
 from pagedcore.execution.kv_pool import KVStorage
+from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models import model_facts, self_test, supported_models
 from pagedcore.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
 from pagedcore.models.attention_layers import AttentionLayer, RecordingStep, layers_of
@@ -211,7 +211,7 @@ class TransformersModel:
         self._layers, self._vocab_size = redirect_attention(model)
         self._kv_bytes_per_token = self.layout(self._block_size).bytes_per_token
         mappings = FileMappings()
-        self._decoder: Decoder = decoder_factory(model, self._layers, mappings.release if is_private else _keep)
+        self._decoder: Decoder = decoder_factory(model, self._layers, mappings.free_pages if is_private else _keep)
         mappings.detach(model)
         for product in self._decoder.products:
             product.use_huge_pages()

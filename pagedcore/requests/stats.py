@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagedcore.scheduler.stats import SchedulerStats
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
+class EngineStats(SchedulerStats):
     """One moment of one engine. Sizes are in bytes, times in seconds of the engine's clock."""
 
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    """Waiting sequences whose blocks are kept on the host."""
-    num_blocks: int
-    num_blocks_used: int
-    """Blocks that somebody holds."""
-    num_blocks_cached: int
-    """Blocks that nobody holds and whose contents can be found by whoever asks the same."""
-    num_blocks_evicted: int
-    """Cached blocks that were forgotten for room, since the start."""
-    num_host_blocks: int
-    num_host_blocks_used: int
-    num_host_blocks_cached: int
     block_size: int
     kv_bytes: int
     num_steps: int
@@ -32,34 +20,17 @@ class EngineStats:
     num_computed_tokens: int
     """Positions computed, summed over all steps; recomputed ones count again."""
     num_prompt_tokens: int
-    """Prompt tokens accepted, counted once however many answers there are to a prompt."""
+    """Prompt tokens accepted, counted once however many completions a prompt has."""
     num_generated_tokens: int
     num_finished: int
     """Requests that ended, whatever the reason."""
-    num_preemptions: int
-    num_preemptions_by_kind: dict[str, int]
-    """"swap", "shrink" and "recompute"."""
-    num_stalled_rows: int
-    """Rows that stood still for a step because waiting for blocks was cheaper than taking them from somebody."""
-    num_looked_up_tokens: int
-    """Tokens of sequences that started, each of which might have been found in the cache."""
-    num_cached_tokens: int
-    """Tokens that were found there."""
     swapped_out_bytes: int
     swapped_in_bytes: int
-    num_failed_transfers: int
-    preemption_estimate_error: float
-    """Mean relative error of the estimates that preemptions were chosen by, 0 to 1."""
     max_num_seqs: int
     max_model_len: int
     attention_backend: str
     dtype: str
     is_schedule_invariant: bool
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of looked-up tokens that were found in the cache, 0 to 1."""
-        return self.num_cached_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Which waiting sequences start in a step: strict policy order, with three exceptions that cost nobody anything.
+"""Admission: which waiting sequences start in a step, in policy order with three exceptions.
 
-Who shares a prefix that somebody is computing right now waits for it instead of computing it twice; who has to be
-loaded from the host first starts when that is done; and who finds its prefix in the cache may go before a few
+A sequence whose next block is being computed by another one waits for it instead of computing it twice; one whose
+blocks are loaded from the host starts when they have arrived; and one whose prefix is cached may start before a few
 earlier ones. The bonus is bounded: a request overtakes only requests that arrived at most ``Policy.cache_bonus``
 arrivals before it, so no request is ever overtaken by more than that many later ones. Source of the deferral:
 TensorRT-LLM's capacity scheduler; of the ordering: SGLang's longest-prefix-match policy, bounded.
@@ -11,31 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
-from typing import TYPE_CHECKING
 
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.scheduler.plan import SwapIn
+from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.sequence import Sequence
-
-if TYPE_CHECKING:
-    from pagedcore.scheduler.step_planner import StepPlanner
 
 
 class Admission:
-    """The admitting half of one plan; works on the planner's state."""
+    """Plans the waiting sequences of one step."""
 
-    def __init__(self, planner: StepPlanner) -> None:
-        self._plan = planner
-        self._blocks = planner.blocks
+    __slots__ = ("_available", "_being_computed", "_blocks", "_kv_cache", "_plan")
+
+    def __init__(self, state: PlanState) -> None:
+        self._plan = state
+        self._kv_cache = state.kv_cache
+        self._blocks = state.blocks
         self._available = 0
         self._being_computed: set[bytes] = set()
 
     def run(self) -> None:
         """Admit as many as fit, in order."""
         plan = self._plan
-        if not plan.waiting or not self._may_admit():
+        if not self._may_admit():
             return
-        # Why: whatever is not promised to a running sequence is free or held by somebody idle, hence available.
+        # Why: a block that is not promised to a running sequence is free or held by an idle one, hence available.
         held = sum(self._blocks.num_blocks_of(holder.sequence_id) for holder in plan.holders())
         self._available = plan.free + held - sum(map(self._still_promised, plan.running))
         if self._available <= 0:
@@ -43,7 +43,7 @@ class Admission:
         for sequence in plan.running:
             self._note_being_computed(sequence, sequence.num_computed_tokens)
         for candidate, match in self._in_order():
-            # Why: strict order. If others overtook a head that lacks room, it could starve for ever.
+            # Why: strict order. If others overtook a head that lacks room, it could starve.
             if not self._may_admit() or not self._admit(candidate, match):
                 return
 
@@ -56,7 +56,7 @@ class Admission:
         return has_row and not plan.running
 
     def _in_order(self) -> list[tuple[Sequence, PrefixMatch | None]]:
-        """Put the head of the queue in the order of admission; matches that were looked up for it come along."""
+        """Put the head of the queue in the order of admission, with the matches that were looked up for it."""
         waiting, bonus = self._plan.waiting, self._plan.rules.policy.cache_bonus
         if not bonus:
             return [(sequence, None) for sequence in waiting]
@@ -67,14 +67,14 @@ class Admission:
         return [*matched, *((one, None) for one in waiting[len(near) :])]
 
     def _match(self, candidate: Sequence) -> PrefixMatch:
-        return self._blocks.match(candidate) if not self._holds(candidate) else NO_MATCH
+        return self._kv_cache.match(candidate) if not self._holds(candidate) else NO_MATCH
 
     def _holds(self, candidate: Sequence) -> bool:
         return self._blocks.num_blocks_of(candidate.sequence_id) > 0
 
     def _admit(self, candidate: Sequence, match: PrefixMatch | None) -> bool:
-        """Admit, load or defer a candidate; return whether the next one may be looked at."""
-        host = self._blocks.host
+        """Admit, load or defer a candidate; return whether to continue with the next one."""
+        host = self._kv_cache.host
         if host is not None and host.is_moving(candidate.sequence_id):
             self._available -= self._blocks.blocks_for(self._promise(candidate))
             return self._available >= 0
@@ -89,13 +89,13 @@ class Admission:
         return self._load(candidate, match) if match.host_blocks else self._start(candidate, match)
 
     def _is_worth_loading(self, candidate: Sequence, match: PrefixMatch) -> bool:
-        """Whether to load what was kept for the candidate on purpose, or takes less time than computing it."""
-        is_kept = self._blocks.host is not None and self._blocks.host.has_pins(candidate.sequence_id)
+        """Whether to load: what is pinned for the candidate, or what takes less time to load than to compute."""
+        is_kept = self._kv_cache.host is not None and self._kv_cache.host.has_pins(candidate.sequence_id)
         return is_kept or self._plan.rules.preemption.is_worth_loading(len(match.host_blocks))
 
     def _start(self, candidate: Sequence, match: PrefixMatch) -> bool:
         plan = self._plan
-        # Why: where even the block to copy from would have to go for it, its tokens are computed instead.
+        # Why: if even the block to copy from would have to be evicted for it, its tokens are computed instead.
         for option in (match, match.without_tail(self._blocks.block_size)):
             start = candidate.num_computed_tokens if self._holds(candidate) else option.num_tokens
             num_tokens = min(len(candidate.token_ids) - start, plan.budget)
@@ -124,7 +124,7 @@ class Admission:
         # Invariant: all promises fit, so waiting sequences behind this one hold what is missing.
         for holder in self._plan.holders():
             if holder is not candidate and holder not in self._plan.admitted:
-                self._plan.release(holder)
+                self._plan.free_holder(holder)
                 break
         return False
 
@@ -136,8 +136,8 @@ class Admission:
         """Positions that admission counts on."""
         if self._plan.rules.is_guaranteed:
             return sequence.max_total_tokens
-        # Why: counting the first chunk only would admit more prompts than can be completed. Who was preempted before
-        # gets some room to grow, more each time, so that it is not preempted again at once.
+        # Why: counting the first chunk only would admit more prompts than can be completed. A sequence that was
+        # preempted before gets room to grow, more each time, so that it is not preempted again at once.
         growth = self._blocks.block_size * sequence.num_preemptions
         return min(len(sequence.token_ids) + growth, max(sequence.max_total_tokens, len(sequence.token_ids)))
 
@@ -146,7 +146,7 @@ class Admission:
         return max(0, needed - self._plan.num_planned_blocks(running))
 
     def _num_promised(self, candidate: Sequence, match: PrefixMatch) -> int:
-        """Available blocks that a candidate will need; what others hold already costs nothing."""
+        """Available blocks that a candidate will need; those that other sequences hold already are not counted."""
         num_shared = len(match.device_blocks) - self._plan.num_blocks_taken(match.without_tail(1))
         return self._blocks.blocks_for(self._promise(candidate)) - num_shared
 
@@ -159,7 +159,7 @@ class Admission:
             self._being_computed.update(sequence.block_keys[first:num_blocks])
 
     def _is_being_computed(self, candidate: Sequence, match: PrefixMatch) -> bool:
-        """Whether the next block that the candidate lacks will be there without its doing."""
+        """Whether a running sequence computes the next block that the candidate lacks."""
         is_static = not self._plan.rules.policy.admits_while_running
         if is_static or self._holds(candidate) or not self._being_computed:
             return False
@@ -167,9 +167,7 @@ class Admission:
         next_block = match.num_tokens // size
         if (next_block + 1) * size > candidate.num_reusable_tokens:
             return False
-        self._blocks.hasher.extend(
-            candidate.block_keys, candidate.cache_root, candidate.token_ids, next_block + 1
-        )
+        self._blocks.hasher.extend(candidate.block_keys, candidate.cache_root, candidate.token_ids, next_block + 1)
         return candidate.block_keys[next_block] in self._being_computed
 
 

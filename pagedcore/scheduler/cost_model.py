@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from pagedcore.kv_cache.transfers import Direction
+from pagedcore.kv_cache.host_cache import Direction
 
 _FORGETTING: Final = 0.98
 """Weight of the past at each observation: about the last 50 count."""

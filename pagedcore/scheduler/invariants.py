@@ -24,8 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedcore.kv_cache.block_manager import BlockSnapshot
-from pagedcore.kv_cache.memory_snapshot import MemorySnapshot
+from pagedcore.kv_cache.memory_snapshot import BlockSnapshot, MemorySnapshot
 from pagedcore.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -73,12 +72,12 @@ class Violation:
 def snapshot(scheduler: Scheduler) -> Snapshot:
     """Copy everything the laws speak of."""
     return Snapshot(
-        blocks=scheduler.block_manager.snapshot(),
+        blocks=scheduler.kv_cache.snapshot(),
         waiting=_states(scheduler.waiting),
         running=_states(scheduler.running),
         moving=frozenset(
             s.sequence_id for s in (*scheduler.waiting, *scheduler.running)
-            if scheduler.block_manager.host is not None and scheduler.block_manager.host.is_moving(s.sequence_id)
+            if scheduler.kv_cache.host is not None and scheduler.kv_cache.host.is_moving(s.sequence_id)
         ),
         reserved={row.sequence.sequence_id: row.end for row in scheduler.rows_in_flight},
         num_initial_sequences=scheduler.waiting.num_initial_sequences,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
@@ -20,31 +19,27 @@ class ScheduledRow:
     start: int
     """First position computed."""
     num_tokens: int
+    num_new_blocks: int = 0
+    """Blocks that the row needs besides what its sequence holds and the match shares."""
     match: PrefixMatch = NO_MATCH
     """What a sequence without blocks shares or copies instead of computing it."""
+    end: int = field(init=False)
+    """One past the last position computed."""
+    is_sampled: bool = field(init=False)
+    """Whether this row reaches the last known token, so that a next one can be sampled."""
 
-    @property
-    def end(self) -> int:
-        """One past the last position computed."""
-        return self.start + self.num_tokens
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether this row reaches the last known token, so that a next one can be sampled."""
-        return self.end == len(self.sequence.token_ids)
+    def __post_init__(self) -> None:
+        end = self.start + self.num_tokens
+        object.__setattr__(self, "end", end)
+        object.__setattr__(self, "is_sampled", end == len(self.sequence.token_ids))
 
     @property
     def scored_positions(self) -> range:
-        """Positions whose logits say how likely the prompt's next token was, of those that were not told yet."""
+        """Positions whose logits give the log-probability of a prompt token that is not reported yet."""
         sequence = self.sequence
         if sequence.prompt_logprobs is None:
             return range(0)
         return range(max(self.start, len(sequence.prompt_logprobs)), min(self.end, sequence.num_prompt_tokens - 1))
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether this row computes one generated token, not a part of a prompt."""
-        return self.num_tokens == 1 and self.start >= self.sequence.num_prompt_tokens
 
     @property
     def demand(self) -> Demand:
@@ -58,9 +53,9 @@ class PreemptionKind(Enum):
     SWAP = "swap"
     """They are copied to the host and come back from there."""
     SHRINK = "shrink"
-    """As many as are needed are taken from its end; what others leave is found again."""
+    """As many as are needed are freed from its end; those that are not taken are found again."""
     RECOMPUTE = "recompute"
-    """All are given up, and everything is computed again."""
+    """All are freed, and all positions are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +67,7 @@ class Preemption:
     estimated_s: float = 0.0
     """Seconds of work that the preemption is expected to cost."""
     num_left_tokens: int = 0
-    """Positions that a shrunk sequence leaves to be found, by itself or by whoever needs the room."""
+    """Positions that a shrunk sequence leaves in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,7 @@ class SwapIn:
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """One step: who runs with how many tokens; or who makes room first, after which another plan is made.
+    """One step: its rows; or what has to make room first, after which another plan is made.
 
     Invariant: the tokens of all rows together are within the token budget.
     """
@@ -95,37 +90,19 @@ class SchedulePlan:
     """Waiting sequences that start running. They are also among the rows, except those a static batch has no
     tokens left for in its first step."""
     preempted: tuple[Preemption, ...] = ()
-    released: tuple[Sequence, ...] = ()
-    """Waiting sequences that hold blocks and lose them."""
+    freed: tuple[Sequence, ...] = ()
+    """Waiting sequences whose blocks are freed."""
     swap_ins: tuple[SwapIn, ...] = ()
     num_stalled_rows: int = 0
-    """Running sequences that wait for blocks in this step, because that is cheaper than taking them from others."""
+    """Running sequences that wait for blocks in this step, because that is cheaper than preempting others."""
+    num_tokens: int = field(init=False)
+    """Tokens computed in this step."""
+    moves_blocks: bool = field(init=False)
+    """Whether blocks have to change hands before anything is computed."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in this step."""
-        return sum(row.num_tokens for row in self.rows)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not self.rows
-
-    @property
-    def moves_blocks(self) -> bool:
-        """Whether blocks have to change hands before anything is computed."""
-        return bool(self.preempted or self.released or self.swap_ins)
-
-    def is_about(self, running: Container[Sequence], waiting: Container[Sequence]) -> bool:
-        """Whether everybody is still where the plan found them."""
-        admitted = {sequence.sequence_id for sequence in self.admitted}
-        return (
-            all(row.sequence in running or row.sequence.sequence_id in admitted for row in self.rows)
-            and all(sequence in waiting for sequence in self.admitted)
-            and all(one.sequence in running for one in self.preempted)
-            and all(sequence in waiting for sequence in self.released)
-            and all(one.sequence in waiting for one in self.swap_ins)
-        )
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum([row.num_tokens for row in self.rows]))
+        object.__setattr__(self, "moves_blocks", bool(self.preempted or self.freed or self.swap_ins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,4 +112,4 @@ class NewToken:
     sequence: Sequence
     token_id: int
     finish_reason: FinishReason | None
-    """How the token ended the turn, or ``None``."""
+    """How the token ended the turn; ``None`` if it did not."""

@@ -1,30 +1,51 @@
 """Where every sequence is, and the one transaction that moves them: schedule, reserve, then commit or roll back.
 
-Decides with ``planner``, counts blocks with ``cache.block_manager``, knows no device, no clock and no text. What moves
-between the memories before a step is in ``block_moves``, the laws that hold between any two calls in ``invariants``.
+Decides with ``step_planner``, counts blocks with ``kv_cache``; knows no device, no clock and no text. What moves
+between the memories before a step is in ``swapping``, the laws that hold between any two calls in ``invariants``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field
 
 from pagedcore.errors import InternalError, RequestTooLarge
-from pagedcore.kv_cache.block_manager import BlockManager
-from pagedcore.kv_cache.transfers import Transfer
+from pagedcore.kv_cache.host_cache import Transfer
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
+from pagedcore.kv_cache.prefix_match import NO_MATCH
+from pagedcore.kv_cache.reservation import Reservation
 from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
+from pagedcore.scheduler.plan_state import PlanningRules, PlanState
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats, describe
-from pagedcore.scheduler.step_in_flight import StepInFlight
-from pagedcore.scheduler.step_planner import PlanningRules, StepPlanner
+from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
 
 _WAITING, _RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
 _FINISHED, _REMOVED = SequenceStatus.FINISHED, SequenceStatus.REMOVED
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A reserved plan, until it is committed or rolled back."""
+
+    plan: SchedulePlan
+    reservation: Reservation | None
+    """``None`` for a step that needs no block."""
+    gone: set[int] = field(default_factory=set)
+    """Ids of sequences that were finished since; the step continues without them, even if they come back."""
+
+    @property
+    def rows(self) -> ListOf[ScheduledRow]:
+        """The rows that still count."""
+        rows = self.plan.rows
+        return [row for row in rows if row.sequence.sequence_id not in self.gone] if self.gone else rows
 
 
 class Scheduler:
@@ -39,13 +60,13 @@ class Scheduler:
     """
 
     __slots__ = (
-        "_counters", "_in_flight", "_num_pool_tokens", "_running", "_waiting", "block_manager", "costs", "moves",
+        "_blocks", "_in_flight", "_num_pool_tokens", "_running", "_waiting", "costs", "counters", "kv_cache", "moves",
         "rules",
     )
 
     def __init__(
         self,
-        block_manager: BlockManager,
+        kv_cache: KVCacheManager,
         policy: Policy,
         *,
         max_num_seqs: int,
@@ -55,18 +76,20 @@ class Scheduler:
         preemption: str = "auto",
         max_scored_tokens: int,
     ) -> None:
-        self.block_manager = block_manager
-        self._num_pool_tokens = block_manager.num_blocks * block_manager.block_size
+        self.kv_cache = kv_cache
+        self._blocks = kv_cache.device
+        self._num_pool_tokens = self._blocks.num_blocks * self._blocks.block_size
         self.costs = CostModel()
-        preemption_rules = PreemptionRules(preemption, self.costs, block_manager.block_size)
+        preemption_rules = PreemptionRules(preemption, self.costs, self._blocks.block_size)
         self.rules = PlanningRules(
             max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy, preemption_rules, max_scored_tokens
         )
         self._waiting = WaitingQueue(policy.order, max_num_waiting)
         self._running = PolicyOrder(policy.order)
         self._in_flight: StepInFlight | None = None
-        self._counters = SchedulerCounters()
-        self.moves = Swapping(block_manager, self._running, self._waiting, self._counters, preemption_rules)
+        self.counters = SchedulerCounters()
+        """Running totals; not for changing."""
+        self.moves = Swapping(kv_cache, self._running, self._waiting, self.counters, preemption_rules)
 
     @property
     def has_work(self) -> bool:
@@ -75,16 +98,16 @@ class Scheduler:
 
     @property
     def waiting(self) -> WaitingQueue:
-        """The waiting sequences in policy order, to look at."""
+        """The waiting sequences in policy order; not for changing."""
         return self._waiting
 
     @property
     def running(self) -> PolicyOrder:
-        """The running sequences in policy order, to look at."""
+        """The running sequences in policy order; not for changing."""
         return self._running
 
     @property
-    def rows_in_flight(self) -> list[ScheduledRow]:
+    def rows_in_flight(self) -> ListOf[ScheduledRow]:
         """What was reserved and neither committed nor rolled back, without sequences that were finished since."""
         return self._in_flight.rows if self._in_flight is not None else []
 
@@ -109,7 +132,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Describe the present and count the past."""
         error = self.costs.mean_relative_error
-        return describe(self.block_manager, self._running, self._waiting, self._counters, error)
+        return describe(self.kv_cache, self._running, self._waiting, self.counters, error)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait: a new one, or a finished one after ``begin_turn``.
@@ -151,7 +174,7 @@ class Scheduler:
 
         It belongs to work that was accepted before: it is never refused, nor counted against the queue's bound.
         """
-        self.block_manager.register_all(parent)
+        self._blocks.register_all(parent)
         self._waiting.push_preempted(sequence)
 
     def drop(self, sequence: Sequence) -> None:
@@ -159,7 +182,7 @@ class Scheduler:
         self._take_out(sequence)
         sequence.move_to(_FINISHED)
         sequence.finish_reason = "abort"
-        self.moves.drop(sequence)
+        self.moves.free_branch(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a finished sequence for good, with what is kept for it; a second time does nothing.
@@ -169,7 +192,7 @@ class Scheduler:
         """
         if sequence.status is not _REMOVED:
             sequence.move_to(_REMOVED)
-            self.moves.abandon(sequence)
+            self.moves.free_on_host(sequence)
 
     def schedule(self) -> SchedulePlan:
         """Decide the next step, or what has to make room for it. Nothing moves: asked again, it answers the same.
@@ -179,13 +202,13 @@ class Scheduler:
         """
         self._require_landed("schedule")
         plan = self._plan(may_wait=True)
-        if plan.is_empty and not plan.moves_blocks and self.has_work and not self.moves.in_flight:
+        if not plan.rows and not plan.moves_blocks and self.has_work and not self.moves.in_flight:
             plan = self._plan(may_wait=False)
-            # Why: a store that stands still may keep the blocks that are lacking; then only its end can help.
-            if plan.is_empty and not plan.moves_blocks and not self.moves.withholds_blocks:
+            # Why: a store that hangs may keep the blocks that are lacking; then only its end can help.
+            if not plan.rows and not plan.moves_blocks and not self.moves.withholds_blocks:
                 raise InternalError(
                     f"no progress: {len(self._running)} running, {len(self._waiting)} waiting, "
-                    f"{self.block_manager.num_available_blocks} of {self.block_manager.num_blocks} blocks available"
+                    f"{self._blocks.num_available_blocks} of {self._blocks.num_blocks} blocks available"
                 )
         return plan
 
@@ -196,7 +219,7 @@ class Scheduler:
             InternalError: a step is in flight, or the plan is not about the present state (nothing changed).
         """
         self._require_landed("make_room")
-        self._require_present(plan)
+        self._require_current(plan)
         return self.moves.carry_out(plan)
 
     def reserve(self, plan: SchedulePlan) -> tuple[tuple[int, int], ...]:
@@ -207,14 +230,16 @@ class Scheduler:
                 nothing changed.
         """
         self._require_landed("reserve")
-        self._require_present(plan)
+        self._require_current(plan)
         if plan.moves_blocks:
             raise InternalError("reserve: room has to be made first; ask for another plan then")
-        reservation = self.block_manager.reserve(row.demand for row in plan.rows)
-        if reservation is None:
-            raise InternalError(f"reserve: {self.block_manager.num_available_blocks} blocks are too few for the plan")
+        # Why: a decode row rarely needs a block, and then there is nothing to reserve for it.
+        demands = [row.demand for row in plan.rows if row.num_new_blocks or row.match is not NO_MATCH]
+        reservation = self._blocks.reserve(demands) if demands else None
+        if demands and reservation is None:
+            raise InternalError(f"reserve: {self._blocks.num_available_blocks} blocks are too few for the plan")
         self._in_flight = StepInFlight(plan, reservation)
-        return reservation.copies
+        return reservation.copies if reservation is not None else ()
 
     def rollback(self, plan: SchedulePlan) -> None:
         """Undo ``reserve``: the step did not happen, admitted sequences wait where they waited.
@@ -224,7 +249,8 @@ class Scheduler:
         """
         step = self._require_in_flight(plan)
         self._in_flight = None
-        step.reservation.cancel()
+        if step.reservation is not None:
+            step.reservation.cancel()
 
     def commit(self, plan: SchedulePlan, sampled: Mapping[int, int | None]) -> list[NewToken]:
         """Make the step true: positions are computed, tokens appended, ended sequences finished.
@@ -243,22 +269,30 @@ class Scheduler:
             InternalError: ``plan`` is not in flight, or a sampled row has no token; nothing changed.
         """
         step = self._require_in_flight(plan)
-        rows, tokens = step.rows, step.next_tokens(sampled)
+        rows = step.rows
+        for row in rows:
+            if row.is_sampled and row.sequence.sequence_id not in sampled:
+                raise InternalError(f"commit: no token for sequence {row.sequence.sequence_id}")
         self._in_flight = None
-        step.reservation.commit()
-        for sequence in step.admitted:
+        if step.reservation is not None:
+            step.reservation.commit()
+        started = {one.sequence_id: one for one in plan.admitted if one.sequence_id not in step.gone}
+        for sequence in started.values():
             self._start(sequence)
-        self._counters.num_steps += 1
-        self._counters.num_stalled_rows += plan.num_stalled_rows
-        started = {sequence.sequence_id for sequence in step.admitted}
+        self.counters.num_steps += 1
+        self.counters.num_stalled_rows += plan.num_stalled_rows
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
                 self.moves.note_found(row.sequence, row.start)
-        results = [self._advance(row, token_id) for row, token_id in zip(rows, tokens, strict=True)]
-        return [result for result in results if result is not None]
+        new_tokens = []
+        for row in rows:
+            if (new := self._advance(row, sampled)) is not None:
+                new_tokens.append(new)
+        return new_tokens
 
     def _plan(self, *, may_wait: bool) -> SchedulePlan:
-        return StepPlanner(self.rules, self.block_manager, self._running, self._waiting, may_wait=may_wait).plan()
+        state = PlanState(self.rules, self.kv_cache, self._running.sequences, self._waiting.sequences)
+        return StepPlanner(state, may_wait=may_wait).plan()
 
     def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:
         if self._in_flight is None or self._in_flight.plan is not plan:
@@ -269,8 +303,14 @@ class Scheduler:
         if self._in_flight is not None:
             raise InternalError(f"{verb}: the step before was neither committed nor rolled back")
 
-    def _require_present(self, plan: SchedulePlan) -> None:
-        if not plan.is_about(self._running, self._waiting):
+    def _require_current(self, plan: SchedulePlan) -> None:
+        is_current = (
+            all(row.sequence.status is _RUNNING or row.sequence in plan.admitted for row in plan.rows)
+            and all(one.sequence.status is _RUNNING for one in plan.preempted)
+            and all(sequence in self._waiting for sequence in (*plan.admitted, *plan.freed))
+            and all(one.sequence in self._waiting for one in plan.swap_ins)
+        )
+        if not is_current:
             raise InternalError("the plan is out of date; a sequence moved after it was made")
 
     def _start(self, sequence: Sequence) -> None:
@@ -278,14 +318,19 @@ class Scheduler:
         sequence.move_to(_RUNNING)
         self._running.add(sequence)
 
-    def _advance(self, row: ScheduledRow, token_id: int | None) -> NewToken | None:
+    def _advance(self, row: ScheduledRow, sampled: Mapping[int, int | None]) -> NewToken | None:
         sequence = row.sequence
-        self._counters.count_row(row)
+        if row.start < sequence.num_prompt_tokens or row.num_tokens > 1:
+            self.counters.num_prefill_tokens += row.num_tokens
+        else:
+            self.counters.num_decode_tokens += 1
         sequence.num_computed_tokens = row.end
-        self.block_manager.register(sequence, row.end)
+        self._blocks.register(sequence, row.end)
+        if not row.is_sampled:
+            return None
+        token_id = sampled[sequence.sequence_id]
         if token_id is None:
-            if row.end == len(sequence.token_ids):
-                self._set_aside(sequence)
+            self._set_aside(sequence)
             return None
         reason = sequence.append_token(token_id)
         if reason is not None:
@@ -296,7 +341,7 @@ class Scheduler:
     def _set_aside(self, sequence: Sequence) -> None:
         self._running.discard(sequence)
         sequence.move_to(_FINISHED)
-        self.moves.retire(sequence, is_trusted=True, is_movable=False)
+        self.moves.free_finished(sequence, is_trusted=True, is_movable=False)
 
     def _take_out(self, sequence: Sequence) -> None:
         self._waiting.discard(sequence)
@@ -308,4 +353,4 @@ class Scheduler:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
         # Why: a step in flight has not filled all blocks of the table, so they cannot be moved as they are.
-        self.moves.retire(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)
+        self.moves.free_finished(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)

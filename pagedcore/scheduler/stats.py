@@ -1,13 +1,12 @@
-"""What a scheduler counts. Plain numbers; exporters live elsewhere."""
+"""What a scheduler counts, and the part of an engine's statistics that it fills."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from copy import copy
 from dataclasses import dataclass, field
 
-from pagedcore.kv_cache.block_manager import BlockManager
-from pagedcore.scheduler.plan import PreemptionKind, ScheduledRow
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
+from pagedcore.scheduler.plan import PreemptionKind
 from pagedcore.sequence import Sequence
 
 
@@ -22,75 +21,75 @@ class SchedulerCounters:
     num_decode_tokens: int = 0
     """Computed tokens that had just been generated."""
     num_looked_up_tokens: int = 0
-    """Tokens of sequences that started, each of which might have been found in the cache."""
     num_cached_tokens: int = 0
-    """Tokens that were found there."""
     num_preemptions: dict[PreemptionKind, int] = field(default_factory=lambda: dict.fromkeys(PreemptionKind, 0))
-    num_released: int = 0
-    """Times that the blocks of a sequence that was not running were needed by others."""
     num_stalled_rows: int = 0
-    """Rows that stood still for a step because waiting for blocks was cheaper than taking them from somebody."""
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0
     num_failed_transfers: int = 0
-    """Transfers that failed or took too long."""
-
-    def count_row(self, row: ScheduledRow) -> None:
-        """Count a row that is about to be committed."""
-        if row.is_decode:
-            self.num_decode_tokens += 1
-        else:
-            self.num_prefill_tokens += row.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Where sequences and blocks are now, and what was done since the start."""
+    """Sequences, blocks and counters of one moment: the part of ``EngineStats`` that a scheduler knows."""
 
     num_running: int
     num_waiting: int
     num_swapped: int
     """Waiting sequences whose blocks are kept on the host."""
     num_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    """Blocks that nobody holds and whose contents can be found."""
-    num_available_blocks: int
-    """Free blocks and cached ones."""
-    num_evicted_blocks: int
+    num_blocks_used: int
+    """Blocks with a reference."""
+    num_blocks_cached: int
+    """Blocks without a reference whose contents can be found by a sequence with the same prefix."""
+    num_blocks_evicted: int
+    """Cached blocks that were evicted since the start."""
     num_host_blocks: int
-    num_used_host_blocks: int
-    num_cached_host_blocks: int
-    num_moving_blocks: int
-    """Blocks in transfers that have not completed."""
-    estimate_error: float
+    num_host_blocks_used: int
+    num_host_blocks_cached: int
+    num_preemptions: int
+    num_preemptions_by_kind: dict[str, int]
+    """"swap", "shrink" and "recompute"."""
+    num_stalled_rows: int
+    """Rows that stalled for a step because waiting for blocks was cheaper than preempting a sequence."""
+    num_looked_up_tokens: int
+    """Tokens of sequences that started, each of which might have been found in the cache."""
+    num_cached_tokens: int
+    """Tokens that were found there."""
+    num_failed_transfers: int
+    """Transfers that failed or took too long."""
+    preemption_estimate_error: float
     """Mean relative error of the estimates that preemptions were chosen by, 0 to 1."""
-    counters: SchedulerCounters
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of looked-up tokens that were found in the cache, 0 to 1."""
+        return self.num_cached_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
 
 
 def describe(
-    blocks: BlockManager,
-    running: Collection[Sequence],
-    waiting: Collection[Sequence],
-    counters: SchedulerCounters,
+    kv_cache: KVCacheManager, running: Collection[Sequence], waiting: Collection[Sequence], counters: SchedulerCounters,
     estimate_error: float,
 ) -> SchedulerStats:
-    """Put the present together from who is where and who holds what."""
-    host = blocks.host
+    """Put the present and the counters together."""
+    device, host = kv_cache.device, kv_cache.host
     pinned = host.pins if host is not None else {}
     return SchedulerStats(
         num_running=len(running),
         num_waiting=len(waiting),
         num_swapped=sum(sequence.sequence_id in pinned for sequence in waiting),
-        num_blocks=blocks.num_blocks,
-        num_used_blocks=blocks.num_used_blocks,
-        num_cached_blocks=blocks.num_cached_blocks,
-        num_available_blocks=blocks.num_available_blocks,
-        num_evicted_blocks=blocks.cache.num_evictions,
+        num_blocks=device.num_blocks,
+        num_blocks_used=device.num_used_blocks,
+        num_blocks_cached=device.num_cached_blocks,
+        num_blocks_evicted=device.cache.num_evictions,
         num_host_blocks=host.num_blocks if host is not None else 0,
-        num_used_host_blocks=host.num_used_blocks if host is not None else 0,
-        num_cached_host_blocks=host.num_cached_blocks if host is not None else 0,
-        num_moving_blocks=sum(len(one.moves) for one in host.in_flight) if host is not None else 0,
-        estimate_error=estimate_error,
-        counters=copy(counters),
+        num_host_blocks_used=host.num_used_blocks if host is not None else 0,
+        num_host_blocks_cached=host.num_cached_blocks if host is not None else 0,
+        num_preemptions=sum(counters.num_preemptions.values()),
+        num_preemptions_by_kind={kind.value: count for kind, count in counters.num_preemptions.items()},
+        num_stalled_rows=counters.num_stalled_rows,
+        num_looked_up_tokens=counters.num_looked_up_tokens,
+        num_cached_tokens=counters.num_cached_tokens,
+        num_failed_transfers=counters.num_failed_transfers,
+        preemption_estimate_error=estimate_error,
     )

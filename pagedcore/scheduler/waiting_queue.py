@@ -21,18 +21,19 @@ class PolicyOrder:
     Invariant: sorted by (key, sequence id), so that the order is total and the same in every run.
     """
 
-    __slots__ = ("_key", "_keys", "_sequences")
+    __slots__ = ("_key", "_keys", "sequences")
 
     def __init__(self, key: OrderKey) -> None:
         self._key = key
         self._keys: list[tuple[Any, int]] = []
-        self._sequences: list[Sequence] = []
+        self.sequences: list[Sequence] = []
+        """In order; not for changing."""
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        return iter(self.sequences)
 
     def __contains__(self, sequence: object) -> bool:
         return isinstance(sequence, Sequence) and self._find(sequence) is not None
@@ -48,19 +49,19 @@ class PolicyOrder:
         if place < len(self._keys) and self._keys[place] == key:
             raise InternalError(f"sequence {sequence.sequence_id} is already in this queue")
         self._keys.insert(place, key)
-        self._sequences.insert(place, sequence)
+        self.sequences.insert(place, sequence)
 
     def discard(self, sequence: Sequence) -> bool:
         """Take a sequence out, and say whether it was there."""
         place = self._find(sequence)
         if place is None:
             return False
-        del self._keys[place], self._sequences[place]
+        del self._keys[place], self.sequences[place]
         return True
 
     def _find(self, sequence: Sequence) -> int | None:
         place = bisect_left(self._keys, (self._key(sequence), sequence.sequence_id))
-        is_there = place < len(self._sequences) and self._sequences[place] is sequence
+        is_there = place < len(self.sequences) and self.sequences[place] is sequence
         return place if is_there else None
 
 

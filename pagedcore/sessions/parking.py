@@ -85,7 +85,7 @@ class Parking:
         self, scheduler: Scheduler, transfers: KVTransfers, store: CacheStore | None, kv_format: str,
         directory: KVDirectory, clock: Clock,
     ) -> None:
-        self._blocks = scheduler.block_manager
+        self._kv_cache, self._blocks = scheduler.kv_cache, scheduler.kv_cache.device
         self._moves = scheduler.moves
         self._running = scheduler.running
         self._transfers = transfers
@@ -107,7 +107,7 @@ class Parking:
         parked = self._parked.get(sequence.sequence_id)
         if parked is None:
             return None
-        host = self._blocks.host
+        host = self._kv_cache.host
         if parked.state.tier == "host" and host is not None and not host.blocks_kept_for((sequence.sequence_id,)):
             # Why: the transfer to the host can fail after ``park_on_host`` has returned.
             return self.park_tokens(sequence)
@@ -121,7 +121,7 @@ class Parking:
 
     def has_room_on_host(self, sequence: Sequence) -> bool:
         """Whether there is a host tier, and a further parked sequence may pin its blocks there."""
-        if (host := self._blocks.host) is None:
+        if (host := self._kv_cache.host) is None:
             return False
         kept = host.blocks_kept_for(self._parked.keys())
         # Why: counted as if it shared no block, which saves a look-up of each.
@@ -133,7 +133,7 @@ class Parking:
         if not self.has_room_on_host(sequence):
             return None
         num_tokens = self._moves.park(sequence)
-        self._transfers.start(self._moves.take_due())
+        self._transfers.advance()
         return self._record(sequence, "host", num_tokens, ttl_s) if num_tokens else None
 
     def park_tokens(self, sequence: Sequence) -> ParkedState:
@@ -178,7 +178,7 @@ class Parking:
     def fetch_kv(self, sequence: Sequence) -> int:
         """Begin to copy a sequence's blocks from the host to the device; return positions, 0 without room."""
         num_tokens = self._moves.fetch(sequence)
-        self._transfers.start(self._moves.take_due())
+        self._transfers.advance()
         if num_tokens:
             del self._parked[sequence.sequence_id]
         return num_tokens
@@ -193,24 +193,24 @@ class Parking:
         here = find_blocks(self._blocks.hasher, sequence, kv.num_tokens, cache)
         lacking = list(contents(self._blocks.hasher, sequence, kv.num_tokens))[len(here.block_ids) :]
         for block_id in here.block_ids:
-            cache.hold(block_id)
+            cache.hold_block(block_id)
         # Why: every running sequence may need a block in the next step.
-        room = max(0, cache.num_available - len(self._running))
+        room = max(0, self._blocks.num_available_blocks - len(self._running))
         fresh = cache.allocate(min(len(lacking), room)) or []
         try:
             if store is not None and fresh:
                 start = len(here.block_ids)
                 store.write_blocks(fresh, kv.blocks[start : start + len(fresh)])
                 for block_id, content in zip(fresh, lacking, strict=False):
-                    cache.register(block_id, content)
+                    cache.register_block(block_id, content)
         finally:
             for block_id in reversed([*here.block_ids, *fresh]):
-                cache.release(block_id)
+                cache.free_block(block_id)
         return here.num_tokens + sum(len(content.token_ids) for content in lacking[: len(fresh)])
 
     def copy_kv(self, sequence: Sequence) -> KVCopy | None:
         """Copy the KV of a sequence from the device or the host, whichever has more; ``None``: neither has any."""
-        here, there = self._moves.find(sequence)
+        here, there = self._kv_cache.find(sequence)
         if self._store is None or not (here.num_tokens or there.num_tokens):
             return None
         if here.num_tokens >= there.num_tokens:
@@ -232,7 +232,7 @@ class Parking:
         """Free all KV that is kept for a sequence, if it is parked."""
         if sequence.sequence_id in self._parked:
             self.unpark(sequence)
-            self._moves.abandon(sequence)
+            self._moves.free_on_host(sequence)
 
     def expire(self) -> None:
         """Free the KV whose time is over."""

@@ -38,7 +38,7 @@ class Lab:
         self.clock = FakeClock()
         self.engine = Engine(build_components(ToyBackend(), **{**defaults, **settings}), self.clock)
         self.store: ToyStore = self.engine._components.store  # type: ignore[assignment]
-        self.host = self.engine.scheduler.block_manager.host
+        self.host = self.engine.scheduler.kv_cache.host
 
     def stand_still(self) -> None:
         """From now on no transfer ends by itself."""

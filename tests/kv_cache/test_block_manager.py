@@ -7,7 +7,8 @@ from collections.abc import Sequence as ListOf
 import pytest
 
 from pagedcore.errors import InternalError
-from pagedcore.kv_cache.block_manager import BlockManager, BlockSnapshot
+from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
 from pagedcore.kv_cache.reservation import Demand, Reservation
 from pagedcore.sequence import Sequence
 from support.doubles import make_sequence
@@ -62,7 +63,7 @@ def test_reserved_blocks_are_in_the_tables_before_commit() -> None:
 def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     """All rows or none: the pool is as before when the last row finds no block, what it shares included."""
     manager = BlockManager(3, 1)
-    manager.release(compute(manager, [1, 2, 3]))
+    manager.free_blocks(compute(manager, [1, 2, 3]))
     newcomer = make_sequence([1, 2, 3, 4, 5])
     before = comparable(manager.snapshot())
     match = manager.match(newcomer)
@@ -106,7 +107,7 @@ def test_cancel_leaves_alone_what_was_freed_meanwhile() -> None:
     manager = BlockManager(8, 2)
     reserve(manager, (1, 3)).commit()
     reservation = reserve(manager, (1, 7), (2, 2), (3, 2))
-    assert (manager.forget(1, spares_shared=False), manager.forget(2, spares_shared=False)) == (4, 1)
+    assert (manager.evict_blocks(1, spares_shared=False), manager.evict_blocks(2, spares_shared=False)) == (4, 1)
     reserve(manager, (1, 1), (2, 1)).commit()
     before = dict(manager.snapshot().tables)
     reservation.cancel()
@@ -117,7 +118,7 @@ def test_cancel_leaves_alone_what_was_freed_meanwhile() -> None:
 def test_a_sequence_without_blocks_has_no_table() -> None:
     """Asking for it is a defect of the asker; releasing or forgetting it is none."""
     manager = BlockManager(2, 2)
-    assert (manager.forget(9, spares_shared=False), manager.release(make_sequence([1]))) == (0, 0)
+    assert (manager.evict_blocks(9, spares_shared=False), manager.free_blocks(make_sequence([1]))) == (0, 0)
     reserve(manager, (9, 0)).commit()
     with pytest.raises(InternalError, match="sequence 9 holds no blocks"):
         manager.table(9)
@@ -127,7 +128,7 @@ def test_a_sequence_without_blocks_has_no_table() -> None:
 def test_what_was_released_is_found_up_to_the_last_token_but_one() -> None:
     """Full blocks are shared, the half filled one is copied; one position is always left to compute."""
     manager = BlockManager(8, 2)
-    manager.release(compute(manager, [1, 2, 3, 4, 5, 6]))
+    manager.free_blocks(compute(manager, [1, 2, 3, 4, 5, 6]))
     assert (manager.num_used_blocks, manager.num_cached_blocks) == (0, 3)
     for tokens, num_found in (([1, 2, 3, 4, 5, 6], 5), ([1, 2, 3, 4], 3), ([1, 2, 3, 9, 9], 3), ([1], 0), ([2, 1], 0)):
         match = manager.match(make_sequence(tokens))
@@ -159,8 +160,8 @@ def test_a_shared_full_block_has_two_holders_and_a_tail_a_copy() -> None:
 def test_a_just_matched_block_is_not_evicted_for_the_same_request() -> None:
     """What is shared is held before anything is allocated, so the others go."""
     manager = BlockManager(4, 1)
-    manager.release(compute(manager, [1, 2, 3]))
-    manager.release(compute(manager, [7, 8, 9]))
+    manager.free_blocks(compute(manager, [1, 2, 3]))
+    manager.free_blocks(compute(manager, [7, 8, 9]))
     newcomer = make_sequence([1, 2, 5, 6, 7])
     assert manager.reserve([Demand(newcomer.sequence_id, 4, manager.match(newcomer))]) is not None
     assert manager.match(make_sequence([7, 8, 9])).num_tokens == 0
@@ -169,7 +170,7 @@ def test_a_just_matched_block_is_not_evicted_for_the_same_request() -> None:
 def test_without_copying_only_full_blocks_are_found() -> None:
     """A backend that cannot copy blocks shares whole ones."""
     manager = BlockManager(8, 2, copies_blocks=False)
-    manager.release(compute(manager, [1, 2, 3, 4]))
+    manager.free_blocks(compute(manager, [1, 2, 3, 4]))
     match = manager.match(make_sequence([1, 2, 3, 4]))
     assert (match.num_tokens, match.tail) == (2, None)
 
@@ -189,16 +190,16 @@ def test_what_is_forgotten_is_found_by_nobody() -> None:
     """After an error neither the blocks nor what others continued from them can be found."""
     manager, broken, other = sharing()
     manager.register(other, 6)
-    assert manager.forget(broken.sequence_id, spares_shared=False) == 2
+    assert manager.evict_blocks(broken.sequence_id, spares_shared=False) == 2
     assert manager.match(make_sequence([1, 2, 3, 4, 6, 7, 8])).num_tokens == 0
-    assert manager.release(other) == 3
+    assert manager.free_blocks(other) == 3
     assert manager.num_available_blocks == 8
 
 
 def test_who_shares_what_was_forgotten_does_not_make_it_known_again() -> None:
     """Blocks of a sequence that failed stay unknown when one that holds them too goes on behind them."""
     manager, broken, other = sharing()
-    manager.forget(broken.sequence_id, spares_shared=False)
+    manager.evict_blocks(broken.sequence_id, spares_shared=False)
     manager.register(other, 6)
     assert manager.match(make_sequence([1, 2, 3, 4, 6, 7, 8])).num_tokens == 0
 
@@ -208,7 +209,7 @@ def test_what_is_dropped_leaves_its_full_blocks_and_not_its_end() -> None:
     manager = BlockManager(8, 2)
     branch = compute(manager, [1, 2, 3, 4, 5, 6])
     manager.register_all(branch)
-    assert manager.drop(branch) == 3
+    assert manager.free_and_evict_tail(branch) == 3
     assert manager.match(make_sequence([1, 2, 3, 4, 5, 6])).num_tokens == 4
     assert (manager.num_used_blocks, manager.num_cached_blocks) == (0, 2)
 
@@ -226,7 +227,7 @@ def test_two_salts_never_share_a_block() -> None:
     """The same tokens under another root are found neither whole nor in part."""
     manager = BlockManager(8, 2)
     roots = [manager.hasher.root({"salt": salt}) for salt in (b"one", b"other")]
-    manager.release(compute(manager, [1, 2, 3, 4, 5], root=roots[0]))
+    manager.free_blocks(compute(manager, [1, 2, 3, 4, 5], root=roots[0]))
     assert manager.match(make_sequence([1, 2, 3, 4, 5], cache_root=roots[0])).num_tokens == 4
     assert manager.match(make_sequence([1, 2, 3, 4, 5], cache_root=roots[1])).num_tokens == 0
 
@@ -237,9 +238,9 @@ def test_a_table_is_taken_and_given_once() -> None:
     reserve(manager, (1, 4)).commit()
     blocks = manager.take_table(1)
     assert manager.num_blocks_of(1) == 0
-    manager.give_table(1, blocks, 0)
+    manager.add_table(1, blocks, 0)
     with pytest.raises(InternalError, match="holds blocks already"):
-        manager.give_table(1, blocks, 0)
+        manager.add_table(1, blocks, 0)
 
 
 def test_a_snapshot_does_not_change_with_the_manager() -> None:
@@ -248,7 +249,7 @@ def test_a_snapshot_does_not_change_with_the_manager() -> None:
     reserve(manager, (1, 3)).commit()
     snapshot = manager.snapshot()
     copy = comparable(snapshot)
-    manager.forget(1, spares_shared=False)
+    manager.evict_blocks(1, spares_shared=False)
     assert comparable(snapshot) == copy
 
 
@@ -260,5 +261,5 @@ def test_what_others_hold_can_be_spared() -> None:
         manager.reserve([Demand(sequence.sequence_id, 4, manager.match(sequence))]).commit()
         manager.register(sequence, 4)
         sequence.num_computed_tokens = 4
-    assert manager.forget(second.sequence_id, spares_shared=True) == 2
+    assert manager.evict_blocks(second.sequence_id, spares_shared=True) == 2
     assert (manager.match(first).num_tokens, manager.match(second).num_tokens) == (4, 2)

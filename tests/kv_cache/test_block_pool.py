@@ -34,7 +34,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.num_free == 2
     assert pool.allocate(0) == []
     pool.allocate(1)
-    pool.drop(0)
+    pool.free_reference(0)
     assert pool.allocate(2) is None
 
 
@@ -42,10 +42,10 @@ def test_only_the_last_reference_leaves_a_block_idle() -> None:
     """One drop gives up one reference, not the block."""
     pool = BlockPool(1)
     pool.allocate(1)
-    pool.share(0)
-    assert pool.drop(0) is False
+    pool.add_reference(0)
+    assert pool.free_reference(0) is False
     assert (pool.num_references(0), pool.is_idle(0)) == (1, False)
-    assert pool.drop(0) is True
+    assert pool.free_reference(0) is True
     assert (pool.is_idle(0), pool.idle_blocks, pool.num_free) == (True, frozenset({0}), 0)
 
 
@@ -53,11 +53,11 @@ def test_an_idle_block_can_be_held_again_or_made_free() -> None:
     """Idle blocks keep their contents until they are recycled; sharing takes them back."""
     pool = BlockPool(1)
     pool.allocate(1)
-    pool.drop(0)
-    pool.share(0)
+    pool.free_reference(0)
+    pool.add_reference(0)
     assert (pool.num_references(0), pool.num_idle) == (1, 0)
-    pool.drop(0)
-    pool.recycle(0)
+    pool.free_reference(0)
+    pool.free_idle_block(0)
     assert (pool.num_free, pool.num_idle) == (1, 0)
     assert pool.allocate(1) == [0]
 
@@ -66,9 +66,9 @@ def test_a_double_drop_is_a_broken_law() -> None:
     """A block without references cannot be given up, and the free list does not grow."""
     pool = BlockPool(2)
     pool.allocate(1)
-    pool.drop(0)
-    with pytest.raises(InternalError, match="given up before"):
-        pool.drop(0)
+    pool.free_reference(0)
+    with pytest.raises(InternalError, match="freed before"):
+        pool.free_reference(0)
     assert pool.free_blocks == (1,)
 
 
@@ -78,9 +78,9 @@ def test_free_and_held_blocks_cannot_be_recycled_and_free_ones_not_shared() -> N
     pool.allocate(1)
     for block_id in (0, 1):
         with pytest.raises(InternalError, match="not idle"):
-            pool.recycle(block_id)
+            pool.free_idle_block(block_id)
     with pytest.raises(InternalError, match="no reference"):
-        pool.share(1)
+        pool.add_reference(1)
 
 
 @pytest.mark.parametrize("block_id", [-1, 2])
@@ -88,7 +88,7 @@ def test_a_block_outside_the_pool_is_refused(block_id: int) -> None:
     """A negative id never reaches the last block by wrapping around."""
     pool = BlockPool(2)
     pool.allocate(2)
-    for verb in (pool.drop, pool.share):
+    for verb in (pool.free_reference, pool.add_reference):
         with pytest.raises(InternalError, match="outside the pool of 2"):
             verb(block_id)
     assert pool.reference_counts == (1, 1)

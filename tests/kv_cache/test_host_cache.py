@@ -5,57 +5,57 @@ from __future__ import annotations
 import pytest
 
 from pagedcore.errors import InternalError
-from pagedcore.kv_cache.block_manager import BlockManager
-from pagedcore.kv_cache.host_cache import HostCache
+from pagedcore.kv_cache.host_cache import HostCache, Transfer
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.reservation import Demand
-from pagedcore.kv_cache.transfers import Transfer
 from pagedcore.sequence import Sequence
 from support.doubles import make_sequence
 
 TOKENS = [1, 2, 3, 4, 5, 6]
 
 
-def make_tier(num_blocks: int = 6, num_host_blocks: int = 6) -> tuple[BlockManager, HostCache]:
-    manager = BlockManager(num_blocks, 2, num_host_blocks=num_host_blocks)
+def make_tier(num_blocks: int = 6, num_host_blocks: int = 6) -> tuple[KVCacheManager, HostCache]:
+    manager = KVCacheManager(num_blocks, 2, num_host_blocks=num_host_blocks)
     assert manager.host is not None
     return manager, manager.host
 
 
-def compute(manager: BlockManager, tokens: list[int]) -> Sequence:
+def compute(manager: KVCacheManager, tokens: list[int]) -> Sequence:
     sequence = make_sequence(tokens)
-    reservation = manager.reserve([Demand(sequence.sequence_id, len(tokens) - 1)])
+    reservation = manager.device.reserve([Demand(sequence.sequence_id, len(tokens) - 1)])
     assert reservation is not None
     reservation.commit()
     sequence.num_computed_tokens = len(tokens) - 1
-    manager.register(sequence, sequence.num_computed_tokens)
+    manager.device.register(sequence, sequence.num_computed_tokens)
     return sequence
 
 
-def swap_out(host: HostCache, sequence: Sequence, *, is_pinned: bool = True) -> Transfer:
-    transfer = host.begin_swap_out(sequence, is_pinned=is_pinned)
+def swap_out(manager: KVCacheManager, sequence: Sequence, *, is_pinned: bool = True) -> Transfer:
+    transfer = manager.begin_swap_out(sequence, is_pinned=is_pinned)
     assert transfer is not None
     sequence.forget_computed()
     return transfer
 
 
-def forget_device(manager: BlockManager) -> None:
+def forget_device(manager: KVCacheManager) -> None:
     """Let somebody else use every device block once."""
-    filler = manager.reserve([Demand(10**6, manager.num_available_blocks * 2)])
+    filler = manager.device.reserve([Demand(10**6, manager.device.num_available_blocks * 2)])
     assert filler is not None
     filler.cancel()
-    assert manager.num_cached_blocks == 0
+    assert manager.device.num_cached_blocks == 0
 
 
 def test_outgoing_blocks_belong_to_the_transfer_until_it_completes() -> None:
     """No table, no free block, nothing to be found on the host before the bytes are there; then all of it."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
-    transfer = swap_out(host, sequence)
-    assert (manager.num_blocks_of(sequence.sequence_id), manager.num_used_blocks, host.num_used_blocks) == (0, 3, 3)
+    transfer = swap_out(manager, sequence)
+    assert manager.device.num_blocks_of(sequence.sequence_id) == 0
+    assert (manager.device.num_used_blocks, host.num_used_blocks) == (3, 3)
     assert (host.num_leaving_blocks, host.is_moving(sequence.sequence_id), host.pins) == (3, True, {})
     assert host.cache.registered == ()
-    assert host.complete(transfer.transfer_id, is_ok=True) == (transfer, True)
-    assert (manager.num_used_blocks, host.pins) == (0, {sequence.sequence_id: transfer.host_blocks})
+    assert manager.complete_transfer(transfer.transfer_id, is_ok=True) == (transfer, True)
+    assert (manager.device.num_used_blocks, host.pins) == (0, {sequence.sequence_id: transfer.host_blocks})
     assert len(host.cache.registered) == 3
     assert not host.in_flight
 
@@ -64,60 +64,61 @@ def test_what_went_out_comes_back_as_a_table() -> None:
     """A swap in gives the sequence its blocks in order, half filled one included, and ends the pins."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
-    host.complete(swap_out(host, sequence).transfer_id, is_ok=True)
+    manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
     forget_device(manager)
     match = manager.match(sequence)
     assert (match.num_tokens, len(match.host_blocks), match.device_blocks) == (5, 3, ())
-    transfer = host.begin_swap_in(sequence, match)
+    transfer = manager.begin_swap_in(sequence, match)
     assert transfer is not None
-    assert (manager.num_blocks_of(sequence.sequence_id), manager.num_used_blocks) == (0, 3)
+    assert (manager.device.num_blocks_of(sequence.sequence_id), manager.device.num_used_blocks) == (0, 3)
     assert (host.num_leaving_blocks, host.pin_arriving(sequence.sequence_id)) == (0, 0)
-    assert host.complete(transfer.transfer_id, is_ok=True)[1] is True
+    assert manager.complete_transfer(transfer.transfer_id, is_ok=True)[1] is True
     assert manager.snapshot().tables[sequence.sequence_id] == transfer.device_blocks
     assert (host.pins, host.num_used_blocks, host.num_cached_blocks) == ({}, 0, 3)
 
 
 def test_what_the_device_still_holds_is_not_loaded() -> None:
     """Leading blocks that are on the device are shared; only the rest is copied."""
-    manager, host = make_tier()
+    manager, _ = make_tier()
     first = compute(manager, TOKENS)
-    host.complete(swap_out(host, first).transfer_id, is_ok=True)
+    manager.complete_transfer(swap_out(manager, first).transfer_id, is_ok=True)
     forget_device(manager)
-    manager.release(compute(manager, TOKENS[:3]))
+    manager.device.free_blocks(compute(manager, TOKENS[:3]))
     match = manager.match(first)
     assert (len(match.device_blocks), len(match.host_blocks)) == (1, 2)
-    transfer = host.begin_swap_in(first, match)
+    transfer = manager.begin_swap_in(first, match)
     assert transfer is not None
     assert (len(transfer.moves), len(transfer.device_blocks)) == (2, 3)
 
 
 def test_what_the_host_has_already_is_not_copied_again() -> None:
     """Two sequences with one beginning: the second one moves what is new only, and holds the rest."""
-    manager, host = make_tier()
-    host.complete(swap_out(host, compute(manager, TOKENS)).transfer_id, is_ok=True)
+    manager, _ = make_tier()
+    manager.complete_transfer(swap_out(manager, compute(manager, TOKENS)).transfer_id, is_ok=True)
     second = compute(manager, [1, 2, 3, 4, 7, 8])
-    assert host.num_missing_blocks(second, second.num_computed_tokens) == 1
-    transfer = swap_out(host, second)
+    assert manager.num_blocks_to_copy(second, second.num_computed_tokens) == 1
+    transfer = swap_out(manager, second)
     assert (len(transfer.moves), len(transfer.host_blocks)) == (1, 3)
 
 
 def test_a_host_that_is_full_of_pins_refuses_and_changes_nothing() -> None:
     """Too little room: no transfer, the table stays, the counts stay."""
-    manager, host = make_tier(num_host_blocks=4)
-    host.complete(swap_out(host, compute(manager, TOKENS)).transfer_id, is_ok=True)
+    manager, _ = make_tier(num_host_blocks=4)
+    manager.complete_transfer(swap_out(manager, compute(manager, TOKENS)).transfer_id, is_ok=True)
     other = compute(manager, [7, 8, 9, 7, 8])
     before = manager.snapshot()
-    assert host.begin_swap_out(other, is_pinned=True) is None
+    assert manager.begin_swap_out(other, is_pinned=True) is None
     assert manager.snapshot() == before
 
 
 def test_unpinned_blocks_give_way_and_pinned_ones_do_not() -> None:
     """What is only kept while there is room is forgotten for the next comer; pins are not."""
     for is_pinned in (False, True):
-        manager, host = make_tier(num_host_blocks=3)
-        host.complete(swap_out(host, compute(manager, TOKENS), is_pinned=is_pinned).transfer_id, is_ok=True)
+        manager, _ = make_tier(num_host_blocks=3)
+        transfer = swap_out(manager, compute(manager, TOKENS), is_pinned=is_pinned)
+        manager.complete_transfer(transfer.transfer_id, is_ok=True)
         other = compute(manager, [7, 8, 9])
-        assert (host.begin_swap_out(other, is_pinned=True) is None) == is_pinned
+        assert (manager.begin_swap_out(other, is_pinned=True) is None) == is_pinned
 
 
 @pytest.mark.parametrize("is_ok", [True, False])
@@ -125,12 +126,12 @@ def test_cancelling_in_flight_frees_everything_at_the_end_and_not_earlier(is_ok:
     """An abandoned transfer keeps its blocks until it completes, late or failed, and then nobody has them."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
-    transfer = swap_out(host, sequence)
-    host.abandon(sequence.sequence_id)
-    assert (manager.num_used_blocks, host.num_used_blocks) == (3, 3)
+    transfer = swap_out(manager, sequence)
+    host.free_sequence(sequence.sequence_id)
+    assert (manager.device.num_used_blocks, host.num_used_blocks) == (3, 3)
     assert host.is_moving(sequence.sequence_id) is False
-    assert host.complete(transfer.transfer_id, is_ok=is_ok)[1] is False
-    assert (manager.num_used_blocks, host.num_used_blocks, host.pins) == (0, 0, {})
+    assert manager.complete_transfer(transfer.transfer_id, is_ok=is_ok)[1] is False
+    assert (manager.device.num_used_blocks, host.num_used_blocks, host.pins) == (0, 0, {})
 
 
 @pytest.mark.parametrize("is_ok", [True, False])
@@ -138,21 +139,21 @@ def test_cancelling_a_load_gives_nobody_a_table(is_ok: bool) -> None:
     """The sequence is gone when its blocks arrive: they are free or can be found, and its host blocks too."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
-    host.complete(swap_out(host, sequence).transfer_id, is_ok=True)
+    manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
     forget_device(manager)
-    transfer = host.begin_swap_in(sequence, manager.match(sequence))
+    transfer = manager.begin_swap_in(sequence, manager.match(sequence))
     assert transfer is not None
-    host.abandon(sequence.sequence_id)
-    assert host.complete(transfer.transfer_id, is_ok=is_ok)[1] is False
-    assert (manager.snapshot().tables, manager.num_used_blocks, host.num_used_blocks) == ({}, 0, 0)
-    assert manager.num_cached_blocks == (3 if is_ok else 0)
+    host.free_sequence(sequence.sequence_id)
+    assert manager.complete_transfer(transfer.transfer_id, is_ok=is_ok)[1] is False
+    assert (manager.snapshot().tables, manager.device.num_used_blocks, host.num_used_blocks) == ({}, 0, 0)
+    assert manager.device.num_cached_blocks == (3 if is_ok else 0)
 
 
 def test_a_failed_swap_out_publishes_nothing() -> None:
     """Host blocks with rubbish in them are free again and found by nobody; the device still knows its own."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
-    assert host.complete(swap_out(host, sequence).transfer_id, is_ok=False)[1] is False
+    assert manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=False)[1] is False
     assert (host.cache.registered, host.num_used_blocks, host.pins) == ((), 0, {})
     assert manager.match(sequence).device_blocks != ()
 
@@ -161,13 +162,14 @@ def test_a_failed_swap_in_is_not_tried_again() -> None:
     """What could not be read is forgotten on the host, and its device blocks are free."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
-    host.complete(swap_out(host, sequence).transfer_id, is_ok=True)
+    manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
     forget_device(manager)
-    transfer = host.begin_swap_in(sequence, manager.match(sequence))
+    transfer = manager.begin_swap_in(sequence, manager.match(sequence))
     assert transfer is not None
-    assert host.complete(transfer.transfer_id, is_ok=False)[1] is False
+    assert manager.complete_transfer(transfer.transfer_id, is_ok=False)[1] is False
     assert manager.match(sequence).num_tokens == 0
-    assert (manager.num_used_blocks, manager.num_cached_blocks, host.num_used_blocks, host.pins) == (0, 0, 0, {})
+    assert (manager.device.num_used_blocks, manager.device.num_cached_blocks) == (0, 0)
+    assert (host.num_used_blocks, host.pins) == (0, {})
 
 
 @pytest.mark.parametrize("is_ok", [True, False])
@@ -175,13 +177,13 @@ def test_an_outgoing_transfer_that_is_given_up_keeps_what_it_writes_to(is_ok: bo
     """Its device blocks can be found and taken at once, its host blocks by nobody until it ends; none is published."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
-    transfer = swap_out(host, sequence)
-    host.give_up(transfer.transfer_id)
-    assert (manager.num_used_blocks, host.num_used_blocks, host.is_moving(sequence.sequence_id)) == (0, 3, False)
+    transfer = swap_out(manager, sequence)
+    manager.time_out_transfer(transfer.transfer_id)
+    assert (manager.device.num_used_blocks, host.num_used_blocks, host.is_moving(sequence.sequence_id)) == (0, 3, False)
     assert (host.is_stuck, host.has_awaited, host.withholds_blocks) == (True, False, False)
     assert manager.match(sequence).num_tokens == 5
-    assert host.begin_swap_out(compute(manager, [7, 8, 9]), is_pinned=True) is None
-    assert host.complete(transfer.transfer_id, is_ok=is_ok)[1] is False
+    assert manager.begin_swap_out(compute(manager, [7, 8, 9]), is_pinned=True) is None
+    assert manager.complete_transfer(transfer.transfer_id, is_ok=is_ok)[1] is False
     assert (host.num_used_blocks, host.cache.registered, host.pins, host.is_stuck) == (0, (), {}, False)
 
 
@@ -190,41 +192,41 @@ def test_a_load_that_is_given_up_keeps_what_it_writes_to(is_ok: bool) -> None:
     """What it shares and reads is free at once and found on the host no more; its own blocks are free when it ends."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
-    host.complete(swap_out(host, sequence).transfer_id, is_ok=True)
+    manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
     forget_device(manager)
-    manager.release(compute(manager, TOKENS[:3]))
-    transfer = host.begin_swap_in(sequence, manager.match(sequence))
+    manager.device.free_blocks(compute(manager, TOKENS[:3]))
+    transfer = manager.begin_swap_in(sequence, manager.match(sequence))
     assert transfer is not None
-    host.give_up(transfer.transfer_id)
-    assert (manager.num_used_blocks, host.num_used_blocks, host.pins) == (2, 0, {})
+    manager.time_out_transfer(transfer.transfer_id)
+    assert (manager.device.num_used_blocks, host.num_used_blocks, host.pins) == (2, 0, {})
     assert (host.is_stuck, host.withholds_blocks, len(host.cache.registered)) == (True, True, 1)
     assert manager.match(sequence).num_tokens == 2
-    assert host.complete(transfer.transfer_id, is_ok=is_ok)[1] is False
-    assert (manager.num_used_blocks, manager.num_cached_blocks, manager.snapshot().tables) == (0, 1, {})
+    assert manager.complete_transfer(transfer.transfer_id, is_ok=is_ok)[1] is False
+    assert (manager.device.num_used_blocks, manager.device.num_cached_blocks, manager.snapshot().tables) == (0, 1, {})
 
 
 def test_a_transfer_is_given_up_once() -> None:
     """A second time, or for one that has ended, is a defect of the caller."""
     manager, host = make_tier()
-    transfer = swap_out(host, compute(manager, TOKENS))
-    host.give_up(transfer.transfer_id)
+    transfer = swap_out(manager, compute(manager, TOKENS))
+    manager.time_out_transfer(transfer.transfer_id)
     for _ in range(2):
         with pytest.raises(InternalError, match="not in flight"):
-            host.give_up(transfer.transfer_id)
+            manager.time_out_transfer(transfer.transfer_id)
         if host.is_stuck:
-            host.complete(transfer.transfer_id, is_ok=True)
+            manager.complete_transfer(transfer.transfer_id, is_ok=True)
 
 
 def test_giving_up_what_nobody_waits_for_spares_what_is_kept_since() -> None:
     """A transfer that was abandoned before takes no pins away from the sequence it was made for."""
     manager, host = make_tier()
-    host.complete(swap_out(host, compute(manager, [7, 8, 9]), is_pinned=False).transfer_id, is_ok=True)
+    manager.complete_transfer(swap_out(manager, compute(manager, [7, 8, 9]), is_pinned=False).transfer_id, is_ok=True)
     sequence = compute(manager, TOKENS)
-    transfer = swap_out(host, sequence)
-    host.abandon(sequence.sequence_id)
+    transfer = swap_out(manager, sequence)
+    host.free_sequence(sequence.sequence_id)
     (present,) = (cached.block_id for cached in host.cache.registered)
     host.pin(sequence.sequence_id, (present,))
-    host.give_up(transfer.transfer_id)
+    manager.time_out_transfer(transfer.transfer_id)
     assert host.pins == {sequence.sequence_id: (present,)}
 
 
@@ -232,42 +234,42 @@ def test_what_is_on_its_way_is_kept_only_if_it_will_be_pinned() -> None:
     """Blocks count as a sequence's while they will be pinned for it: not before that is asked, nor after it left."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
-    transfer = swap_out(host, sequence, is_pinned=False)
+    transfer = swap_out(manager, sequence, is_pinned=False)
     assert host.blocks_kept_for((sequence.sequence_id,)) == set()
     assert host.pin_arriving(sequence.sequence_id) == 5
     assert host.blocks_kept_for((sequence.sequence_id,)) == set(transfer.host_blocks)
-    host.abandon(sequence.sequence_id)
+    host.free_sequence(sequence.sequence_id)
     assert host.pin_arriving(sequence.sequence_id) == 0
     assert host.blocks_kept_for((sequence.sequence_id,)) == set()
 
 
 def test_a_load_without_room_changes_nothing() -> None:
     """Too few device blocks: no transfer, and what was matched is not held."""
-    manager, host = make_tier(num_blocks=3)
+    manager, _ = make_tier(num_blocks=3)
     sequence = compute(manager, TOKENS)
-    host.complete(swap_out(host, sequence).transfer_id, is_ok=True)
+    manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
     forget_device(manager)
     match = manager.match(sequence)
-    assert manager.reserve([Demand(10**6, 2)]) is not None
+    assert manager.device.reserve([Demand(10**6, 2)]) is not None
     before = manager.snapshot()
-    assert host.begin_swap_in(sequence, match) is None
+    assert manager.begin_swap_in(sequence, match) is None
     assert manager.snapshot() == before
 
 
 def test_a_transfer_completes_once() -> None:
     """A second completion, or one of a transfer that never was, is a defect of the caller."""
-    manager, host = make_tier()
-    transfer = swap_out(host, compute(manager, TOKENS))
-    host.complete(transfer.transfer_id, is_ok=True)
+    manager, _ = make_tier()
+    transfer = swap_out(manager, compute(manager, TOKENS))
+    manager.complete_transfer(transfer.transfer_id, is_ok=True)
     for transfer_id in (transfer.transfer_id, 99):
         with pytest.raises(InternalError, match="not in flight"):
-            host.complete(transfer_id, is_ok=True)
+            manager.complete_transfer(transfer_id, is_ok=True)
 
 
 def test_a_table_of_another_length_is_not_swapped() -> None:
     """Blocks of a step in flight are not moved: the table has to be that of the computed positions."""
-    manager, host = make_tier()
+    manager, _ = make_tier()
     sequence = compute(manager, TOKENS)
-    assert manager.reserve([Demand(sequence.sequence_id, 8)]) is not None
+    assert manager.device.reserve([Demand(sequence.sequence_id, 8)]) is not None
     with pytest.raises(InternalError, match="4 blocks for 5 positions"):
-        host.begin_swap_out(sequence, is_pinned=True)
+        manager.begin_swap_out(sequence, is_pinned=True)

@@ -37,9 +37,9 @@ def keep(cache: PrefixCache, contents: list[Content]) -> list[int]:
     blocks = cache.allocate(len(contents))
     assert blocks is not None
     for block_id, content in zip(blocks, contents, strict=True):
-        assert cache.register(block_id, content)
+        assert cache.register_block(block_id, content)
     for block_id in reversed(blocks):
-        cache.release(block_id)
+        cache.free_block(block_id)
     return blocks
 
 
@@ -51,14 +51,14 @@ def test_what_was_registered_is_found_and_nothing_else() -> None:
     assert [cache.find(first), cache.find(second)] == blocks
     for other in (*chain((1, 9)), chain((7, 7), (3, 4))[1], chain((3, 4))[0]):
         assert cache.find(other) is None
-    assert (pool.num_idle, cache.num_available) == (2, 4)
+    assert (pool.num_idle, pool.num_available) == (2, 4)
 
 
 def test_unknown_contents_are_free_at_once() -> None:
     """A block that nobody registered does not stay idle."""
     pool, cache = make_cache()
     (block_id,) = cache.allocate(1) or ()
-    cache.release(block_id)
+    cache.free_block(block_id)
     assert (pool.num_free, pool.num_idle) == (4, 0)
 
 
@@ -87,7 +87,7 @@ def test_no_block_begins_with_more_of_what_is_asked(
     hasher = BlockHasher(4, b"")
     blocks = {keep(cache, chain(tokens, hasher=hasher))[0]: tokens for tokens in siblings}
     for block_id in list(blocks)[:gone]:
-        cache.discard(block_id)
+        cache.evict_block(block_id)
         del blocks[block_id]
     equal = {
         one: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, asked, strict=False)))
@@ -103,7 +103,7 @@ def test_a_block_needs_its_past() -> None:
     _, cache = make_cache()
     _, second = chain((1, 2), (3, 4))
     (block_id,) = cache.allocate(1) or ()
-    assert cache.register(block_id, second) is False
+    assert cache.register_block(block_id, second) is False
     assert cache.registered == ()
 
 
@@ -113,8 +113,8 @@ def test_the_second_copy_of_the_same_contents_is_left_alone() -> None:
     (content,) = chain((1, 2))
     (kept,) = keep(cache, [content])
     (copy,) = cache.allocate(1) or ()
-    assert cache.register(copy, content) is True
-    cache.release(copy)
+    assert cache.register_block(copy, content) is True
+    cache.free_block(copy)
     assert (cache.find(content), pool.num_idle) == (kept, 1)
 
 
@@ -123,8 +123,8 @@ def test_a_block_that_was_filled_further_is_known_by_all_it_holds() -> None:
     _, cache = make_cache()
     (half,), (full,) = chain((1,)), chain((1, 2))
     (block_id,) = cache.allocate(1) or ()
-    assert cache.register(block_id, half)
-    assert cache.register(block_id, full)
+    assert cache.register_block(block_id, half)
+    assert cache.register_block(block_id, full)
     assert (cache.find(half), cache.find(full), len(cache.registered)) == (None, block_id, 1)
 
 
@@ -147,9 +147,9 @@ def test_held_blocks_are_never_evicted() -> None:
     contents = chain((1, 1), (2, 2))
     blocks = keep(cache, contents)
     for block_id in blocks:
-        cache.hold(block_id)
+        cache.hold_block(block_id)
     assert cache.allocate(1) is None
-    cache.release(blocks[1])
+    cache.free_block(blocks[1])
     assert cache.allocate(1) == [blocks[1]]
     assert cache.find(contents[0]) == blocks[0]
 
@@ -159,7 +159,7 @@ def test_a_hit_on_an_idle_block_protects_it() -> None:
     _, cache = make_cache(2)
     (first,), (second,) = chain((1, 1)), chain((2, 2))
     (block_id,), _ = keep(cache, [first]), keep(cache, [second])
-    cache.hold(block_id)
+    cache.hold_block(block_id)
     cache.allocate(1)
     assert (cache.find(first), cache.find(second)) == (block_id, None)
 
@@ -171,8 +171,8 @@ def test_each_policy_forgets_another_block(policy: str, victim: int) -> None:
     contents = [chain((token, token))[0] for token in (1, 2, 3)]
     blocks = [keep(cache, [content])[0] for content in contents]
     for place in (1, 1, 2, 0, 0):
-        cache.hold(blocks[place])
-        cache.release(blocks[place])
+        cache.hold_block(blocks[place])
+        cache.free_block(blocks[place])
         if place == 1:
             continue
     order = {"lru": [1, 2, 0], "lfu": [2, 1, 0], "fifo": [0, 1, 2]}[policy]
@@ -190,13 +190,13 @@ def test_discard_takes_along_everything_that_continues_it() -> None:
     pool, cache = make_cache(4)
     first, second, third = chain((1, 1), (2, 2), (3, 3))
     blocks = keep(cache, [first, second, third])
-    cache.hold(blocks[1])
-    cache.discard(blocks[0])
+    cache.hold_block(blocks[1])
+    cache.evict_block(blocks[0])
     assert [cache.find(one) for one in (first, second, third)] == [None] * 3
     assert (pool.num_free, pool.num_idle, pool.num_references(blocks[1])) == (3, 0, 1)
-    cache.release(blocks[1])
+    cache.free_block(blocks[1])
     assert pool.num_free == 4
-    cache.discard(blocks[0])
+    cache.evict_block(blocks[0])
 
 
 def test_beginnings_are_discarded_with_all_that_goes_back_to_them() -> None:
@@ -206,9 +206,9 @@ def test_beginnings_are_discarded_with_all_that_goes_back_to_them() -> None:
     full, following = chain((1, 2), (3, 4))
     for contents in ([half], [other], [stranger], [full, following]):
         keep(cache, contents)
-    cache.discard_beginnings(ROOT, (1, 2))
+    cache.evict_beginnings(ROOT, (1, 2))
     assert [cache.find(one) is None for one in (half, full, following, other, stranger)] == [True] * 3 + [False] * 2
-    cache.discard_beginnings(ROOT, ())
+    cache.evict_beginnings(ROOT, ())
     assert pool.num_free == 3
 
 
@@ -218,9 +218,9 @@ def test_the_heap_of_candidates_stays_bounded() -> None:
     blocks = keep(cache, chain((1, 1), (2, 2)))
     for _ in range(1000):
         for block_id in blocks:
-            cache.hold(block_id)
+            cache.hold_block(block_id)
         for block_id in reversed(blocks):
-            cache.release(block_id)
+            cache.free_block(block_id)
     assert len(cache._heap) <= 4 * pool.num_blocks + 2
 
 
@@ -251,8 +251,8 @@ def test_collision_at_block_zero_cannot_poison_block_one() -> None:
     keep(cache, [attacker, attackers_next])
     assert cache.find(victim) is None
     own = cache.allocate(2) or []
-    assert cache.register(own[0], victim) is False
-    cache.register(own[1], victims_next)
+    assert cache.register_block(own[0], victim) is False
+    cache.register_block(own[1], victims_next)
     for block_id in own:
-        cache.release(block_id)
+        cache.free_block(block_id)
     assert cache.find(attacker) is not None

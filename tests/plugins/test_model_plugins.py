@@ -81,7 +81,9 @@ def engine(model: Any, **settings: Any) -> Engine:
     return Engine.from_pretrained(model, plugins=[ThirdParty()], **{**SMALL, **settings})
 
 
-@pytest.mark.parametrize("model", ["my-format:some-model", Path("weights.bin"), object()], ids=["name", "path", "object"])
+@pytest.mark.parametrize(
+    "model", ["my-format:some-model", Path("weights.bin"), object()], ids=["name", "path", "object"]
+)
 def test_a_model_backend_is_chosen_by_name(model: Any) -> None:
     """The factory gets what the user calls a model, whatever it is, and the settings; nothing else looks at it."""
     with engine(model, model_backend="toy", seed=5) as built:
@@ -122,7 +124,7 @@ def test_linear_layers_are_made_by_name(family: str, num_made: int) -> None:
 def test_linear_layers_that_are_not_supported_stay() -> None:
     """Only layers of fewer than 96 inputs are handed to the factory; the down projections are wider."""
     with engine(tiny_model("llama", intermediate_size=96), linear_backend="counted") as built:
-        model = built._parts.runner.backend._decoder._model  # type: ignore[attr-defined]
+        model = built._components.runner.backend._decoder._model  # type: ignore[attr-defined]
     assert {type(layer.mlp.down_proj) for layer in model.model.layers} == {torch.nn.Linear}
     assert CountedProduct.num_made == 3 * 6 + 1
 
@@ -139,5 +141,5 @@ def test_blocks_of_other_linear_layers_are_of_another_format() -> None:
     formats = set()
     for name in ("auto", "counted"):
         with engine(tiny_model("llama"), linear_backend=name) as built:
-            formats.add(kv_format(built._parts.runner.backend, 16))
+            formats.add(kv_format(built._components.runner.backend, 16))
     assert len(formats) == 2

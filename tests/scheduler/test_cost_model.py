@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedcore.kv_cache.transfers import Direction
+from pagedcore.kv_cache.host_cache import Direction
 from pagedcore.scheduler.cost_model import CostModel, Line
 
 SECONDS = st.floats(0, 100, allow_nan=False)

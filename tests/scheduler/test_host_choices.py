@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from pagedcore.kv_cache.transfers import Direction, Transfer
+from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.scheduler.cost_model import Line
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
@@ -55,16 +55,16 @@ class Priced:
 
     @property
     def num_on_host(self) -> int:
-        return self.scheduler.stats().num_cached_host_blocks
+        return self.scheduler.stats().num_host_blocks_cached
 
     @property
     def num_copied(self) -> int:
         """Blocks copied to the host so far, whatever has become of them."""
-        return self.scheduler.stats().counters.num_blocks_swapped_out
+        return self.scheduler.counters.num_blocks_swapped_out
 
     def _complete(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
-            self.scheduler.moves.complete(transfer.transfer_id, len(transfer.moves) * self.block_s, is_ok=True)
+            self.scheduler.moves.complete_transfer(transfer.transfer_id, len(transfer.moves) * self.block_s, is_ok=True)
 
 
 PROMPT = list(range(100, 109))
@@ -116,7 +116,7 @@ def test_a_beginning_that_was_found_is_copied_alone() -> None:
         assert priced.num_on_host == before + (3 if last > 1 else 0)
     priced.flood(100_000)
     assert priced.answer(make_sequence([*range(500, 507), 4, 4], 1)) == 6
-    assert priced.scheduler.stats().counters.num_blocks_swapped_in == 3
+    assert priced.scheduler.counters.num_blocks_swapped_in == 3
 
 
 def test_a_beginning_that_comes_back_says_nothing_of_what_follows_it() -> None:
@@ -130,7 +130,7 @@ def test_a_beginning_that_comes_back_says_nothing_of_what_follows_it() -> None:
         before = priced.num_copied
         priced.flood(200_000 + 1000 * last)
     assert priced.num_copied == before
-    assert priced.scheduler.stats().counters.num_blocks_swapped_in == 3 * 39
+    assert priced.scheduler.counters.num_blocks_swapped_in == 3 * 39
 
 
 def test_what_is_found_on_the_device_is_no_reason_to_copy() -> None:
@@ -186,7 +186,7 @@ def test_what_was_parked_is_loaded_whatever_it_costs() -> None:
     priced.change_price(5.0)
     sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
     assert priced.answer(sequence) == 9
-    assert priced.scheduler.stats().num_used_host_blocks == 0
+    assert priced.scheduler.stats().num_host_blocks_used == 0
 
 
 def test_what_was_parked_and_is_still_on_the_device_is_let_go_on_the_host() -> None:
@@ -195,10 +195,10 @@ def test_what_was_parked_and_is_still_on_the_device_is_let_go_on_the_host() -> N
     sequence = make_sequence(PROMPT, 1)
     priced.answer(sequence)
     assert priced.scheduler.moves.park(sequence) == 9
-    assert priced.scheduler.stats().num_used_host_blocks == 5
+    assert priced.scheduler.stats().num_host_blocks_used == 5
     sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
     assert priced.answer(sequence) == 9
-    assert priced.scheduler.stats().num_used_host_blocks == 0
+    assert priced.scheduler.stats().num_host_blocks_used == 0
 
 
 def test_one_sequence_is_loaded_at_a_time() -> None:
@@ -223,8 +223,8 @@ def test_fetching_leaves_a_block_for_everybody_who_runs() -> None:
     priced.step()
     priced.scheduler.add(passer)
     priced.step()
-    blocks = priced.scheduler.block_manager
-    match = blocks.match(session)
+    blocks = priced.scheduler.kv_cache.device
+    match = priced.scheduler.kv_cache.match(session)
     assert (len(match.device_blocks), len(match.host_blocks), blocks.num_available_blocks) == (3, 2, 5)
     assert priced.scheduler.moves.fetch(session) == 0
     priced.scheduler.finish(runner, "abort")

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagedcore.kv_cache.block_manager import BlockSnapshot
-from pagedcore.kv_cache.memory_snapshot import Known, MemorySnapshot
+from pagedcore.kv_cache.memory_snapshot import BlockSnapshot, Known, MemorySnapshot
 from pagedcore.scheduler.invariants import SequenceState, Snapshot, check, snapshot
 from pagedcore.sequence import SequenceStatus
 from support.doubles import make_scheduler, make_sequence, run_step

@@ -38,11 +38,11 @@ def preempted(plan: SchedulePlan) -> list[Sequence]:
 
 
 def give_blocks(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> None:
-    reservation = scheduler.block_manager.reserve([Demand(sequence.sequence_id, num_computed)])
+    reservation = scheduler.kv_cache.device.reserve([Demand(sequence.sequence_id, num_computed)])
     assert reservation is not None
     reservation.commit()
     sequence.num_computed_tokens = num_computed
-    scheduler.block_manager.register(sequence, num_computed)
+    scheduler.kv_cache.device.register(sequence, num_computed)
 
 
 def put_running(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> Sequence:
@@ -64,7 +64,7 @@ def keep(scheduler: Scheduler, tokens: list[int]) -> None:
     """Leave the blocks of a sequence that has computed these tokens and is gone."""
     sequence = make_sequence(tokens)
     give_blocks(scheduler, sequence, len(tokens))
-    scheduler.block_manager.release(sequence)
+    scheduler.kv_cache.device.free_blocks(sequence)
 
 
 # Budget and rows ------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def keep(scheduler: Scheduler, tokens: list[int]) -> None:
 def test_an_idle_scheduler_plans_nothing() -> None:
     """No work, empty plan."""
     plan = make_scheduler().schedule()
-    assert plan.is_empty
+    assert not plan.rows
     assert plan.num_tokens == 0
     assert not plan.moves_blocks
 
@@ -137,7 +137,7 @@ def test_admission_needs_room_for_the_whole_prompt() -> None:
     first, second = own(5), own(4)
     start(scheduler, first, second)
     assert run_step(scheduler).admitted == (first,)
-    assert scheduler.block_manager.num_available_blocks == 2
+    assert scheduler.kv_cache.device.num_available_blocks == 2
     assert run_step(scheduler).admitted == ()
 
 
@@ -212,7 +212,7 @@ def test_cached_blocks_never_stop_a_waiting_sequence() -> None:
     keep(scheduler, [5, 6, 7, 8])
     start(scheduler, own(7))
     plan = run_step(scheduler)
-    assert (plan.num_tokens, plan.released, plan.preempted) == (7, (), ())
+    assert (plan.num_tokens, plan.freed, plan.preempted) == (7, (), ())
 
 
 def test_a_prefix_that_others_hold_costs_no_room() -> None:
@@ -316,18 +316,17 @@ def test_the_bonus_never_reorders_across_priorities(policy: str) -> None:
 
 def swapped(scheduler: Scheduler, *sequences: Sequence) -> None:
     """Preempt running sequences to the host, and let the device forget them."""
-    host = scheduler.block_manager.host
-    assert host is not None
+    kv_cache = scheduler.kv_cache
     for sequence in sequences:
         put_running(scheduler, sequence, len(sequence.token_ids) - 1)
         scheduler.running.discard(sequence)
-        transfer = host.begin_swap_out(sequence, is_pinned=True)
+        transfer = kv_cache.begin_swap_out(sequence, is_pinned=True)
         assert transfer is not None
-        host.complete(transfer.transfer_id, is_ok=True)
+        kv_cache.complete_transfer(transfer.transfer_id, is_ok=True)
         sequence.forget_computed()
         sequence.move_to(SequenceStatus.WAITING)
         scheduler.waiting.push_preempted(sequence)
-    every = scheduler.block_manager.reserve([Demand(10**6, scheduler.block_manager.num_available_blocks * 2)])
+    every = kv_cache.device.reserve([Demand(10**6, kv_cache.device.num_available_blocks * 2)])
     assert every is not None
     every.cancel()
 
@@ -340,10 +339,10 @@ def test_a_swapped_sequence_is_loaded_and_starts_when_it_is_there() -> None:
     plan = scheduler.schedule()
     assert ([one.sequence for one in plan.swap_ins], plan.rows, plan.admitted) == ([sequence], (), ())
     (transfer,) = scheduler.make_room(plan)
-    assert scheduler.schedule().is_empty
+    assert not scheduler.schedule().rows
     assert scheduler.moves.in_flight
     assert check(snapshot(scheduler)) == []
-    scheduler.moves.complete(transfer.transfer_id, 0.1, is_ok=True)
+    scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert tokens_of(scheduler.schedule()) == {sequence.sequence_id: 1}
 
 
@@ -363,7 +362,7 @@ def test_a_load_that_fails_is_computed_instead() -> None:
     sequence = own(5, 2)
     swapped(scheduler, sequence)
     (transfer,) = scheduler.make_room(scheduler.schedule())
-    scheduler.moves.complete(transfer.transfer_id, 0.1, is_ok=False)
+    scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=False)
     assert tokens_of(scheduler.schedule()) == {sequence.sequence_id: 5}
     assert check(snapshot(scheduler)) == []
 
@@ -385,7 +384,7 @@ def test_holders_give_up_their_blocks_before_a_running_one_does() -> None:
     put_running(scheduler, own(2, 3), 1)
     first, last = (put_waiting(scheduler, own(3, 1), 2) for _ in range(2))
     plan = scheduler.schedule()
-    assert (plan.released, plan.preempted, plan.swap_ins) == ((last,), (), ())
+    assert (plan.freed, plan.preempted, plan.swap_ins) == ((last,), (), ())
     scheduler.make_room(plan)
     assert (last.num_computed_tokens, first.num_computed_tokens) == (0, 2)
     assert check(snapshot(scheduler)) == []
@@ -397,7 +396,7 @@ def test_a_waiting_head_takes_blocks_of_those_behind_it() -> None:
     head = own(6)
     start(scheduler, head)
     holder = put_waiting(scheduler, own(4), 3)
-    assert scheduler.schedule().released == (holder,)
+    assert scheduler.schedule().freed == (holder,)
     assert next_plan(scheduler).admitted == (head,)
 
 
@@ -409,7 +408,7 @@ def test_who_is_admitted_is_not_asked_for_its_blocks_in_the_same_plan() -> None:
     sharer, last = make_sequence([1, 2, 3, 9]), own(1)
     start(scheduler, sharer, last)
     plan = scheduler.schedule()
-    assert (set(plan.admitted), plan.released) == ({holder, sharer}, ())
+    assert (set(plan.admitted), plan.freed) == ({holder, sharer}, ())
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", 1), ("priority", 0)])
@@ -500,7 +499,7 @@ def test_what_is_already_coming_free_is_waited_for() -> None:
     again = scheduler.schedule()
     assert (again.preempted, scheduler.moves.in_flight) == ((), True)
     for transfer in transfers:
-        scheduler.moves.complete(transfer.transfer_id, 0.1, is_ok=True)
+        scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert first.sequence_id in tokens_of(next_plan(scheduler))
 
 
@@ -548,7 +547,7 @@ def test_a_static_batch_defers_nobody() -> None:
 def test_a_stall_is_reported_with_the_numbers() -> None:
     """If blocks were ever lost, the step says so at once where an endless wait would say nothing."""
     scheduler = make_scheduler(num_blocks=2, block_size=2)
-    scheduler.block_manager.reserve([Demand(10**9, 4)])
+    scheduler.kv_cache.device.reserve([Demand(10**9, 4)])
     scheduler.add(own(2))
     with pytest.raises(InternalError, match="no progress: 0 running, 1 waiting, 0 of 2 blocks available"):
         scheduler.schedule()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from pagedcore.kv_cache.transfers import Direction
+from pagedcore.kv_cache.host_cache import Direction
 from pagedcore.scheduler.cost_model import CostModel, Line
 from pagedcore.scheduler.plan import Preemption, PreemptionKind
 from pagedcore.scheduler.preemption import MAX_PREEMPTIONS, PreemptionRules, Shortage, Victim

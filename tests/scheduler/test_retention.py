@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedcore.scheduler.reuse_rate import ReuseRate
+from pagedcore.scheduler.retention import ReuseRate
 
 
 def keys(first: int, count: int) -> list[bytes]:

@@ -57,7 +57,7 @@ def test_reserve_gives_every_row_its_slots_and_moves_nobody() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, prompt=5)
     plan = reserved_step(scheduler)
-    assert scheduler.block_manager.table(sequence.sequence_id).capacity(2) == 6
+    assert scheduler.kv_cache.device.table(sequence.sequence_id).capacity(2) == 6
     assert sequence.status is WAITING
     assert [row.sequence for row in scheduler.rows_in_flight] == [sequence]
     assert check(snapshot(scheduler)) == []
@@ -88,7 +88,7 @@ def test_commit_reports_how_a_turn_ended() -> None:
     assert [new.finish_reason for new in results] == ["stop", "length"]
     assert (stopping.status, stopping.finish_reason) == (FINISHED, "stop")
     assert not scheduler.has_work
-    assert scheduler.stats().num_used_blocks == 0
+    assert scheduler.stats().num_blocks_used == 0
 
 
 def test_a_chunk_that_does_not_reach_the_end_yields_no_token() -> None:
@@ -159,10 +159,10 @@ def test_what_is_found_again_after_each_kind_of_preemption(mode: str, num_host_b
     run_step(scheduler)
     run_until_preempted(scheduler, victim)
     assert (victim.status, victim.num_preemptions) == (WAITING, 1)
-    match = scheduler.block_manager.match(victim)
+    match = scheduler.kv_cache.match(victim)
     assert len(match.device_blocks) + len(match.host_blocks) >= num_found
     assert scheduler.stats().num_swapped == (mode == "swap")
-    kinds = {kind.value: times for kind, times in scheduler.stats().counters.num_preemptions.items()}
+    kinds = {kind.value: times for kind, times in scheduler.counters.num_preemptions.items()}
     assert kinds == {**dict.fromkeys(kinds, 0), mode: 1}
     while scheduler.has_work:
         run_step(scheduler)
@@ -183,7 +183,7 @@ def test_a_finished_sequence_goes_to_the_host_and_its_next_turn_comes_back() -> 
     while scheduler.has_work:
         run_step(scheduler)
     assert sequence.num_cached_tokens == 4
-    assert scheduler.stats().counters.num_blocks_swapped_in == 2
+    assert scheduler.counters.num_blocks_swapped_in == 2
 
 
 def test_only_the_plan_in_flight_can_be_closed_and_once() -> None:
@@ -222,7 +222,7 @@ def test_a_plan_that_is_out_of_date_is_refused_and_changes_nothing() -> None:
     with pytest.raises(InternalError, match="out of date"):
         scheduler.reserve(plan)
     assert snapshot(scheduler) == before
-    assert not run_step(scheduler).is_empty
+    assert run_step(scheduler).rows
 
 
 def test_a_missing_token_is_refused_and_changes_nothing() -> None:
@@ -246,11 +246,11 @@ def test_a_reservation_that_fails_leaves_the_laws_intact(monkeypatch: pytest.Mon
         run_step(scheduler)
     plan = next_plan(scheduler)
     with monkeypatch.context() as patch:
-        patch.setattr(type(scheduler.block_manager), "reserve", lambda *_: None)
+        patch.setattr(type(scheduler.kv_cache.device), "reserve", lambda *_: None)
         with pytest.raises(InternalError, match="too few for the plan"):
             scheduler.reserve(plan)
     assert check(snapshot(scheduler)) == []
-    assert not run_step(scheduler).is_empty
+    assert run_step(scheduler).rows
 
 
 def sequence_in(place: str, scheduler: Scheduler) -> Sequence:
@@ -280,7 +280,7 @@ def test_aborting_frees_every_block_at_once_wherever_the_sequence_is(place: str,
     for _ in range(2):
         scheduler.finish(sequence, reason)
         assert (sequence.status, sequence.finish_reason) == (FINISHED, reason)
-        assert scheduler.stats().num_used_blocks == 0
+        assert scheduler.stats().num_blocks_used == 0
         assert not scheduler.has_work
         assert check(snapshot(scheduler)) == []
 
@@ -303,8 +303,8 @@ def test_what_a_sequence_computed_can_be_found_unless_it_failed(reason: FinishRe
     sequence = add(scheduler)
     run_step(scheduler)
     scheduler.finish(sequence, reason)
-    assert (scheduler.stats().num_used_blocks, sequence.num_computed_tokens) == (0, 0)
-    assert scheduler.block_manager.match(sequence).num_tokens == num_found
+    assert (scheduler.stats().num_blocks_used, sequence.num_computed_tokens) == (0, 0)
+    assert scheduler.kv_cache.match(sequence).num_tokens == num_found
     assert check(snapshot(scheduler)) == []
 
 
@@ -313,7 +313,7 @@ def test_a_sequence_that_never_ran_leaves_no_trace() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler)
     scheduler.finish(sequence, "stop")
-    assert (sequence.status, scheduler.has_work, scheduler.stats().num_cached_blocks) == (FINISHED, False, 0)
+    assert (sequence.status, scheduler.has_work, scheduler.stats().num_blocks_cached) == (FINISHED, False, 0)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "stop"])
@@ -328,7 +328,7 @@ def test_finishing_in_flight_frees_at_once_and_the_others_go_on(close: str, reas
     plan = reserved_step(scheduler)
     for sequence in (running, admitted):
         scheduler.finish(sequence, reason)
-        assert scheduler.block_manager.num_blocks_of(sequence.sequence_id) == 0
+        assert scheduler.kv_cache.device.num_blocks_of(sequence.sequence_id) == 0
     assert check(snapshot(scheduler)) == []
     if close == "rollback":
         scheduler.rollback(plan)
@@ -374,13 +374,13 @@ def test_only_a_finished_sequence_can_be_forgotten_and_twice_is_once() -> None:
     run_step(scheduler)
     assert scheduler.moves.park(sequence) > 0
     for transfer in scheduler.moves.take_due():
-        scheduler.moves.complete(transfer.transfer_id, 0.1, is_ok=True)
-    assert scheduler.stats().num_used_host_blocks > 0
+        scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
+    assert scheduler.stats().num_host_blocks_used > 0
     scheduler.forget(sequence)
     scheduler.forget(sequence)
     assert sequence.status is SequenceStatus.REMOVED
     stats = scheduler.stats()
-    assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
+    assert (stats.num_blocks_used, stats.num_host_blocks_used) == (0, 0)
 
 
 def test_a_finished_sequence_cannot_be_added_without_a_new_turn() -> None:
@@ -431,7 +431,7 @@ def test_a_refused_continuation_changes_nothing() -> None:
     kept.begin_turn([1], kept.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
     with pytest.raises(EngineOverloaded):
         scheduler.add(kept)
-    assert scheduler.block_manager.match(kept).num_tokens == 3
+    assert scheduler.kv_cache.match(kept).num_tokens == 3
     assert list(scheduler.waiting) == [waiting]
 
 
@@ -462,14 +462,13 @@ def test_stats_tell_prompts_from_answers() -> None:
     add(scheduler, prompt=3, max_tokens=3)
     while scheduler.has_work:
         run_step(scheduler)
-    stats = scheduler.stats()
-    counters = stats.counters
+    stats, counters = scheduler.stats(), scheduler.counters
     assert (counters.num_steps, counters.num_prefill_tokens, counters.num_decode_tokens) == (3, 3, 2)
-    assert (stats.num_blocks, stats.num_used_blocks, stats.num_available_blocks) == (4, 0, 4)
-    assert stats.num_cached_blocks == 3
+    assert (stats.num_blocks, stats.num_blocks_used, scheduler.kv_cache.device.num_available_blocks) == (4, 0, 4)
+    assert stats.num_blocks_cached == 3
     add(scheduler)
     scheduler.rollback(reserved_step(scheduler))
-    assert scheduler.stats().counters.num_steps == 3
+    assert scheduler.counters.num_steps == 3
 
 
 def test_a_prompt_of_one_token_counts_as_prompt() -> None:
@@ -477,7 +476,7 @@ def test_a_prompt_of_one_token_counts_as_prompt() -> None:
     scheduler = make_scheduler()
     add(scheduler, prompt=1, max_tokens=1)
     run_step(scheduler)
-    counters = scheduler.stats().counters
+    counters = scheduler.counters
     assert (counters.num_prefill_tokens, counters.num_decode_tokens) == (1, 0)
 
 
@@ -488,7 +487,7 @@ def test_stats_count_what_was_looked_up_and_found_once_a_turn() -> None:
         scheduler.add(make_sequence(prompt, 1))
         while scheduler.has_work:
             run_step(scheduler)
-    counters = scheduler.stats().counters
+    counters = scheduler.counters
     assert (counters.num_looked_up_tokens, counters.num_cached_tokens) == (8, 3)
 
 
@@ -498,4 +497,4 @@ def test_a_snapshot_of_the_counters_stays() -> None:
     add(scheduler)
     before = scheduler.stats()
     run_step(scheduler)
-    assert before.counters.num_steps == 0
+    assert (before.num_looked_up_tokens, scheduler.stats().num_looked_up_tokens) == (0, 3)

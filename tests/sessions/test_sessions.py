@@ -171,10 +171,10 @@ def test_what_the_host_lost_is_moved_there_again() -> None:
     engine = make()
     session = engine.session(PARAMS)
     ask(session, 1, 2, 3, 4, 5, 6)
-    host = engine.scheduler.block_manager.host
+    host = engine.scheduler.kv_cache.host
     for cached in host.cache.registered:
         if cached.is_first:
-            host.cache.discard(cached.block_id)
+            host.cache.evict_block(cached.block_id)
     assert session.park("host").num_tokens_kept == 10
     flood(engine)
     assert ask(session, 4) == 10
@@ -597,7 +597,7 @@ def test_a_block_is_left_for_everybody_who_runs() -> None:
     request = engine.add_request([2] * 24, SamplingParams(max_tokens=12, ignore_eos=True))
     while request.sequences[0].num_computed_tokens < 26:
         engine.step()
-    assert engine.scheduler.block_manager.num_available_blocks == 5
+    assert engine.scheduler.kv_cache.device.num_available_blocks == 5
     assert (on_host.resume(), on_disk.resume()) == (0, 16)
     while engine.has_pending_requests():
         engine.step()

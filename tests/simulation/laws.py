@@ -55,7 +55,7 @@ def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
     require(not plan.admitted or not plan.preempted, "admitted and preempted in one plan")
     require(not plan.admitted or rules.policy.admits_while_running or not running, "a static batch was joined")
     planned = {row.sequence.sequence_id for row in plan.rows}
-    lost = {one.sequence.sequence_id for one in plan.preempted} | {one.sequence_id for one in plan.released}
+    lost = {one.sequence.sequence_id for one in plan.preempted} | {one.sequence_id for one in plan.freed}
     require(not planned & lost, "computed and robbed in one plan")
     _require_fair_order(plan, scheduler)
     if not plan.moves_blocks:
@@ -64,7 +64,7 @@ def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
 
 def _require_next_tokens(plan: SchedulePlan, scheduler: Scheduler, planned: set[int]) -> None:
     """A running answer gets its next token, unless it needs a block for it and there is none."""
-    blocks = scheduler.block_manager
+    blocks = scheduler.kv_cache.device
     for sequence in scheduler.running:
         if sequence.num_uncomputed_tokens == 1 and sequence.sequence_id not in planned:
             needed = blocks.num_blocks_needed(sequence.sequence_id, len(sequence.token_ids))
@@ -75,7 +75,7 @@ def _require_fair_order(plan: SchedulePlan, scheduler: Scheduler) -> None:
     """Nobody is overtaken by a request that came more than the bonus later, except while others work for him."""
     waiting, bonus = list(scheduler.waiting), scheduler.rules.policy.cache_bonus
     started = [*plan.admitted, *(one.sequence for one in plan.swap_ins)]
-    host = scheduler.block_manager.host
+    host = scheduler.kv_cache.host
     for later in plan.admitted:
         for earlier in waiting[: waiting.index(later)]:
             is_loading = host is not None and host.is_moving(earlier.sequence_id)
@@ -88,7 +88,7 @@ def _require_fair_order(plan: SchedulePlan, scheduler: Scheduler) -> None:
 
 def is_prefix_under_way(candidate: Sequence, plan: SchedulePlan, scheduler: Scheduler) -> bool:
     """Whether somebody who runs is about to complete the block that a candidate would have to compute next."""
-    blocks = scheduler.block_manager
+    blocks = scheduler.kv_cache.device
     end = blocks.block_size * (blocks.match(candidate).num_tokens // blocks.block_size + 1)
     return end < len(candidate.token_ids) and any(
         other.cache_root == candidate.cache_root
@@ -103,5 +103,5 @@ def describe(plan: SchedulePlan) -> str:
     rows = " ".join(f"{row.sequence.sequence_id}:{row.start}+{row.num_tokens}" for row in plan.rows)
     preempted = ",".join(f"{one.sequence.sequence_id}:{one.kind.value}" for one in plan.preempted)
     loaded = ",".join(str(one.sequence.sequence_id) for one in plan.swap_ins)
-    admitted, released = (",".join(str(s.sequence_id) for s in some) for some in (plan.admitted, plan.released))
-    return "|".join([rows, admitted, preempted, released, loaded])
+    admitted, freed = (",".join(str(s.sequence_id) for s in some) for some in (plan.admitted, plan.freed))
+    return "|".join([rows, admitted, preempted, freed, loaded])

@@ -208,10 +208,10 @@ class Simulation:
             self.scheduler.forget(turn.sequence)
         self._arrive_everywhere()
         stats = self.scheduler.stats()
-        require(stats.num_used_blocks == 0, "blocks are left when everybody is gone")
-        require(stats.num_used_host_blocks == 0, "host blocks are left when everybody is gone")
+        require(stats.num_blocks_used == 0, "blocks are left when everybody is gone")
+        require(stats.num_host_blocks_used == 0, "host blocks are left when everybody is gone")
         if self.world.admission == "guaranteed":
-            require(not any(stats.counters.num_preemptions.values()), "a guaranteed sequence was preempted")
+            require(not stats.num_preemptions, "a guaranteed sequence was preempted")
 
     def _drain(self) -> None:
         """Without further arrivals and faults all work ends: in every step somebody advances or a transfer ends.
@@ -254,7 +254,7 @@ class Simulation:
                 self._continue_or_forget(turn)
 
     def _is_moving(self, sequence: Sequence) -> bool:
-        host = self.scheduler.block_manager.host
+        host = self.scheduler.kv_cache.host
         return host is not None and host.is_moving(sequence.sequence_id)
 
     def _arrive(self) -> None:
@@ -327,7 +327,7 @@ class Simulation:
         turn.num_ends += 1
         answer = turn.sequence.output_token_ids
         require(answer == turn.expected[: len(answer)], "an ended answer is no prefix of the oracle's")
-        held = self.scheduler.block_manager.num_blocks_of(turn.sequence.sequence_id)
+        held = self.scheduler.kv_cache.device.num_blocks_of(turn.sequence.sequence_id)
         require(held == 0, f"sequence {turn.sequence.sequence_id} holds {held} blocks after {reason}")
 
     # What the engine does ---------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Simulation:
             self.mover.start(self.scheduler.make_room(plan))
             self._check(before)
             plan = self._plan()
-        if plan.is_empty:
+        if not plan.rows:
             self.mover.settle(wait=self.scheduler.has_work)
             if not self.scheduler.moves.in_flight:
                 self._end_what_hangs(1.0)
@@ -396,7 +396,7 @@ class Simulation:
         if self._has_fault(0.15):
             self.backend.raise_on_step = self.backend.num_steps + 1
         try:
-            logits = self.backend.forward(build_batch(rows, self.scheduler.block_manager))
+            logits = self.backend.forward(build_batch(rows, self.scheduler.kv_cache.device))
         except RuntimeError:
             self._fail(plan)
             return
@@ -432,10 +432,10 @@ class Simulation:
 
     def _require_rest(self) -> None:
         """While a transfer that was given up has not ended, no other one begins."""
-        host = self.scheduler.block_manager.host
+        host = self.scheduler.kv_cache.host
         if host is None:
             return
-        is_stuck = bool(host._overdue)
+        is_stuck = bool(host._timed_out)
         under_way = frozenset(one.transfer_id for one in host.in_flight)
         if self.known_transfers is not None and is_stuck:
             require(under_way <= self.known_transfers, "a transfer began although the host is stuck")

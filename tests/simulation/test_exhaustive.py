@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagedcore.kv_cache.transfers import Transfer
+from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.sequence import SequenceStatus
@@ -46,7 +46,7 @@ class Life:
             num_blocks, block_size, policy, max_num_seqs=2, max_num_batched_tokens=2, admission=admission,
             num_host_blocks=num_host_blocks, preemption="swap" if num_host_blocks else "auto",
         )
-        self.host = self.scheduler.block_manager.host
+        self.host = self.scheduler.kv_cache.host
         self.sequences = [
             make_sequence(prompt, max_tokens, sequence_id=i, priority=priority, arrival=i)
             for i, (prompt, max_tokens, priority) in enumerate(requests)
@@ -96,22 +96,22 @@ class Life:
 
     def _step(self, _: int) -> None:
         plan = self._plan()
-        if not plan.is_empty:
+        if plan.rows:
             self.scheduler.reserve(plan)
             self.scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.is_sampled})
 
     def _fail(self, _: int) -> None:
         plan = self._plan()
-        if not plan.is_empty:
+        if plan.rows:
             self.scheduler.reserve(plan)
             assert check(snapshot(self.scheduler)) == []
             self.scheduler.rollback(plan)
 
     def _arrive_transfer(self, place: int) -> None:
-        self.scheduler.moves.complete(self._transfers()[place].transfer_id, 0.0, is_ok=True)
+        self.scheduler.moves.complete_transfer(self._transfers()[place].transfer_id, 0.0, is_ok=True)
 
     def _lose_transfer(self, place: int) -> None:
-        self.scheduler.moves.complete(self._transfers()[place].transfer_id, 0.0, is_ok=False)
+        self.scheduler.moves.complete_transfer(self._transfers()[place].transfer_id, 0.0, is_ok=False)
 
     def _arrive(self, index: int) -> None:
         self.scheduler.add(self.sequences[index])

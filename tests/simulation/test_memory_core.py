@@ -94,11 +94,11 @@ class MemoryCore(RuleBasedStateMachine):
             self.laws_hold()
             plan = self.scheduler.schedule()
         require_lawful_plan(plan, self.scheduler)
-        if plan.is_empty:
+        if not plan.rows:
             return
         self.mover.copy(self.scheduler.reserve(plan))
         self.laws_hold()
-        logits = self.backend.forward(build_batch(plan.rows, self.scheduler.block_manager))
+        logits = self.backend.forward(build_batch(plan.rows, self.scheduler.kv_cache.device))
         ids = [row.sequence.sequence_id for row in plan.rows if row.is_sampled]
         self.scheduler.commit(plan, dict(zip(ids, logits.argmax(axis=1).tolist(), strict=True)))
 
@@ -123,7 +123,7 @@ class MemoryCore(RuleBasedStateMachine):
         """Anybody is ended, whatever it does and whatever is on its way for it."""
         sequence = data.draw(st.sampled_from(self.sequences))
         self.scheduler.finish(sequence, reason)  # type: ignore[arg-type]
-        assert self.scheduler.block_manager.num_blocks_of(sequence.sequence_id) == 0
+        assert self.scheduler.kv_cache.device.num_blocks_of(sequence.sequence_id) == 0
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=3), max_tokens=st.integers(1, 3))
@@ -175,7 +175,7 @@ class MemoryCore(RuleBasedStateMachine):
         assert not self.scheduler.has_work
         self.answers_are_those_of_the_oracle()
         stats = self.scheduler.stats()
-        assert (stats.num_used_blocks, stats.num_used_host_blocks, stats.num_moving_blocks) == (0, 0, 0)
+        assert (stats.num_blocks_used, stats.num_host_blocks_used, self.scheduler.moves.in_flight) == (0, 0, False)
 
 
 class BlockPoolModel(RuleBasedStateMachine):
@@ -195,18 +195,18 @@ class BlockPoolModel(RuleBasedStateMachine):
         assert set(taken or ()) <= free
         self.counts |= dict.fromkeys(taken or (), 1)
 
-    @rule(block_id=st.integers(-1, 6), verb=st.sampled_from(["share", "drop", "recycle"]))
+    @rule(block_id=st.integers(-1, 6), verb=st.sampled_from(["add_reference", "free_reference", "free_idle_block"]))
     def call(self, block_id: int, verb: str) -> None:
         is_held, is_idle = self.counts.get(block_id, 0) > 0, block_id in self.idle
-        is_legal = {"share": is_held or is_idle, "drop": is_held, "recycle": is_idle}[verb]
+        is_legal = {"add_reference": is_held or is_idle, "free_reference": is_held, "free_idle_block": is_idle}[verb]
         if not is_legal:
             with pytest.raises(InternalError):
                 getattr(self.pool, verb)(block_id)
             return
         result = getattr(self.pool, verb)(block_id)
-        self.counts[block_id] += {"share": 1, "drop": -1, "recycle": 0}[verb]
+        self.counts[block_id] += {"add_reference": 1, "free_reference": -1, "free_idle_block": 0}[verb]
         self.idle.discard(block_id)
-        if verb == "drop":
+        if verb == "free_reference":
             assert result == (self.counts[block_id] == 0)
             self.idle |= {block_id} if result else set()
 

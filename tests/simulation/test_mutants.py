@@ -12,14 +12,14 @@ from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.block_table import BlockTable
-from pagedcore.kv_cache.host_cache import HostCache
+from pagedcore.kv_cache.host_cache import HostCache, Transfer
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_cache import CachedBlock, PrefixCache
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.kv_cache.reservation import Reservation
-from pagedcore.kv_cache.transfers import Transfer
 from pagedcore.scheduler.admission import Admission
-from pagedcore.scheduler.scheduler import Scheduler
-from pagedcore.scheduler.step_in_flight import StepInFlight
+from pagedcore.scheduler.plan_state import PlanState
+from pagedcore.scheduler.scheduler import Scheduler, StepInFlight
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
 from pagedcore.scheduler.waiting_queue import WaitingQueue
@@ -38,24 +38,24 @@ Patch = pytest.MonkeyPatch
 
 def leak_on_finish(patch: Patch) -> None:
     """A sequence that is ended from outside keeps its blocks."""
-    patch.setattr(Swapping, "retire", lambda self, sequence, **_: sequence.forget_computed())
+    patch.setattr(Swapping, "free_finished", lambda self, sequence, **_: sequence.forget_computed())
 
 
 def double_free(patch: Patch) -> None:
     """The first block of a released sequence is put into the free list twice."""
-    recycle = BlockPool.recycle
+    free_idle_block = BlockPool.free_idle_block
 
     def twice(self: BlockPool, block_id: int) -> None:
-        recycle(self, block_id)
+        free_idle_block(self, block_id)
         self._free.append(block_id)
 
-    patch.setattr(BlockPool, "recycle", twice)
+    patch.setattr(BlockPool, "free_idle_block", twice)
 
 
 def last_block_lost(patch: Patch) -> None:
     """The last block of a freed sequence is not given back."""
-    cut = BlockTable.cut
-    patch.setattr(BlockTable, "cut", lambda self, n: cut(self, n)[1:] if n == 0 else cut(self, n))
+    truncate = BlockTable.truncate
+    patch.setattr(BlockTable, "truncate", lambda self, n: truncate(self, n)[1:] if n == 0 else truncate(self, n))
 
 
 def block_in_two_tables(patch: Patch) -> None:
@@ -72,7 +72,7 @@ def block_in_two_tables(patch: Patch) -> None:
 
 def shared_without_a_reference(patch: Patch) -> None:
     """Who shares a found block does not hold it."""
-    patch.setattr(PrefixCache, "hold", lambda self, block_id: None)
+    patch.setattr(PrefixCache, "hold_block", lambda self, block_id: None)
 
 
 def held_block_evicted(patch: Patch) -> None:
@@ -100,7 +100,7 @@ def rollback_forgotten(patch: Patch) -> None:
 
 def copy_source_never_released(patch: Patch) -> None:
     """The block that a tail was copied from stays held."""
-    patch.setattr(BlockManager, "release_sources", lambda self, copies: None)
+    patch.setattr(BlockManager, "_free_sources", lambda self, copies: None)
 
 
 # Contents that are not what they are taken for ---------------------------------------------------------------------
@@ -113,13 +113,13 @@ def no_tail_copy(patch: Patch) -> None:
 
 def partly_filled_block_shared(patch: Patch) -> None:
     """A sequence goes on inside a block that another one holds."""
-    match = BlockManager.match
+    match = KVCacheManager.match
 
-    def sharing(self: BlockManager, sequence: Sequence) -> PrefixMatch:
+    def sharing(self: KVCacheManager, sequence: Sequence) -> PrefixMatch:
         found = match(self, sequence)
         return found if found.tail is None else replace(found, device_blocks=found.held_blocks, tail=None)
 
-    patch.setattr(BlockManager, "match", sharing)
+    patch.setattr(KVCacheManager, "match", sharing)
 
 
 def registered_before_computed(patch: Patch) -> None:
@@ -139,16 +139,16 @@ def past_not_compared(patch: Patch) -> None:
 
 def salts_ignored(patch: Patch) -> None:
     """Blocks of one tenant are found by another one."""
-    match = BlockManager.match
+    match = KVCacheManager.match
 
-    def curious(self: BlockManager, sequence: Sequence) -> PrefixMatch:
+    def curious(self: KVCacheManager, sequence: Sequence) -> PrefixMatch:
         root, keys = sequence.cache_root, sequence.block_keys
         sequence.cache_root, sequence.block_keys = b"one", []
         found = match(self, sequence)
         sequence.cache_root, sequence.block_keys = root, keys
         return found
 
-    patch.setattr(BlockManager, "match", curious)
+    patch.setattr(KVCacheManager, "match", curious)
 
 
 def slots_shifted(patch: Patch) -> None:
@@ -157,7 +157,7 @@ def slots_shifted(patch: Patch) -> None:
 
     def overwriting(self: BlockTable, block_ids: list[int]) -> None:
         append(self, block_ids)
-        if self._num_blocks > 2:
+        if self.num_blocks > 2:
             self._ids[1], self._ids[2] = int(self._ids[2]), int(self._ids[1])
 
     patch.setattr(BlockTable, "append", overwriting)
@@ -168,59 +168,58 @@ def slots_shifted(patch: Patch) -> None:
 
 def published_before_arrival(patch: Patch) -> None:
     """The host says that it has blocks when they have only set out."""
-    begin = HostCache.begin_swap_out
+    begin = KVCacheManager.begin_swap_out
 
-    def hasty(self: HostCache, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
+    def hasty(self: KVCacheManager, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
         transfer = begin(self, sequence, is_pinned=is_pinned)
         for move in transfer.moves if transfer is not None else ():
-            self.cache.register(move.destination, move.content)
+            self.host.cache.register_block(move.destination, move.content)
         return transfer
 
-    patch.setattr(HostCache, "begin_swap_out", hasty)
+    patch.setattr(KVCacheManager, "begin_swap_out", hasty)
 
 
 def device_blocks_free_before_departure(patch: Patch) -> None:
     """Blocks on their way out can be taken by others at once."""
-    begin = HostCache.begin_swap_out
+    begin = KVCacheManager.begin_swap_out
 
-    def hasty(self: HostCache, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
+    def hasty(self: KVCacheManager, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
         transfer = begin(self, sequence, is_pinned=is_pinned)
         if transfer is None:
             return None
-        for block_id in reversed(transfer.device_blocks):
-            self._device.cache.release(block_id)
+        self.device.free_references(transfer.device_blocks)
         emptied = replace(transfer, device_blocks=())
-        self._in_flight[transfer.transfer_id] = emptied
+        self.host._in_flight[transfer.transfer_id] = emptied
         return emptied
 
-    patch.setattr(HostCache, "begin_swap_out", hasty)
+    patch.setattr(KVCacheManager, "begin_swap_out", hasty)
 
 
 def failed_transfer_believed(patch: Patch) -> None:
     """A transfer that failed counts as arrived."""
-    complete = HostCache.complete
-    patch.setattr(HostCache, "complete", lambda self, transfer_id, *, is_ok: complete(self, transfer_id, is_ok=True))
+    complete = KVCacheManager.complete_transfer
+    patch.setattr(KVCacheManager, "complete_transfer", lambda self, one, *, is_ok: complete(self, one, is_ok=True))
 
 
 def forgotten_pin(patch: Patch) -> None:
     """What the host keeps for a sequence is kept for ever."""
-    patch.setattr(HostCache, "abandon", lambda self, sequence_id: None)
+    patch.setattr(HostCache, "free_sequence", lambda self, sequence_id: None)
 
 
 def host_blocks_leak(patch: Patch) -> None:
     """Host blocks of a transfer are not given back."""
-    patch.setattr(HostCache, "_release", lambda self, host_blocks: None)
+    patch.setattr(HostCache, "free_blocks", lambda self, block_ids: None)
 
 
 def late_arrival_revives(patch: Patch) -> None:
     """A transfer that completes for an ended sequence gives it a table all the same."""
-    abandon = HostCache.abandon
+    free_sequence = HostCache.free_sequence
 
     def forgetful(self: HostCache, sequence_id: int) -> None:
-        abandon(self, sequence_id)
-        self._orphans.clear()
+        free_sequence(self, sequence_id)
+        self._cancelled.clear()
 
-    patch.setattr(HostCache, "abandon", forgetful)
+    patch.setattr(HostCache, "free_sequence", forgetful)
 
 
 def moving_sequences_start(patch: Patch) -> None:
@@ -230,13 +229,13 @@ def moving_sequences_start(patch: Patch) -> None:
 
 def overdue_transfer_believed(patch: Patch) -> None:
     """What a transfer brings after it was given up is published."""
-    complete = HostCache.complete
+    pop_transfer = HostCache.pop_transfer
 
-    def late(self: HostCache, transfer_id: int, *, is_ok: bool) -> tuple[Transfer, bool]:
-        self._overdue.discard(transfer_id)
-        return complete(self, transfer_id, is_ok=is_ok)
+    def late(self: HostCache, transfer_id: int) -> tuple[Transfer, bool, bool]:
+        self._timed_out.discard(transfer_id)
+        return pop_transfer(self, transfer_id)
 
-    patch.setattr(HostCache, "complete", late)
+    patch.setattr(HostCache, "pop_transfer", late)
 
 
 def overdue_blocks_handed_out(patch: Patch) -> None:
@@ -251,7 +250,7 @@ def overdue_load_tried_again(patch: Patch) -> None:
 
 def never_given_up(patch: Patch) -> None:
     """A transfer that does not end is waited for as long as it takes."""
-    patch.setattr(KVTransfers, "_give_up_overdue", lambda self: None)
+    patch.setattr(KVTransfers, "_time_out_late", lambda self: None)
 
 
 # Scheduling -----------------------------------------------------------------------------------------------------------
@@ -278,19 +277,19 @@ def blocks_not_counted(patch: Patch) -> None:
 
 
 def _keeping(patch: Patch, name: str) -> None:
-    add_row = StepPlanner.add_row
+    add_row = PlanState.add_row
 
-    def keeping(self: StepPlanner, *args: Any) -> None:
+    def keeping(self: PlanState, *args: Any) -> None:
         value = getattr(self, name)
         add_row(self, *args)
         setattr(self, name, value)
 
-    patch.setattr(StepPlanner, "add_row", keeping)
+    patch.setattr(PlanState, "add_row", keeping)
 
 
 def adopted_blocks_not_counted(patch: Patch) -> None:
     """Idle blocks that a match takes still count as available."""
-    patch.setattr(StepPlanner, "num_blocks_taken", lambda self, match: 0)
+    patch.setattr(PlanState, "num_blocks_taken", lambda self, match: 0)
 
 
 def promises_forgotten(patch: Patch) -> None:
@@ -300,7 +299,7 @@ def promises_forgotten(patch: Patch) -> None:
 
 def holders_never_asked(patch: Patch) -> None:
     """Nobody who is idle makes room."""
-    patch.setattr(StepPlanner, "holders", lambda self: iter(()))
+    patch.setattr(PlanState, "holders", lambda self: iter(()))
 
 
 def overtaking(patch: Patch) -> None:
@@ -337,7 +336,7 @@ def prompts_before_decodes(patch: Patch) -> None:
     """Long prompts take the budget before the running answers get their token."""
 
     def prompts_first(self: StepPlanner) -> None:
-        rows = sorted(self.running, key=lambda sequence: -sequence.num_uncomputed_tokens)
+        rows = sorted(self._state.running, key=lambda sequence: -sequence.num_uncomputed_tokens)
         self._advance_in_order(rows)
 
     patch.setattr(StepPlanner, "_advance_running", prompts_first)

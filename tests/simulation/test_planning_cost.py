@@ -22,11 +22,11 @@ def running(num_seqs: int, num_cached_blocks: int, num_waiting: int) -> Schedule
     )
     for index in range(num_cached_blocks // 10):
         gone = make_sequence([10_000 + index] * (10 * BLOCK))
-        reservation = scheduler.block_manager.reserve([Demand(gone.sequence_id, 10 * BLOCK)])
+        reservation = scheduler.kv_cache.device.reserve([Demand(gone.sequence_id, 10 * BLOCK)])
         assert reservation is not None
         reservation.commit()
         gone.num_computed_tokens = 10 * BLOCK
-        scheduler.block_manager.release(gone)
+        scheduler.kv_cache.device.free_blocks(gone)
     for index in range(num_seqs + num_waiting):
         scheduler.add(make_sequence([index, *range(20 + index % 16)], 1000))
     return scheduler
@@ -51,7 +51,7 @@ def test_planning_costs_little_beside_a_forward(
 ) -> None:
     """The median plan of 32 running sequences takes under 0.15 ms, of 256 beside 10,000 cached blocks under 1 ms."""
     scheduler = running(num_seqs, num_cached_blocks, num_waiting)
-    assert scheduler.stats().num_cached_blocks == num_cached_blocks
+    assert scheduler.stats().num_blocks_cached == num_cached_blocks
     median_s = statistics.median(planning_times_s(scheduler))
     with capsys.disabled():
         print(f"\n{num_seqs} running, {num_cached_blocks} cached, {num_waiting} waiting: {1000 * median_s:.3f} ms")

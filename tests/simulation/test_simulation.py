@@ -61,10 +61,10 @@ def test_the_simulation_gets_into_every_kind_of_trouble() -> None:
     for seed in range(200):
         simulation = Simulation(seed, has_faults=seed % 2 == 1).run()
         stats = simulation.scheduler.stats()
-        counters = stats.counters
+        counters = simulation.scheduler.counters
         seen.update(kind.value for kind, times in counters.num_preemptions.items() if times)
         seen["reused"] += counters.num_cached_tokens > 0
-        seen["evicted"] += stats.num_evicted_blocks > 0
+        seen["evicted"] += stats.num_blocks_evicted > 0
         seen["swapped out"] += counters.num_blocks_swapped_out > 0
         seen["swapped in"] += counters.num_blocks_swapped_in > 0
         seen["failed transfer"] += counters.num_failed_transfers > 0
@@ -107,7 +107,7 @@ class Crowd:
             plan = self.scheduler.schedule()
         self.mover.copy(self.scheduler.reserve(plan))
         try:
-            logits = self.backend.forward(build_batch(plan.rows, self.scheduler.block_manager))
+            logits = self.backend.forward(build_batch(plan.rows, self.scheduler.kv_cache.device))
         except RuntimeError:
             self.scheduler.rollback(plan)
             return
@@ -130,10 +130,10 @@ class Crowd:
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             assert sequence.output_token_ids == toy_answer(prompt, sequence.max_tokens)
             self.scheduler.forget(sequence)
-        assert sum(self.scheduler.stats().counters.num_preemptions.values()) > 0
+        assert sum(self.scheduler.counters.num_preemptions.values()) > 0
         self.mover.start(self.scheduler.moves.take_due())
         stats = self.scheduler.stats()
-        assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
+        assert (stats.num_blocks_used, stats.num_host_blocks_used) == (0, 0)
         return self
 
 

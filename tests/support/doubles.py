@@ -14,9 +14,9 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.eviction import POLICIES
-from pagedcore.kv_cache.transfers import Transfer
+from pagedcore.kv_cache.host_cache import Transfer
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler import policies
@@ -310,7 +310,7 @@ def make_scheduler(
 ) -> Scheduler:
     """Build a small scheduler with a pool of its own."""
     return Scheduler(
-        BlockManager(
+        KVCacheManager(
             num_blocks, block_size, num_host_blocks=num_host_blocks, policy=POLICIES[eviction],
             copies_blocks=copies_blocks,
         ),
@@ -336,7 +336,7 @@ def next_plan(scheduler: Scheduler) -> SchedulePlan:
 
 def _complete(scheduler: Scheduler, transfers: Iterable[Transfer]) -> None:
     for transfer in transfers:
-        scheduler.moves.complete(transfer.transfer_id, 0.0, is_ok=True)
+        scheduler.moves.complete_transfer(transfer.transfer_id, 0.0, is_ok=True)
 
 
 def run_step(scheduler: Scheduler, token_id: int = 1) -> SchedulePlan:

@@ -1,0 +1,104 @@
+"""The working state of one plan: what is planned so far, and the blocks, tokens and rows that are left for the rest.
+
+``step_planner`` plans the running sequences in it, ``admission`` the waiting ones. It reads queues and tables and
+changes none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
+from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
+from pagedcore.scheduler.plan import Preemption, ScheduledRow, SwapIn
+from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.preemption import PreemptionRules
+from pagedcore.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningRules:
+    """What a plan must respect; fixed for the life of a scheduler."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    is_guaranteed: bool
+    """Whether admission counts every sequence at its maximum length, so that none is ever preempted."""
+    policy: Policy
+    preemption: PreemptionRules
+    max_scored_tokens: int
+    """Positions of a step whose logits are reported, besides one for each sequence: a row of logits is large."""
+
+
+class PlanState:
+    """One plan in the making, used once.
+
+    Invariant: ``free`` is what the pool could still give if all rows planned so far had their blocks.
+    """
+
+    __slots__ = (
+        "_adopted", "_holders", "_num_scorable", "admitted", "blocks", "budget", "free", "freed", "kv_cache",
+        "num_stalled_rows", "preempted", "rows", "rules", "running", "swap_ins", "waiting",
+    )
+
+    def __init__(
+        self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence]
+    ) -> None:
+        self.rules = rules
+        self.kv_cache = kv_cache
+        self.blocks = kv_cache.device
+        self.running = list(running)
+        self.waiting = list(waiting)
+        self.free = self.blocks.num_available_blocks
+        self.budget = rules.max_num_batched_tokens
+        self._num_scorable = rules.max_scored_tokens
+        self.rows: dict[int, ScheduledRow] = {}
+        self.admitted: list[Sequence] = []
+        self.preempted: dict[int, Preemption] = {}
+        self.freed: dict[int, Sequence] = {}
+        self.swap_ins: list[SwapIn] = []
+        self.num_stalled_rows = 0
+        self._adopted: set[int] = set()
+        self._holders: list[Sequence] | None = None
+
+    def num_blocks_taken(self, match: PrefixMatch) -> int:
+        """Available blocks that are not available once a match is held; a copied tail counts until the copy."""
+        return sum(
+            block_id not in self._adopted and not self.blocks.is_held(block_id) for block_id in match.held_blocks
+        )
+
+    def num_scorable_of(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of the next ``num_tokens`` of a sequence that reports its prompt this step may compute."""
+        # Why: at least one, so that every sequence advances however many prompts are reported at a time.
+        return min(num_tokens, max(1, self._num_scorable)) if sequence.is_scored else num_tokens
+
+    def add_row(
+        self, sequence: Sequence, start: int, num_tokens: int, num_blocks: int, match: PrefixMatch = NO_MATCH
+    ) -> None:
+        """Plan a row that needs ``num_blocks`` new blocks besides what it shares."""
+        self.rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, num_blocks, match)
+        self.budget -= num_tokens
+        if sequence.prompt_logprobs is not None and sequence.is_scored:
+            self._num_scorable -= num_tokens
+        self.free -= num_blocks
+        if match is not NO_MATCH:
+            self.free -= self.num_blocks_taken(match)
+            self._adopted.update(match.held_blocks)
+
+    def num_planned_blocks(self, sequence: Sequence) -> int:
+        """New blocks that the row of a running sequence gets in this step."""
+        row = self.rows.get(sequence.sequence_id)
+        return row.num_new_blocks if row is not None else 0
+
+    def holders(self) -> Iterator[Sequence]:
+        """Waiting sequences that keep their blocks so far, last one first."""
+        if self._holders is None:
+            # Why: a long queue is searched once in a step, not once for every row that lacks a block.
+            self._holders = [one for one in reversed(self.waiting) if self.blocks.num_blocks_of(one.sequence_id)]
+        return (sequence for sequence in self._holders if sequence.sequence_id not in self.freed)
+
+    def free_holder(self, holder: Sequence) -> int:
+        """Plan to free a holder's blocks, and return how many will be available."""
+        self.freed[holder.sequence_id] = holder
+        return len(self.blocks.own_blocks_of(holder.sequence_id))
