@@ -1,8 +1,7 @@
 """Conversations with an engine on a thread of its own, usable from any event loop.
 
-Everything that touches the engine is a command to its thread; files are read and written on other threads, so that
-neither the caller's loop nor a step waits for a disk. What a session is, and what the arguments mean, is in
-``session``.
+Engine state is touched by commands to the engine thread only; files are read and written on other threads, so that
+neither the caller's loop nor a step waits for a disk. ``session`` has the operations and describes their arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class EngineAccess(Protocol):
         ...
 
     def read_turn(self, begin: Callable[[], Request]) -> StreamReader:
-        """Begin a turn on the engine thread and read what it brings forth."""
+        """Begin a turn on the engine thread and read its deltas."""
         ...
 
 
@@ -50,7 +49,7 @@ class AsyncSession:
                 print(delta.text, end="")
 
     One turn at a time; several sessions advance together. Cancelling ``ask``, or leaving ``stream`` early, aborts the
-    turn; the session goes on from what was said by then.
+    turn; the next one continues from the tokens generated until then.
     """
 
     def __init__(self, engine: EngineAccess, make: Callable[[Engine], Session]) -> None:
@@ -66,11 +65,11 @@ class AsyncSession:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Everything said so far; complete between two turns."""
+        """Prompts and completions of all turns so far; complete between two turns."""
         return self._session.token_ids if self._session is not None else ()
 
     async def ask(self, prompt: Prompt | None, params: SamplingParams | None = None) -> RequestOutput:
-        """Give a turn and wait for its whole answer. Arguments and errors as ``Session.ask``."""
+        """Run a turn and return its completion. Arguments and errors as ``Session.ask``."""
         async for _ in self.stream(prompt, params):
             pass
         return await self._call(lambda session: session.output())
@@ -78,7 +77,7 @@ class AsyncSession:
     async def stream(
         self, prompt: Prompt | None, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """Give a turn and yield its answer as it comes. Arguments and errors as ``Session.ask``."""
+        """Run a turn and yield its deltas. Arguments and errors as ``Session.ask``."""
 
         def start(session: Session) -> tuple[Operation[Request], PrepareTurn]:
             turn = session.turn_operation(prompt, params)
@@ -98,28 +97,28 @@ class AsyncSession:
             reader.close()
 
     async def park(self, tier: Literal["host", "disk"] = "host", ttl_s: float | None = None) -> ParkedState:
-        """Keep what was computed while the session is idle. Arguments, result and errors as ``Session.park``.
+        """Keep the KV of the session while it is idle. Arguments, result and errors as ``Session.park``.
 
-        Cancelling it does not stop it: what was begun is completed.
+        A call that is cancelled is still completed in the background.
         """
         return await asyncio.shield(self._run(lambda session: session.park_operation(tier, ttl_s)))
 
     async def resume(self) -> int:
-        """Bring what was parked back to the device now, if there is room. Result as ``Session.resume``."""
+        """Copy parked KV back to the device now, if there is room. Result as ``Session.resume``."""
         return await self._run(lambda session: session.resume_operation())
 
     async def fork(self) -> AsyncSession:
-        """Return a second session with the same past. Errors as ``Session.fork``."""
+        """Return a second session with the same tokens. Errors as ``Session.fork``."""
         fork = AsyncSession(self._engine, lambda engine: self._of(engine).fork())
         await fork.open()
         return fork
 
     async def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
-        """Write everything that decides how the session goes on. Arguments and errors as ``Session.export``."""
+        """Write everything that decides how the session continues. Arguments and errors as ``Session.export``."""
         await self._run(lambda session: session.export_operation(path, include_kv))
 
     async def aclose(self) -> None:
-        """Abort a turn that is under way, and forget everything; a second call does nothing."""
+        """Abort a turn that is under way, and free everything; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -151,7 +150,7 @@ class AsyncSession:
                 result = await asyncio.to_thread(outcome)
             return outcome.result
         except BaseException:
-            # Why: the engine thread may be in a step of it now, and another thread must not close it then.
+            # Why: the engine thread may be running it now, so no other thread can close it.
             with suppress(EngineClosed):
                 await asyncio.shield(self._engine.call(lambda engine: operation.close() if operation else None))
             raise
@@ -162,7 +161,7 @@ class AsyncSession:
         return await self._engine.call(lambda engine: function(self._of(engine)))
 
     def _of(self, engine: Engine) -> Session:
-        """Return the session, on the engine thread, which makes it where there is none yet."""
+        """Return the session, made at its first use; runs on the engine thread."""
         if self._session is None:
             self._session = self._make(engine)
         return self._session

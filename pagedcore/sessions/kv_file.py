@@ -1,8 +1,8 @@
 """KV on disk: copies of whole blocks in a safetensors file of their own, each proven before it is used.
 
-Owns the files and their checks. A file is written under another name and renamed when it is complete; what is read
-back is used block by block as far as every byte is what was written for exactly these tokens, and the rest is
-computed again. Whoever reads or writes a file may be on any thread; pools and block ids are not known here.
+Owns the files and their checks. A file is written under another name and renamed when it is complete. Of a file that
+is read, the leading blocks are used whose bytes are what was written for exactly these tokens; the rest is computed
+again. Files are read and written on any thread; this module knows no pool and no block id.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pagedcore.kv_cache.block_hash import KEY_BYTES, BlockHasher
 _log = logging.getLogger("pagedcore")
 
 _HEADER_BYTES: Final = 4096
-"""More than the header of our files takes."""
+"""Upper bound of the header of these files."""
 _NAME: Final = b"pagedcore kv 1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCopy:
-    """Copies of the blocks of a sequence's first positions, in nobody's pool."""
+    """Copies of the blocks of a sequence's first positions, outside of every pool."""
 
     num_tokens: int
     blocks: npt.NDArray[np.uint8]
@@ -43,10 +43,9 @@ class KVCopy:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What a KV file has to hold to be of use: which tokens, in what form."""
+    """What a KV file must hold to be used: which tokens, in what form."""
 
     token_ids: tuple[int, ...]
-    """The positions that the file is about."""
     block_size: int
     block_bytes: int
     kv_format: str
@@ -66,7 +65,7 @@ def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
     """Write a file, whole or not at all.
 
     Raises:
-        OSError: the directory does not take it; nothing is left behind.
+        OSError: it could not be written; no part of it is left behind.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -75,7 +74,7 @@ def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
         try:
             save_file(tensors, temporary, {"format": _NAME.decode()})
         except SafetensorError as error:
-            # Why: a disk that is full is told as an error of the format.
+            # Why: safetensors reports a full disk as an error of the format.
             raise OSError(errno.EIO, str(error)) from error
 
     checks = np.frombuffer(b"".join(_checks(kv.blocks, spec.block_keys())), dtype=np.uint8).reshape(-1, KEY_BYTES)
@@ -84,7 +83,7 @@ def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
 
 
 def read_kv(path: Path, spec: KVSpec) -> KVCopy | None:
-    """Return the leading blocks of a file that are what ``spec`` says; ``None``, and a line in the log, for none."""
+    """Return the leading blocks of a file that match ``spec``; ``None``: none does, which the log says."""
     keys = spec.block_keys()
     blocks = _read_blocks(path, len(keys), spec.block_bytes)
     num_good = 0
@@ -105,7 +104,7 @@ def _read_blocks(
     from safetensors.numpy import load
 
     try:
-        # Why: read, not mapped; if somebody cuts a mapped file short, touching it ends the process.
+        # Why: read, not mapped; access to a mapped file that was truncated meanwhile ends the process.
         tensors = load(read_bounded(path, num_blocks * (block_bytes + KEY_BYTES) + _HEADER_BYTES))
         blocks, checks = tensors["blocks"], tensors["checks"]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
@@ -141,12 +140,12 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a new file, then give it its name: who opens ``path`` gets the old file or the new, whole.
+    """Let ``write`` fill a new file, then rename it: ``path`` is the complete old file or the complete new one.
 
     The file is readable by its owner only, and on the disk when this returns.
 
     Raises:
-        OSError: it could not be written; what was there is still there.
+        OSError: it could not be written; ``path`` is as it was.
     """
     handle, name = tempfile.mkstemp(prefix=".pagedcore-", suffix=".part", dir=path.parent)
     os.close(handle)
@@ -162,7 +161,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file; one that is not there is no error, and one that stays is none for whoever goes on without it."""
+    """Remove a file if it exists; a failure is logged, not raised."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -178,13 +177,13 @@ def _flush(path: Path) -> None:
 
 
 class KVDirectory:
-    """The files with one engine's parked KV.
+    """The files of one engine's parked KV.
 
     Invariant: its files have names that cannot be guessed; ``remove`` and ``close`` leave none of them.
     """
 
     def __init__(self, path: str | None) -> None:
-        """Note the directory, to be made when the first file is; ``None``: a private temporary one."""
+        """Name the directory, which is made with the first file; ``None``: a private temporary one."""
         self._given = Path(path) if path is not None else None
         self._private: tempfile.TemporaryDirectory[str] | None = None
         self._files: set[Path] = set()

@@ -1,8 +1,8 @@
 """Where the KV of idle sequences is kept: pinned on the host, in a file, or nowhere; for how long; and the way back.
 
-Owns the decisions and the ledger. Everything here runs between two steps on the engine's thread and waits for
-nothing; ``ParkedFile`` reads and writes files, on any thread. Losing what is parked costs time and changes no
-completion, so every refusal ends in "computed again". Read ``session`` for its caller.
+Owns the decisions and the ledger. ``Parking`` runs between two steps on the engine's thread and never blocks;
+``ParkedFile`` reads and writes files, on any thread. Losing parked KV costs time and changes no completion, so every
+refusal ends in "computed again". The caller is ``session``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class ParkedState:
     """What is kept of a session that was parked."""
 
     tier: Tier
-    """"tokens": no KV is kept; what the caches still hold is used, the rest is computed again."""
+    """"tokens": no KV is kept; the next turn uses what the caches still hold and computes the rest again."""
     num_tokens_kept: int
     """Positions that need not be computed again as long as this state lasts."""
     expires_s: float | None = None
-    """When the KV is dropped, in seconds of the engine's clock; ``None``: not before the session is closed."""
+    """When the KV is freed, in seconds of the engine's clock; ``None``: when the session is closed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParkedFile:
-    """A sequence's KV in a file, or on its way there; usable on any thread."""
+    """A sequence's KV in a file, or on its way there; usable from any thread."""
 
     directory: KVDirectory
     path: Path
@@ -51,7 +51,7 @@ class ParkedFile:
     """What ``write`` writes."""
 
     def write(self) -> bool:
-        """Write the file; return whether it is there, whole, and was not removed from its directory meanwhile."""
+        """Write the file; return whether it is complete and was not removed from its directory meanwhile."""
         assert self.kv is not None  # Invariant: only what was copied is written
         try:
             write_kv(self.path, self.kv, self.spec)
@@ -64,7 +64,7 @@ class ParkedFile:
         return True
 
     def read(self) -> KVCopy | None:
-        """Return what can be used of the file."""
+        """Return the KV of the file as far as it is proven."""
         return read_kv(self.path, self.spec)
 
 
@@ -78,7 +78,7 @@ class _Parked:
 class Parking:
     """Parked sequences of one engine.
 
-    Invariant: a sequence is in the ledger from the time it was parked until it goes on, expires or is forgotten.
+    Invariant: a sequence is in the ledger from the time it was parked until its next turn, its expiry or its end.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ class Parking:
         return len(self._directory)
 
     def state(self, sequence: Sequence) -> ParkedState | None:
-        """Say where a sequence is parked, if it is."""
+        """Return where a sequence is parked; ``None``: it is not."""
         self.expire()
         parked = self._parked.get(sequence.sequence_id)
         if parked is None:
             return None
         host = self._kv_cache.host
         if parked.state.tier == "host" and host is not None and not host.blocks_kept_for((sequence.sequence_id,)):
-            # Why: the way to the host can fail after it was promised.
+            # Why: the transfer to the host can fail after ``park_on_host`` has returned.
             return self.park_tokens(sequence)
         return parked.state
 
     def renew(self, sequence: Sequence, ttl_s: float | None) -> ParkedState:
-        """Let a parked sequence stay where it is for so many seconds from now."""
+        """Let a parked sequence expire in so many seconds from now."""
         parked = self._parked[sequence.sequence_id]
         parked.state = replace(parked.state, expires_s=self._expiry(ttl_s))
         return parked.state
@@ -124,25 +124,25 @@ class Parking:
         if (host := self._kv_cache.host) is None:
             return False
         kept = host.blocks_kept_for(self._parked.keys())
-        # Why: counted as if it shared nothing, so that this need not look at every block twice.
+        # Why: counted as if it shared no block, which saves a look-up of each.
         needed = self._blocks.blocks_for(len(sequence.token_ids) - 1)
         return len(kept) + needed <= MAX_PARKED_HOST_SHARE * host.num_blocks
 
     def park_on_host(self, sequence: Sequence, ttl_s: float | None) -> ParkedState | None:
-        """Pin a finished sequence's KV on the host; ``None`` where there is too little room for parked ones."""
+        """Pin a finished sequence's KV on the host; ``None`` if parked sequences have too little room there."""
         if not self.has_room_on_host(sequence):
             return None
         num_tokens = self._moves.park(sequence)
         self._transfers.advance()
-        return self._note(sequence, "host", num_tokens, ttl_s) if num_tokens else None
+        return self._record(sequence, "host", num_tokens, ttl_s) if num_tokens else None
 
     def park_tokens(self, sequence: Sequence) -> ParkedState:
         """Note that only tokens are kept of a sequence."""
-        self.forget(sequence)
-        return self._note(sequence, "tokens", 0, None)
+        self.free_kv(sequence)
+        return self._record(sequence, "tokens", 0, None)
 
     def park_on_disk(self, sequence: Sequence, ttl_s: float | None) -> Operation[ParkedState]:
-        """Write what the memories hold of a sequence to a file; a sequence that went on meanwhile keeps nothing."""
+        """Write the KV of a sequence that is in memory to a file, and remove the file if a turn has begun meanwhile."""
         file, is_kept = self._new_file(sequence), False
         if file is None:
             return self.park_tokens(sequence)
@@ -155,8 +155,8 @@ class Parking:
                 self._directory.remove(file.path)
         if not is_kept:
             return self.park_tokens(sequence) if is_idle else ParkedState("tokens", 0)
-        self.forget(sequence)
-        return self._note(sequence, "disk", len(file.spec.token_ids), ttl_s, replace(file, kv=None))
+        self.free_kv(sequence)
+        return self._record(sequence, "disk", len(file.spec.token_ids), ttl_s, replace(file, kv=None))
 
     def _new_file(self, sequence: Sequence) -> ParkedFile | None:
         kv = self.copy_kv(sequence)
@@ -170,24 +170,24 @@ class Parking:
         return ParkedFile(self._directory, path, self.spec(sequence.token_ids[: kv.num_tokens]), kv)
 
     def file_of(self, sequence: Sequence) -> ParkedFile | None:
-        """Return the file that a sequence is parked in, if it is in one and that has not expired."""
+        """Return the file that a sequence is parked in; ``None``: it is in none, or has expired."""
         self.expire()
         parked = self._parked.get(sequence.sequence_id)
         return parked.file if parked is not None else None
 
-    def fetch(self, sequence: Sequence) -> int:
-        """Begin to bring a sequence that is parked on the host to the device; return positions, 0 without room."""
+    def fetch_kv(self, sequence: Sequence) -> int:
+        """Begin to copy a sequence's blocks from the host to the device; return positions, 0 without room."""
         num_tokens = self._moves.fetch(sequence)
         self._transfers.advance()
         if num_tokens:
             del self._parked[sequence.sequence_id]
         return num_tokens
 
-    def load(self, sequence: Sequence, kv: KVCopy) -> int:
-        """Put copied blocks where whoever continues the sequence finds them, as far as there is room on the device.
+    def load_kv(self, sequence: Sequence, kv: KVCopy) -> int:
+        """Put copied blocks into the prefix cache, for the sequence's next turn, as far as the device has room.
 
         Returns:
-            Positions that can be found now.
+            Positions that are in the prefix cache now.
         """
         cache, store = self._blocks.cache, self._store
         here = find_blocks(self._blocks.hasher, sequence, kv.num_tokens, cache)
@@ -209,7 +209,7 @@ class Parking:
         return here.num_tokens + sum(len(content.token_ids) for content in lacking[: len(fresh)])
 
     def copy_kv(self, sequence: Sequence) -> KVCopy | None:
-        """Copy what the device or the host holds of a sequence's positions; ``None`` for nothing."""
+        """Copy the KV of a sequence from the device or the host, whichever has more; ``None``: neither has any."""
         here, there = self._kv_cache.find(sequence)
         if self._store is None or not (here.num_tokens or there.num_tokens):
             return None
@@ -222,34 +222,34 @@ class Parking:
         block_bytes = self._store.block_bytes if self._store is not None else 0
         return KVSpec(tuple(token_ids), self._blocks.block_size, block_bytes, self._kv_format)
 
-    def note_going_on(self, sequence: Sequence) -> None:
-        """Forget a sequence whose turn has begun; what is pinned for it stays until it has been loaded."""
+    def unpark(self, sequence: Sequence) -> None:
+        """Remove a sequence and its file from the ledger; blocks pinned on the host stay until they are loaded."""
         parked = self._parked.pop(sequence.sequence_id, None)
         if parked is not None and parked.file is not None:
             self._directory.remove(parked.file.path)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the KV that is kept for a sequence; one that is not parked keeps none."""
+    def free_kv(self, sequence: Sequence) -> None:
+        """Free all KV that is kept for a sequence, if it is parked."""
         if sequence.sequence_id in self._parked:
-            self.note_going_on(sequence)
+            self.unpark(sequence)
             self._moves.free_on_host(sequence)
 
     def expire(self) -> None:
-        """Drop what has been kept long enough."""
+        """Free the KV whose time is over."""
         if self._next_expiry_s == math.inf or (now := self._clock.now()) < self._next_expiry_s:
             return
         for parked in list(self._parked.values()):
             if parked.state.expires_s is not None and parked.state.expires_s <= now:
-                self.forget(parked.sequence)
+                self.free_kv(parked.sequence)
         self._next_expiry_s = min(self._expiries(), default=math.inf)
 
     def close(self) -> None:
-        """Forget everything and remove all files; a second call does nothing."""
+        """Free all KV and remove all files; a second call does nothing."""
         for parked in list(self._parked.values()):
-            self.forget(parked.sequence)
+            self.free_kv(parked.sequence)
         self._directory.close()
 
-    def _note(
+    def _record(
         self, sequence: Sequence, tier: Tier, num_tokens: int, ttl_s: float | None, file: ParkedFile | None = None
     ) -> ParkedState:
         state = ParkedState(tier, num_tokens, self._expiry(ttl_s))

@@ -1,6 +1,6 @@
 """Conversations: a token list that grows by turns, and can wait, fork and leave the process between them.
 
-Owns what a caller holds. A session computes nothing itself: its turns are requests like any other, its blocks are
+Owns the caller's handle. A session computes nothing itself: its turns are requests like any other, its blocks are
 those of the prefix cache, and ``parking`` keeps its KV between turns. What may need a file or a tokenizer is an
 operation without I/O (see ``operation``), which ``AsyncSession`` drives too.
 """
@@ -69,9 +69,9 @@ class Session:
             session.park("disk")
             print(session.ask("And 4 + 4?").outputs[0].text)
 
-    Between turns it holds no block: what was computed can be found again as long as nobody needs the room, and
-    ``park`` keeps it longer. Whatever is lost is computed again: the answers are the same, bit for bit. All turns
-    draw from one seed, so a fork goes on like its original until it is given another prompt or another seed.
+    Between turns it holds no block: its KV stays in the prefix cache until it is evicted, and ``park`` keeps it
+    longer. Lost KV is computed again: the completions are the same, bit for bit. All turns draw from one seed, so a
+    fork continues like its original until it is given another prompt or another seed.
 
     Invariant: tokens are only ever appended; a refused turn appends none.
     """
@@ -88,7 +88,7 @@ class Session:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Everything said so far: prompts and answers of all turns."""
+        """Prompts and completions of all turns so far."""
         return tuple(self._request.sequences[0].token_ids) if self._request is not None else ()
 
     @property
@@ -98,7 +98,7 @@ class Session:
 
     @property
     def parked(self) -> ParkedState | None:
-        """Where the session is parked and how much is kept; ``None``: it is not."""
+        """Where the session is parked and how much KV is kept; ``None``: it is not parked."""
         return self._context.parking.state(self._request.sequences[0]) if self._request is not None else None
 
     def output(self) -> RequestOutput:
@@ -112,11 +112,11 @@ class Session:
         return self._request.output()
 
     def ask(self, prompt: Prompt | None, params: SamplingParams | None = None) -> RequestOutput:
-        """Give a turn and wait for its answer; all other requests advance meanwhile.
+        """Run a turn and return its completion; all other requests advance meanwhile.
 
         Args:
             prompt: what follows the conversation so far: text, token ids, or chat messages (the new ones only);
-                ``None`` completes an answer that was cut off.
+                ``None`` continues a completion that was cut off.
             params: of this turn; ``None``: those of the session.
 
         Raises:
@@ -124,32 +124,35 @@ class Session:
             InvalidRequest: the turn is refused; the session stays as it was.
             EngineOverloaded: the waiting queue is full; the session stays as it was.
         """
-        request = self.extend(prompt, params)
-        for _ in self._steps(request):
+        for _ in self.stream(prompt, params):
             pass
-        return request.output()
+        return self.output()
 
     def stream(self, prompt: Prompt | None, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
-        """Give a turn and yield its answer as it comes; leaving early aborts it. Arguments and errors as ``ask``."""
+        """Run a turn and yield its deltas; leaving early aborts it. Arguments and errors as ``ask``."""
         request = self.extend(prompt, params)
-        for deltas in self._steps(request):
-            yield from (delta for delta in deltas if delta.request_id == request.request_id)
+        try:
+            while not request.is_done:
+                yield from (delta for delta in self._context.step() if delta.request_id == request.request_id)
+        finally:
+            # Why: a caller that stops reading, for any reason, wants no further tokens of this turn.
+            request.abort()
 
     def extend(self, prompt: Prompt | None, params: SamplingParams | None = None) -> Request:
-        """Give a turn and return at once; the engine's steps answer it. Arguments and errors as ``ask``."""
+        """Begin a turn and return at once; the engine's steps run it. Arguments and errors as ``ask``."""
         return run(self.turn_operation(prompt, params))
 
     def park(self, tier: Literal["host", "disk"] = "host", ttl_s: float | None = None) -> ParkedState:
-        """Keep what was computed while the session is idle.
+        """Keep the KV of the session while it is idle.
 
         Args:
-            tier: "host" pins it in host memory, where sessions may take half of the room; "disk" writes it to a file
-                and keeps nothing in memory. What does not fit on the host goes to the disk, and what cannot be
-                written there is not kept.
-            ttl_s: seconds after which the KV is dropped; the session itself stays. ``None``: no limit.
+            tier: "host" pins it in host memory, of which sessions may take half; "disk" writes it to a file and keeps
+                nothing in memory. What does not fit on the host goes to the disk, and what cannot be written there is
+                not kept.
+            ttl_s: seconds after which the KV is freed; the session itself stays. ``None``: no limit.
 
         Returns:
-            What was done, and for how many positions.
+            Where the KV is, and of how many positions.
 
         Raises:
             SessionStateError: a turn is under way, or the session is closed.
@@ -158,17 +161,17 @@ class Session:
         return run(self.park_operation(tier, ttl_s))
 
     def resume(self) -> int:
-        """Bring what was parked back to the device now, if there is room; the next turn does so in any case.
+        """Copy parked KV back to the device now, if there is room; the next turn does so in any case.
 
         Returns:
-            Positions that the next turn will find; 0 if nothing was parked, or there is no room now.
+            Positions that the next turn finds; 0 if nothing was parked, or there is no room now.
         """
         return run(self.resume_operation())
 
     def fork(self) -> Session:
-        """Return a second session with the same past; blocks are shared, and neither ever writes to the other's.
+        """Return a second session with the same tokens; both share blocks, and neither changes the other's.
 
-        A fork of a running turn has its answer so far, and ``ask(None)`` completes it. What is parked in a file stays
+        A fork of a running turn has its completion so far, and ``ask(None)`` continues it. A file with parked KV stays
         with the original.
 
         Raises:
@@ -180,26 +183,26 @@ class Session:
         return self._context.open_session(self._params, self._options, snapshot, root)
 
     def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
-        """Write everything that decides how the session goes on, for ``Engine.import_session``.
+        """Write everything that decides how the session continues, for ``Engine.import_session``.
 
         Args:
             path: of the file; the KV, if any, is in a second one beside it. Both are written under other names first.
-            include_kv: whether to write what was computed too, which costs room and saves time.
+            include_kv: whether to write the KV too, which takes space and saves time.
 
         Raises:
             SessionStateError: the session is closed.
-            InvalidSessionFile, OSError: it would be too large to import, or cannot be written; what was there stays.
+            InvalidSessionFile, OSError: it would be too large to import, or cannot be written; ``path`` is as it was.
         """
         run(self.export_operation(path, include_kv))
 
     def close(self) -> None:
-        """Abort a turn that is under way, and forget everything; a second call does nothing."""
+        """Abort a turn that is under way, and free everything; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         self._context.remove_session(self)
         if self._request is not None:
-            self._context.parking.forget(self._request.sequences[0])
+            self._context.parking.free_kv(self._request.sequences[0])
             self._request.abort()
             self._request.remove()
 
@@ -222,7 +225,7 @@ class Session:
         if len(self.token_ids) != num_known:
             raise SessionStateError("ask", "further on", "as it was when the turn was prepared", "Ask again.")
         if sequence is not None and kv is not None:
-            self._context.parking.load(sequence, kv)
+            self._context.parking.load_kv(sequence, kv)
         self._request = self._begin(prepared)
         return self._request
 
@@ -237,7 +240,7 @@ class Session:
         if file is not None:
             yield from self._read_back(sequence, file, "park")
         present = parking.state(sequence)
-        # Why: what did not come back from the disk as a whole stays there.
+        # Why: KV of which the device could take only a part stays on the disk.
         if present is not None and present.tier in (tier, "disk"):
             return parking.renew(sequence, ttl_s)
         if tier == "host" and (state := parking.park_on_host(sequence, ttl_s)) is not None:
@@ -252,14 +255,13 @@ class Session:
         if (file := parking.file_of(sequence)) is not None:
             return (yield from self._read_back(sequence, file, "resume"))
         state = parking.state(sequence)
-        return parking.fetch(sequence) if state is not None and state.tier == "host" else 0
+        return parking.fetch_kv(sequence) if state is not None and state.tier == "host" else 0
 
     def export_operation(self, path: str | os.PathLike[str], include_kv: bool) -> Operation[None]:
         """Return ``export`` as an operation."""
         sequence = self._require_open("export")
         file = self._context.parking.file_of(sequence) if sequence is not None and include_kv else None
         stored = (yield file.read) if file is not None else None
-        self._require_open("export")
         yield partial(write_session, Path(path), self._snapshot(stored, include_kv=include_kv))
 
     def _prepare(self, prompt: Prompt | None, params: SamplingParams | None) -> ProcessedRequest | None:
@@ -283,7 +285,7 @@ class Session:
             self._context.requests.begin_turn(request, prepared)
         else:
             self._complete(request)
-        self._context.parking.note_going_on(request.sequences[0])
+        self._context.parking.unpark(request.sequences[0])
         return request
 
     def _complete(self, request: Request) -> None:
@@ -297,9 +299,9 @@ class Session:
         kv: KVCopy | None = yield file.read
         self._require_idle(what)
         parking = self._context.parking
-        num_tokens = parking.load(sequence, kv) if kv is not None else 0
+        num_tokens = parking.load_kv(sequence, kv) if kv is not None else 0
         if num_tokens >= len(file.spec.token_ids) and parking.file_of(sequence) is file:
-            parking.note_going_on(sequence)
+            parking.unpark(sequence)
         return num_tokens
 
     def _snapshot(self, stored: KVCopy | None = None, *, include_kv: bool) -> SessionSnapshot:
@@ -314,14 +316,6 @@ class Session:
             history=SequenceSnapshot.of(sequence) if sequence is not None else None, kv=kv,
             kv_spec=parking.spec(self.token_ids[: kv.num_tokens]) if kv is not None else None,
         )
-
-    def _steps(self, request: Request) -> Generator[list[Delta], None, None]:
-        try:
-            while not request.is_done:
-                yield self._context.step()
-        finally:
-            # Why: whoever stops waiting, for whatever reason, wants no more of this answer.
-            request.abort()
 
     def _require_open(self, what: str) -> Sequence | None:
         if self._is_closed:

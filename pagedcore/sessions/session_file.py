@@ -1,8 +1,8 @@
 """Sessions as files: one JSON file with everything that decides the continuation, and one beside it with the KV.
 
-Owns the format and its proof. What is read was written by anybody: sizes are checked before anything is read, every
-field before anything is made of it, the model before the tokens, and the blocks token by token. The KV file is
-optional cargo: without it, or where it is not what it should be, the same continuation is computed again.
+Owns the format and its checks. Files are untrusted: sizes are checked before anything is read, every field before
+anything is made of it, the model before the tokens, and the blocks token by token. The KV file is optional: without
+it, or where a block of it is wrong, the same continuation is computed again.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class SessionSnapshot:
 
     model: ModelFingerprint
     params: SamplingParams | None
-    """Of turns that are given none."""
+    """Defaults of its turns."""
     priority: int
     is_salted: bool
-    """Whether it has a cache salt; the salt itself is somebody's secret and not in the file."""
+    """Whether it has a cache salt; the salt itself is a secret and not in the file."""
     history: SequenceSnapshot | None
     """``None`` before the first turn."""
     kv_spec: KVSpec | None = None
@@ -55,7 +55,7 @@ class SessionSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class FileRules:
-    """What one engine accepts."""
+    """What one engine accepts of a file."""
 
     model: ModelFingerprint
     vocab_size: int
@@ -65,7 +65,7 @@ class FileRules:
 
 
 def write_session(path: Path, snapshot: SessionSnapshot) -> None:
-    """Write a session's files; what was at ``path`` stays until the new one is complete.
+    """Write a session's files; the old file at ``path`` stays until the new one is complete.
 
     Raises:
         InvalidSessionFile: the file would be larger than one that is read; nothing was written.
@@ -75,10 +75,10 @@ def write_session(path: Path, snapshot: SessionSnapshot) -> None:
     text = json.dumps({"format": FORMAT, "version": VERSION, "checksum": _checksum(body), "body": body})
     if len(text) > MAX_SESSION_FILE_BYTES:
         raise InvalidSessionFile("bytes", len(text), f"at most {MAX_SESSION_FILE_BYTES}",
-                                 "Log-probabilities of a long answer take most of them; they go with the next turn.")
+                                 "Log-probabilities of a long completion take most of them; the next turn frees them.")
     if snapshot.kv is not None and snapshot.kv_spec is not None:
-        # Why: the KV first. Until the other file is replaced, the old one finds blocks that are not its own, and
-        # computes them again.
+        # Why: the KV first. Until the session file is replaced too, the old one finds no block that matches its tokens,
+        # and they are computed again.
         write_kv(_kv_path(path), snapshot.kv, snapshot.kv_spec)
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="ascii"))
     if snapshot.kv is None:
@@ -86,7 +86,7 @@ def write_session(path: Path, snapshot: SessionSnapshot) -> None:
 
 
 def read_session(path: Path, rules: FileRules) -> SessionSnapshot:
-    """Read a session's files and prove what they say; callable from any thread.
+    """Read and check a session's files; callable from any thread.
 
     Raises:
         InvalidSessionFile: the file is no session file, damaged, or of another version; or it has values that this
@@ -207,7 +207,7 @@ def _params(values: Mapping[str, Any], rules: FileRules) -> SamplingParams:
 
 
 def _refused(what: str, make: Callable[[], _T]) -> _T:
-    """Make something of a field; what its own check refuses is the file's fault."""
+    """Make a value of a field; turn its own error into one of the file."""
     try:
         return make()
     except InvalidRequest as error:
@@ -216,7 +216,7 @@ def _refused(what: str, make: Callable[[], _T]) -> _T:
 
 def _history(values: Mapping[str, Any], rules: FileRules) -> SequenceSnapshot:
     given = values.get("token_ids")
-    # Why: one more than a prompt may have, because a full context is a history that only cannot go on.
+    # Why: one more than a prompt may have, because a history may fill the context; only its next turn is refused.
     token_ids = _refused(
         "token_ids", lambda: validation.validate_prompt_ids(given, rules.vocab_size, rules.max_model_len + 1)
     )
@@ -233,7 +233,7 @@ def _history(values: Mapping[str, Any], rules: FileRules) -> SequenceSnapshot:
 
 def _logprobs(values: Any, num_output_tokens: int) -> tuple[TokenLogprobs, ...]:
     if not isinstance(values, list) or len(values) > num_output_tokens:
-        raise InvalidSessionFile("logprobs", values, "a list of at most one entry per token of the answer")
+        raise InvalidSessionFile("logprobs", values, "a list of at most one entry per token of the completion")
     try:
         return tuple(
             TokenLogprobs(int(token_id), float.fromhex(value), tuple((int(i), float.fromhex(v)) for i, v in top))

@@ -1,6 +1,6 @@
-"""The sessions of one engine: which are open, and how imported files become sessions.
+"""The open sessions of one engine.
 
-Owns the bound on their number and their end with the engine; a session's own state is in ``session``.
+Owns their making, from parameters or imported files, the bound on their number, and their end with the engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SessionStore:
         return iter(tuple(self._sessions))
 
     def open_checked(self, params: SamplingParams | None, options: RequestOptions) -> Session:
-        """Make a session of what a caller gave; errors as ``Engine.session``."""
+        """Make a session of a caller's arguments. Errors as ``Engine.session``."""
         if params is not None:
             validation.require_one_answer(params)
             validation.check_params_for_model(params, self._rules.vocab_size)
@@ -60,11 +60,11 @@ class SessionStore:
         return self._open(params, options)
 
     def read(self, path: str | os.PathLike[str]) -> SessionSnapshot:
-        """Read and prove a session's files; callable from any thread. Errors as ``Engine.import_session``."""
+        """Read and check a session's files; callable from any thread. Errors as ``Engine.import_session``."""
         return read_session(Path(path), self._rules)
 
     def take_in(self, snapshot: SessionSnapshot, cache_salt: str | bytes | None) -> Session:
-        """Make a session of what was read. Errors as ``Engine.import_session``."""
+        """Make a session of a file's contents. Errors as ``Engine.import_session``."""
         options = RequestOptions(priority=snapshot.priority, cache_salt=cache_salt)
         if snapshot.is_salted and cache_salt is None:
             raise InvalidSalt("cache_salt", "None", "a salt, because the session was made with one")
@@ -92,5 +92,5 @@ class SessionStore:
         session = Session(self._context, params, options, request)
         self._sessions.add(session)
         if request is not None and kv is not None:
-            self.parking.load(request.sequences[0], kv)
+            self.parking.load_kv(request.sequences[0], kv)
         return session

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import pytest
 
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, InvalidRequest, InvalidSessionFile, PromptEmpty, SessionStateError
+from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.async_session import AsyncSession
 from pagedcore.sessions import kv_file
@@ -26,14 +28,35 @@ from support.engine_builders import make_engine
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 
 
-def make(**settings: Any) -> AsyncEngine:
+class PausedBackend(ToyBackend):
+    """A toy whose forward waits for ``gate`` once it has run as often as ``pause_after`` said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self._num_left = -1
+
+    def pause_after(self, num_forwards: int) -> None:
+        """Wait in the forward after this many more."""
+        self.gate.clear()
+        self._num_left = num_forwards
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        """Compute, later if the gate is closed."""
+        if self._num_left == 0:
+            assert self.gate.wait(30)
+        self._num_left -= 1
+        return super().forward(batch)
+
+
+def make(backend: ToyBackend | None = None, **settings: Any) -> AsyncEngine:
     """A small engine on its own thread."""
     defaults: dict[str, Any] = {
         "num_kv_blocks": 16, "host_kv_memory": 24 * 4 * ToyBackend.kv_bytes_per_token,
         # Why: by the clock computing costs a toy model nothing, so that "auto" would copy nothing.
         "preemption": "swap",
     }
-    return AsyncEngine(make_engine(**{**defaults, **settings}))
+    return AsyncEngine(make_engine(backend, **{**defaults, **settings}))
 
 
 async def ask(session: AsyncSession, *prompt: int) -> int:
@@ -129,18 +152,25 @@ async def test_from_disk_to_the_host() -> None:
 
 async def test_leaving_early_aborts_the_turn_only() -> None:
     """A stream that is left and an ask that is cancelled end their turn; the session goes on from there."""
-    async with make() as engine, engine.session(PARAMS) as session:
-        async with aclosing(session.stream([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))) as stream:
+    backend, long = PausedBackend(), SamplingParams(max_tokens=30, ignore_eos=True)
+    async with make(backend) as engine, engine.session(PARAMS) as session:
+        backend.pause_after(4)
+        async with aclosing(session.stream([1, 2, 3], long)) as stream:
             async for _ in stream:
                 break
+        backend.gate.set()
         await ask(session, 4)
-        task = asyncio.create_task(session.ask([5], SamplingParams(max_tokens=30, ignore_eos=True)))
-        while len(session.token_ids) < 16 and not task.done():
+        num_known = len(session.token_ids)
+        backend.pause_after(4)
+        task = asyncio.create_task(session.ask([5], long))
+        while len(session.token_ids) < num_known + 4:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        backend.gate.set()
         await ask(session, 6)
+        assert len(session.token_ids) < num_known + 30
         assert engine.stats().num_blocks_used == 0
 
 
@@ -170,7 +200,7 @@ async def test_no_file_is_touched_on_the_loop_or_the_engine_thread(monkeypatch: 
 async def test_cancelled_and_closed_while_a_file_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Who stops waiting for a file leaves none behind that nobody knows; a closed session keeps none."""
+    """A caller that is cancelled while a file is written is parked in it nevertheless; a closed session keeps none."""
     may_write = threading.Event()
     real = kv_file.write_kv
 
@@ -191,19 +221,130 @@ async def test_cancelled_and_closed_while_a_file_is_written(
         assert await ask(engine.session(PARAMS), 7) == 0
         may_write.set()
         await asyncio.gather(*tasks, closing, return_exceptions=True)
-        while (await engine.call(lambda engine: engine.sessions.parking.num_files)) > 1 or len(
-            [path for path in tmp_path.iterdir() if path.suffix == ".part"]
-        ):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            while not await engine.call(lambda engine: any(session.parked for session in engine.sessions)):
+                await asyncio.sleep(0.01)
+            while len(list(tmp_path.iterdir())) != 1:
+                await asyncio.sleep(0.01)
         assert await ask(cancelled, 4) == 7
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_loop_ends_while_a_file_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The end of a loop cancels what it runs, but not the thread that writes: no file stays that no session has."""
+    is_writing, may_write = threading.Event(), threading.Event()
+    real = kv_file.write_kv
+
+    def slow(*arguments: Any) -> None:
+        is_writing.set()
+        may_write.wait(30)
+        real(*arguments)
+
+    async def main(session: AsyncSession) -> None:
+        await ask(session, 1, 2, 3)
+        parking = asyncio.create_task(session.park("disk"))
+        while not is_writing.is_set():
+            await asyncio.sleep(0.01)
+        assert not parking.done()
+        # Why: a loop that ends waits for its threads.
+        threading.Timer(0.2, may_write.set).start()
+
+    monkeypatch.setattr("pagedcore.sessions.parking.write_kv", slow)
+    with make(disk_kv_dir=str(tmp_path)) as engine:
+        session = engine.session(PARAMS)
+        asyncio.run(main(session))
+        assert list(tmp_path.iterdir()) == []
+        asyncio.run(ask(session, 4))
+
+
+class Interrupted:
+    """Interrupts one task at its ``at``-th await: before what it waits for has begun, or when its result is lost."""
+
+    def __init__(self, engine: AsyncEngine, at: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._engine, self._at, self._when = engine, at, when
+        self.num_awaits = 0
+        for owner, name in ((engine, "call"), (asyncio, "to_thread")):
+            monkeypatch.setattr(owner, name, self._around(getattr(owner, name)))
+
+    def _around(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        async def interrupted(function: Callable[..., Any], *arguments: Any) -> Any:
+            # Why: what tidies up after the interruption is not interrupted itself.
+            is_here, self.num_awaits = self.num_awaits == self._at, self.num_awaits + 1
+            if is_here and self._when == "closed":
+                await asyncio.get_running_loop().run_in_executor(None, self._engine.close)
+            if is_here and self._when == "before":
+                raise asyncio.CancelledError
+            result = await wait(function, *arguments)
+            if is_here and self._when == "after":
+                raise asyncio.CancelledError
+            return result
+
+        return interrupted
+
+
+OPERATIONS: dict[str, tuple[Callable[[AsyncSession, Path], Any], int, int]] = {
+    "park on the host": (lambda session, path: session.park("host"), 1, 3),
+    "park on disk": (lambda session, path: session.park("disk"), 3, 1),
+    "resume": (lambda session, path: session.resume(), 1, 3),
+    "ask": (lambda session, path: session.ask([4], PARAMS), 2, 3),
+    "export": (lambda session, path: session.export(path / "chat.json"), 3, 5),
+}
+"""How often each waits for the engine or a thread: of a session that is not parked, and of one that is on disk."""
+
+
+async def interrupt(
+    name: str, at: int, when: str, is_parked: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Interrupt an operation, go on with its session, and return whether the operation has so many awaits."""
+    (path / "kv").mkdir(parents=True)
+    async with make(disk_kv_dir=str(path / "kv")) as engine:
+        session = engine.session(PARAMS)
+        await ask(session, 1, 2, 3)
+        if is_parked:
+            await session.park("disk")
+        with monkeypatch.context() as patch:
+            interrupted = Interrupted(engine, at, when, patch)
+            with suppress(asyncio.CancelledError, EngineClosed):
+                await OPERATIONS[name][0](session, path)
+        if engine.is_alive:
+            await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 0)
+            parked, num_files, broken = await engine.call(lambda engine: (
+                next(iter(engine.sessions)).parked, engine.sessions.parking.num_files, check(snapshot(engine.scheduler))
+            ))
+            assert broken == []
+            assert num_files == len(list((path / "kv").iterdir())) == int(parked is not None and parked.tier == "disk")
+            await ask(session, 9)
+            await session.aclose()
+            stats = engine.stats()
+            assert (stats.num_blocks_used, stats.num_host_blocks_used) == (0, 0)
+    assert list((path / "kv").iterdir()) == []
+    assert not [file for file in path.iterdir() if file.suffix == ".part"]
+    return interrupted.num_awaits > at
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "closed"])
+@pytest.mark.parametrize("name", OPERATIONS)
+async def test_interrupted_at_any_await(
+    name: str, when: str, is_parked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled at any await, before the engine or a thread has begun or when its result is lost, and with the engine
+    closed there: no file is left that belongs to no session, no block is lost, and the session goes on right."""
+    at = 0
+    while await interrupt(name, at, when, is_parked, tmp_path / str(at), monkeypatch):
+        at += 1
+    assert at == OPERATIONS[name][1 + is_parked]
+
+
 async def test_going_on_with_a_cut_off_answer_tells_what_is_new() -> None:
     """What was told before the cut is not told again."""
-    async with make() as engine, engine.session(SamplingParams(max_tokens=30, ignore_eos=True)) as session:
+    backend, params = PausedBackend(), SamplingParams(max_tokens=30, ignore_eos=True)
+    async with make(backend) as engine, engine.session(params) as session:
+        # Why: without the pause a fast engine completes the answer before this task has left the stream.
+        backend.pause_after(4)
         async with aclosing(session.stream([1, 2, 3])) as deltas:
             await anext(deltas)
+        backend.gate.set()
         await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 0)
         cut = session.token_ids
         told = [token async for delta in session.stream(None) for token in delta.token_ids]
@@ -233,7 +374,8 @@ async def test_who_reads_a_session_that_somebody_closes_gets_what_there_was() ->
 
 async def test_what_is_refused_is_raised_where_it_was_asked() -> None:
     """Errors arrive at the caller, and neither the engine nor other sessions notice."""
-    async with make() as engine:
+    backend = PausedBackend()
+    async with make(backend) as engine:
         session = engine.session(PARAMS)
         with pytest.raises(PromptEmpty):
             await session.ask([])
@@ -243,11 +385,16 @@ async def test_what_is_refused_is_raised_where_it_was_asked() -> None:
             await session.park(ttl_s=-1)
         with pytest.raises(InvalidRequest):
             await engine.session(SamplingParams(n=2)).open()
+        backend.pause_after(4)
         turn = asyncio.create_task(session.ask([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True)))
         while not session.token_ids:
             await asyncio.sleep(0)
+        second = asyncio.create_task(session.ask([4]))
+        # Why: its command is in the queue when the step under way ends.
+        await asyncio.sleep(0)
+        backend.gate.set()
         with pytest.raises(SessionStateError, match="answering"):
-            await session.ask([4])
+            await second
         assert len((await turn).outputs[0].token_ids) == 40
         await session.aclose()
         await session.aclose()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from pagedcore.errors import (
 )
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.invariants import check, snapshot
+from pagedcore.sessions import kv_file
 from pagedcore.sessions.parking import ParkedFile
 from pagedcore.sessions.session import Session
 from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, ToyStore, toy_answer
@@ -331,6 +334,62 @@ def test_a_file_that_cannot_be_removed_harms_nobody(tmp_path: Path) -> None:
     sessions[2].close()
     engine.close()
     assert len(list(tmp_path.iterdir())) == 4
+
+
+CALLS: dict[str, Callable[[Session, Path], Any]] = {
+    "ask": lambda session, path: session.ask([4], PARAMS),
+    "stream": lambda session, path: list(session.stream([4], PARAMS)),
+    "park on the host": lambda session, path: session.park("host"),
+    "park on disk": lambda session, path: session.park("disk"),
+    "resume": lambda session, path: session.resume(),
+    "export": lambda session, path: session.export(path / "chat.json"),
+}
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_keyboard_may_interrupt_any_file_and_any_step(
+    name: str, is_parked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in a step or while a file is read or written, a session is between two turns, keeps no file that it
+    does not use, leaves what was exported before as it was, and goes on right."""
+    at, num_calls = -1, 0
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == at + 1:
+                raise KeyboardInterrupt
+            return function(*arguments)
+
+        return call
+
+    while num_calls > at:
+        at += 1
+        kv_dir = tmp_path / f"kv {at}"
+        engine = make(disk_kv_dir=str(kv_dir))
+        session = engine.session(PARAMS)
+        ask(session, 1, 2, 3)
+        session.export(tmp_path / "chat.json")
+        session.park("disk" if is_parked else "host")
+        num_calls = 0
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr("os.fsync", watched(os.fsync))
+            patch.setattr(kv_file, "read_bounded", watched(kv_file.read_bounded))
+            patch.setattr(ToyBackend, "forward", watched(ToyBackend.forward))
+            CALLS[name](session, tmp_path)
+        assert not session.is_answering
+        assert check(snapshot(engine.scheduler)) == []
+        num_files = int((state := session.parked) is not None and state.tier == "disk")
+        assert len(list(kv_dir.glob("*"))) == engine.sessions.parking.num_files == num_files
+        assert make().import_session(tmp_path / "chat.json").token_ids[:3] == (1, 2, 3)
+        assert not list(tmp_path.glob(".*"))
+        ask(session, 9)
+        session.close()
+        assert_all_free(engine)
+    assert at == {"ask": (5, 6), "stream": (5, 6), "park on the host": (0, 1), "park on disk": (2, 0), "resume": (0, 1),
+                  "export": (4, 5)}[name][is_parked]
 
 
 def test_files_go_with_what_they_are_for(tmp_path: Any) -> None:
