@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedcore.sampling_params import SamplingParams
+from pagedcore import SamplingParams
 
 if TYPE_CHECKING:
+    from pagedcore import Engine, Request
     from pagedcore.bench.workloads import Workload
-    from pagedcore.engine.engine import Engine
     from pagedcore.outputs import RequestMetrics
-    from pagedcore.requests.request import Request
 
 _WARM_UP_TOKENS = 8
 """Tokens generated, and most prompt tokens taken, by each request of the warm-up."""

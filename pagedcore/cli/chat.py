@@ -19,9 +19,7 @@ from pagedcore.cli.common import (
 from pagedcore.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from pagedcore.engine.engine import Engine
-    from pagedcore.requests.request import Request
-    from pagedcore.sampling_params import SamplingParams
+    from pagedcore import Engine, Request, SamplingParams
 
 _LEAVE = {"/exit", "/quit"}
 

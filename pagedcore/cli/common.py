@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from pagedcore.engine.engine import Engine
-    from pagedcore.requests.request import Request
+    from pagedcore import Engine, Request
 
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help='A model directory, a hub id, or "demo", which comes with pagedcore.')

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
-from pagedcore._version import __version__
+from pagedcore import __version__
 from pagedcore.cli.common import console
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def versions() -> dict[str, str]:
 
 def choices(machine: Machine) -> dict[str, str]:
     """Say what a configuration that leaves everything open means on this machine."""
-    from pagedcore.config.engine_config import EngineConfig
+    from pagedcore import EngineConfig
     from pagedcore.models.loading import DEFAULT_ATTENTION
 
     config = EngineConfig()

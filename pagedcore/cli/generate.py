@@ -22,8 +22,7 @@ from pagedcore.cli.common import (
 from pagedcore.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from pagedcore.engine.engine import Engine
-    from pagedcore.sampling_params import SamplingParams
+    from pagedcore import Engine, SamplingParams
 
 
 def generate(
