@@ -1,4 +1,4 @@
-"""The sum that is told before a model is loaded is what an engine then takes, and its advice helps."""
+"""The sum that is reported before a model is loaded is what an engine then takes, and its advice helps."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_padding_and_uneven_layers_are_in_the_sum(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("memory", ["5MiB", "6MiB", "9MiB"])
 def test_the_blocks_that_fit_are_those_of_a_pool_of_that_size(memory: str) -> None:
-    """The room beside the weights, given to an engine, makes as many blocks as were told."""
+    """The room beside the weights, given to an engine, makes as many blocks as were reported."""
     report = size_model("demo", memory=memory, dtype="bfloat16")
     room = report.memory - report.weight_bytes
     with Engine.from_pretrained("demo", dtype="bfloat16", kv_cache_memory=room) as engine:
