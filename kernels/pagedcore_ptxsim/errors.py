@@ -6,7 +6,7 @@
   - ``LaunchError``: the launch itself is wrong: arguments, grid, kernel name
   - ``PtxFault``: the kernel did something that is a bug on a GPU too
     - ``MemoryFault``: out of bounds, misaligned, or a store to a read-only buffer
-    - ``UninitializedRead``: shared or local bytes read that nobody wrote
+    - ``UninitializedRead``: shared or local bytes read before any write
     - ``RaceFault``: two threads touch a byte, one of them writes, and nothing orders them
     - ``AsyncCopyFault``: data of a ``cp.async`` touched before its wait, or never waited for
     - ``DivergenceFault``: an operation of a whole warp reached by part of it
@@ -42,7 +42,7 @@ class LaunchError(PtxError, ValueError):
 class PtxFault(PtxError):
     """The kernel did something wrong. ``line`` and ``instruction`` say where, ``threads`` who.
 
-    lanes: numbers of the threads within the running batch, or nothing where nobody in particular is at fault.
+    lanes: numbers of the threads within the running batch, or none if no thread in particular is at fault.
     """
 
     def __init__(self, what: str, lanes: Iterable[SupportsInt] = ()) -> None:
@@ -68,7 +68,7 @@ class MemoryFault(PtxFault):
 
 
 class UninitializedRead(PtxFault):
-    """Bytes of shared or local memory were read before anybody wrote them."""
+    """Bytes of shared or local memory were read before any thread wrote them."""
 
 
 class RaceFault(PtxFault):

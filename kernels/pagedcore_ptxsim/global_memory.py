@@ -19,7 +19,7 @@ from pagedcore_ptxsim.scalar_types import UNSIGNED, Array, Index
 BASE = 0x7F0000000000
 """Address of the first byte. Far above any 32-bit number, so that a truncated pointer is out of bounds."""
 GAP = 4096
-"""Bytes between buffers that nobody may touch."""
+"""Bytes between buffers, which no access may touch."""
 ALIGN = 256
 _READ, _WRITE = 1, 2
 

@@ -16,25 +16,25 @@ import numpy as np
 from pagedcore_ptxsim.errors import RaceFault
 from pagedcore_ptxsim.scalar_types import Array, Index, Mask
 
-_NOBODY, _MANY, _WARP = -1, -2, -3
-"""Who touched a granule: a thread (0 and up), nobody, threads of several warps, or ``_WARP - w`` for several of w."""
+_NO_THREAD, _MANY, _WARP = -1, -2, -3
+"""What touched a granule: a thread (0 and up), none, threads of several warps, or ``_WARP - w`` for several of w."""
 
 
 class _Touches:
     """Who touched each granule since the last barrier, and in which epoch of its warp the latest touch was."""
 
     def __init__(self, granules: int) -> None:
-        self.who = np.full(granules, _NOBODY, np.int32)
+        self.who = np.full(granules, _NO_THREAD, np.int32)
         self.when = np.zeros(granules, np.int32)
 
     def conflicts(self, where: Index, thread: Array, warp: Array, epoch: Array) -> Mask:
-        """Whether somebody else touched a granule unordered with ``thread`` now. All broadcast together."""
+        """Whether another thread touched a granule unordered with ``thread`` now. All broadcast together."""
         who = self.who[where]
-        if (who == _NOBODY).all():
+        if (who == _NO_THREAD).all():
             return np.zeros(who.shape, np.bool_)
         same_warp = np.where(who >= 0, who >> 5, _WARP - who) == warp
         ordered = same_warp & (self.when[where] != epoch)
-        return (who != _NOBODY) & (who != thread) & ~ordered
+        return (who != _NO_THREAD) & (who != thread) & ~ordered
 
     def join(self, where: Index, thread: Array, warp: Array, epoch: Array) -> None:
         """Add a touch that leaves earlier ones standing (reads, atomics)."""
@@ -44,7 +44,7 @@ class _Touches:
         same_warp = np.where(who >= 0, who >> 5, _WARP - who) == warp
         # Why: what this warp touched before its last warp barrier is ordered for this warp, and for every
         # other warp this newer touch stands for it.
-        alone = (who == _NOBODY) | (who == thread) | (same_warp & (when != epoch))
+        alone = (who == _NO_THREAD) | (who == thread) | (same_warp & (when != epoch))
         wanted = np.where(alone, thread, np.where(same_warp, _WARP - warp, _MANY))
         self.who[where] = wanted
         self.when[where] = epoch
@@ -53,7 +53,7 @@ class _Touches:
             self._crowd(where[crowd], np.broadcast_to(warp, crowd.shape)[crowd])
 
     def _crowd(self, where: Index, warp: Array) -> None:
-        """Lanes of one instruction touched one granule: whoever was stored stands for all, unless warps mix."""
+        """Lanes of one instruction touched one granule: the lane that was stored stands for all, unless warps mix."""
         stored = self.who[where]
         mixed = np.where(stored >= 0, stored >> 5, _WARP - stored) != warp
         self.who[where] = _WARP - warp
@@ -65,7 +65,7 @@ class _Touches:
         self.when[where] = epoch
 
     def forget(self, low: int, high: int) -> None:
-        self.who[low:high] = _NOBODY
+        self.who[low:high] = _NO_THREAD
 
 
 class RaceDetector:
@@ -106,7 +106,7 @@ class RaceDetector:
         overwritten = (self._writes.who[where] != thread).any(1)
         if overwritten.any():
             self._check_same_value(starts, data, overwritten, lanes)
-        self._reads.who[where] = _NOBODY
+        self._reads.who[where] = _NO_THREAD
         self._atomic[where] = False
 
     def deliver(self, starts: Index, size: int, lanes: Index) -> None:

@@ -2,7 +2,7 @@
 
 Among the threads that can run, those at the smallest program counter run together until they branch apart or reach
 where others wait, so divergent paths join again where the compiler laid the join. An operation of a whole warp that
-only part of it has reached parks that part until the rest arrives. When nobody can run, barriers whose blocks are
+only part of it has reached parks that part until the rest arrives. When no thread can run, barriers whose blocks are
 complete open; if none does, the launch is stuck and the error says who waits where.
 """
 

@@ -108,7 +108,7 @@ class SharedMemory:
             return
         empty = (states != _repeated(wanted, width)).any(1)
         if empty.any():
-            raise UninitializedRead(f"shared {verb} of bytes that nobody wrote", lanes[empty])
+            raise UninitializedRead(f"shared {verb} of bytes that were never written", lanes[empty])
 
     def start_copies(self, starts: Index, size: int, lanes: Index, data: Array) -> None:
         """cp.async: the bytes are unusable until the issuing thread waits for the group."""

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedcore.sampling_params import SamplingParams
+from pagedcore import SamplingParams
 
 if TYPE_CHECKING:
+    from pagedcore import Engine, Request
     from pagedcore.bench.workloads import Workload
-    from pagedcore.engine.engine import Engine
     from pagedcore.outputs import RequestMetrics
-    from pagedcore.requests.request import Request
 
 _WARM_UP_TOKENS = 8
 """Tokens generated, and most prompt tokens taken, by each request of the warm-up."""
@@ -61,7 +60,7 @@ class Measurement:
 
     @property
     def slot_utilisation(self) -> float:
-        """Share of slots that computed something for a request; the rest stood idle or was held by a finished one."""
+        """Share of slots that computed something for a request; the rest was idle or held by a finished one."""
         return self.num_rows / (self.num_steps * self.num_slots)
 
 
@@ -69,10 +68,10 @@ def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callab
     """Run ``workload`` once and measure it.
 
     Args:
-        engine: with room for all requests in its waiting queue, and nobody else's.
+        engine: with room for all requests in its waiting queue, and no others in it.
         workload: what to run.
         policy: the name of the engine's scheduling policy.
-        on_progress: told the number of tokens generated in each step.
+        on_progress: called with the number of tokens generated in each step.
 
     Raises:
         InvalidRequest: a prompt does not fit the engine's model.
@@ -110,7 +109,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def _warm_up(engine: Engine, workload: Workload) -> None:
-    # Why: backwards, so that no cache can know anything of the workload afterwards.
+    # Why: backwards, so that the prefix cache holds nothing of the workload afterwards.
     prompts = [list(prompt[: -_WARM_UP_TOKENS - 1 : -1]) for prompt in workload.prompts[:2]]
     engine.generate(prompts, _exactly(min(_WARM_UP_TOKENS, *workload.num_outputs)), show_progress=False)
 

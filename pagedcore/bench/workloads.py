@@ -42,7 +42,7 @@ class Workload:
         return sum(self.num_outputs)
 
     def padding_waste(self, num_slots: int) -> float:
-        """Share of positions that belong to nobody if batches of ``num_slots`` requests are padded to rectangles."""
+        """Share of positions that are padding if batches of ``num_slots`` requests are padded to rectangles."""
         padded = 0
         for start in range(0, len(self.prompts), num_slots):
             batch = slice(start, start + num_slots)

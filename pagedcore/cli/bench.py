@@ -22,9 +22,9 @@ from pagedcore.cli.common import (
 from pagedcore.errors import InvalidConfig
 
 if TYPE_CHECKING:
+    from pagedcore import Engine
     from pagedcore.bench.throughput import Measurement
     from pagedcore.bench.workloads import Workload
-    from pagedcore.engine.engine import Engine
 
 _MAX_WAITING = 4096
 """All requests of a workload arrive at once, so the queue has to hold them."""

@@ -14,22 +14,20 @@ from pagedcore.cli.common import (
     ModelOption,
     error_console,
     open_engine,
-    stream_answer,
+    stream_completion,
 )
 from pagedcore.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from pagedcore.engine.engine import Engine
-    from pagedcore.requests.request import Request
-    from pagedcore.sampling_params import SamplingParams
+    from pagedcore import Engine, Request, SamplingParams
 
 _LEAVE = {"/exit", "/quit"}
 
 
 def chat(
     model: ModelOption = "demo",
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 128,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens per completion.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample within this share of probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
@@ -47,7 +45,7 @@ def chat(
             if line == "/new":
                 conversation.restart()
             elif line:
-                _answer(conversation, line)
+                _say(conversation, line)
 
 
 class Conversation:
@@ -63,18 +61,18 @@ class Conversation:
         self.request: Request | None = None
 
     def say(self, text: str) -> None:
-        """Stream the answer to ``text`` to standard output.
+        """Send ``text`` and stream the completion to standard output.
 
         Raises:
             InvalidRequest: the turn is refused, for one because the context is full; the conversation is as it was.
-            RequestFailed: the answer ended with an error.
+            RequestFailed: the completion ended with an error.
         """
         message = {"role": "user", "content": text}
         if self.request is None:
             self.request = self._engine.add_request([*self._opening, message], self._params)
         else:
             self.request.extend([message], self._params)
-        stream_answer(self._engine, self.request)
+        stream_completion(self._engine, self.request)
 
     @property
     def num_reused_tokens(self) -> int:
@@ -95,7 +93,7 @@ def _read_line() -> str | None:
     return line.strip() if line else None
 
 
-def _answer(conversation: Conversation, line: str) -> None:
+def _say(conversation: Conversation, line: str) -> None:
     notes = error_console()
     try:
         conversation.say(line)

@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from pagedcore.engine.engine import Engine
-    from pagedcore.requests.request import Request
+    from pagedcore import Engine, Request
 
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help='A model directory, a hub id, or "demo", which comes with pagedcore.')
@@ -23,7 +22,7 @@ SeqsOption = Annotated[int | None, typer.Option("--max-num-seqs", help="Most seq
 BlocksOption = Annotated[
     int | None, typer.Option("--blocks", help="KV blocks of the pool; few of them force preemptions.")
 ]
-LengthOption = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer, in tokens.")]
+LengthOption = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and completion, in tokens.")]
 BackendOption = Annotated[
     str, typer.Option("--attention-backend", help="See `pagedcore plugins --table attention`.")
 ]
@@ -35,7 +34,7 @@ def console() -> Console:
 
 
 def error_console() -> Console:
-    """Return a console on standard error, for everything that is not the answer."""
+    """Return a console on standard error, for everything that is not a completion."""
     return Console(stderr=True, highlight=False)
 
 
@@ -51,11 +50,11 @@ def open_engine(model: Any, **settings: Any) -> Engine:
 
         from pagedcore import Engine
 
-        logging.disable_progress_bar()  # Why: the line above says what is going on; two bars would fight over it
+        logging.disable_progress_bar()  # Why: the status line above is shown instead
         return Engine.from_pretrained(model, **given)
 
 
-def stream_answer(engine: Engine, request: Request) -> None:
+def stream_completion(engine: Engine, request: Request) -> None:
     """Step until ``request`` is done, writing its text to standard output as it comes.
 
     Raises:

@@ -1,7 +1,7 @@
 """``pagedcore demo``: questions with known answers go through the demo model, and you watch the batch.
 
-Owns the run and the verdicts; how they look is in ``demo_view.py``. It is also the simplest complete example
-of the step loop: add requests, step, read what is new.
+Owns the run, its verdicts, and how they look: a live table on a terminal, one line per completion anywhere else. It
+is also the simplest complete example of the step loop: add requests, step, read what is new.
 """
 
 from __future__ import annotations
@@ -9,27 +9,33 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from pagedcore.cli.common import BlocksOption, DtypeOption, console, open_engine
 
 if TYPE_CHECKING:
+    from pagedcore import Delta, Engine, Request
     from pagedcore.demo_model.questions import DemoQuestion
-    from pagedcore.engine.engine import Engine
-    from pagedcore.outputs import Delta
-    from pagedcore.requests.request import Request
-    from pagedcore.requests.stats import EngineStats
 
-_MAX_ANSWER_TOKENS = 64
-_BLOCK_SIZE = 16
-"""Why not the backend's own: answers are short, and with small blocks more of them run side by side."""
+_MAX_TOKENS: Final = 64
+_BLOCK_SIZE: Final = 16
+"""Not the backend's own: completions are short, and with small blocks more of them run side by side."""
+_FRAMES_PER_S: Final = 15
+_FRAME_LINES: Final = 8
+"""Lines of the terminal that are not rows: title, header, rules, counters."""
+_COLOURS: Final = {"waiting": "dim", "prefill": "yellow", "decode": "cyan", "preempted": "magenta"}
 
 
 @dataclass(slots=True)
 class Line:
-    """One question on its way to an answer."""
+    """One question and its completion so far."""
 
     number: int
     question: DemoQuestion
@@ -37,7 +43,7 @@ class Line:
     text: str = ""
     num_tokens: int = 0
     is_right: bool | None = None
-    """``None`` until the answer is complete."""
+    """``None`` until the completion has ended."""
 
     @property
     def state(self) -> str:
@@ -62,13 +68,8 @@ class Run:
 
     @property
     def num_right(self) -> int:
-        """Answers that were checked and found right."""
+        """Completions that were checked and found right."""
         return sum(line.is_right is True for line in self.lines)
-
-    @property
-    def stats(self) -> EngineStats:
-        """The engine's counters now."""
-        return self.engine.stats()
 
     @property
     def elapsed_s(self) -> float:
@@ -78,12 +79,12 @@ class Run:
     @property
     def verdict(self) -> str:
         """The last line of the demo."""
-        stats, seconds = self.stats, self.elapsed_s
+        stats, seconds = self.engine.stats(), self.elapsed_s
         return (f"{self.num_right} of {len(self.lines)} answers right, {stats.num_generated_tokens} tokens in "
                 f"{stats.num_steps} steps and {seconds:.2f} s, {stats.num_preemptions} preemptions")
 
     def steps(self) -> Iterator[list[Line]]:
-        """Step until everything is answered; yield the lines that each step finished."""
+        """Step until every request has ended; yield the lines that each step finished."""
         by_id = {line.request.request_id: line for line in self.lines}
         while self.engine.has_pending_requests():
             advanced = [_advance(by_id[delta.request_id], delta) for delta in self.engine.step()]
@@ -100,8 +101,6 @@ def demo(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Watch continuous batching answer questions whose answers are known, in a memory too small for all of them."""
-    from pagedcore.cli.demo_view import show
-
     with open_engine("demo", num_kv_blocks=blocks, block_size=_BLOCK_SIZE, max_num_seqs=max_num_seqs,
                      max_num_waiting=requests, dtype=dtype) as engine:
         run = start(engine, requests, seed)
@@ -116,7 +115,7 @@ def start(engine: Engine, num_requests: int, seed: int) -> Run:
     from pagedcore import SamplingParams
     from pagedcore.demo_model.questions import demo_questions
 
-    params = SamplingParams(max_tokens=_MAX_ANSWER_TOKENS)
+    params = SamplingParams(max_tokens=_MAX_TOKENS)
     return Run(engine, [
         Line(number, question, engine.add_request(question.prompt, params))
         for number, question in enumerate(demo_questions(num_requests, seed), start=1)
@@ -131,3 +130,76 @@ def _advance(line: Line, delta: Delta) -> Line:
     if delta.finish_reason is not None:
         line.is_right = is_correct(line.question, line.text)
     return line
+
+
+def show(run: Run, console: Console) -> None:
+    """Run the demo to its end, live on a terminal, as plain lines otherwise."""
+    if console.is_terminal:
+        _show_live(run, console)
+    else:
+        _show_plain(run, console)
+    console.print(run.verdict, style="bold green" if run.num_right == len(run.lines) else "bold red")
+
+
+def _show_live(run: Run, console: Console) -> None:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        next_frame_s = 0.0
+        for _ in run.steps():
+            # Why: drawing costs more than a step of the demo model, so most steps are not drawn.
+            if run.elapsed_s >= next_frame_s:
+                live.update(frame(run, console.height - _FRAME_LINES), refresh=True)
+                next_frame_s = run.elapsed_s + 1 / _FRAMES_PER_S
+    console.print(_lines_table(run.lines))
+
+
+def _show_plain(run: Run, console: Console) -> None:
+    for finished in run.steps():
+        for line in finished:
+            mark = "right" if line.is_right else f"WRONG, expected {line.question.answer!r}"
+            console.print(f"{line.number:>4}  {line.num_tokens:>3} tokens  {line.question.prompt!r} -> "
+                          f"{line.text.strip()!r}  {mark}", markup=False, soft_wrap=True)
+
+
+def frame(run: Run, num_rows: int) -> RenderableType:
+    """Draw one moment: what runs first, then what waits, then the latest completions, in at most ``num_rows`` rows."""
+    running = [line for line in run.lines if line.state in ("prefill", "decode")]
+    waiting = [line for line in run.lines if line.state in ("waiting", "preempted")]
+    done = [line for line in run.lines if line.is_right is not None]
+    visible = (running + waiting)[: max(1, num_rows)]
+    room = max(0, num_rows - len(visible))
+    return Group(_lines_table(done[len(done) - min(room, len(done)):] + visible), _counters(run, len(done)))
+
+
+def _lines_table(lines: list[Line]) -> Table:
+    table = Table(expand=True, pad_edge=False)
+    table.add_column("#", justify="right", width=4)
+    table.add_column("state", width=10)
+    table.add_column("tokens", justify="right", width=6)
+    table.add_column("question", ratio=2, no_wrap=True)
+    table.add_column("completion so far", ratio=3, no_wrap=True)
+    for line in lines:
+        table.add_row(str(line.number), _state(line), str(line.num_tokens), Text(_one_line(line.question.prompt)),
+                      Text(_one_line(line.text)))
+    return table
+
+
+def _state(line: Line) -> Text:
+    if line.is_right is None:
+        return Text(line.state, style=_COLOURS[line.state])
+    return Text("right", style="green") if line.is_right else Text("wrong", style="bold red")
+
+
+def _counters(run: Run, num_done: int) -> RenderableType:
+    stats = run.engine.stats()
+    table = Table.grid(padding=(0, 1))
+    table.add_row("blocks in use", ProgressBar(stats.num_blocks, stats.num_blocks_used, width=40),
+                  f"{stats.num_blocks_used} of {stats.num_blocks}")
+    table.add_row("answered", ProgressBar(len(run.lines), num_done, width=40), f"{num_done} of {len(run.lines)}")
+    rate = stats.num_generated_tokens / max(run.elapsed_s, 1e-9)
+    totals = (f"running {stats.num_running}   waiting {stats.num_waiting}   step {stats.num_steps}   "
+              f"{rate:.0f} tokens/s   preemptions {stats.num_preemptions}")
+    return Group(table, Text(totals))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
-from pagedcore._version import __version__
+from pagedcore import __version__
 from pagedcore.cli.common import console
 
 if TYPE_CHECKING:
@@ -36,28 +36,28 @@ def doctor() -> None:
 
 
 def machine_facts(machine: Machine) -> dict[str, str]:
-    """Describe processor, memory and graphics cards."""
+    """Describe processor, memory and GPUs."""
     return {
         "processor": machine.cpu_name,
         "usable cores": str(machine.num_cores),
         "instruction sets": " ".join(machine.instruction_sets) or "none that matter",
         "number formats": ", ".join(machine.dtypes),
         "memory": f"{machine.memory_bytes / _GIB:.1f} GiB",
-        "graphics cards": _graphics_cards() or "none found",
+        "GPUs": _gpus() or "none found",
         'device="cuda"': cuda_device(),
         "CUDA kernels": cuda_kernels(),
     }
 
 
 def cuda_device() -> str:
-    """Say whether an engine could compute on a graphics card."""
+    """Say whether an engine can compute on a GPU."""
     from pagedcore.execution.devices import why_no_cuda
 
-    return why_no_cuda() or "available; not tested on a card yet"
+    return why_no_cuda() or "available; not tested on a GPU yet"
 
 
 def cuda_kernels() -> str:
-    """Say whether kernels for graphics cards could be built and launched with what is installed."""
+    """Say whether kernels for GPUs can be built with what is installed."""
     from pagedcore_kernels.cuda.build.toolchain import EXTRA, missing_compiler_parts
 
     missing = missing_compiler_parts()
@@ -78,8 +78,8 @@ def versions() -> dict[str, str]:
 
 
 def choices(machine: Machine) -> dict[str, str]:
-    """Say what a configuration that leaves everything open means on this machine."""
-    from pagedcore.config.engine_config import EngineConfig
+    """Return what the default configuration chooses on this machine."""
+    from pagedcore import EngineConfig
     from pagedcore.models.loading import DEFAULT_ATTENTION
 
     config = EngineConfig()
@@ -93,8 +93,8 @@ def choices(machine: Machine) -> dict[str, str]:
     }
 
 
-def _graphics_cards() -> str:
-    """Ask the driver's own tool, so that no library starts to use a card."""
+def _gpus() -> str:
+    """Ask the driver's own tool, so that no library starts to use a GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
@@ -103,8 +103,8 @@ def _graphics_cards() -> str:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return "nvidia-smi does not answer"
-    cards = "; ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
-    return f'{cards} (used with device="cuda")' if done.returncode == 0 and cards else ""
+    gpus = "; ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
+    return f'{gpus} (used with device="cuda")' if done.returncode == 0 and gpus else ""
 
 
 def _facts(title: str, facts: dict[str, str]) -> Table:

@@ -1,4 +1,4 @@
-"""``pagedcore generate``: answers on standard output, one prompt streamed, many with a progress bar."""
+"""``pagedcore generate``: completions on standard output, one prompt streamed, many with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from pagedcore.cli.common import (
     ModelOption,
     SeqsOption,
     open_engine,
-    stream_answer,
+    stream_completion,
 )
 from pagedcore.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from pagedcore.engine.engine import Engine
-    from pagedcore.sampling_params import SamplingParams
+    from pagedcore import Engine, SamplingParams
 
 
 def generate(
@@ -33,22 +32,22 @@ def generate(
         Path | None, typer.Option(help="A file with one prompt per line; - is standard input.", allow_dash=True)
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's chat message.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer and line.")] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens per answer.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per completion and line.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens per completion.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely; 0 is all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample within this share of probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the best.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a completion; may be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same completion.")] = None,
     dtype: DtypeOption = "auto",
     max_num_seqs: SeqsOption = None,
     blocks: BlocksOption = None,
     max_model_len: LengthOption = None,
     attention_backend: BackendOption = "auto",
 ) -> None:
-    """Answer prompts given as arguments or in a file."""
+    """Complete prompts given as arguments or in a file."""
     from pagedcore import SamplingParams
 
     wanted = [*(prompts or []), *_read_prompts(prompts_file)]
@@ -62,7 +61,7 @@ def generate(
     with open_engine(model, dtype=dtype, max_num_seqs=max_num_seqs, num_kv_blocks=blocks,
                      max_model_len=max_model_len, attention_backend=attention_backend) as engine:
         if len(inputs) == 1 and not as_json:
-            stream_answer(engine, engine.add_request(inputs[0], params))
+            stream_completion(engine, engine.add_request(inputs[0], params))
         else:
             _batch(engine, wanted, inputs, params, as_json)
 
@@ -79,7 +78,7 @@ def _read_prompts(path: Path | None) -> list[str]:
 
 def _batch(engine: Engine, texts: list[str], inputs: list[Any], params: SamplingParams, as_json: bool) -> None:
     for text, output in zip(texts, engine.generate(inputs, params), strict=True):
-        answer = output.outputs[0]
-        record = {"prompt": text, "text": answer.text, "num_tokens": len(answer.token_ids),
-                  "finish_reason": answer.finish_reason}
-        print(json.dumps(record, ensure_ascii=False) if as_json else f"{text}\n  {answer.text.strip()}")
+        completion = output.outputs[0]
+        record = {"prompt": text, "text": completion.text, "num_tokens": len(completion.token_ids),
+                  "finish_reason": completion.finish_reason}
+        print(json.dumps(record, ensure_ascii=False) if as_json else f"{text}\n  {completion.text.strip()}")

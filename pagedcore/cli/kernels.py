@@ -1,4 +1,4 @@
-"""``pagedcore kernels``: compile the CUDA kernels ahead, on a machine that needs no card."""
+"""``pagedcore kernels``: compile the CUDA kernels ahead of time, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from pagedcore.cli.common import console, error_console
 from pagedcore.errors import InvalidConfig
 
-app = typer.Typer(help="Compile the kernels for graphics cards ahead of time.", no_args_is_help=True)
+app = typer.Typer(help="Compile the kernels for GPUs ahead of time.", no_args_is_help=True)
 
 
 @app.callback()
@@ -26,9 +26,9 @@ def build(
         list[str] | None, typer.Option(help="Only kernels whose name starts so, such as decode-bf16-bf16-128.")
     ] = None,
 ) -> None:
-    """Write a directory of compiled kernels that a machine with a card and without a compiler can run.
+    """Write a directory of compiled kernels that a machine with a GPU and without a compiler can run.
 
-    Beside them it writes RESOURCES.md, what each of them takes of a card.
+    Beside them it writes RESOURCES.md: the registers and memory that each of them needs.
     """
     from pagedcore_kernels.cuda.build.compiler import parse_arch
     from pagedcore_kernels.cuda.build.images import ImageStore

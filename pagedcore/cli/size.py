@@ -3,21 +3,164 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from pagedcore import EngineConfig
 from pagedcore.cli.common import DtypeOption, console
+from pagedcore.config.memory_budget import format_memory, parse_memory
 
 if TYPE_CHECKING:
-    from pagedcore.cli.size_report import SizeReport
+    from pagedcore.models.blueprint import Blueprint
+
+
+@dataclass(frozen=True, slots=True)
+class SizeReport:
+    """What ``concurrency`` sequences of ``context`` tokens take, and what fits; sizes in bytes."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    num_parameters: int
+    weight_bytes: int
+    layers: list[dict[str, int]]
+    """How many layers have each shape of K and V."""
+    context: int
+    """Tokens of each sequence, prompt and completion."""
+    concurrency: int
+    block_size: int
+    block_bytes: int
+    """Over all layers, padding included."""
+    bytes_per_token: int
+    """K and V without padding: 2 x layers x KV heads x head size x bytes, summed where layers differ.
+
+    It counts KV heads, not query heads (Ainslie et al. 2023)."""
+    padding_bytes: int
+    """Bytes of a block that hold no K or V."""
+    blocks_per_sequence: int
+    num_blocks: int
+    kv_bytes: int
+    """What an engine allocates: whole blocks, padding included."""
+    memory: int
+    """For weights and KV together."""
+    num_blocks_that_fit: int
+    num_sequences_that_fit: int
+    context_that_fits: int
+    """Tokens that each of ``concurrency`` sequences has room for, in whole blocks."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights and KV together."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and all sequences at full length have room."""
+        return self.num_blocks <= self.num_blocks_that_fit
+
+    @property
+    def settings(self) -> dict[str, int | str]:
+        """Keywords of ``Engine.from_pretrained`` for an engine of this size, or with the blocks that fit."""
+        return {
+            "dtype": self.dtype, "max_model_len": self.context, "max_num_seqs": self.concurrency,
+            "max_num_batched_tokens": _step_tokens(self.concurrency),
+            "num_kv_blocks": max(1, min(self.num_blocks, self.num_blocks_that_fit)),
+        }
+
+    @property
+    def advice(self) -> str:
+        """One sentence on what is left, or on what to change."""
+        if self.fits:
+            return f"It fits: {format_memory(self.memory - self.total_bytes)} are left."
+        missing = format_memory(self.total_bytes - self.memory)
+        return f"It does not fit: {missing} are missing. Either {', or '.join(self._changes())}."
+
+    def _changes(self) -> list[str]:
+        """The smallest loss first."""
+        changes = [f"give it {format_memory(self.total_bytes)} of memory"]
+        if self.num_sequences_that_fit:
+            changes.append(f"keep both with num_kv_blocks={self.num_blocks_that_fit}: what has no room waits and gets "
+                           "the same completion")
+            changes.append(f"lower the concurrency to {self.num_sequences_that_fit}")
+        if self.context_that_fits:
+            changes.append(f"lower the context to {self.context_that_fits} tokens")
+        if self.dtype == "float32" and self.total_bytes // 2 <= self.memory:
+            changes.append("take dtype bfloat16, which halves weights and KV")
+        if not self.num_blocks_that_fit:
+            changes.append("take a smaller model: beside the weights there is no room for a block")
+        return changes
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        return {**asdict(self), "fits": self.fits, "settings": self.settings, "advice": self.advice}
+
+
+def size_model(
+    model: str | os.PathLike[str], *, context: int | None = None, concurrency: int | None = None, dtype: str = "auto",
+    memory: int | float | str | None = None,
+) -> SizeReport:
+    """Return what ``model`` takes; its configuration is read, its weights are not.
+
+    Args:
+        model: "demo", a directory, or a hub name.
+        context: tokens of each sequence; ``None``: what the model was made for.
+        concurrency: sequences at once; ``None``: the default of ``max_num_seqs``.
+        dtype: number format of weights and KV.
+        memory: bytes, text or a share of free memory, for weights and KV; ``None``: what is free now.
+
+    Raises:
+        InvalidConfig: an argument is out of range, there is no such model, or it cannot run here.
+    """
+    from pagedcore.engine.kv_memory import context_length
+    from pagedcore.execution.machine import free_memory_bytes
+    from pagedcore.models.loading import model_name, plan_backend
+    from pagedcore.plugins.manager import create_plugin_manager
+
+    sequences = concurrency if concurrency is not None else EngineConfig().max_num_seqs
+    config = EngineConfig(dtype=dtype, max_model_len=context, max_num_seqs=sequences,
+                          max_num_batched_tokens=_step_tokens(sequences))
+    free_bytes = free_memory_bytes()
+    given = parse_memory(memory, free_bytes=free_bytes, what="memory")
+    plan = plan_backend(model, config, create_plugin_manager().registry.attention.load)
+    return _report(model_name(model), plan, context_length(plan.max_model_len, config), sequences,
+                   free_bytes if given is None else given)
+
+
+def _report(model: str, plan: Blueprint, context: int, concurrency: int, memory: int) -> SizeReport:
+    layout, layers = plan.layout, Counter(plan.layout.layers)
+    bytes_per_token = layout.dtype.itemsize * sum(
+        n * layer.num_kv_heads * (layer.key_head_size + layer.value_head_size) for layer, n in layers.items())
+    blocks_per_sequence = -(-context // layout.block_size)
+    num_blocks = concurrency * blocks_per_sequence
+    num_blocks_that_fit = max(0, memory - plan.weight_bytes) // layout.block_bytes
+    return SizeReport(
+        model=model, dtype=str(layout.dtype).removeprefix("torch."), max_model_len=plan.max_model_len,
+        num_parameters=plan.num_parameters, weight_bytes=plan.weight_bytes,
+        layers=[{"num_layers": n, "num_kv_heads": layer.num_kv_heads, "key_head_size": layer.key_head_size,
+                 "value_head_size": layer.value_head_size} for layer, n in layers.items()],
+        context=context, concurrency=concurrency, block_size=layout.block_size, block_bytes=layout.block_bytes,
+        bytes_per_token=bytes_per_token, padding_bytes=layout.block_bytes - layout.block_size * bytes_per_token,
+        blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * layout.block_bytes,
+        memory=memory, num_blocks_that_fit=num_blocks_that_fit,
+        num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
+        context_that_fits=min(context, num_blocks_that_fit // concurrency * layout.block_size),
+    )
+
+
+def _step_tokens(concurrency: int) -> int:
+    """A token budget in which every sequence can advance: the default, or more if that is less."""
+    return max(concurrency, EngineConfig().max_num_batched_tokens)
 
 
 def size(
     model: Annotated[str, typer.Argument(help='A model directory, a hub id, or "demo"; no weights are read.')],
     context: Annotated[
-        int | None, typer.Option(help="Tokens of each sequence, prompt and answer; else the most the model can.")
+        int | None, typer.Option(help="Tokens of each sequence, prompt and completion; else the most the model can.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(help="Sequences at once; else the engine's default.")] = None,
     dtype: DtypeOption = "auto",
@@ -28,8 +171,6 @@ def size(
 ) -> None:
     """Say how much memory a model takes for so many sequences, and what fits."""
     from transformers.utils import logging
-
-    from pagedcore.cli.size_report import size_model
 
     logging.set_verbosity_error()  # Why: remarks about a configuration would stand between the figures
     report = size_model(model, context=context, concurrency=concurrency, dtype=dtype, memory=memory)
@@ -46,37 +187,35 @@ def size(
 
 def report_table(report: SizeReport, *, is_given: bool) -> Table:
     """Lay out the sum, from one token to all sequences, and what fits."""
-    from pagedcore.config.memory_budget import format_memory
-
-    plan = report.blueprint
+    tokens = f"{report.context:,} tokens"
+    rows = (
+        ("KV of a token", report.bytes_per_token, _token_sum(report)),
+        ("a block", report.block_bytes, f"{report.block_size} tokens, {report.padding_bytes:,} bytes of it padding"),
+        ("a sequence", report.blocks_per_sequence * report.block_bytes,
+         f"{tokens} in {report.blocks_per_sequence:,} blocks"),
+        ("all sequences", report.kv_bytes, f"{report.concurrency:,} sequences, {report.num_blocks:,} blocks, "
+         f"{format_memory(report.kv_bytes)}: what an engine allocates"),
+        ("without padding", report.concurrency * report.context * report.bytes_per_token,
+         f"{report.concurrency:,} x {tokens}, as the formula counts"),
+        ("weights, about", report.weight_bytes,
+         f"{report.num_parameters:,} parameters, {format_memory(report.weight_bytes)}"),
+        ("memory", report.memory, f"{format_memory(report.memory)} {'given' if is_given else 'free on this machine'}"),
+        ("room for KV", report.num_blocks_that_fit * report.block_bytes,
+         f"{report.num_blocks_that_fit:,} blocks: {report.num_sequences_that_fit:,} sequences of {tokens} at once"),
+    )
     table = Table("what", "bytes", "how", title=f"{report.model}, {report.dtype}", title_justify="left")
     table.columns[1].justify = "right"
-
-    def row(what: str, num_bytes: int, how: str) -> None:
+    for what, num_bytes, how in rows:
         table.add_row(what, f"{num_bytes:,}", how)
-
-    row("KV of a token", report.bytes_per_token, token_sum(report))
-    row("a block", report.block_bytes, f"{report.block_size} tokens, {report.padding_bytes:,} bytes of it padding")
-    row("a sequence", report.blocks_per_sequence * report.block_bytes,
-        f"{report.context:,} tokens in {report.blocks_per_sequence:,} blocks")
-    row("all sequences", report.kv_bytes, f"{report.concurrency:,} sequences, {report.num_blocks:,} blocks, "
-        f"{format_memory(report.kv_bytes)}: what an engine allocates")
-    row("without padding", report.concurrency * report.context * report.bytes_per_token,
-        f"{report.concurrency:,} x {report.context:,} tokens, as the formula counts")
-    row("weights, about", plan.weight_bytes,
-        f"{plan.num_parameters:,} parameters, {format_memory(plan.weight_bytes)}")
-    row("memory", report.memory, f"{format_memory(report.memory)} {'given' if is_given else 'free on this machine'}")
-    row("room for KV", report.num_blocks_that_fit * report.block_bytes, f"{report.num_blocks_that_fit:,} blocks: "
-        f"{report.num_sequences_that_fit:,} sequences of {report.context:,} tokens at once")
     return table
 
 
-def token_sum(report: SizeReport) -> str:
+def _token_sum(report: SizeReport) -> str:
     """Write the sum over the layers; 2 stands for K and V, where their heads have one size."""
     terms = []
-    for layer, num_layers in report.layers.items():
-        key, value = layer.key_head_size, layer.value_head_size
-        heads = f"{num_layers} layers x {layer.num_kv_heads} KV heads"
+    for layer in report.layers:
+        key, value = layer["key_head_size"], layer["value_head_size"]
+        heads = f"{layer['num_layers']} layers x {layer['num_kv_heads']} KV heads"
         terms.append(f"2 x {heads} x {key}" if key == value else f"{heads} x ({key} + {value})")
     total = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
-    return f"{total} x {report.itemsize} bytes"
+    return f"{total} x {4 if report.dtype == 'float32' else 2} bytes"

@@ -1,7 +1,7 @@
 """Which metrics there are: one line each, with where the number comes from and what vLLM's dashboards call it.
 
 Owns names, help texts and bucket bounds; never a value. A new counter of ``EngineStats`` becomes a metric by one line
-in ``SCALARS``. Names have no prefix here; ``exposition.py`` adds ``pagedcore_`` or ``vllm:``.
+in ``SCALARS``. Names have no prefix here; ``prometheus.py`` adds ``pagedcore_`` or ``vllm:``.
 
 Times are differences of the engine's monotonic clock: queue = arrival to first scheduled, prefill = first scheduled
 to first token, decode = first to last token. A preemption therefore lengthens what it interrupts, prefill or decode,
@@ -20,7 +20,7 @@ from pagedcore.requests.stats import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A number that the engine keeps itself and that is read when somebody asks."""
+    """A number that the engine keeps itself and that is read at each scrape."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -34,7 +34,7 @@ class Histogram:
     """A distribution: over requests where ``read`` is given, else over steps."""
 
     name: str
-    unit: Literal["seconds", "tokens", "answers"]
+    unit: Literal["seconds", "tokens", "completions"]
     help: str
     vllm_name: str = ""
     read: Callable[[RequestOutput], float | None] = lambda _: None
@@ -43,20 +43,20 @@ class Histogram:
     """How many observations of that value the request stands for."""
 
 
-def longest_answer(request: RequestOutput) -> int:
-    """Tokens of the longest answer of a request."""
-    return max(len(answer.token_ids) for answer in request.outputs)
+def longest_completion(request: RequestOutput) -> int:
+    """Tokens of the longest completion of a request."""
+    return max(len(one.token_ids) for one in request.outputs)
 
 
 def num_intervals(request: RequestOutput) -> int:
-    """How often a token of the request followed another one of the same answer."""
-    return sum(max(0, len(answer.token_ids) - 1) for answer in request.outputs)
+    """How often a token of the request followed another one of the same completion."""
+    return sum(max(0, len(one.token_ids) - 1) for one in request.outputs)
 
 
 def token_interval_s(request: RequestOutput) -> float | None:
     """Seconds from one token to the next, on average over a request."""
     decode_s = between("first_token_s", "finished_s")(request)
-    return None if decode_s is None else decode_s / max(1, longest_answer(request) - 1)
+    return None if decode_s is None else decode_s / max(1, longest_completion(request) - 1)
 
 
 def between(start: str, end: str) -> Callable[[RequestOutput], float | None]:
@@ -69,16 +69,17 @@ def between(start: str, end: str) -> Callable[[RequestOutput], float | None]:
 
 
 SCALARS: Final = (
-    Scalar("requests_running", "gauge", "Answers being computed.", lambda s: s.num_running, "num_requests_running"),
-    Scalar("requests_waiting", "gauge", "Answers waiting for room.", lambda s: s.num_waiting, "num_requests_waiting"),
+    Scalar("requests_running", "gauge", "Completions being computed.", lambda s: s.num_running, "num_requests_running"),
+    Scalar("requests_waiting", "gauge", "Completions waiting for room.", lambda s: s.num_waiting,
+           "num_requests_waiting"),
     Scalar("kv_cache_usage_ratio", "gauge", "Share of KV blocks in use, 0 to 1.",
            lambda s: s.num_blocks_used / max(1, s.num_blocks), "kv_cache_usage_perc"),
     Scalar("kv_blocks", "gauge", "KV blocks there are.", lambda s: s.num_blocks),
     Scalar("kv_blocks_used", "gauge", "KV blocks in use.", lambda s: s.num_blocks_used),
-    Scalar("kv_blocks_cached", "gauge", "KV blocks that nobody holds and whose contents can be found.",
+    Scalar("kv_blocks_cached", "gauge", "Unreferenced KV blocks that stay cached until evicted.",
            lambda s: s.num_blocks_cached),
-    Scalar("host_kv_blocks_used", "gauge", "Host blocks kept for somebody.", lambda s: s.num_host_blocks_used),
-    Scalar("requests_swapped", "gauge", "Waiting answers whose KV is on the host.", lambda s: s.num_swapped,
+    Scalar("host_kv_blocks_used", "gauge", "Host blocks that hold KV.", lambda s: s.num_host_blocks_used),
+    Scalar("requests_swapped", "gauge", "Waiting completions whose KV is on the host.", lambda s: s.num_swapped,
            "num_requests_swapped"),
     Scalar("prefix_cache_looked_up_tokens", "counter", "Tokens that might have been found in the prefix cache.",
            lambda s: s.num_looked_up_tokens, "prefix_cache_queries"),
@@ -88,11 +89,11 @@ SCALARS: Final = (
     Scalar("kv_swapped_in_bytes", "counter", "KV bytes brought back from there.", lambda s: s.swapped_in_bytes),
     Scalar("kv_cache_bytes", "gauge", "Size of the KV pool.", lambda s: s.kv_bytes),
     Scalar("steps", "counter", "Steps computed.", lambda s: s.num_steps),
-    Scalar("step_rows", "counter", "Rows of all steps: answers that advanced.", lambda s: s.num_rows),
+    Scalar("step_rows", "counter", "Rows of all steps: completions that advanced.", lambda s: s.num_rows),
     Scalar("computed_tokens", "counter", "Positions computed, recomputed ones again.", lambda s: s.num_computed_tokens),
     Scalar("prompt_tokens", "counter", "Prompt tokens accepted.", lambda s: s.num_prompt_tokens, "prompt_tokens"),
     Scalar("generation_tokens", "counter", "Tokens generated.", lambda s: s.num_generated_tokens, "generation_tokens"),
-    Scalar("preemptions", "counter", "Times an answer gave up its blocks.", lambda s: s.num_preemptions,
+    Scalar("preemptions", "counter", "Times a completion was preempted.", lambda s: s.num_preemptions,
            "num_preemptions"),
 )
 
@@ -111,23 +112,23 @@ REQUEST_HISTOGRAMS: Final = (
               "request_decode_time_seconds", between("first_token_s", "finished_s")),
     Histogram("request_inference_time_seconds", "seconds", "From the first step to the end.",
               "request_inference_time_seconds", between("first_scheduled_s", "finished_s")),
-    Histogram("request_prompt_tokens", "tokens", "Tokens before the answer.",
+    Histogram("request_prompt_tokens", "tokens", "Tokens before the completion.",
               "request_prompt_tokens", lambda request: len(request.prompt_token_ids)),
-    Histogram("request_generation_tokens", "tokens", "Tokens of all answers.",
+    Histogram("request_generation_tokens", "tokens", "Tokens of all completions.",
               "request_generation_tokens", lambda request: request.usage.num_output_tokens),
-    Histogram("request_max_generation_tokens", "tokens", "Tokens of the longest answer.",
-              "request_max_num_generation_tokens", longest_answer),
-    Histogram("request_answers", "answers", "Answers asked for.",
+    Histogram("request_max_generation_tokens", "tokens", "Tokens of the longest completion.",
+              "request_max_num_generation_tokens", longest_completion),
+    Histogram("request_answers", "completions", "Completions asked for.",
               "request_params_n", lambda request: len(request.outputs)),
 )
 
 ITERATION_TOKENS: Final = Histogram("iteration_tokens", "tokens", "Positions computed in a step.",
                                     "iteration_tokens_total")
 STEP_INTERVAL: Final = Histogram("step_interval_seconds", "seconds",
-                                 "From a step's end to the next one's while answers ran: their pause between tokens.")
+                                 "From a step's end to the next one's while requests ran: their pause between tokens.")
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
-"""In this order, the last one that any answer of a request has is the request's."""
+"""In this order, the last one that any completion of a request has is the request's."""
 
 
 def one_two_five(low_exponent: int, limit: float) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from pagedcore.metrics.definitions import SCALARS, Histogram, Scalar
-from pagedcore.metrics.recorder import Distribution, Snapshot
+from pagedcore.metrics.snapshot import Distribution, Snapshot
 from pagedcore.requests.stats import EngineStats
 
 PREFIX = "pagedcore_"

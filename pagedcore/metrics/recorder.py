@@ -1,10 +1,10 @@
 """Records what happens in an engine and shows it as Prometheus metrics.
 
-    text = engine_metrics_text(engine)         # what a /metrics page has to say
+    text = engine_metrics_text(engine)         # the text of a /metrics page
 
 Owns the values: distributions of finished requests and of steps, and a recent snapshot of the engine's own
 counters. Fed by the observing hooks, once per step and once per request, never per token. Which metrics there are is
-in ``metric_tables.py``, how they are written in ``exposition.py``; prometheus-client is needed only for that.
+in ``definitions.py``, how they are written in ``prometheus.py``; prometheus-client is needed only for that.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from bisect import bisect_left
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from pagedcore.engine.engine import Engine
@@ -27,6 +25,7 @@ from pagedcore.metrics.definitions import (
     Histogram,
     bounds_of,
 )
+from pagedcore.metrics.snapshot import Distribution, Snapshot
 from pagedcore.outputs import RequestOutput
 from pagedcore.plugins.hookspecs import EngineInfo, hookimpl
 from pagedcore.plugins.manager import PluginManager
@@ -41,43 +40,6 @@ _REFRESH_S: Final = 0.2
 """How old what a scrape shows may be if the engine thread does not come to the end of its step in time."""
 _PATIENCE_S: Final = 5.0
 """How long a reader of metrics waits for the engine thread to come to the end of its step."""
-
-
-@dataclass(slots=True)
-class Distribution:
-    """Counts of observations by bucket, and their sum.
-
-    Invariant: ``counts[i]`` are those in (bounds[i - 1], bounds[i]]; the last one, those above every bound.
-    """
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(init=False)
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float, weight: int = 1) -> None:
-        """Count ``weight`` observations of ``value``."""
-        self.counts[bisect_left(self.bounds, value)] += weight
-        self.total += value * weight
-
-    def copy(self) -> Distribution:
-        """Return the same numbers, which no longer change."""
-        other = Distribution(self.bounds, self.total)
-        other.counts = self.counts.copy()
-        return other
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Everything that is shown, at one moment."""
-
-    info: EngineInfo
-    stats: EngineStats | None
-    finished: dict[str, int]
-    """Requests by finish reason."""
-    distributions: list[tuple[Histogram, Distribution]]
 
 
 class EngineMetrics:
@@ -95,7 +57,7 @@ class EngineMetrics:
         self._stats: EngineStats | None = None
         self._stats_s = -math.inf
         self._last_step: tuple[float, int, int] | None = None
-        """When it ended, its number, and how many ran after it; ``None`` once they are known to have ended."""
+        """When it ended, its number, and how many ran after it; ``None`` once all of them have ended."""
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._distributions: dict[str, tuple[Histogram, Distribution]] = {}
 
@@ -121,8 +83,8 @@ class EngineMetrics:
 
     @hookimpl
     def pagedcore_request_finished(self, request: RequestOutput) -> None:
-        """Count a request whose every answer has ended."""
-        reasons = {answer.finish_reason for answer in request.outputs}
+        """Count a request whose every completion has ended."""
+        reasons = {one.finish_reason for one in request.outputs}
         reason = next(reason for reason in reversed(FINISH_REASONS) if reason in reasons)
         with self._lock:
             self._finished[reason] += 1
@@ -137,7 +99,7 @@ class EngineMetrics:
             if self._stats is None or stats.num_steps >= self._stats.num_steps:
                 self._stats = stats
             if self._last_step is not None and stats.num_steps >= self._last_step[1] and not stats.num_running:
-                # Why: whoever ran has ended since; what follows is no pause between two of its tokens.
+                # Why: all that ran have ended since; the time to the next step is no pause between two of their tokens.
                 self._last_step = None
 
     def snapshot(self) -> Snapshot | None:

@@ -54,10 +54,10 @@ def test_memory_pressure_shows_as_recomputed_positions() -> None:
 
 
 def test_progress_adds_up_to_every_token() -> None:
-    """The progress callback is told each generated token once."""
-    told: list[int] = []
-    measure(make_engine(max_num_seqs=2), FOUR, "fcfs", told.append)
-    assert sum(told) == FOUR.num_output_tokens
+    """The progress callback receives each generated token once."""
+    received: list[int] = []
+    measure(make_engine(max_num_seqs=2), FOUR, "fcfs", received.append)
+    assert sum(received) == FOUR.num_output_tokens
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 2.0), (0.95, 4.0), (0.25, 1.0), (1.0, 4.0)])

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from pagedcore.cli.common import open_engine
-from pagedcore.cli.demo import start
-from pagedcore.cli.demo_view import frame, show
+from pagedcore.cli.demo import frame, show, start
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from support.runner import invoke, try_invoke
 
@@ -60,7 +59,7 @@ def test_demo_draws_frames_on_a_terminal() -> None:
         show(run, console)
     assert "waiting" in first
     assert "blocks in use" in first
-    last_table = console.export_text().rpartition("answer so far")[2]
+    last_table = console.export_text().rpartition("completion so far")[2]
     assert "5 of 5 answers right" in last_table
     assert len(re.findall(r"│ right +│", last_table)) == 5
 

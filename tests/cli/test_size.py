@@ -1,4 +1,4 @@
-"""The sum that is told before a model is loaded is what an engine then takes, and its advice helps."""
+"""The sum that is reported before a model is loaded is what an engine then takes, and its advice helps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagedcore import Engine
-from pagedcore.cli.size_report import SizeReport, size_model
+from pagedcore.cli.size import SizeReport, size_model
 from pagedcore.errors import InvalidConfig
 from support.families import config_of, tiny_model
 
@@ -65,9 +65,9 @@ def test_padding_and_uneven_layers_are_in_the_sum(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("memory", ["5MiB", "6MiB", "9MiB"])
 def test_the_blocks_that_fit_are_those_of_a_pool_of_that_size(memory: str) -> None:
-    """The room beside the weights, given to an engine, makes as many blocks as were told."""
+    """The room beside the weights, given to an engine, makes as many blocks as were reported."""
     report = size_model("demo", memory=memory, dtype="bfloat16")
-    room = report.memory - report.blueprint.weight_bytes
+    room = report.memory - report.weight_bytes
     with Engine.from_pretrained("demo", dtype="bfloat16", kv_cache_memory=room) as engine:
         assert engine.stats().num_blocks == report.num_blocks_that_fit
 
@@ -105,7 +105,7 @@ def test_weights_that_do_not_fit_are_said() -> None:
 
 def test_free_memory_is_the_measure_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is free now counts, and a float is a share of it."""
-    monkeypatch.setattr("pagedcore.cli.size_report.free_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr("pagedcore.execution.machine.free_memory_bytes", lambda: 2**30)
     assert size_model("demo").memory == 2**30
     assert size_model("demo", memory=0.5).memory == 2**29
 

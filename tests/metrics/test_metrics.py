@@ -15,7 +15,8 @@ from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, MissingDependency
 from pagedcore.metrics.definitions import REQUEST_HISTOGRAMS, SCALARS, one_two_five
-from pagedcore.metrics.recorder import Distribution, EngineMetrics
+from pagedcore.metrics.recorder import EngineMetrics
+from pagedcore.metrics.snapshot import Distribution
 from pagedcore.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from support.doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import make_engine, run
@@ -129,7 +130,7 @@ def test_the_pause_between_steps_is_seen_while_somebody_waits_for_a_token() -> N
 
 
 def test_nobody_pauses_who_has_not_begun() -> None:
-    """While the only place is free and somebody waits for it, no running request waits for its next token."""
+    """While the only slot is free and a request waits for it, no running request waits for its next token."""
     clock = FakeClock()
     metrics = EngineMetrics(clock)
     with make_engine(plugins=[metrics], max_num_seqs=1) as engine:
@@ -142,7 +143,7 @@ def test_nobody_pauses_who_has_not_begun() -> None:
 
 
 def test_the_silence_after_an_abort_is_no_pause() -> None:
-    """Once a scrape has seen that nobody runs, the next step's distance from the last one is nobody's waiting."""
+    """Once a scrape has seen that no request runs, the time until the next step is no pause between tokens."""
     clock = FakeClock()
     metrics = EngineMetrics(clock)
     with make_engine(plugins=[metrics]) as engine:
@@ -156,7 +157,7 @@ def test_the_silence_after_an_abort_is_no_pause() -> None:
 
 
 def test_a_scrape_that_comes_late_says_nothing_of_who_runs_now() -> None:
-    """That nobody ran before the last step is no reason to leave out the pause after it."""
+    """That no request ran before the last step is no reason to leave out the pause after it."""
     clock = FakeClock()
     metrics = EngineMetrics(clock)
     with make_engine(plugins=[metrics]) as engine:
@@ -336,7 +337,7 @@ def test_engines_are_kept_apart() -> None:
 
 
 def test_without_metrics_nothing_is_recorded_and_nothing_imported() -> None:
-    """An engine that nobody watches has no observers, and the package does not need prometheus-client."""
+    """An engine without metrics has no observers, and the package does not need prometheus-client."""
     with make_engine() as engine:
         assert not engine.hooks.observes_steps
     code = "import sys, pagedcore; pagedcore.engine_metrics; print('prometheus_client' in sys.modules)"

@@ -88,7 +88,7 @@ def test_early_exits() -> None:
 
 
 def test_blocks_of_no_whole_warps() -> None:
-    """A block of 40 threads has a warp of 8, whose absent threads nobody waits for."""
+    """A block of 40 threads has a warp of 8, whose absent threads no barrier waits for."""
     out = np.zeros(120, np.uint32)
     run("""
     mov.u32 %r3, %ctaid.x; mad.lo.u32 %r4, %r3, 40, %r1;

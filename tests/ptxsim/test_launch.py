@@ -147,7 +147,7 @@ def test_scalars_arrive_as_their_bits(kind: str, value: float, bits: int) -> Non
     ({"args": [np.array([object()]), 0]}, "dtype object"),
 ])
 def test_wrong_launches_are_refused(change: dict[str, object], message: str) -> None:
-    """Whatever does not fit the kernel is refused before it runs, saying what and what to pass instead."""
+    """An argument that does not fit the kernel is refused before it runs, saying what and what to pass instead."""
     asked: dict[str, object] = {"kernel_name": "k", "grid": 1, "block": 32, "args": [0, 0]} | change
     with pytest.raises(LaunchError, match=message):
         launch(kernel(""), **asked)  # type: ignore[arg-type]

@@ -139,8 +139,8 @@ def test_masked_threads_touch_nothing() -> None:
 
 
 def test_uninitialised_shared_reads_fault() -> None:
-    """Reading shared bytes that nobody wrote is a fault, even next to bytes that were written."""
-    with pytest.raises(UninitializedRead, match="nobody wrote"):
+    """Reading shared bytes that were never written is a fault, even next to bytes that were written."""
+    with pytest.raises(UninitializedRead, match="never written"):
         run("mov.u32 %r3, tile; st.shared.u32 [%r3], %r1; ld.shared.v2.u32 {%r4, %r5}, [%r3];",
             np.zeros(1, np.uint32), block=1, module=SHARED)
 

@@ -54,7 +54,7 @@ def test_integers_and_local_memory(capability: tuple[int, int]) -> None:
 
 
 def test_lies_about_a_shape_are_found() -> None:
-    """A kernel that is told of more rows than the array has reads past its end."""
+    """A kernel launched for more rows than the array has reads past its end."""
     values, out = np.ones((5, 20), np.float32), np.zeros((5, 20), np.float32)
     ptx = compiled("softmax_rows", FAST[0])
     with pytest.raises(MemoryFault, match="past the end of argument 4"):

@@ -53,7 +53,7 @@ def test_ordered_accesses_pass(steps: tuple[str, ...]) -> None:
     (f"w {MINE}", "b", "a [tile]", "s", "r [tile]"),
 ])
 def test_unordered_accesses_are_races(steps: tuple[str, ...]) -> None:
-    """Each of the programs above with a barrier taken away, or one too weak, is a race; unless nobody asks."""
+    """Each of the programs above with a barrier taken away, or one too weak, is a race, unless the check is off."""
     with pytest.raises(RaceFault, match="race"):
         program(*steps)
     program(*steps, check_races=False)

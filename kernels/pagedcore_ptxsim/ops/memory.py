@@ -173,7 +173,7 @@ def _st(bind: Binder, instruction: Instruction, position: int) -> Step:
 
 @operation("membar", "fence")
 def _fence(bind: Binder, instruction: Instruction, position: int) -> Step:
-    """One sequentially consistent memory needs none, but whoever looks for missing ones wants to know."""
+    """Global memory here is sequentially consistent and needs no fence; the search for hand-overs counts them."""
     batch, is_wide = bind.batch, not instruction.has("cta", "cluster", "proxy", "mbarrier_init")
 
     def step() -> None:
