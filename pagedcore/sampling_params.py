@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pagedcore.config import field_rules
 from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, integer, number
@@ -34,7 +35,24 @@ from pagedcore.errors import (
     UnknownParameter,
 )
 
+_T = TypeVar("_T")
 
+
+def _accept_num_beams(cls: type[_T]) -> type[_T]:
+    """Let the generated constructor take ``num_beams`` for ``beam_width``; it is no field of its own."""
+    generated: Any = cls.__init__
+
+    @wraps(generated)
+    def __init__(self: Any, *, num_beams: Any = None, **values: Any) -> None:
+        if num_beams is not None:
+            values["beam_width"] = _beam_width(num_beams, values.get("beam_width", 1))
+        generated(self, **values)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]  # Why: this is what the decorator is for.
+    return cls
+
+
+@_accept_num_beams
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request; the names and meanings are the field's common ones.
@@ -84,8 +102,8 @@ class SamplingParams:
     tokens, of the log-probability under the model's own distribution, the first of equal ones; ``None``: ``n``. Nothing
     is chosen among what is left: should one of them fail, the request fails."""
     beam_width: int = 1
-    """Beam search with this many beams, ``n`` to 16, as ``generate(num_beams=)`` of transformers; 1: off. It is
-    deterministic, and what shapes a distribution and ``stop`` cannot be combined with it."""
+    """Beam search with this many beams, ``n`` to 16; 1: off. ``num_beams``, as transformers calls it, is accepted too. It is
+    deterministic, and cannot be combined with ``stop`` or a parameter that shapes the distribution."""
     length_penalty: float = 1.0
     """A beam's score is the sum of its log-probabilities divided by its length to this power, -10 to 10."""
     early_stopping: bool | Literal["never"] = False
@@ -123,6 +141,7 @@ class SamplingParams:
             early_stopping: bool | Literal["never"] = False,
             logprobs: int | None = None,
             prompt_logprobs: int | None = None,
+            num_beams: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -142,6 +161,11 @@ class SamplingParams:
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
                 raise InvalidSampling(name, getattr(self, name), f"{default!r} where beam_width is above 1")
+
+    @property
+    def num_beams(self) -> int:
+        """Another name for ``beam_width``, here and as a keyword."""
+        return self.beam_width
 
     @property
     def num_sequences(self) -> int:
@@ -171,18 +195,26 @@ class SamplingParams:
         if not isinstance(mapping, Mapping):
             raise UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
         for name in mapping:
-            if name not in _CHECKS:
-                known = ", ".join(_CHECKS)
-                raise UnknownParameter("parameter name", name, f"one of {known}", _suggestion(name))
+            if name not in _NAMES:
+                raise UnknownParameter("parameter name", name, f"one of {', '.join(_NAMES)}", _suggestion(name))
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])
         return cls(**values)
 
 
+def _beam_width(num_beams: Any, beam_width: Any) -> int:
+    check = _CHECKS["beam_width"]
+    wanted: int = check("num_beams", num_beams)
+    # Why: a width of 1, the default, cannot be told from one that was not given; ``dataclasses.replace`` gives it.
+    if check("beam_width", beam_width) not in (1, wanted):
+        raise TooManySequences("num_beams", num_beams, f"{beam_width}, as beam_width: both are the same parameter")
+    return wanted
+
+
 def _suggestion(name: Any) -> str:
     # Why: the advice names a known parameter; the caller's own text is never repeated.
-    close = difflib.get_close_matches(name[:32], _CHECKS, n=1) if isinstance(name, str) else []
+    close = difflib.get_close_matches(name[:32], _NAMES, n=1) if isinstance(name, str) else []
     return f"Did you mean {close[0]}?" if close else ""
 
 
@@ -213,3 +245,4 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
     "prompt_logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
 }
+_NAMES: Final = (*_CHECKS, "num_beams")
