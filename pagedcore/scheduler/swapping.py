@@ -94,7 +94,7 @@ class Swapping:
         """Preempt, release and begin to load as a plan says; return the transfers to start."""
         for sequence in plan.released:
             self._blocks.release(sequence)
-            sequence.forget_computed()
+            sequence.reset_computed()
             self._counters.num_released += 1
         for preemption in plan.preempted:
             self._preempt(preemption)
@@ -154,7 +154,7 @@ class Swapping:
             self._blocks.cut(sequence, num_tokens)
             self._begin_swap_out(sequence, is_pinned=False)
         self._blocks.release(sequence)
-        sequence.forget_computed()
+        sequence.reset_computed()
 
     def park(self, sequence: Sequence) -> int:
         """Keep on the host what the memories hold of a finished sequence; return how many positions, 0 without room.
@@ -180,7 +180,7 @@ class Swapping:
         is_moving = self._begin_swap_out(sequence, is_pinned=True)
         if not is_moving:
             self._blocks.release(sequence)
-        sequence.forget_computed()
+        sequence.reset_computed()
         return here.num_tokens if is_moving else 0
 
     def fetch(self, sequence: Sequence) -> int:
@@ -215,7 +215,7 @@ class Swapping:
         """Give up the blocks of a finished sequence that nobody will continue."""
         self.abandon(sequence)
         self._blocks.drop(sequence)
-        sequence.forget_computed()
+        sequence.reset_computed()
 
     def _distrust(self, sequence: Sequence) -> None:
         """Forget the blocks of a sequence, and in either memory whatever goes back to what it computed."""
@@ -263,7 +263,7 @@ class Swapping:
         self.decisions.append(decision)
         self._running.discard(sequence)
         self._give_up_blocks(preemption)
-        sequence.forget_computed()
+        sequence.reset_computed()
         sequence.move_to(SequenceStatus.WAITING)
         sequence.num_preemptions += 1
         self._counters.num_preemptions[preemption.kind] += 1

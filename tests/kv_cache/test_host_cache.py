@@ -34,7 +34,7 @@ def compute(manager: BlockManager, tokens: list[int]) -> Sequence:
 def swap_out(host: HostCache, sequence: Sequence, *, is_pinned: bool = True) -> Transfer:
     transfer = host.begin_swap_out(sequence, is_pinned=is_pinned)
     assert transfer is not None
-    sequence.forget_computed()
+    sequence.reset_computed()
     return transfer
 
 

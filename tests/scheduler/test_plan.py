@@ -324,7 +324,7 @@ def swapped(scheduler: Scheduler, *sequences: Sequence) -> None:
         transfer = host.begin_swap_out(sequence, is_pinned=True)
         assert transfer is not None
         host.complete(transfer.transfer_id, is_ok=True)
-        sequence.forget_computed()
+        sequence.reset_computed()
         sequence.move_to(SequenceStatus.WAITING)
         scheduler.waiting.push_preempted(sequence)
     every = scheduler.block_manager.reserve([Demand(10**6, scheduler.block_manager.num_available_blocks * 2)])
