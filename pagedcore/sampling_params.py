@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pagedcore.config import field_rules
 from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, integer, number
@@ -34,12 +35,29 @@ from pagedcore.errors import (
     UnknownParameter,
 )
 
+_T = TypeVar("_T")
 
+
+def _accept_num_beams(cls: type[_T]) -> type[_T]:
+    """Let the generated constructor take ``num_beams`` for ``beam_width``; it is no field of its own."""
+    generated: Any = cls.__init__
+
+    @wraps(generated)
+    def __init__(self: Any, *, num_beams: Any = None, **values: Any) -> None:
+        if num_beams is not None:
+            values["beam_width"] = _beam_width(num_beams, values.get("beam_width", 1))
+        generated(self, **values)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]  # Why: this is what the decorator is for.
+    return cls
+
+
+@_accept_num_beams
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request; the names and meanings are the field's common ones.
 
-    Where answers are chosen among several (``best_of``, ``beam_width``) they are delivered at the end, at once.
+    Completions that are chosen among several (``best_of``, ``beam_width``) are delivered together, at the end.
     Numbers are Python's own ``int`` and ``float``: booleans and NumPy scalars are refused. They act in this
     order: logit_bias, repetition_penalty, presence and frequency penalties, min_tokens, temperature, top_k,
     top_p, min_p.
@@ -49,7 +67,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Most tokens of the answer, at least 1; ``None``: as many as the context has room for."""
+    """Most tokens of the completion, at least 1; ``None``: as many as the context has room for."""
     min_tokens: int = 0
     """No stop token or end token of the model is chosen before the completion has this many tokens, with ``ignore_eos``
     too; 0 to ``max_tokens``."""
@@ -62,40 +80,40 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this many times as probable as the most likely one, 0 to 1; 0: all."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token the answer holds, -2 to 2."""
+    """Subtracted once from the logit of every token in the completion, -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time the answer holds it, -2 to 2."""
+    """Subtracted from a token's logit once for each time the completion has it, -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divides positive, multiplies negative logits of tokens in prompt or answer, above 0 to 10; 1: off."""
+    """Divides positive, multiplies negative logits of tokens in prompt or completion, above 0 to 10; 1: off."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids, -100 to 100 each, at most 300 of them."""
     stop: tuple[str, ...] = ()
-    """The answer ends before the first of these texts: one string, or up to 8, of 1 to 64 characters."""
+    """The completion ends before the first of these texts: one string, or up to 8, of 1 to 64 characters."""
     stop_token_ids: tuple[int, ...] = ()
-    """The answer ends with the first of these tokens, at most 64, besides the model's own end tokens."""
+    """The completion ends with the first of these tokens, at most 64, besides the model's own end tokens."""
     ignore_eos: bool = False
-    """Go on past the model's own end tokens."""
+    """Continue past the model's own end tokens."""
     seed: int | None = None
     """Where the randomness starts, 0 to 2**63 - 1; ``None``: the engine derives one for the request."""
     n: int = 1
-    """Answers to the same prompt, 1 to 16."""
+    """Completions of the same prompt, 1 to 16."""
     best_of: int | None = None
-    """Compute this many answers, ``n`` to 16, and return the ``n`` best: those with the highest mean, over their
-    tokens, of the log-probability under the model's own distribution, the first of equal ones; ``None``: ``n``. Nothing
-    is chosen among what is left: should one of them fail, the request fails."""
+    """Compute this many completions, ``n`` to 16, and return the ``n`` best: those with the highest mean, over their
+    tokens, of the log-probability under the model's own distribution, the first of equal ones; ``None``: ``n``. If
+    one of them fails, the request fails."""
     beam_width: int = 1
-    """Beam search with this many beams, ``n`` to 16, as ``generate(num_beams=)`` of transformers; 1: off. It is
-    deterministic, and what shapes a distribution and ``stop`` cannot be combined with it."""
+    """Beam search with this many beams, ``n`` to 16; 1: off. ``num_beams``, as transformers calls it, is accepted
+    too. It is deterministic and cannot be combined with ``stop`` or a parameter that shapes the distribution."""
     length_penalty: float = 1.0
     """A beam's score is the sum of its log-probabilities divided by its length to this power, -10 to 10."""
     early_stopping: bool | Literal["never"] = False
-    """Beam search ends: ``True``, with ``beam_width`` ended answers; ``False``, when at the present length no beam
+    """Beam search ends: ``True``, with ``beam_width`` ended beams; ``False``, when at the present length no beam
     can become better than these; "never", when at no length one can."""
     logprobs: int | None = None
     """Report each token's log-probability and this many alternatives, 0 to 20; ``None``: report nothing."""
     prompt_logprobs: int | None = None
-    """Report the same of the prompt's tokens, once for the request (``RequestOutput.prompt_logprobs``), with this many
-    of the likeliest tokens at each place, 0 to 20. Such a prompt is computed, also where a cache has it."""
+    """Report the same for the prompt's tokens, once per request (``RequestOutput.prompt_logprobs``), with this many
+    of the likeliest tokens at each position, 0 to 20. Such a prompt is computed even if it is in the prefix cache."""
 
     if TYPE_CHECKING:
         # Why: more types are accepted than stored, and a dataclass declares one type per field.
@@ -123,6 +141,7 @@ class SamplingParams:
             early_stopping: bool | Literal["never"] = False,
             logprobs: int | None = None,
             prompt_logprobs: int | None = None,
+            num_beams: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -144,18 +163,23 @@ class SamplingParams:
                 raise InvalidSampling(name, getattr(self, name), f"{default!r} where beam_width is above 1")
 
     @property
+    def num_beams(self) -> int:
+        """Another name for ``beam_width``, here and as a keyword."""
+        return self.beam_width
+
+    @property
     def num_sequences(self) -> int:
-        """Sequences that are computed at the same time for the answers."""
+        """Sequences that are computed at the same time."""
         return max(self.n, self.best_of or 1, self.beam_width)
 
     @property
     def num_initial_sequences(self) -> int:
-        """Sequences that have to find a place in the waiting queue; a beam search starts with one."""
+        """Sequences that need a place in the waiting queue; a beam search starts with one."""
         return 1 if self.beam_width > 1 else self.num_sequences
 
     @property
     def has_candidates(self) -> bool:
-        """Whether the answers are chosen at the end, among more sequences than are returned."""
+        """Whether completions are chosen at the end, among more sequences than are returned."""
         return self.beam_width > 1 or self.num_sequences > self.n
 
     @classmethod
@@ -165,24 +189,32 @@ class SamplingParams:
         ``logit_bias`` may have its token ids as decimal strings, the only keys JSON has.
 
         Raises:
-            UnknownParameter: a name is not a parameter's; names are never ignored.
+            UnknownParameter: there is no parameter of a name; unknown names are never ignored.
             InvalidRequest: as from the constructor.
         """
         if not isinstance(mapping, Mapping):
             raise UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
         for name in mapping:
-            if name not in _CHECKS:
-                known = ", ".join(_CHECKS)
-                raise UnknownParameter("parameter name", name, f"one of {known}", _suggestion(name))
+            if name not in _NAMES:
+                raise UnknownParameter("parameter name", name, f"one of {', '.join(_NAMES)}", _suggestion(name))
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])
         return cls(**values)
 
 
+def _beam_width(num_beams: Any, beam_width: Any) -> int:
+    check = _CHECKS["beam_width"]
+    wanted: int = check("num_beams", num_beams)
+    # Why: ``dataclasses.replace`` passes every field, so a width of 1, the default, may not come from the caller.
+    if check("beam_width", beam_width) not in (1, wanted):
+        raise TooManySequences("num_beams", num_beams, f"{beam_width}, as beam_width: both are the same parameter")
+    return wanted
+
+
 def _suggestion(name: Any) -> str:
     # Why: the advice names a known parameter; the caller's own text is never repeated.
-    close = difflib.get_close_matches(name[:32], _CHECKS, n=1) if isinstance(name, str) else []
+    close = difflib.get_close_matches(name[:32], _NAMES, n=1) if isinstance(name, str) else []
     return f"Did you mean {close[0]}?" if close else ""
 
 
@@ -213,3 +245,4 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
     "prompt_logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
 }
+_NAMES: Final = (*_CHECKS, "num_beams")

@@ -1,7 +1,7 @@
-"""One sequence: what is known of it, what is computed, and the table of its legal moves.
+"""One sequence: its tokens, how many of them are computed, and the table of its legal state changes.
 
-A ``Sequence`` is what the scheduler moves about: one growing list of token ids. It knows nothing of blocks;
-``kv_cache/block_manager`` maps sequence ids to block tables.
+A ``Sequence`` is the scheduler's unit of work. It does not refer to blocks: ``kv_cache/block_manager`` maps sequence
+ids to block tables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagedcore.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
-    """The places a live sequence can be."""
+    """The states of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -33,19 +33,19 @@ LEGAL_MOVES: Final = {
 
 
 class Sequence:
-    """One growing list of token ids: the prompt, then what was generated.
+    """A growing list of token ids: the prompt, then what was generated.
 
-    A step lets ``num_computed_tokens`` catch up with ``len(token_ids)``; there is no prefill or decode state.
+    Each step moves ``num_computed_tokens`` towards ``len(token_ids)``; there is no prefill or decode state.
 
     Invariant: 0 <= num_computed_tokens < len(token_ids) while waiting or running.
-    Invariant: token ids are only ever appended, so ``block_keys``, the content keys of full blocks that were asked
-        for, stay true.
+    Invariant: token ids are only ever appended, so ``block_keys``, the content keys that were made for full blocks,
+        stay valid.
     Invariant: sequences with the same ``cache_root`` may share blocks, others never do.
-    Invariant: ``prompt_logprobs``, of the one sequence that reports its prompt, has the tokens from the second on, as
-        far as they were told; position ``len(prompt_logprobs)`` has to be computed for the next one.
+    Invariant: ``prompt_logprobs``, of the one sequence that reports its prompt, covers the tokens from the second on,
+        as far as they are scored; position ``len(prompt_logprobs)`` has to be computed for the next one.
     Invariant: ``stop_token_ids`` are the model's end tokens and the request's stop tokens; none of them is sampled
         before ``min_tokens``.
-    Invariant: ``is_in_session`` says that a session goes on with it, so that what it leaves is going to be needed.
+    Invariant: ``is_in_session`` is true if a session will continue it, so that its cached blocks will be needed.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known positions whose K/V is not in the cache yet."""
+        """Known positions whose K/V is not computed yet."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
@@ -112,12 +112,12 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether something of its prompt has to be told yet."""
+        """Whether some of its prompt tokens still have to be scored."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Leading positions that need not be computed if they are found: those whose logits nobody waits for."""
+        """Leading positions that need not be computed if their blocks are cached: their logits are not needed."""
         if self.prompt_logprobs is not None and self.is_scored:
             return len(self.prompt_logprobs)
         return len(self.token_ids) - 1
@@ -128,7 +128,7 @@ class Sequence:
         return frozenset(self.params.stop_token_ids) if self.params.ignore_eos else self.stop_token_ids
 
     def branch(self, sequence_id: int, *, seed: int) -> Sequence:
-        """Return a waiting sequence that goes on from the same tokens, in the same turn, with nothing computed."""
+        """Return a waiting sequence that continues the same tokens in the same turn, with nothing computed."""
         other = Sequence(
             sequence_id, self.token_ids, self.params, max_tokens=self.max_tokens, seed=seed,
             stop_token_ids=self.stop_token_ids, priority=self.priority, arrival=self.arrival,
@@ -140,7 +140,7 @@ class Sequence:
         return other
 
     def move_to(self, status: SequenceStatus) -> None:
-        """Change place.
+        """Change the status.
 
         Raises:
             InternalError: the move is not in ``LEGAL_MOVES``.
@@ -150,7 +150,7 @@ class Sequence:
         self.status = status
 
     def append_token(self, token_id: int) -> FinishReason | None:
-        """Append a generated token and say whether it ends the turn, and how."""
+        """Append a generated token; return why it ends the turn, or ``None``."""
         self.token_ids.append(token_id)
         is_stop = token_id in self.stop_token_ids and token_id in self.end_token_ids
         if is_stop and self.num_output_tokens >= self.params.min_tokens:
@@ -163,7 +163,7 @@ class Sequence:
         self.move_to(SequenceStatus.WAITING)
         self.token_ids.extend(new_token_ids)
         if params.prompt_logprobs != self.params.prompt_logprobs:
-            # Why: else what was told of the turns before is still true, and only the rest is computed for it.
+            # Why: with the same number, the scores of earlier turns stay valid and only the rest is computed.
             self.prompt_logprobs = None if params.prompt_logprobs is None else []
         self.params, self.max_tokens, self.stop_token_ids = params, max_tokens, stop_token_ids
         self.num_logprobs = _num_logprobs(params, stop_token_ids)
@@ -177,14 +177,14 @@ class Sequence:
         self.score = None
 
     def reopen_turn(self, arrival: int) -> None:
-        """Go on with an answer that was cut off, as if it had not been."""
+        """Continue a completion that was aborted, as if it had not been."""
         self.move_to(SequenceStatus.WAITING)
         self.num_cached_tokens = None
         self.arrival = arrival
         self.finish_reason = None
 
-    def forget_computed(self) -> None:
-        """Note that the sequence holds no blocks any more; what is not found again has to be computed again."""
+    def reset_computed(self) -> None:
+        """Mark all positions as not computed, because the sequence has lost its blocks."""
         self.num_computed_tokens = 0
 
 

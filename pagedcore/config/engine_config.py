@@ -1,7 +1,7 @@
-"""What the operator decides about one engine. Checks itself; derives nothing that depends on the machine.
+"""The settings of one engine. They check themselves and derive nothing that depends on the machine.
 
-``None`` and ``"auto"`` mean "chosen at start, from the machine and the model"; the choices that were made are
-in ``Engine.stats()`` and in ``pagedcore doctor``.
+``None`` and ``"auto"`` mean "chosen at start, from the machine and the model"; ``Engine.stats()`` and
+``pagedcore doctor`` show the choices.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EngineConfig:
     dtype: str = "auto"
     """Weights and KV: "auto" takes bfloat16 where the device computes in it, else float32."""
     device: str = "auto"
-    """Where the model runs: "cpu", or "cuda" for an NVIDIA card, "cuda:1" for its second; "auto" takes the CPU."""
+    """Where the model runs: "cpu", or "cuda" for an NVIDIA GPU, "cuda:1" for the second one; "auto" takes the CPU."""
     block_size: int | None = None
     """Tokens per KV block; ``None``: the attention backend's choice."""
     num_kv_blocks: int | None = None
@@ -61,7 +61,7 @@ class EngineConfig:
     """The KV pool in bytes (``2**31`` or ``"2GiB"``) or, as a float below 1, as a share of free memory; or a
     ``MemoryBudget``, or a share of one, that several engines draw on."""
     max_model_len: int | None = None
-    """Longest context in tokens, prompt and answer; ``None``: what the model was made for."""
+    """Longest context in tokens, prompt and completion; ``None``: what the model was made for."""
     max_num_seqs: int = 32
     """Most sequences computed in one step."""
     max_num_batched_tokens: int = 512
@@ -83,14 +83,14 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     """Name of an entry in the plugin table ``schedulers``: "fcfs", "priority" or "static"."""
     admission: str = "optimistic"
-    """"optimistic" admits what fits now and may preempt; "guaranteed" reserves for the longest answer."""
+    """"optimistic" admits what fits now and may preempt; "guaranteed" reserves for the longest completion."""
     enable_prefix_caching: bool = True
-    """Whether requests share the blocks of equal beginnings; without it a request still reuses its own."""
+    """Whether requests share the blocks of equal prefixes; without it a request still reuses its own."""
     eviction_policy: str = "lru"
-    """Which cached blocks are forgotten first: "lru", "lfu" or "fifo"."""
+    """Which cached blocks are evicted first: "lru", "lfu" or "fifo"."""
     host_kv_memory: int | float | str | None = None
     """Host memory for KV blocks that had to leave the pool, like ``kv_cache_memory``; ``None``: none. All of it is
-    taken at the start, which may last three seconds a gigabyte."""
+    taken at the start, which may take three seconds a gigabyte."""
     disk_kv_dir: str | None = None
     """Directory for KV that sessions park on disk; ``None``: a private temporary one, removed with the engine."""
     preemption: str = "auto"
@@ -99,9 +99,9 @@ class EngineConfig:
     tokenizer: str | None = None
     """Directory or name of the tokenizer; ``None``: the model's own."""
     trust_remote_code: bool = False
-    """Whether code shipped with a model may run; only the owner of the process can know."""
+    """Whether code shipped with a model may run in this process."""
     seed: int = 0
-    """From which the seeds of requests without one are derived."""
+    """Seeds of requests without one are derived from it."""
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():

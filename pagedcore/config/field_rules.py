@@ -89,7 +89,7 @@ def seconds(low: float, high: float = _LARGEST, *, above_low: bool = False) -> F
 
 def _range(low: float, high: float, above_low: bool) -> tuple[Callable[[Any], bool], str]:
     words = f"{'above' if above_low else 'from'} {low:.15g}" + (f" to {high:.15g}" if high < _LARGEST else "")
-    # Why: NaN fails every comparison, so the range is asked for, not what lies outside it.
+    # Why: NaN fails every comparison, so the test is for being inside the range.
     return lambda value: low < value <= high or (value == low and not above_low), words
 
 
@@ -122,7 +122,7 @@ _BIAS: Final = number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
 class LogitBias(Mapping[int, float]):
-    """What is added to which token's logit: an immutable mapping, so that parameters can be hashed.
+    """The numbers added to tokens' logits: an immutable mapping, so that parameters can be hashed.
 
     Invariant: the entries never change; they were checked by the ``SamplingParams`` that hold them.
     """

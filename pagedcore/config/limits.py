@@ -6,7 +6,7 @@ from typing import Final
 
 #: Token ids, token counts and block counts fit 32 bits in every array of the engine.
 MAX_COUNT: Final = 2**31 - 1
-#: Parallel answers of one request: each costs a whole sequence of KV memory.
+#: Parallel completions of one request: each costs a whole sequence of KV memory.
 MAX_SEQUENCES_PER_REQUEST: Final = 16
 #: Above this a softmax over any real vocabulary is flat to float32.
 MAX_TEMPERATURE: Final = 10.0
@@ -16,7 +16,7 @@ MAX_PENALTY: Final = 2.0
 MAX_REPETITION_PENALTY: Final = 10.0
 #: Length penalty: a power of the length; beyond this the length alone decides.
 MAX_LENGTH_PENALTY: Final = 10.0
-#: Log-probabilities per token: bounds what one answer can copy out of a row.
+#: Log-probabilities per token: bounds what one completion can copy out of a row.
 MAX_LOGPROBS: Final = 20
 #: Bytes of logits that a step may hold for prompts whose log-probabilities are reported; a row of them is as wide as
 #: the vocabulary, so a whole chunk of a prompt would be hundreds of megabytes.
@@ -51,7 +51,7 @@ MAX_SESSIONS: Final = 4096
 MAX_SESSION_FILE_BYTES: Final = 2**25
 #: Seconds that parked KV may be kept: thirty days. After that it is cheaper to compute it again.
 MAX_PARKING_S: Final = 2_592_000.0
-#: Seconds after which a transfer between the memories is believed no more: a thousand times what one takes.
+#: Seconds after which a transfer between the memories times out: a thousand times what one takes.
 MAX_TRANSFER_S: Final = 10.0
 #: Share of the host's blocks that parked sessions may pin; the rest is for running requests that have to make room.
 MAX_PARKED_HOST_SHARE: Final = 0.5

@@ -1,8 +1,8 @@
-"""Sizes of memory as people say them, and one budget that several engines in a process draw their KV pools from.
+"""Memory sizes as text, and one budget that several engines in a process draw their KV pools from.
 
-Owns the arithmetic and the ledger; it allocates nothing and looks at no machine. A KV pool is allocated once, when its
-engine starts, and never moves or grows, so what an engine draws at its start is what it has until it is closed. Read
-``kv_memory.py`` for who draws.
+It keeps the ledger only: it allocates nothing and does not read the machine. A KV pool is allocated once, when its
+engine starts, and never moves or grows, so an engine keeps what it draws at its start until it is closed.
+``engine/kv_memory.py`` draws.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _parse_size(text: str) -> int | None:
 
 
 def format_memory(num_bytes: int) -> str:
-    """Say a number of bytes with a binary unit: ``1536`` is "1.5 KiB"."""
+    """Write a number of bytes with a binary unit: ``1536`` is "1.5 KiB"."""
     size, unit = float(num_bytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -65,7 +65,7 @@ def format_memory(num_bytes: int) -> str:
 
 
 class MemoryLease:
-    """Bytes drawn from a budget, until ``close`` or until nobody holds the lease any more.
+    """Bytes drawn from a budget, until ``close`` or until the lease is garbage-collected.
 
     Invariant: the bytes go back exactly once.
     """
@@ -157,7 +157,7 @@ class MemoryBudget:
         return MemoryLease(num_bytes, self._returned.append)
 
     def _settle(self) -> int:
-        """Book what was given back, and return what is left; the lock is held."""
+        """Account for returned leases and return what is left; the caller holds the lock."""
         while self._returned:
             self._drawn -= self._returned.popleft()
         return self._total - self._drawn

@@ -34,7 +34,7 @@ class SampledTokens:
     token_ids: Int64Array
     """Shape [S]; -1 where the model returned NaN, plus infinity or nothing finite, or a mask left nothing."""
     logprobs: list[TokenLogprobs | None]
-    """One entry per row; ``None`` where none were asked for or there is no token."""
+    """One entry per row; ``None`` where none were requested or there is no token."""
     prompts: Mapping[int, list[TokenLogprobs] | None] = field(default_factory=dict)
     """What was learnt of prompts that are reported, by sequence id; ``None`` where a row of logits is not valid."""
 
@@ -122,7 +122,7 @@ class Sampler:
             if i in reports:
                 reports[i].keep_raw(rows[i])
             adjuster.adjust(rows[i])
-        # Why: what is not in this step may never come back; whoever does is counted again.
+        # Why: a sequence outside this step may never come back; if it does, its tokens are counted again.
         self._adjusters = adjusters
 
     def _report_logprobs(self, rows: FloatArray, sequences: Seq[Sequence]) -> dict[int, _Report]:
@@ -229,20 +229,20 @@ class RowAdjuster:
 
 
 class _SeenTokens:
-    """The distinct tokens of a sequence and how often its answer holds each, kept up as the answer grows."""
+    """The distinct tokens of a sequence and how often its completion has each, updated as it grows."""
 
     __slots__ = ("_counts", "_num_counted", "_places", "_token_ids")
 
     def __init__(self, sequence: Sequence) -> None:
         distinct, places = np.unique(np.array(sequence.token_ids, np.int64), return_inverse=True)
-        answered = places[sequence.num_prompt_tokens :]
+        generated = places[sequence.num_prompt_tokens :]
         self._token_ids = distinct
-        self._counts = np.bincount(answered, minlength=len(distinct))
+        self._counts = np.bincount(generated, minlength=len(distinct))
         self._places = {token_id: place for place, token_id in enumerate(distinct.tolist())}
         self._num_counted = len(sequence.token_ids)
 
     def count(self, sequence: Sequence) -> tuple[Int64Array, Int64Array]:
-        """Count what was appended; return [D] distinct token ids and [D] how often the answer holds them."""
+        """Count what was appended; return [D] distinct token ids and [D] how often the completion has them."""
         for token_id in sequence.token_ids[self._num_counted :]:
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._token_ids):

@@ -1,6 +1,6 @@
-"""The one validator of every door: prompts, and what of the parameters depends on the prompt or the model.
+"""Checks prompts, and the parameters that depend on the prompt or the model, for every entry point.
 
-Looks only: it allocates nothing in proportion to what it refuses, and knows no engine. Limits are in
+It allocates nothing in proportion to what it refuses, and knows no engine. Limits are in
 ``limits.py``, the checks that need no model in ``sampling_params.py``; ``input_processor.py`` calls these in order.
 """
 
@@ -45,7 +45,7 @@ def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) 
     Args:
         token_ids: a list or tuple of Python integers.
         vocab_size: ids are below this.
-        max_model_len: positions of the context; the answer needs at least one of them.
+        max_model_len: positions of the context; the completion needs at least one of them.
 
     Raises:
         InvalidPrompt: not a list or tuple, or an element is not exactly an ``int``.
@@ -60,7 +60,7 @@ def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) 
         raise PromptEmpty("prompt", 0, "at least 1 token")
     if len(token_ids) > max_model_len - 1:
         raise PromptTooLong("prompt", len(token_ids), f"at most {max(max_model_len - 1, 0)} tokens",
-                            f"The context of {max_model_len} positions must keep one for the answer.")
+                            f"The context of {max_model_len} positions must keep one for the completion.")
     ids = list(token_ids)
     # Why: in pieces, because a caller's event loop cannot run during any one of these calls.
     for start in range(0, len(ids), _IDS_AT_ONCE):
@@ -95,7 +95,7 @@ def validate_chat(messages: object, max_model_len: int | None = None) -> list[Ch
     """Check chat messages before the template is rendered.
 
     Args:
-        messages: mappings with a "role" and a "content" of text; further keys are the template's business.
+        messages: mappings with a "role" and a "content" of text; further keys are passed to the template.
         max_model_len: if given, all texts together are held to what this context could ever hold.
 
     Raises:
@@ -159,11 +159,11 @@ def _try_encode(text: str) -> bytes | None:
 
 
 def resolve_max_tokens(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
-    """Return how many tokens the answer may have; nothing is clamped silently.
+    """Return how many tokens the completion may have; nothing is clamped silently.
 
     Args:
-        params: of the request; without ``max_tokens`` the answer gets the rest of the context.
-        num_prompt_tokens: positions before the answer, fewer than ``max_model_len``.
+        params: of the request; without ``max_tokens`` the completion gets the rest of the context.
+        num_prompt_tokens: positions before the completion, fewer than ``max_model_len``.
         max_model_len: positions of the context.
 
     Raises:
@@ -181,7 +181,7 @@ def resolve_max_tokens(params: SamplingParams, num_prompt_tokens: int, max_model
 
 
 def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
-    """Check what parameters say about tokens against one model's vocabulary.
+    """Check the parameters that name tokens against one model's vocabulary.
 
     Raises:
         InvalidToken: a stop token or a biased token is not in the vocabulary.
@@ -219,7 +219,7 @@ def validate_priority(priority: object) -> int:
 
 
 def require_one_answer(params: SamplingParams) -> None:
-    """Check that parameters ask for one answer, which a session can go on from.
+    """Check that parameters ask for one completion, which a session can continue.
 
     Raises:
         TooManySequences: ``n``, ``best_of`` or ``beam_width`` is more than 1.
@@ -227,7 +227,7 @@ def require_one_answer(params: SamplingParams) -> None:
     if params.num_sequences != 1:
         raise TooManySequences(
             "n, best_of or beam_width", params.num_sequences, "1 in a session",
-            "Fork the session to try several ways on.",
+            "Fork the session to try several continuations.",
         )
 
 
@@ -237,7 +237,7 @@ def validate_ttl(ttl_s: object) -> float | None:
 
 
 def validate_salt(salt: object) -> bytes:
-    """Check a cache salt and return its bytes; ``None`` is the salt of everybody who gives none.
+    """Check a cache salt and return its bytes; ``None`` is the salt of all requests without one.
 
     Raises:
         InvalidSalt: neither text nor bytes, or more than 64 bytes.
@@ -245,7 +245,7 @@ def validate_salt(salt: object) -> bytes:
     if salt is None:
         return b""
     given = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else salt
-    # Safety: a salt is somebody's secret, so the message shows its kind and size only.
+    # Safety: a salt is a secret, so the message shows its kind and size only.
     if not isinstance(given, bytes):
         raise InvalidSalt("cache_salt", type(salt).__name__, "text or bytes")
     if not 1 <= len(given) <= MAX_SALT_BYTES:

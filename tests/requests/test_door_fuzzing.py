@@ -13,7 +13,7 @@ from pagedcore.sampling_params import SamplingParams
 
 CANARY = "canary-7f3a"
 VOCAB_SIZE, MAX_MODEL_LEN, POOL_TOKENS = 1000, 64, 256
-FIELDS = sorted(SamplingParams.__dataclass_fields__)
+FIELDS = sorted([*SamplingParams.__dataclass_fields__, "num_beams"])
 BOUNDS = [0, 1, 2, 8, 10, 16, 20, 64, 100, 300, 1024, VOCAB_SIZE, MAX_MODEL_LEN, limits.MAX_COUNT, limits.MAX_SEED]
 
 boundaries = st.sampled_from([sign * bound + step for bound in BOUNDS for step in (-1, 0, 1) for sign in (-1, 1)])

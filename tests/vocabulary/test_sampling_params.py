@@ -171,6 +171,32 @@ def test_answers_are_chosen_among_at_least_as_many():
         SamplingParams(n=5, beam_width=4)
 
 
+def test_num_beams_is_another_name_for_beam_width():
+    """Parameters made with either name are equal in every way, and both names read the same."""
+    one, other = SamplingParams(num_beams=4, n=2), SamplingParams(beam_width=4, n=2)
+    assert (one, hash(one), repr(one)) == (other, hash(other), repr(other))
+    assert one == SamplingParams(num_beams=4, beam_width=4, n=2)
+    assert one == SamplingParams.from_mapping({"num_beams": 4, "n": 2})
+    assert one == copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == SamplingParams(**dataclasses.asdict(one))
+    assert one.num_beams == one.beam_width == 4
+    assert dataclasses.replace(one, n=1).beam_width == 4
+    assert dataclasses.replace(one, beam_width=3).num_beams == 3
+    assert dataclasses.replace(SamplingParams(), num_beams=3).beam_width == 3
+    assert SamplingParams(num_beams=None) == SamplingParams()
+
+
+@pytest.mark.parametrize("given", [
+    {"num_beams": 3, "beam_width": 4}, {"num_beams": 1, "beam_width": 4}, {"num_beams": 17}, {"num_beams": True},
+    {"num_beams": "4"}, {"num_beams": 4, "beam_width": 17},
+])  # fmt: skip
+def test_a_refused_number_of_beams_is_called_by_the_name_it_was_given(given):
+    """Two different widths, and values out of range, are TooManySequences that names the keyword."""
+    for make in (lambda: SamplingParams(**given), lambda: SamplingParams.from_mapping(given)):
+        with pytest.raises(errors.TooManySequences) as refusal:
+            make()
+        assert refusal.value.what == ("beam_width" if given.get("beam_width") == 17 else "num_beams")
+
+
 def test_what_starts_and_what_runs_at_the_same_time():
     """A beam search starts with one sequence, everything else with all of them."""
     counted = [SamplingParams(n=3), SamplingParams(n=2, best_of=4), SamplingParams(n=2, beam_width=5)]
@@ -241,4 +267,5 @@ def test_the_signature_for_type_checkers_has_the_fields_and_defaults():
         argument.arg: ast.literal_eval(default)
         for argument, default in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
     }
-    assert declared == {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    assert declared == fields | {"num_beams": None}
