@@ -13,6 +13,7 @@
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported             the architecture cannot run here, with the reason
           - DeviceUnavailable             there is no such device here; the message says what is missing
+          - ModelTakenOver                an engine has the loaded model: it cannot be called, changed or handed over
           - MissingDependency             an optional package is absent; the message names the extra
           - MemoryBudgetExceeded          the budget shared with other engines has not that much left
       * EngineOverloaded                  capacity: try again later
@@ -176,6 +177,10 @@ class ModelMismatch(InvalidSessionFile):
 
 class ModelNotSupported(InvalidConfig):
     """This architecture would give wrong answers or cannot run; the message says why."""
+
+
+class ModelTakenOver(InvalidConfig):
+    """A loaded model that an engine has taken over was called, was changed, or was handed to another engine."""
 
 
 class DeviceUnavailable(InvalidConfig):

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from pagedcore.errors import InternalError
+from pagedcore.errors import ModelTakenOver
 from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.protocols import AttentionBackend, RaggedRows
 
@@ -72,7 +72,10 @@ def _attention(
     """Have the signature that transformers' modules call."""
     step = _current_step.get()
     if step is None:
-        raise InternalError("a model that an engine has taken over was called from outside of the engine")
+        raise ModelTakenOver(
+            "model: an engine has taken it over, so that its attention goes to the engine's KV pool and nowhere else. "
+            "Generate with the engine, or load the model once more to call it."
+        )
     return step.attend(module, query, key, value, attention_mask, arguments), None
 
 

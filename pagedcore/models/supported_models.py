@@ -7,9 +7,11 @@ its sequences. Read ``attention_layers.py`` for the checks on a running model, `
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported
@@ -23,6 +25,11 @@ _STATE: Final = (
     "sequences without padding would mix up"
 )
 _SELECTION: Final = "its attention reads a selection of positions that it computes outside of the attention function"
+_QUANTIZED: Final = "its weights are quantized in a format of another library; load unquantized weights"
+_HEAD: Final = (
+    "causal language model that computes the logits of chosen tokens only (logits_to_keep); load the model with its "
+    "language model head, by AutoModelForCausalLM"
+)
 _BYTES: Final = "it groups bytes into patches whose borders depend on the whole input"
 
 _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -62,7 +69,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     if other := next((key for key in _OTHER_INPUTS if config.get(key) is not None), None):
         raise _refusal(name, f"it wraps a language model with other parts ({other}); load the language model alone")
     if config.get("quantization_config") is not None:
-        raise _refusal(name, "its weights are quantized in a format of another library; load unquantized weights")
+        raise _refusal(name, _QUANTIZED)
     if config.get("position_embedding_type") not in (None, "absolute", "rope", "rotary"):
         raise _refusal(name, f"its positions are of type {config['position_embedding_type']!r}")
     _check_layer_types(name, config.get("layer_types"))
@@ -74,14 +81,24 @@ def _check_layer_types(name: str, layer_types: Any) -> None:
 
 
 def check_modules(model: nn.Module, name: str) -> None:
-    """Refuse a model with layers that look at neighbouring tokens other than through attention.
+    """Refuse a model without a head that computes logits, one with layers that look at neighbouring tokens other than
+    through attention, and one whose weights are in a format of another library.
 
     Raises:
         ModelNotSupported: with the architecture's name and the layer's type.
     """
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise _refusal(name, f"{type(model).__name__} is no {_HEAD}")
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             raise _refusal(name, f"{_STATE} ({type(module).__name__})")
+        if not _is_plain(getattr(module, "weight", None)):
+            raise _refusal(name, f"{_QUANTIZED} ({type(module).__name__})")
+
+
+def _is_plain(weight: Any) -> bool:
+    """Whether a module's weight, if it has one, is a tensor of floating-point numbers and no subclass of it."""
+    return weight is None or (type(weight) in (torch.Tensor, nn.Parameter) and bool(weight.is_floating_point()))
 
 
 def check_device(model: nn.Module, allowed: str = "cpu") -> None:

@@ -7,7 +7,6 @@ models come from, ``decoder.py`` for the part a faster implementation replaces.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pagedcore.errors import InternalError, ModelNotSupported
+from pagedcore.errors import InternalError, ModelNotSupported, ModelTakenOver
 from pagedcore.execution.devices import CPU, Device
 from pagedcore.execution.kv_pool import KVStorage
 from pagedcore.execution.memory_pages import FileMappings
-from pagedcore.models import model_facts, self_test, supported_models
+from pagedcore.models import model_facts, ownership, self_test, supported_models
 from pagedcore.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
 from pagedcore.models.attention_layers import AttentionLayer, RecordingStep, layers_of
 from pagedcore.models.cpu.fused_decoder import best_decoder
@@ -40,6 +39,7 @@ class TransformersModel:
     """A causal language model of transformers, taken over.
 
     Invariant: the model's attention goes nowhere but to the KV pool; calling the model outside of a step fails.
+    Invariant: the weights are those of the take-over, as far as ``ownership.py`` can see.
     Invariant: the KV pool has the number format of the weights.
     Invariant: no matrix product runs over one row: batches have two tokens or more, and a lone wanted row of logits is
     computed twice and returned once.
@@ -75,6 +75,7 @@ class TransformersModel:
 
         Raises:
             ModelNotSupported: the architecture cannot run here, or the self-test failed.
+            ModelTakenOver: another engine has the model.
             InvalidConfig: its number format cannot be stored in a KV pool, or it has weights on another device.
         """
         self.name = str(model.config.model_type)
@@ -87,6 +88,7 @@ class TransformersModel:
         self._block_size = block_size or needs.preferred_block_size(self._dtype)
         self._storage: KVStorage | None = None
         self._attention: AttentionBackend | None = None
+        ownership.require_free(model)
         supported_models.check_config(model.config.to_dict())
         supported_models.check_modules(model, self.name)
         supported_models.check_device(model, device.kind)
@@ -166,11 +168,14 @@ class TransformersModel:
         """Make the KV pool.
 
         Raises:
-            InternalError: there is one already.
+            ModelTakenOver: another engine has made one, and has not closed it.
             InvalidConfig: there is not enough memory.
         """
         if self._storage is not None:
-            raise InternalError("allocate_kv: the model has its KV pool already")
+            raise ModelTakenOver(
+                "model: another engine uses this backend and has its KV pool already. Close that engine, or load the "
+                "model once more."
+            )
         self._storage = self._device.new_storage(self.layout(block_size), num_blocks)
         self._attention = self._attention_factory(self._storage.layout, self._storage.pool)
 
@@ -190,9 +195,11 @@ class TransformersModel:
 
         Raises:
             InternalError: there is no KV pool yet.
+            ModelTakenOver: the weights were changed.
         """
         if self._attention is None:
             raise InternalError("forward: allocate_kv has not been called")
+        self._weights.require_unchanged()
         return self._compute(self._attention, batch)
 
     def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
@@ -208,11 +215,13 @@ class TransformersModel:
     ) -> None:
         tokens = self_test.probe_tokens(model.get_input_embeddings().num_embeddings)
         expected = _plain_logits(model, tokens) if runs_self_test else None
+        ownership.take(model)
         self._layers, self._vocab_size = redirect_attention(model)
         self._kv_bytes_per_token = self.layout(self._block_size).bytes_per_token
         mappings = FileMappings()
         self._decoder: Decoder = decoder_factory(model, self._layers, mappings.free_pages if is_private else _keep)
         mappings.detach(model)
+        self._weights = ownership.TakenWeights(model)
         for product in self._decoder.products:
             product.use_huge_pages()
         is_reproducible = expected is None or self._settle_decoder(expected, tokens)
@@ -271,8 +280,6 @@ def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
     Raises:
         ModelNotSupported: the attention cannot be redirected, or asks for what a paged KV cache cannot do.
     """
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ModelNotSupported(f"model: {model.config.model_type!r} has no logits_to_keep; it computes all logits.")
     register()
     model.set_attn_implementation(ATTENTION_KEY)
     supported_models.check_attention_was_taken(model.config)

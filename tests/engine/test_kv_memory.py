@@ -12,7 +12,7 @@ import pytest
 
 from pagedcore import AsyncEngine, Engine, MemoryBudget, SamplingParams
 from pagedcore.demo_model.questions import demo_questions, is_correct
-from pagedcore.errors import InternalError, InvalidConfig, MemoryBudgetExceeded
+from pagedcore.errors import InvalidConfig, MemoryBudgetExceeded, ModelTakenOver
 from support.doubles import ToyBackend, toy_answer
 from support.engine_builders import make_engine, run
 
@@ -130,7 +130,7 @@ def test_closing_again_frees_nothing_of_the_next_engine() -> None:
     from pagedcore.engine.builder import build_components
 
     backend = build_components("demo", kv_cache_memory="1MiB").runner._backend
-    with pytest.raises(InternalError, match="has its KV pool already"):
+    with pytest.raises(ModelTakenOver, match="has its KV pool already"):
         Engine.from_pretrained(backend, kv_cache_memory="1MiB")
     backend.release_kv()  # type: ignore[attr-defined]
     first = build_components(backend, kv_cache_memory="1MiB")

@@ -40,7 +40,7 @@ class AbleBackend(ToyBackend):
 
     fingerprint = ModelFingerprint("able", "0" * 64, "1" * 64)
     dtype = "int64"
-    attention_name = "hash"
+    attention_name, linear_name = "hash", "none"
     device_name = "abacus"
     computes_in_torch = True
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore.errors import InternalError, InvalidConfig, ModelTakenOver
 from pagedcore.models import transformers_model
 from pagedcore.models.attention_interface import attention_step
 from pagedcore.models.attention_layers import RecordingStep
@@ -46,7 +46,7 @@ def test_forward_needs_a_pool() -> None:
     with pytest.raises(InternalError, match="allocate_kv"):
         backend.forward(batch)
     backend.allocate_kv(8, 4)
-    with pytest.raises(InternalError, match="already"):
+    with pytest.raises(ModelTakenOver, match="already"):
         backend.allocate_kv(8, 4)
 
 
@@ -54,7 +54,7 @@ def test_a_taken_over_model_cannot_be_called_by_itself() -> None:
     """Its attention has nowhere to go outside of a step, and says so."""
     model = tiny_model("llama")
     TransformersModel(model, ReferenceAttention)
-    with pytest.raises(InternalError, match="outside of the engine"):
+    with pytest.raises(ModelTakenOver, match="KV pool and nowhere else"):
         model(torch.arange(4)[None], use_cache=False)
 
 

@@ -1,0 +1,73 @@
+"""What keeps a loaded model that an engine has taken over from being used by anything else.
+
+Packed layers are copies of their weights, and cached K and V were computed with them: whatever changes a weight
+afterwards makes a model of two halves. ``load_state_dict`` is refused at once, on every module. Other changes of the
+parameters that are left are found at the next step: operations in place, an optimizer's too, and another ``data``.
+Not found are writes past torch's counter of versions, as by ``parameter.data.copy_()`` or through a NumPy view, and
+another parameter in a module's place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from pagedcore.errors import ModelTakenOver
+
+_taken: Final[WeakSet[nn.Module]] = WeakSet()
+
+
+def take(model: nn.Module) -> None:
+    """Note that an engine has a model, from now on or from the moment its attention is redirected."""
+    _taken.add(model)
+
+
+def require_free(model: nn.Module) -> None:
+    """Refuse a model that an engine has.
+
+    Raises:
+        ModelTakenOver: it is not free.
+    """
+    if model in _taken:
+        raise ModelTakenOver("model: an engine has taken it over. Load the model once more, or share that engine.")
+
+
+class TakenWeights:
+    """The parameters that a model still has after it was taken over, and how they were then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = tuple(model.parameters())
+        self._states = self._present_states()
+        for module in model.modules():
+            module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+
+    def require_unchanged(self) -> None:
+        """Look at every parameter's version and address, which takes a fraction of a microsecond each.
+
+        Raises:
+            ModelTakenOver: one has changed.
+        """
+        if self._present_states() != self._states:
+            raise _changed()
+
+    def _present_states(self) -> list[tuple[int, int]]:
+        return [(_version(parameter), parameter.data_ptr()) for parameter in self._parameters]
+
+
+def _version(parameter: torch.Tensor) -> int:
+    # torch itself refuses to change inference tensors in place, and counts no versions of theirs.
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _refuse_loading(*_: Any) -> NoReturn:
+    raise _changed()
+
+
+def _changed() -> ModelTakenOver:
+    return ModelTakenOver(
+        "model: an engine has taken it over and keeps copies of its weights, so that they cannot be changed any more. "
+        "Load or change a model first, and make a new engine of it."
+    )
