@@ -75,6 +75,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "tokenizer": _or_none(_NAME),
     # Safety: any other true value, the text "false" among them, would let foreign code run.
     "trust_remote_code": (lambda value: type(value) is bool, "True or False"),
+    "check_invariants": (lambda value: type(value) is bool, "True or False"),
     "seed": (_is_seed, "an integer from 0 to 2**63 - 1"),
 }
 
@@ -133,6 +134,9 @@ class EngineConfig:
     """Directory or name of the tokenizer; ``None``: the model's own."""
     trust_remote_code: bool = False
     """Whether code shipped with a model may run; only the owner of the process can know."""
+    check_invariants: bool = False
+    """Whether the laws of scheduler and cache are checked after every step, which raises ``InternalError`` where one is
+    broken; it is slow, and meant for tests and for reports of a bug."""
     seed: int = 0
     """From which the seeds of requests without one are derived."""
 

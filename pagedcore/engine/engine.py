@@ -30,6 +30,7 @@ from pagedcore.sessions.session_store import SessionStore
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents
     from pagedcore.plugins.observers import EngineHooks
+    from pagedcore.scheduler.invariants import InvariantChecker
     from pagedcore.scheduler.plan import SchedulePlan
     from pagedcore.sessions.session import Session
 
@@ -65,6 +66,11 @@ class Engine:
             parts.calibrate(self._mover, self._clock)
         self._sessions = SessionStore(self, parts, self._turns, Parking(parts, self._mover, self._clock))
         self._is_closed = False
+        self._laws: InvariantChecker | None = None
+        if parts.config.check_invariants:
+            from pagedcore.scheduler.invariants import InvariantChecker
+
+            self._laws = InvariantChecker(parts.scheduler)
         self.is_stalled = False
         """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
         self._hooks.engine_started(parts.info)
@@ -193,6 +199,12 @@ class Engine:
 
         Why: for whoever tells of several steps at once. Deltas take 4 % of a small model's step with 64 answers.
         """
+        pending = self._run_step()
+        if self._laws is not None:
+            self._laws.check()
+        return pending
+
+    def _run_step(self) -> list[PendingOutput]:
         self._require_open()
         self._sessions.parking.expire()
         expired = self._output_processor.expire_waiting(self._config.queue_timeout_s)

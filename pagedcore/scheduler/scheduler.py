@@ -128,7 +128,7 @@ class Scheduler:
 
     def never_started(self) -> tuple[Sequence, ...]:
         """Return the waiting sequences that were not started in this turn, in policy order."""
-        return tuple(self._waiting.newcomers())
+        return tuple(self._waiting.never_started())
 
     def stats(self) -> SchedulerStats:
         """Describe the present and count the past."""
@@ -303,9 +303,9 @@ class Scheduler:
             raise InternalError("the plan is out of date; a sequence moved after it was made")
 
     def _start(self, sequence: Sequence) -> None:
-        self._waiting.discard(sequence)
+        self._waiting.remove_sequence(sequence)
         sequence.move_to(_RUNNING)
-        self._running.add(sequence)
+        self._running.add_sequence(sequence)
 
     def _advance(self, row: ScheduledRow, sampled: Mapping[int, int | None]) -> NewToken | None:
         sequence = row.sequence
@@ -323,18 +323,18 @@ class Scheduler:
             return None
         reason = sequence.append_token(token_id)
         if reason is not None:
-            self._running.discard(sequence)
+            self._running.remove_sequence(sequence)
             self._mark_finished(sequence, reason)
         return NewToken(sequence, token_id, reason)
 
     def _set_aside(self, sequence: Sequence) -> None:
-        self._running.discard(sequence)
+        self._running.remove_sequence(sequence)
         sequence.move_to(_FINISHED)
         self.moves.free_finished(sequence, is_trusted=True, is_movable=False)
 
     def _take_out(self, sequence: Sequence) -> None:
-        self._waiting.discard(sequence)
-        self._running.discard(sequence)
+        self._waiting.remove_sequence(sequence)
+        self._running.remove_sequence(sequence)
         if self._in_flight is not None:
             self._in_flight.gone.add(sequence.sequence_id)
 

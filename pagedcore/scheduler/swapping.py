@@ -242,7 +242,7 @@ class Swapping:
         )
         self._open[sequence.sequence_id] = decision
         self.decisions.append(decision)
-        self._running.discard(sequence)
+        self._running.remove_sequence(sequence)
         self._free_preempted(preemption)
         sequence.forget_computed()
         sequence.move_to(SequenceStatus.WAITING)

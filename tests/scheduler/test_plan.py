@@ -49,7 +49,7 @@ def put_running(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> 
     """Let a sequence run that has computed so much already."""
     give_blocks(scheduler, sequence, num_computed)
     sequence.move_to(SequenceStatus.RUNNING)
-    scheduler.running.add(sequence)
+    scheduler.running.add_sequence(sequence)
     return sequence
 
 
@@ -319,7 +319,7 @@ def swapped(scheduler: Scheduler, *sequences: Sequence) -> None:
     kv_cache = scheduler.kv_cache
     for sequence in sequences:
         put_running(scheduler, sequence, len(sequence.token_ids) - 1)
-        scheduler.running.discard(sequence)
+        scheduler.running.remove_sequence(sequence)
         transfer = kv_cache.begin_swap_out(sequence, is_pinned=True)
         assert transfer is not None
         kv_cache.complete_transfer(transfer.transfer_id, is_ok=True)

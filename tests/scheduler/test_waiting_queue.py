@@ -22,7 +22,7 @@ def test_sequences_come_in_the_order_of_the_key() -> None:
     sequences = [make_sequence(sequence_id=i, arrival=i // 3) for i in range(12)]
     order = PolicyOrder(by_arrival)
     for sequence in random.Random(1).sample(sequences, 12):
-        order.add(sequence)
+        order.add_sequence(sequence)
     assert list(order) == sequences
 
 
@@ -31,9 +31,9 @@ def test_a_sequence_can_be_taken_out_from_anywhere() -> None:
     first, second, third = (make_sequence(arrival=i) for i in range(3))
     order = PolicyOrder(by_arrival)
     for sequence in (third, first, second):
-        order.add(sequence)
-    assert order.discard(second)
-    assert not order.discard(second)
+        order.add_sequence(sequence)
+    assert order.remove_sequence(second)
+    assert not order.remove_sequence(second)
     assert list(order) == [first, third]
     assert (first in order, second in order, len(order)) == (True, False, 2)
 
@@ -41,9 +41,9 @@ def test_a_sequence_can_be_taken_out_from_anywhere() -> None:
 def test_adding_twice_is_a_broken_law() -> None:
     """A sequence is in a queue once."""
     order, sequence = PolicyOrder(by_arrival), make_sequence()
-    order.add(sequence)
+    order.add_sequence(sequence)
     with pytest.raises(InternalError, match="already in this queue"):
-        order.add(sequence)
+        order.add_sequence(sequence)
 
 
 def test_the_queue_refuses_newcomers_at_its_bound() -> None:
@@ -74,8 +74,8 @@ def test_preempted_sequences_are_never_refused() -> None:
     queue.push(newcomer)
     queue.push_preempted(preempted)
     assert list(queue) == [preempted, newcomer]
-    assert queue.num_initial_sequences == 1
-    queue.discard(newcomer)
+    assert queue.num_never_started == 1
+    queue.remove_sequence(newcomer)
     queue.push(make_sequence(arrival=9))
 
 
@@ -86,7 +86,7 @@ def test_newcomers_are_those_that_never_started() -> None:
     queue.push(late)
     queue.push(early)
     queue.push_preempted(preempted)
-    assert list(queue.newcomers()) == [early, late]
+    assert list(queue.never_started()) == [early, late]
 
 
 def test_fcfs_orders_by_arrival_alone() -> None:

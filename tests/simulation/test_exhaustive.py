@@ -63,7 +63,7 @@ class Life:
         now = snapshot(self.scheduler).blocks
         found = tuple(frozenset(memory.registered) for memory in (now.device, now.host) if memory is not None)
         moving = tuple((one.sequence_id, one.direction, one.num_tokens) for one in self._transfers())
-        num_new = self.scheduler.waiting.num_initial_sequences
+        num_new = self.scheduler.waiting.num_never_started
         return of_sequences, found, moving, frozenset(now.pins), self.num_arrived, num_new
 
     def _transfers(self) -> tuple[Transfer, ...]:
