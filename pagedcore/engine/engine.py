@@ -171,7 +171,7 @@ class Engine:
         """Forget a finished request and free its blocks; a second call does nothing."""
         if self._requests.remove(request):
             for sequence in request.sequences:
-                self._scheduler.forget(sequence)
+                self._scheduler.remove_sequence(sequence)
                 self._answers.close(sequence)
 
     def token_text(self, token_id: int) -> TokenText:

@@ -36,7 +36,7 @@ class SampledTokens:
     logprobs: list[TokenLogprobs | None]
     """One entry per row; ``None`` where none were asked for or there is no token."""
     prompts: Mapping[int, list[TokenLogprobs] | None] = field(default_factory=dict)
-    """What was learnt of prompts that are reported, by sequence id; ``None`` where a row of logits is not valid."""
+    """Log-probabilities of prompts that are reported, by sequence id; ``None`` where a row of logits is not valid."""
 
 
 class Sampler:
@@ -76,7 +76,7 @@ class Sampler:
     def score(
         self, logits: FloatArray | torch.Tensor, rows: Seq[ScheduledRow]
     ) -> dict[int, list[TokenLogprobs] | None]:
-        """Say how likely the tokens of prompts were, each after those before it.
+        """Compute the log-probabilities of prompt tokens, each after those before it.
 
         Memory: the planner bounds the positions that are scored in a step, so that their logits stay within some tens
         of megabytes however large the vocabulary is. A prompt that is reported is computed in shorter chunks for it.
@@ -122,7 +122,7 @@ class Sampler:
             if i in reports:
                 reports[i].keep_raw(rows[i])
             adjuster.adjust(rows[i])
-        # Why: what is not in this step may never come back; whoever does is counted again.
+        # Why: a sequence outside this step may never come back; one that does is counted again.
         self._adjusters = adjusters
 
     def _report_logprobs(self, rows: FloatArray, sequences: Seq[Sequence]) -> dict[int, _Report]:
@@ -170,7 +170,7 @@ class _Report:
         self._raw = row.copy()
 
     def describe(self, token_id: int, row: FloatArray) -> TokenLogprobs:
-        """Say what the chosen token and the best ones were worth; ``row`` serves if it was not adjusted."""
+        """Return the log-probabilities of the chosen token and of the best ones; ``row`` is used if not adjusted."""
         logit = float((row if self._raw is None else self._raw)[token_id])
         best = [(int(i), float(value) - self._normaliser) for i, value in zip(self._ids, self._values, strict=True)]
         return TokenLogprobs(token_id, logit - self._normaliser, tuple(pair for pair in best if pair[0] >= 0))
@@ -229,20 +229,20 @@ class RowAdjuster:
 
 
 class _SeenTokens:
-    """The distinct tokens of a sequence and how often its answer holds each, kept up as the answer grows."""
+    """The distinct tokens of a sequence and how often its completion holds each, updated as the completion grows."""
 
     __slots__ = ("_counts", "_num_counted", "_places", "_token_ids")
 
     def __init__(self, sequence: Sequence) -> None:
         distinct, places = np.unique(np.array(sequence.token_ids, np.int64), return_inverse=True)
-        answered = places[sequence.num_prompt_tokens :]
+        generated = places[sequence.num_prompt_tokens :]
         self._token_ids = distinct
-        self._counts = np.bincount(answered, minlength=len(distinct))
+        self._counts = np.bincount(generated, minlength=len(distinct))
         self._places = {token_id: place for place, token_id in enumerate(distinct.tolist())}
         self._num_counted = len(sequence.token_ids)
 
     def count(self, sequence: Sequence) -> tuple[Int64Array, Int64Array]:
-        """Count what was appended; return [D] distinct token ids and [D] how often the answer holds them."""
+        """Count what was appended; return [D] distinct token ids and [D] how often the completion holds them."""
         for token_id in sequence.token_ids[self._num_counted :]:
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._token_ids):

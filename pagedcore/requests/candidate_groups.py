@@ -131,7 +131,7 @@ class Contests:
         """End the contest for a request's answers, if there is one, and all who contend in it."""
         contest = self._contests.pop(request.request_id, None)
         for sequence in contest.contenders if contest is not None else ():
-            self._scheduler.finish(sequence, reason)
+            self._scheduler.finish_sequence(sequence, reason)
             self._dismiss(request, sequence)
 
     def steer(self, contests: Iterable[Contest], next_tokens: dict[int, int | None]) -> None:
@@ -178,7 +178,7 @@ class Contests:
     def _drop(self, parents: list[Sequence], beams: Beams, next_tokens: dict[int, int | None]) -> None:
         for parent in parents:
             if parent.sequence_id in next_tokens:
-                self._scheduler.drop(parent)
+                self._scheduler.cancel_branch(parent)
             self._dismiss(beams.request, parent)
 
     def _dismiss(self, request: Request, sequence: Sequence) -> None:
@@ -186,7 +186,7 @@ class Contests:
         first.num_preemptions += sequence.num_preemptions
         if first.num_cached_tokens is None:
             first.num_cached_tokens = sequence.num_cached_tokens
-        self._scheduler.forget(sequence)
+        self._scheduler.remove_sequence(sequence)
         self._answers.close(sequence)
         self._requests.strike(sequence)
 

@@ -156,7 +156,7 @@ class OutputProcessor:
         self, request: Request, sequence: Sequence, reason: FinishReason, error: Exception | None
     ) -> PendingOutput:
         request.error = error
-        self._scheduler.finish(sequence, reason)
+        self._scheduler.finish_sequence(sequence, reason)
         self._answers.finish(sequence)
         return request, sequence
 
@@ -203,7 +203,7 @@ class OutputProcessor:
         """Add a token's text to its sequence's; end the sequence where a stop string does."""
         sequence = new.sequence
         if self._answers.add_token(sequence, new.token_id):
-            self._scheduler.finish(sequence, "stop")
+            self._scheduler.finish_sequence(sequence, "stop")
         if sequence.finish_reason is not None and self._answers.finish(sequence):
             # Why: the token that completed a stop string may also have been the last one allowed.
             sequence.finish_reason = "stop"
@@ -231,7 +231,7 @@ class OutputProcessor:
             sequence.token_ids.append(token_id)
             self._answers.add_token(sequence, token_id)
         self._answers.finish(sequence)
-        self._scheduler.finish(sequence, chosen.finish_reason)
+        self._scheduler.finish_sequence(sequence, chosen.finish_reason)
         if sequence.params.beam_width > 1:
             self._counters.num_generated_tokens += len(chosen.token_ids)
         return request, sequence

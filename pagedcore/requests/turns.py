@@ -48,7 +48,7 @@ class Turns:
             starting = self._contests.open(request)
         for sequence in starting:
             self._answers.open(sequence)
-            self._scheduler.add(sequence)
+            self._scheduler.add_sequence(sequence)
         self._counters.num_prompt_tokens += num_new_tokens
 
     def prepare(
@@ -91,7 +91,7 @@ class Turns:
         self._scheduler.require_room(sequence.max_total_tokens)
         self._requests.reopen(request, sequence, self._clock.now())
         self._answers.restore(sequence)
-        self._scheduler.add(sequence)
+        self._scheduler.add_sequence(sequence)
 
     def adopt(
         self, history: SequenceSnapshot, *, priority: int, cache_root: bytes | None = None, cache_salt: bytes = b""

@@ -33,7 +33,7 @@ class Priced:
 
     def answer(self, sequence: Sequence) -> int:
         """Answer a sequence alone; return how many of its tokens were found."""
-        self.scheduler.add(sequence)
+        self.scheduler.add_sequence(sequence)
         while self.scheduler.has_work:
             self.step()
         return sequence.num_cached_tokens or 0
@@ -209,7 +209,7 @@ def test_one_sequence_is_loaded_at_a_time() -> None:
         priced.answer(make_sequence(prompt, 1))
     priced.flood(1000)
     for prompt in prompts:
-        priced.scheduler.add(make_sequence([*prompt, 1], 1))
+        priced.scheduler.add_sequence(make_sequence([*prompt, 1], 1))
     assert [len(one.match.host_blocks) for one in priced.scheduler.schedule().swap_ins] == [3]
 
 
@@ -219,13 +219,13 @@ def test_fetching_leaves_a_block_for_everybody_who_runs() -> None:
     session, runner, passer = make_sequence(PROMPT, 1), make_sequence(range(200, 205), 4), make_sequence([7, 8, 9], 1)
     priced.answer(session)
     assert priced.scheduler.moves.park(session) == 9
-    priced.scheduler.add(runner)
+    priced.scheduler.add_sequence(runner)
     priced.step()
-    priced.scheduler.add(passer)
+    priced.scheduler.add_sequence(passer)
     priced.step()
     blocks = priced.scheduler.kv_cache.device
     match = priced.scheduler.kv_cache.match(session)
     assert (len(match.device_blocks), len(match.host_blocks), blocks.num_available_blocks) == (3, 2, 5)
     assert priced.scheduler.moves.fetch(session) == 0
-    priced.scheduler.finish(runner, "abort")
+    priced.scheduler.finish_sequence(runner, "abort")
     assert priced.scheduler.moves.fetch(session) == 9

@@ -143,7 +143,7 @@ def test_a_snapshot_is_a_value() -> None:
     """Later steps do not change a snapshot, and a step in flight is part of it."""
     scheduler = make_scheduler(num_host_blocks=4)
     sequence = make_sequence(3, 2)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     plan = scheduler.schedule()
     scheduler.reserve(plan)
     taken, copy = snapshot(scheduler), snapshot(scheduler)

@@ -26,7 +26,7 @@ def own(num_tokens: int, max_tokens: int = 1, **more: int) -> Sequence:
 
 def start(scheduler: Scheduler, *sequences: Sequence) -> None:
     for sequence in sequences:
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
 
 
 def tokens_of(plan: SchedulePlan) -> dict[int, int]:
@@ -55,7 +55,7 @@ def put_running(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> 
 
 def put_waiting(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> Sequence:
     """Let a sequence wait that holds blocks, as one that was loaded from the host does."""
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     give_blocks(scheduler, sequence, num_computed)
     return sequence
 
@@ -257,7 +257,7 @@ def test_a_deferred_request_lets_others_pass_and_starts_when_its_leader_is_gone(
     put_running(scheduler, first, 1)
     start(scheduler, second, other)
     assert scheduler.schedule().admitted == (other,)
-    scheduler.finish(first, "error")
+    scheduler.finish_sequence(first, "error")
     assert scheduler.schedule().admitted == (second,)
 
 
@@ -470,7 +470,7 @@ def test_those_behind_a_starved_prompt_go_on_in_what_is_free() -> None:
     starved = put_running(scheduler, own(14), 4)
     behind = put_running(scheduler, own(4), 1)
     assert tokens_of(scheduler.schedule()) == {first.sequence_id: 1, behind.sequence_id: 3}
-    scheduler.finish(first, "abort")
+    scheduler.finish_sequence(first, "abort")
     assert starved.sequence_id in tokens_of(scheduler.schedule())
 
 
@@ -548,6 +548,6 @@ def test_a_stall_is_reported_with_the_numbers() -> None:
     """If blocks were ever lost, the step says so at once where an endless wait would say nothing."""
     scheduler = make_scheduler(num_blocks=2, block_size=2)
     scheduler.kv_cache.device.reserve([Demand(10**9, 4)])
-    scheduler.add(own(2))
+    scheduler.add_sequence(own(2))
     with pytest.raises(InternalError, match="no progress: 0 running, 1 waiting, 0 of 2 blocks available"):
         scheduler.schedule()

@@ -31,7 +31,7 @@ def own(prompt: int = 3, max_tokens: int = 3, **more: int) -> Sequence:
 
 def add(scheduler: Scheduler, prompt: int = 3, max_tokens: int = 3, **more: int) -> Sequence:
     sequence = own(prompt, max_tokens, **more)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     return sequence
 
 
@@ -81,8 +81,8 @@ def test_commit_reports_how_a_turn_ended() -> None:
     """A stop token and the last allowed token finish the sequence in the step that made them."""
     scheduler = make_scheduler()
     stopping, longest = make_sequence([1, 2], 5, stop_token_ids=[9]), own(2, 1)
-    scheduler.add(stopping)
-    scheduler.add(longest)
+    scheduler.add_sequence(stopping)
+    scheduler.add_sequence(longest)
     plan = reserved_step(scheduler)
     results = scheduler.commit(plan, {stopping.sequence_id: 9, longest.sequence_id: 1})
     assert [new.finish_reason for new in results] == ["stop", "length"]
@@ -179,7 +179,7 @@ def test_a_finished_sequence_goes_to_the_host_and_its_next_turn_comes_back() -> 
     add(scheduler, 7, 1)
     run_step(scheduler)
     sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     while scheduler.has_work:
         run_step(scheduler)
     assert sequence.num_cached_tokens == 4
@@ -217,7 +217,7 @@ def test_a_plan_that_is_out_of_date_is_refused_and_changes_nothing() -> None:
     aborted = add(scheduler)
     add(scheduler)
     plan = scheduler.schedule()
-    scheduler.finish(aborted, "abort")
+    scheduler.finish_sequence(aborted, "abort")
     before = snapshot(scheduler)
     with pytest.raises(InternalError, match="out of date"):
         scheduler.reserve(plan)
@@ -261,13 +261,13 @@ def sequence_in(place: str, scheduler: Scheduler) -> Sequence:
     if place == "preempted":
         other = add(scheduler, 2, 6, arrival=-1)
         run_until_preempted(scheduler, sequence)
-        scheduler.finish(other, "abort")
+        scheduler.finish_sequence(other, "abort")
     if place == "continued":
-        scheduler.finish(sequence, "stop")
+        scheduler.finish_sequence(sequence, "stop")
         sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
     if place == "removed":
-        scheduler.forget(sequence)
+        scheduler.remove_sequence(sequence)
     return sequence
 
 
@@ -278,7 +278,7 @@ def test_aborting_frees_every_block_at_once_wherever_the_sequence_is(place: str,
     scheduler = make_scheduler(num_blocks=4)
     sequence = sequence_in(place, scheduler)
     for _ in range(2):
-        scheduler.finish(sequence, reason)
+        scheduler.finish_sequence(sequence, reason)
         assert (sequence.status, sequence.finish_reason) == (FINISHED, reason)
         assert scheduler.stats().num_blocks_used == 0
         assert not scheduler.has_work
@@ -291,7 +291,7 @@ def test_what_has_finished_stays_as_it_is(place: str) -> None:
     scheduler = make_scheduler()
     sequence = sequence_in(place, scheduler)
     before = snapshot(scheduler)
-    scheduler.finish(sequence, "abort")
+    scheduler.finish_sequence(sequence, "abort")
     assert sequence.finish_reason == "length"
     assert snapshot(scheduler) == before
 
@@ -302,7 +302,7 @@ def test_what_a_sequence_computed_can_be_found_unless_it_failed(reason: FinishRe
     scheduler = make_scheduler()
     sequence = add(scheduler)
     run_step(scheduler)
-    scheduler.finish(sequence, reason)
+    scheduler.finish_sequence(sequence, reason)
     assert (scheduler.stats().num_blocks_used, sequence.num_computed_tokens) == (0, 0)
     assert scheduler.kv_cache.match(sequence).num_tokens == num_found
     assert check(snapshot(scheduler)) == []
@@ -312,7 +312,7 @@ def test_a_sequence_that_never_ran_leaves_no_trace() -> None:
     """It is finished, and nothing can be found of it."""
     scheduler = make_scheduler()
     sequence = add(scheduler)
-    scheduler.finish(sequence, "stop")
+    scheduler.finish_sequence(sequence, "stop")
     assert (sequence.status, scheduler.has_work, scheduler.stats().num_blocks_cached) == (FINISHED, False, 0)
 
 
@@ -323,11 +323,11 @@ def test_finishing_in_flight_frees_at_once_and_the_others_go_on(close: str, reas
     scheduler = make_scheduler()
     running, admitted, staying = add(scheduler), own(2, 3), own(2, 3)
     run_step(scheduler)
-    scheduler.add(admitted)
-    scheduler.add(staying)
+    scheduler.add_sequence(admitted)
+    scheduler.add_sequence(staying)
     plan = reserved_step(scheduler)
     for sequence in (running, admitted):
-        scheduler.finish(sequence, reason)
+        scheduler.finish_sequence(sequence, reason)
         assert scheduler.kv_cache.device.num_blocks_of(sequence.sequence_id) == 0
     assert check(snapshot(scheduler)) == []
     if close == "rollback":
@@ -344,9 +344,9 @@ def test_a_sequence_that_left_in_flight_and_came_back_has_nothing_of_that_step()
     scheduler = make_scheduler()
     sequence = add(scheduler)
     plan = reserved_step(scheduler)
-    scheduler.finish(sequence, "stop")
+    scheduler.finish_sequence(sequence, "stop")
     sequence.begin_turn([1], sequence.params, max_tokens=2, stop_token_ids=frozenset(), arrival=99)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     assert scheduler.commit(plan, {sequence.sequence_id: 1}) == []
     assert (sequence.status, sequence.num_computed_tokens) == (WAITING, 0)
     assert check(snapshot(scheduler)) == []
@@ -370,14 +370,14 @@ def test_only_a_finished_sequence_can_be_forgotten_and_twice_is_once() -> None:
     sequence = add(scheduler, max_tokens=2)
     run_step(scheduler)
     with pytest.raises(InternalError, match="running -> removed"):
-        scheduler.forget(sequence)
+        scheduler.remove_sequence(sequence)
     run_step(scheduler)
     assert scheduler.moves.park(sequence) > 0
     for transfer in scheduler.moves.take_due():
         scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert scheduler.stats().num_host_blocks_used > 0
-    scheduler.forget(sequence)
-    scheduler.forget(sequence)
+    scheduler.remove_sequence(sequence)
+    scheduler.remove_sequence(sequence)
     assert sequence.status is SequenceStatus.REMOVED
     stats = scheduler.stats()
     assert (stats.num_blocks_used, stats.num_host_blocks_used) == (0, 0)
@@ -388,10 +388,10 @@ def test_a_finished_sequence_cannot_be_added_without_a_new_turn() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, max_tokens=1)
     with pytest.raises(InternalError, match="already in this queue"):
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
     run_step(scheduler)
     with pytest.raises(InternalError, match="is finished"):
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
@@ -430,7 +430,7 @@ def test_a_refused_continuation_changes_nothing() -> None:
     waiting = add(scheduler)
     kept.begin_turn([1], kept.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
     with pytest.raises(EngineOverloaded):
-        scheduler.add(kept)
+        scheduler.add_sequence(kept)
     assert scheduler.kv_cache.match(kept).num_tokens == 3
     assert list(scheduler.waiting) == [waiting]
 
@@ -484,7 +484,7 @@ def test_stats_count_what_was_looked_up_and_found_once_a_turn() -> None:
     """Every turn looks its known tokens up once, also when it is preempted and starts again."""
     scheduler = make_scheduler(num_blocks=4, preemption="recompute")
     for prompt in ([1, 2, 3, 4], [1, 2, 3, 5]):
-        scheduler.add(make_sequence(prompt, 1))
+        scheduler.add_sequence(make_sequence(prompt, 1))
         while scheduler.has_work:
             run_step(scheduler)
     counters = scheduler.counters

@@ -205,7 +205,7 @@ class Simulation:
         self._drain()
         for turn in self.turns.values():
             require(turn.num_ends == 1, f"sequence {turn.sequence.sequence_id} ended {turn.num_ends} times")
-            self.scheduler.forget(turn.sequence)
+            self.scheduler.remove_sequence(turn.sequence)
         self._arrive_everywhere()
         stats = self.scheduler.stats()
         require(stats.num_blocks_used == 0, "blocks are left when everybody is gone")
@@ -283,7 +283,7 @@ class Simulation:
     def _try_add(self, sequence: Sequence) -> bool:
         before = snapshot(self.scheduler)
         try:
-            self.scheduler.add(sequence)
+            self.scheduler.add_sequence(sequence)
         except EngineOverloaded:
             require(snapshot(self.scheduler) == before, "a refused sequence changed something")
             return False
@@ -301,7 +301,7 @@ class Simulation:
     def _continue_or_forget(self, turn: Turn) -> None:
         sequence = turn.sequence
         if self.rng.random() < 0.4:
-            self.scheduler.forget(sequence)
+            self.scheduler.remove_sequence(sequence)
             del self.turns[sequence.sequence_id]
             require(turn.num_ends == 1, "a forgotten sequence had not ended once")
             return
@@ -316,12 +316,12 @@ class Simulation:
         sequence.begin_turn(
             more, sequence.params, max_tokens=max_tokens, stop_token_ids=sequence.stop_token_ids, arrival=arrival
         )
-        self.scheduler.add(sequence)
+        self.scheduler.add_sequence(sequence)
         self._open_turn(sequence)
 
     def _end(self, turn: Turn, reason: FinishReason) -> None:
         was_finished = turn.sequence.finish_reason is not None
-        self.scheduler.finish(turn.sequence, reason)
+        self.scheduler.finish_sequence(turn.sequence, reason)
         if was_finished:
             return
         turn.num_ends += 1

@@ -114,18 +114,18 @@ class Life:
         self.scheduler.moves.complete_transfer(self._transfers()[place].transfer_id, 0.0, is_ok=False)
 
     def _arrive(self, index: int) -> None:
-        self.scheduler.add(self.sequences[index])
+        self.scheduler.add_sequence(self.sequences[index])
         self.num_arrived += 1
 
     def _abort(self, index: int) -> None:
-        self.scheduler.finish(self.sequences[index], "abort")
+        self.scheduler.finish_sequence(self.sequences[index], "abort")
 
     def _continue(self, index: int) -> None:
         sequence = self.sequences[index]
         if self.scheduler.can_ever_fit(len(sequence.token_ids) + 2):
             arrival = 100 + sequence.arrival
             sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=arrival)
-            self.scheduler.add(sequence)
+            self.scheduler.add_sequence(sequence)
 
 
 def explore(world: World) -> int:

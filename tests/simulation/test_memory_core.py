@@ -72,7 +72,7 @@ class MemoryCore(RuleBasedStateMachine):
 
     def _try_add(self, sequence: Sequence) -> None:
         try:
-            self.scheduler.add(sequence)
+            self.scheduler.add_sequence(sequence)
         except (EngineOverloaded, RequestTooLarge):
             return
         self.sequences.append(sequence)
@@ -122,7 +122,7 @@ class MemoryCore(RuleBasedStateMachine):
     def end(self, data: st.DataObject, reason: str) -> None:
         """Anybody is ended, whatever it does and whatever is on its way for it."""
         sequence = data.draw(st.sampled_from(self.sequences))
-        self.scheduler.finish(sequence, reason)  # type: ignore[arg-type]
+        self.scheduler.finish_sequence(sequence, reason)  # type: ignore[arg-type]
         assert self.scheduler.kv_cache.device.num_blocks_of(sequence.sequence_id) == 0
 
     @precondition(lambda self: self.sequences)
@@ -137,7 +137,7 @@ class MemoryCore(RuleBasedStateMachine):
         sequence.begin_turn(
             more, sequence.params, max_tokens=max_tokens, stop_token_ids=frozenset(), arrival=arrival
         )
-        self.scheduler.add(sequence)
+        self.scheduler.add_sequence(sequence)
         self.expected[sequence.sequence_id] = toy_answer(sequence.token_ids, max_tokens)
 
     @invariant()

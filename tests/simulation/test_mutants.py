@@ -354,14 +354,14 @@ def stop_ignored(patch: Patch) -> None:
 
 def ends_twice(patch: Patch) -> None:
     """A finished sequence can be finished again with another reason."""
-    finish = Scheduler.finish
+    finish = Scheduler.finish_sequence
 
     def again(self: Scheduler, sequence: Sequence, reason: str) -> None:
         if sequence.status is SequenceStatus.FINISHED:
             self._waiting.push_preempted(sequence)
         finish(self, sequence, reason)  # type: ignore[arg-type]
 
-    patch.setattr(Scheduler, "finish", again)
+    patch.setattr(Scheduler, "finish_sequence", again)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

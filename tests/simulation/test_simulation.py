@@ -92,7 +92,7 @@ class Crowd:
         )
         self.sequences = [make_sequence([i, 2, i], 5 + i % 3, sequence_id=i) for i in range(5)]
         for sequence in self.sequences:
-            self.scheduler.add(sequence)
+            self.scheduler.add_sequence(sequence)
         self.backend = FlakyBackend(raise_on_step=raise_on_step)
         self.backend.allocate_kv(6, 2)
         self.backend.cache_store.allocate_host(num_host_blocks)
@@ -129,7 +129,7 @@ class Crowd:
         for sequence in self.sequences:
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             assert sequence.output_token_ids == toy_answer(prompt, sequence.max_tokens)
-            self.scheduler.forget(sequence)
+            self.scheduler.remove_sequence(sequence)
         assert sum(self.scheduler.counters.num_preemptions.values()) > 0
         self.mover.start(self.scheduler.moves.take_due())
         stats = self.scheduler.stats()
