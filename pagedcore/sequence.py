@@ -175,7 +175,7 @@ class Sequence:
         self.arrival = arrival
         self.finish_reason = None
 
-    def forget_computed(self) -> None:
+    def reset_computed(self) -> None:
         """Note that the sequence holds no blocks any more; what is not found again has to be computed again."""
         self.num_computed_tokens = 0
 

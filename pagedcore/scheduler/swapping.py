@@ -96,7 +96,7 @@ class Swapping:
         """Preempt, free and begin to load as a plan says; return the transfers to start."""
         for sequence in plan.freed:
             self._blocks.free_blocks(sequence)
-            sequence.forget_computed()
+            sequence.reset_computed()
         for preemption in plan.preempted:
             self._preempt(preemption)
         for swap_in in plan.swap_ins:
@@ -151,13 +151,13 @@ class Swapping:
             self._blocks.free_blocks(sequence, num_kept_tokens=num_tokens)
             self._begin_swap_out(sequence, is_pinned=False)
         self._blocks.free_blocks(sequence)
-        sequence.forget_computed()
+        sequence.reset_computed()
 
     def free_branch(self, sequence: Sequence) -> None:
         """Free the blocks of a finished branch that no sequence continues."""
         self.free_on_host(sequence)
         self._blocks.free_and_evict_tail(sequence)
-        sequence.forget_computed()
+        sequence.reset_computed()
 
     def free_on_host(self, sequence: Sequence) -> None:
         """Free what the host keeps for a sequence, and cancel its transfers."""
@@ -188,7 +188,7 @@ class Swapping:
         is_moving = self._begin_swap_out(sequence, is_pinned=True)
         if not is_moving:
             self._blocks.free_blocks(sequence)
-        sequence.forget_computed()
+        sequence.reset_computed()
         return here.num_tokens if is_moving else 0
 
     def fetch(self, sequence: Sequence) -> int:
@@ -244,7 +244,7 @@ class Swapping:
         self.decisions.append(decision)
         self._running.remove_sequence(sequence)
         self._free_preempted(preemption)
-        sequence.forget_computed()
+        sequence.reset_computed()
         sequence.move_to(SequenceStatus.WAITING)
         sequence.num_preemptions += 1
         self._counters.num_preemptions[preemption.kind] += 1

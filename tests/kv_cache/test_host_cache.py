@@ -33,7 +33,7 @@ def compute(manager: KVCacheManager, tokens: list[int]) -> Sequence:
 def swap_out(manager: KVCacheManager, sequence: Sequence, *, is_pinned: bool = True) -> Transfer:
     transfer = manager.begin_swap_out(sequence, is_pinned=is_pinned)
     assert transfer is not None
-    sequence.forget_computed()
+    sequence.reset_computed()
     return transfer
 
 

@@ -323,7 +323,7 @@ def swapped(scheduler: Scheduler, *sequences: Sequence) -> None:
         transfer = kv_cache.begin_swap_out(sequence, is_pinned=True)
         assert transfer is not None
         kv_cache.complete_transfer(transfer.transfer_id, is_ok=True)
-        sequence.forget_computed()
+        sequence.reset_computed()
         sequence.move_to(SequenceStatus.WAITING)
         scheduler.waiting.push_preempted(sequence)
     every = kv_cache.device.reserve([Demand(10**6, kv_cache.device.num_available_blocks * 2)])

@@ -38,7 +38,7 @@ Patch = pytest.MonkeyPatch
 
 def leak_on_finish(patch: Patch) -> None:
     """A sequence that is ended from outside keeps its blocks."""
-    patch.setattr(Swapping, "free_finished", lambda self, sequence, **_: sequence.forget_computed())
+    patch.setattr(Swapping, "free_finished", lambda self, sequence, **_: sequence.reset_computed())
 
 
 def double_free(patch: Patch) -> None:
@@ -258,7 +258,7 @@ def never_given_up(patch: Patch) -> None:
 
 def preempted_remembers(patch: Patch) -> None:
     """Positions count as computed after their blocks are gone."""
-    patch.setattr(Sequence, "forget_computed", lambda self: None)
+    patch.setattr(Sequence, "reset_computed", lambda self: None)
 
 
 def preempted_lost(patch: Patch) -> None:

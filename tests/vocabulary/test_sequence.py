@@ -93,7 +93,7 @@ def test_preemption_does_not_change_what_was_cached_at_the_start() -> None:
     sequence.begin_turn([6], SamplingParams(), max_tokens=1, stop_token_ids=frozenset(), arrival=8)
     sequence.num_cached_tokens = 4
     sequence.move_to(SequenceStatus.RUNNING)
-    sequence.forget_computed()
+    sequence.reset_computed()
     assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (0, 4)
 
 
