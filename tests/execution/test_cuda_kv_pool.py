@@ -1,4 +1,4 @@
-"""KV blocks on a card: transfers that end later than they start, on the CPU with copies as late as can be."""
+"""KV blocks on a GPU: transfers that end later than they start, on the CPU with copies as late as can be."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_waiting_ends_with_a_transfer() -> None:
     assert storage.read_blocks([7, 6, 2])[:, 0].tolist() == [2, 2, 99]
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_a_wait_ends_without_a_transfer() -> None:
     """A transfer that does not end is not waited for longer than so many looks, and is reported when it does."""
     never = LateCopies(num_questions=10_000)
     storage = CudaKVPool(LAYOUT, 2, CPU, outgoing=never, incoming=never, pin=lambda slab: lambda: None)
@@ -81,7 +81,7 @@ def test_neighbours_are_copied_together(pairs: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("is_released", [True, False])
 def test_host_memory_is_pinned_until_the_last_copy_has_ended(is_released: bool) -> None:
-    """A storage that is released, or gone, first ends its copies and then the pinning, once, and keeps no memory."""
+    """A pool that is closed, or collected, first ends its copies and then the pinning, once, and keeps no memory."""
     events: list[str] = []
 
     class Noted(LateCopies):

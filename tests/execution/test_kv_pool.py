@@ -25,7 +25,7 @@ def test_pools_that_cannot_be_had_are_refused(num_blocks: int) -> None:
 
 
 def test_host_memory_is_there_before_a_transfer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole slab is populated when it is allocated; the pool, which nobody may ever fill, is not."""
+    """The whole slab is populated when it is allocated; the pool, which may never be filled, is not."""
     populated: list[tuple[int, int]] = []
     monkeypatch.setattr(kv_pool, "populate", lambda memory: populated.append((memory.data_ptr(), memory.nbytes)))
     storage = KVPool(LAYOUT, 5)

@@ -63,16 +63,16 @@ BROKEN = {
     ),
     "blocks missing for the step in flight": ("S5", replace(LAWFUL, reserved={1: 2})),
     "a sequence in two places": ("S6", replace(LAWFUL, waiting=(WAITING, WAITING))),
-    "a table of nobody": (
+    "a table without a sequence": (
         "S6", on_device({2: (0, 1), 9: (3,)}, free_blocks=(4, 5), reference_counts=(1, 1, 0, 1, 0, 0),
                         holders={0: 1, 1: 1, 3: 1})
     ),
-    "pins of nobody": ("S6", with_blocks(pins={9: (0,)})),
+    "pins without a sequence": ("S6", with_blocks(pins={9: (0,)})),
     "a place that does not fit the status": (
         "S6", replace(LAWFUL, waiting=(replace(WAITING, status=SequenceStatus.FINISHED),))
     ),
     "a table and pins": ("S7", with_blocks(pins={2: (0,)})),
-    "a table and blocks on their way": ("S7", replace(LAWFUL, moving=frozenset({2}))),
+    "a table and a transfer": ("S7", replace(LAWFUL, moving=frozenset({2}))),
     "pins of a running sequence, its step in flight": ("S7", replace(with_blocks(pins={2: (0,)}), reserved={2: 4})),
     "one block under two keys": (
         "S8", on_device(registered={**CACHED, b"again": Known(2, b"first", (5, 7), False)})
@@ -85,14 +85,14 @@ BROKEN = {
     "an idle host block that cannot be found": ("S8", on_host(registered={})),
     "nothing left to compute": ("S9", replace(LAWFUL, running=(replace(RUNNING, num_computed_tokens=4),))),
     "more tokens than allowed": ("S9", replace(LAWFUL, running=(replace(RUNNING, max_total_tokens=3),))),
-    "more newcomers than the bound": ("S10", replace(LAWFUL, num_never_started=2)),
+    "more new sequences than the bound": ("S10", replace(LAWFUL, num_never_started=2)),
     "more running than the bound": ("S10", replace(LAWFUL, max_num_seqs=0)),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_each_law_is_reported_when_it_alone_is_broken(case: str) -> None:
-    """One break, one law, whatever else could be said about the snapshot."""
+    """One break is reported under one law."""
     law, broken = BROKEN[case]
     assert {violation.law for violation in check(broken)} == {law}
 
@@ -113,7 +113,7 @@ def test_a_block_may_be_shared_by_sequences_with_the_same_past() -> None:
 
 @pytest.mark.parametrize("change", [{"token_ids": (1, 8, 9)}, {"cache_root": b"another tenant"}])
 def test_a_block_of_two_pasts_or_two_tenants_is_reported(change: dict[str, Any]) -> None:
-    """S4: other tokens up to the block's end, or the same tokens of somebody who may not share."""
+    """S4: other tokens up to the block's end, or the same tokens under another cache root."""
     assert {violation.law for violation in check(sharing(replace(SAME_PAST, **change)))} == {"S4"}
 
 

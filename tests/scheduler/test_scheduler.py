@@ -1,4 +1,4 @@
-"""The transaction: what moves, when, and what stays when it is undone or somebody leaves half-way."""
+"""The transaction: what moves, when, and what stays when it is undone or a sequence leaves half-way."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def run_until_preempted(scheduler: Scheduler, sequence: Sequence) -> None:
         if sequence.num_preemptions:
             return
         run_step(scheduler)
-    raise AssertionError("nobody was preempted")
+    raise AssertionError("no sequence was preempted")
 
 
 def without_order(state: Snapshot) -> tuple[object, ...]:
-    """A snapshot without the order of the free list, which is nobody's business."""
+    """A snapshot without the order of the free list, which means nothing."""
     device = state.blocks.device
     return (
         sorted(device.free_blocks), device.idle_blocks, device.reference_counts, dict(device.registered),
@@ -52,7 +52,7 @@ def without_order(state: Snapshot) -> tuple[object, ...]:
     )
 
 
-def test_reserve_gives_every_row_its_slots_and_moves_nobody() -> None:
+def test_reserve_gives_every_row_its_slots_and_moves_no_sequence() -> None:
     """After reserve the tables hold every position of the step; the admitted still wait."""
     scheduler = make_scheduler()
     sequence = add(scheduler, prompt=5)
@@ -92,7 +92,7 @@ def test_commit_reports_how_a_turn_ended() -> None:
 
 
 def test_a_chunk_that_does_not_reach_the_end_yields_no_token() -> None:
-    """Tokens come only from rows that reach the last known position, whatever was sampled for others."""
+    """Tokens come only from rows that reach the last known position, also if tokens were sampled for others."""
     scheduler = make_scheduler(max_num_batched_tokens=4)
     sequence = add(scheduler, prompt=6)
     plan = reserved_step(scheduler)
@@ -153,7 +153,7 @@ KINDS = [("recompute", 0, 0), ("shrink", 0, 1), ("swap", 8, 2)]
 
 @pytest.mark.parametrize(("mode", "num_host_blocks", "num_found"), KINDS)
 def test_what_is_found_again_after_each_kind_of_preemption(mode: str, num_host_blocks: int, num_found: int) -> None:
-    """Recomputing forgets all, shrinking leaves the beginning on the device, swapping leaves everything on the host."""
+    """Recomputing evicts all, shrinking leaves the beginning on the device, swapping leaves everything on the host."""
     scheduler = make_scheduler(num_blocks=5, preemption=mode, num_host_blocks=num_host_blocks)
     first, victim = add(scheduler, 4, 5), add(scheduler, 4, 3)
     run_step(scheduler)
@@ -226,7 +226,7 @@ def test_a_plan_that_is_out_of_date_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_missing_token_is_refused_and_changes_nothing() -> None:
-    """Commit checks everything before it moves anybody; the step can still be rolled back."""
+    """Commit checks everything before it moves a sequence; the step can still be rolled back."""
     scheduler = make_scheduler()
     first, second = add(scheduler), add(scheduler)
     plan = reserved_step(scheduler)
@@ -298,7 +298,7 @@ def test_what_has_finished_stays_as_it_is(place: str) -> None:
 
 @pytest.mark.parametrize(("reason", "num_found"), [("stop", 3), ("abort", 3), ("error", 0)])
 def test_what_a_sequence_computed_can_be_found_unless_it_failed(reason: FinishReason, num_found: int) -> None:
-    """A stop or an abort leaves its blocks to be found; after an error nobody finds what it computed."""
+    """A stop or an abort leaves its blocks cached; after an error nothing that it computed is found."""
     scheduler = make_scheduler()
     sequence = add(scheduler)
     run_step(scheduler)
@@ -318,7 +318,7 @@ def test_a_sequence_that_never_ran_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("reason", ["abort", "error", "stop"])
 @pytest.mark.parametrize("close", ["commit", "rollback"])
-def test_finishing_in_flight_frees_at_once_and_the_others_go_on(close: str, reason: FinishReason) -> None:
+def test_finishing_in_flight_frees_at_once_and_the_others_continue(close: str, reason: FinishReason) -> None:
     """Whoever leaves while the step runs takes no part in its result; its blocks are free before it is closed."""
     scheduler = make_scheduler()
     running, admitted, staying = add(scheduler), own(2, 3), own(2, 3)
@@ -355,7 +355,7 @@ def test_a_sequence_that_left_in_flight_and_came_back_has_nothing_of_that_step()
 
 
 def test_adding_in_flight_waits_for_the_next_plan() -> None:
-    """A newcomer during a step disturbs neither its commit nor the order."""
+    """A sequence that is added during a step disturbs neither its commit nor the order."""
     scheduler = make_scheduler()
     first = add(scheduler)
     plan = reserved_step(scheduler)
@@ -364,8 +364,8 @@ def test_adding_in_flight_waits_for_the_next_plan() -> None:
     assert scheduler.schedule().admitted == (second,)
 
 
-def test_only_a_finished_sequence_can_be_forgotten_and_twice_is_once() -> None:
-    """After forget nothing is kept for the sequence, on the host neither, where it was parked."""
+def test_only_a_finished_sequence_can_be_removed_and_twice_is_once() -> None:
+    """After its removal nothing is kept for the sequence, also not on the host, where it was parked."""
     scheduler = make_scheduler(num_host_blocks=4)
     sequence = add(scheduler, max_tokens=2)
     run_step(scheduler)
@@ -405,7 +405,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     add(scheduler, prompt=5, max_tokens=1)
 
 
-def test_a_full_queue_refuses_newcomers_and_takes_back_the_preempted() -> None:
+def test_a_full_queue_refuses_new_sequences_and_takes_back_preempted_ones() -> None:
     """Overload is an error at the call, never the loss of what was accepted."""
     scheduler = make_scheduler(num_blocks=4, max_num_waiting=1)
     add(scheduler, 2, 4)
@@ -436,14 +436,14 @@ def test_a_refused_continuation_changes_nothing() -> None:
 
 
 def test_never_started_leaves_out_what_was_preempted() -> None:
-    """Queue time-outs concern newcomers; who has run once is owed its answer."""
+    """Queue time-outs concern new sequences; one that has run once stays until it ends."""
     scheduler = make_scheduler(num_blocks=4)
     add(scheduler, 2, 6)
     preempted = add(scheduler, 2, 4)
     run_until_preempted(scheduler, preempted)
-    newcomer = add(scheduler)
-    assert list(scheduler.waiting) == [preempted, newcomer]
-    assert scheduler.never_started() == (newcomer,)
+    new = add(scheduler)
+    assert list(scheduler.waiting) == [preempted, new]
+    assert scheduler.never_started() == (new,)
 
 
 def test_a_rolled_back_admission_was_never_started() -> None:
@@ -456,7 +456,7 @@ def test_a_rolled_back_admission_was_never_started() -> None:
     assert scheduler.waiting.num_free_slots == 0
 
 
-def test_stats_tell_prompts_from_answers() -> None:
+def test_stats_count_prompts_and_generated_tokens_apart() -> None:
     """Prompt tokens and recomputed tokens count as prefill, fresh ones as decode; steps count when committed."""
     scheduler = make_scheduler(num_blocks=4)
     add(scheduler, prompt=3, max_tokens=3)
@@ -472,7 +472,7 @@ def test_stats_tell_prompts_from_answers() -> None:
 
 
 def test_a_prompt_of_one_token_counts_as_prompt() -> None:
-    """Decode tokens are generated ones, whatever the length of the row."""
+    """Decode tokens are generated ones, also in a row of one prompt token."""
     scheduler = make_scheduler()
     add(scheduler, prompt=1, max_tokens=1)
     run_step(scheduler)
@@ -492,7 +492,7 @@ def test_stats_count_what_was_looked_up_and_found_once_a_turn() -> None:
 
 
 def test_a_snapshot_of_the_counters_stays() -> None:
-    """Stats that were taken before do not count on."""
+    """Stats that were taken before do not change."""
     scheduler = make_scheduler()
     add(scheduler)
     before = scheduler.stats()

@@ -1,4 +1,4 @@
-"""Policy order, and the bounded queue that never refuses what it once accepted."""
+"""Policy order, and the bounded queue that keeps what it has accepted."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_sequences_come_in_the_order_of_the_key() -> None:
     assert list(order) == sequences
 
 
-def test_a_sequence_can_be_taken_out_from_anywhere() -> None:
-    """Removal is by identity, tells whether it was there, and keeps the order of the rest."""
+def test_a_sequence_can_be_removed_from_any_place() -> None:
+    """Removal is by identity, returns whether it was there, and keeps the order of the rest."""
     first, second, third = (make_sequence(arrival=i) for i in range(3))
     order = PolicyOrder(by_arrival)
     for sequence in (third, first, second):
@@ -46,7 +46,7 @@ def test_adding_twice_is_a_broken_law() -> None:
         order.add_sequence(sequence)
 
 
-def test_the_queue_refuses_newcomers_at_its_bound() -> None:
+def test_the_queue_refuses_new_sequences_at_its_bound() -> None:
     """The error carries both numbers, and nothing was taken."""
     queue = WaitingQueue(by_arrival, limit=2)
     queue.push(make_sequence())
@@ -70,16 +70,16 @@ def test_room_is_for_all_or_for_none() -> None:
 def test_preempted_sequences_are_never_refused() -> None:
     """A full queue takes them back, in their order, and they leave its bound alone."""
     queue = WaitingQueue(by_arrival, limit=1)
-    newcomer, preempted = make_sequence(arrival=5), make_sequence(arrival=1)
-    queue.push(newcomer)
+    new, preempted = make_sequence(arrival=5), make_sequence(arrival=1)
+    queue.push(new)
     queue.push_preempted(preempted)
-    assert list(queue) == [preempted, newcomer]
+    assert list(queue) == [preempted, new]
     assert queue.num_never_started == 1
-    queue.remove_sequence(newcomer)
+    queue.remove_sequence(new)
     queue.push(make_sequence(arrival=9))
 
 
-def test_newcomers_are_those_that_never_started() -> None:
+def test_preempted_sequences_are_not_among_those_that_never_started() -> None:
     """Queue time-outs look at these only."""
     queue = WaitingQueue(by_arrival, limit=9)
     late, early, preempted = make_sequence(arrival=3), make_sequence(arrival=2), make_sequence(arrival=1)

@@ -1,6 +1,6 @@
 """Every order of events on tiny pools: nothing is ever runnable without being run.
 
-States are explored breadth first and told apart by what decisions depend on: status, known and computed counts and
+States are explored breadth first and distinguished by what decisions depend on: status, known and computed counts and
 order of every sequence, and what can be found in which memory; not by block numbers. Every reachable state of each
 world is visited once. On the host, transfers take as long as they like: their ends are events like any other.
 """
@@ -163,14 +163,14 @@ def explore_pools(pools: list[tuple[tuple[int, int, int], list[Requests]]], poli
         pytest.param("static", "guaranteed", marks=pytest.mark.slow),
     ],
 )
-def test_every_reachable_state_keeps_the_laws_and_goes_on(policy: str, admission: str) -> None:
-    """Whatever arrives, fails, is aborted or continued, and when: somebody goes on, or what he waits for is coming."""
+def test_every_reachable_state_keeps_the_laws_and_makes_progress(policy: str, admission: str) -> None:
+    """After any arrivals, failures, aborts and continuations a sequence advances, or a needed transfer is in flight."""
     explore_pools(POOLS, policy, admission)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_every_reachable_state_of_a_swapping_pool(policy: str) -> None:
-    """The same with a host tier, whose transfers end at any time or fail."""
+    """The same with a host, whose transfers end at any time or fail."""
     explore_pools(HOST_POOLS, policy, "optimistic")
 
 
