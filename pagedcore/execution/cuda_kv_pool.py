@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore.errors import InvalidConfig
 from pagedcore.execution.kv_pool import BlockPairs, KVPool
 
 if TYPE_CHECKING:
@@ -140,12 +140,8 @@ class CudaKVPool(KVPool):
         contents: npt.NDArray[np.uint8] = self.pool[list(block_ids)].cpu().numpy()
         return contents
 
-    def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
-        """Overwrite device blocks; see ``KVPool``."""
-        if contents.shape != (len(block_ids), self.block_bytes):
-            raise InternalError(f"write: got bytes of shape {contents.shape} for {len(block_ids)} blocks")
-        for block_id, block in zip(block_ids, contents, strict=True):
-            self.pool[block_id].copy_(torch.from_numpy(block.copy()))
+    def _write_block(self, block_id: int, contents: npt.NDArray[np.uint8]) -> None:
+        self.pool[block_id].copy_(torch.from_numpy(contents.copy()))
 
     def _start(
         self, copies: Copies, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs

@@ -105,7 +105,10 @@ class KVPool:
         if contents.shape != (len(block_ids), self.block_bytes):
             raise InternalError(f"write: got bytes of shape {contents.shape} for {len(block_ids)} blocks")
         for block_id, block in zip(block_ids, contents, strict=True):
-            self.pool.numpy()[block_id] = block
+            self._write_block(block_id, block)
+
+    def _write_block(self, block_id: int, contents: npt.NDArray[np.uint8]) -> None:
+        self.pool.numpy()[block_id] = contents
 
     def _require_host(self) -> torch.Tensor:
         if self._host is None:
