@@ -48,7 +48,7 @@ def without_order(state: Snapshot) -> tuple[object, ...]:
     device = state.blocks.device
     return (
         sorted(device.free_blocks), device.idle_blocks, device.reference_counts, dict(device.registered),
-        dict(state.blocks.tables), state.waiting, state.running, dict(state.reserved), state.num_initial_sequences,
+        dict(state.blocks.tables), state.waiting, state.running, dict(state.reserved), state.num_never_started,
     )
 
 
