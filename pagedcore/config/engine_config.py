@@ -37,6 +37,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "tokenizer": rules.NAME.or_none(),
     # Safety: any other true value, the text "false" among them, would let foreign code run.
     "trust_remote_code": rules.BOOLEAN,
+    "check_invariants": rules.BOOLEAN,
     "seed": rules.integer(0, MAX_SEED),
 }
 
@@ -100,6 +101,9 @@ class EngineConfig:
     """Directory or name of the tokenizer; ``None``: the model's own."""
     trust_remote_code: bool = False
     """Whether code shipped with a model may run in this process."""
+    check_invariants: bool = False
+    """Whether the laws of scheduler and cache are checked after every step, which raises ``InternalError`` if one is
+    broken; it is slow, and meant for tests and for reports of a bug."""
     seed: int = 0
     """Seeds of requests without one are derived from it."""
 

@@ -1,7 +1,7 @@
 """The threads that one engine computes with: how many there may be, and how many the next step gets.
 
-Owns the engine's place in the team of the process and the judgement of its steps. Read ``thread_choice.py`` for the
-judgement, and ``pagedcore_kernels/cpu/runtime/team.py`` for the threads.
+Owns the engine's slot in the process-wide thread team. ``thread_choice`` chooses the number for each step, and
+``pagedcore_kernels/cpu/runtime/team.py`` owns the threads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ComputeThreads:
         Args:
             most_threads: at most so many; ``None``: as many as torch uses. Never more than the cores there are.
             computes_in_torch: whether torch does enough of a step's work to need its own threads; then all steps run on
-                those, kernels too, and their number is never judged.
-            clock: tells how long steps take.
+                those, kernels too, and their number does not change.
+            clock: measures the steps.
         """
         # Slot 0 is for kernels that run outside of any engine.
         self._slot = 1 + next(_engine_numbers) % (NUM_SLOTS - 1)
@@ -55,21 +55,21 @@ class ComputeThreads:
         end_openmp_helpers()
 
     def begin(self, num_tokens: int) -> Computing:
-        """Choose for a step that begins now."""
+        """Choose the threads of a step that begins now."""
         self._follow_host()
         self._begin_s, self._begin_cpu_s = self._clock.now(), time.thread_time()
         self.last_way = way = self._choice.choose(num_tokens, self._begin_s)
         return self._contexts[way]
 
     def end(self, num_tokens: int) -> None:
-        """Take note of the step that ends now."""
+        """Observe the cost of the step that ends now."""
         end_s = self._clock.now()
         cost_s = end_s - self._begin_s
         core_share = min(1.0, (time.thread_time() - self._begin_cpu_s) / cost_s) if cost_s > 0 else 1.0
         self._choice.observe(num_tokens, end_s, cost_s, core_share)
 
     def _follow_host(self) -> None:
-        """Begin the judgement anew when the host has changed how many threads torch uses."""
+        """Start the choice anew when the application has changed how many threads torch uses."""
         most = self._most_threads if self._most_threads is not None else num_threads_of_torch()
         most = max(1, min(most, self._num_cores))
         if most == self._present_most:
@@ -100,6 +100,6 @@ class ComputedStep:
 
     def __exit__(self, kind: object, *rest: object) -> None:
         self._context.__exit__()
-        # A step that failed says nothing of what a step costs.
+        # Why: a step that failed says nothing about the cost of a step.
         if kind is None:
             self._threads.end(self._num_tokens)

@@ -1,8 +1,8 @@
-"""KV blocks in the memory of a card, and the host slab that they are swapped to, moved by the card's copy engines.
+"""KV blocks in the memory of a GPU, and the pinned host slab that they are swapped to, moved by its copy engines.
 
-Transfers run beside the computation and are polled; nobody waits unless asked to. Owns the order between the two: a
-transfer begins after everything that was computed before it was started, and is reported when its bytes are there.
-Read ``kv_storage.py`` for the same on a CPU.
+Transfers run beside the computation and are polled without waiting. Owns the order between the two: a transfer begins
+after everything that was computed before it was started, and is reported when its bytes are there. ``kv_pool`` does
+the same on a CPU.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore.execution.kv_pool import BlockPairs, KVStorage
+from pagedcore.errors import InvalidConfig
+from pagedcore.execution.kv_pool import BlockPairs, KVPool
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ class Copies(Protocol):
 
 
 class CudaCopies:
-    """A stream of its own on a card."""
+    """A CUDA stream for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,8 +64,8 @@ class CudaCopies:
         return event
 
 
-class DeviceKVStorage(KVStorage):
-    """The pool of one model on a card and the pinned slab next to it; a ``CacheStore``.
+class CudaKVPool(KVPool):
+    """The pool of one model on a GPU and the pinned slab next to it; a ``CacheStore``.
 
     Invariant: a transfer is reported after its last byte was copied, once, in the order of the starts of its direction.
     Invariant: host memory stays pinned until the last copy that was started has ended.
@@ -83,10 +83,10 @@ class DeviceKVStorage(KVStorage):
             device: where the pool is.
             outgoing: carries blocks to the host; another queue than ``incoming``, because a bus has two directions.
             incoming: carries blocks from the host.
-            pin: lets the card reach a tensor's memory by itself and returns what ends that.
+            pin: pins a tensor's memory for the GPU and returns what unpins it.
 
         Raises:
-            InvalidConfig: there is not one block, or the card has not the memory for them.
+            InvalidConfig: there is not one block, or the GPU lacks the memory for them.
         """
         super().__init__(layout, num_blocks, device)
         self._outgoing, self._incoming = outgoing, incoming
@@ -95,16 +95,16 @@ class DeviceKVStorage(KVStorage):
         self._end_pinning: Callable[[], object] | None = None
 
     def allocate_host(self, num_blocks: int) -> None:
-        """Make room for so many blocks in pinned host memory; see ``KVStorage``."""
+        """Make room for so many blocks in pinned host memory; see ``KVPool``."""
         super().allocate_host(num_blocks)
         slab = self._require_host()
-        self._end_pinning = weakref.finalize(self, _release, self._pin(slab), self._in_flight, slab)
+        self._end_pinning = weakref.finalize(self, _unpin, self._pin(slab), self._in_flight, slab)
 
-    def release(self) -> None:
-        """Wait for the copies that are under way, then give all memory back; see ``KVStorage``."""
+    def close(self) -> None:
+        """Wait for the copies in flight, then free all memory; see ``KVPool``."""
         if self._end_pinning is not None:
             self._end_pinning()
-        super().release()
+        super().close()
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Copy device blocks (source, destination); the device does so when it gets there."""
@@ -130,22 +130,18 @@ class DeviceKVStorage(KVStorage):
         return ended
 
     def _take_ended(self) -> list[tuple[int, bool]]:
-        # Why: each ticket is asked once; one that ends between two questions would be forgotten.
+        # Why: each ticket is queried once; one that ends between two queries would be lost.
         states = [(transfer_id, ticket, ticket.query()) for transfer_id, ticket in self._in_flight]
         self._in_flight[:] = [(transfer_id, ticket) for transfer_id, ticket, is_done in states if not is_done]
         return [(transfer_id, True) for transfer_id, _, is_done in states if is_done]
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Return the bytes of device blocks, shape [N, block_bytes]; waits for the card."""
+        """Return the bytes of device blocks, shape [N, block_bytes]; waits for the GPU."""
         contents: npt.NDArray[np.uint8] = self.pool[list(block_ids)].cpu().numpy()
         return contents
 
-    def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
-        """Overwrite device blocks; see ``KVStorage``."""
-        if contents.shape != (len(block_ids), self.block_bytes):
-            raise InternalError(f"write: got bytes of shape {contents.shape} for {len(block_ids)} blocks")
-        for block_id, block in zip(block_ids, contents, strict=True):
-            self.pool[block_id].copy_(torch.from_numpy(block.copy()))
+    def _write_block(self, block_id: int, contents: npt.NDArray[np.uint8]) -> None:
+        self.pool[block_id].copy_(torch.from_numpy(contents.copy()))
 
     def _start(
         self, copies: Copies, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs
@@ -160,7 +156,7 @@ class DeviceKVStorage(KVStorage):
 
 
 def _runs(pairs: BlockPairs) -> Iterator[tuple[int, int, int]]:
-    """Join pairs that go on where the last one ended on both sides: (source, destination, blocks), one copy each."""
+    """Join pairs that are adjacent on both sides: (source, destination, blocks), one copy each."""
     begin: tuple[int, int] | None = None
     count = 0
     for here, there in pairs:
@@ -174,8 +170,8 @@ def _runs(pairs: BlockPairs) -> Iterator[tuple[int, int, int]]:
         yield *begin, count
 
 
-def _release(unpin: Unpin, in_flight: list[tuple[int, Ticket]], slab: torch.Tensor) -> None:
-    """End the pinning of a slab whose storage is gone; being an argument here keeps the slab's memory until then."""
+def _unpin(unpin: Unpin, in_flight: list[tuple[int, Ticket]], slab: torch.Tensor) -> None:
+    """Unpin a slab whose pool is gone; the argument keeps the slab's memory until then."""
     for _, ticket in in_flight:
         ticket.synchronize()
     in_flight.clear()

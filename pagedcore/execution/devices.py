@@ -1,7 +1,7 @@
-"""Where a model computes: this machine's CPU or one NVIDIA card. Everything that differs, in one record.
+"""Where a model computes: this machine's CPU or one NVIDIA GPU, with all that differs between them in one record.
 
-Owns the meaning of ``EngineConfig.device`` and the refusal of a device that is not there. Nothing is allocated here
-before somebody asks for it. Read ``device_storage.py`` for KV blocks on a card.
+Owns the meaning of ``EngineConfig.device`` and the refusal of a device that is not there. Nothing is allocated before
+it is asked for.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedcore.errors import DeviceUnavailable
-from pagedcore.execution.cuda_kv_pool import CudaCopies, DeviceKVStorage, pin
-from pagedcore.execution.kv_pool import KVStorage
+from pagedcore.execution.cuda_kv_pool import CudaCopies, CudaKVPool, pin
+from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.machine import free_memory_bytes
 
 if TYPE_CHECKING:
@@ -35,16 +35,16 @@ class Device:
     """What ``dtype="auto"`` means there for a model that is loaded; "auto" is the machine's own choice."""
     free_bytes: Callable[[], int]
     """Bytes that can be had there now."""
-    new_storage: Callable[[BlockLayout, int], KVStorage]
+    new_storage: Callable[[BlockLayout, int], KVPool]
     """Makes a KV pool of so many blocks there."""
-    card_name: str = ""
+    gpu_name: str = ""
 
     def take(self, model: Any) -> Any:
         """Return a model of transformers with all its weights there."""
         return model if model.device == self.torch_device else model.to(self.torch_device)
 
     def send(self, numbers: Int64Array) -> torch.Tensor:
-        """Return an array there; the copy is ordered before what is computed later and nobody waits for it."""
+        """Return an array there; the copy is ordered before what is computed later and not waited for."""
         tensor = torch.from_numpy(numbers)
         if self.torch_device.type != "cuda":
             return tensor
@@ -52,7 +52,7 @@ class Device:
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
 
-CPU: Final = Device("cpu", torch.device("cpu"), "numba-cpu", "auto", free_memory_bytes, KVStorage)
+CPU: Final = Device("cpu", torch.device("cpu"), "numba-cpu", "auto", free_memory_bytes, KVPool)
 
 
 def find_device(name: str) -> Device:
@@ -65,11 +65,11 @@ def find_device(name: str) -> Device:
 
 
 def why_no_cuda() -> str | None:
-    """Say what keeps this process from computing on an NVIDIA card; ``None`` if nothing does."""
+    """Return what keeps this process from computing on an NVIDIA GPU; ``None`` if nothing does."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} finds no NVIDIA card: there is none, it has no driver, or it is hidden"
+        return f"torch {torch.__version__} finds no NVIDIA GPU: there is none, it has no driver, or it is hidden"
     return None
 
 
@@ -77,16 +77,16 @@ def _cuda_device(name: str) -> Device:
     if (reason := why_no_cuda()) is not None:
         raise DeviceUnavailable(
             f"device: got {name!r}, and {reason}. Install a torch with CUDA and pagedcore[cuda] on a machine with a "
-            "card, or set device='cpu'; `pagedcore doctor` says what this machine has."
+            "GPU, or set device='cpu'; `pagedcore doctor` says what this machine has."
         )
     count, _, number = torch.cuda.device_count(), *name.partition(":")[1:]
     index = int(number) if number else torch.cuda.current_device()
     if index >= count:
-        raise DeviceUnavailable(f"device: got {name!r}, allowed is cuda:0 to cuda:{count - 1}, the cards there are.")
+        raise DeviceUnavailable(f"device: got {name!r}, allowed is cuda:0 to cuda:{count - 1}, the GPUs there are.")
     device = torch.device("cuda", index)
     return Device(
         "cuda", device, "numba-cuda", "bfloat16", lambda: int(torch.cuda.mem_get_info(device)[0]),
-        lambda layout, num_blocks: DeviceKVStorage(
+        lambda layout, num_blocks: CudaKVPool(
             layout, num_blocks, device, outgoing=CudaCopies(device), incoming=CudaCopies(device), pin=pin
         ),
         torch.cuda.get_device_name(device),

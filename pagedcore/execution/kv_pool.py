@@ -1,8 +1,7 @@
-"""Owns the memory of one model's KV blocks, on the device and on the host, and moves whole blocks about in it.
+"""Owns the memory of one model's KV blocks, on the device and on the host, and copies whole blocks in it.
 
-It never decides who gets a block or where one goes; ``cache/`` and ``scheduling/`` do. The meaning of the bytes is
-``pagedcore_kernels.layout``'s. On a CPU a transfer is a copy in memory and has ended when it was started; read
-``device_storage.py`` for a card's.
+``kv_cache`` and ``scheduler`` decide which block goes where; ``pagedcore_kernels.layout`` defines the bytes. On a CPU a
+transfer is a copy in memory that has ended when it was started; ``cuda_kv_pool`` is for a GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
 BlockPairs = Sequence[tuple[int, int]]
 
 
-class KVStorage:
+class KVPool:
     """The pool of one model, and the host slab next to it; a ``CacheStore``.
 
-    Invariant: until ``release`` ``pool`` is allocated once and never moves, so attention backends may keep its address.
+    Invariant: ``pool`` is allocated once and stays until ``close``, so attention backends may keep its address.
     """
 
     __slots__ = ("_ended", "_host", "layout", "num_blocks", "pool")
@@ -60,12 +59,12 @@ class KVStorage:
             InvalidConfig: the memory for them cannot be had.
         """
         self._host = _allocate(self.layout, num_blocks, "cpu", "host_kv_memory", "host_kv_memory")
-        # Why: finding fresh pages takes several times as long as a transfer, which looked too dear by it, and would
-        # happen between two steps.
+        # Why: the first touch of a page takes several times as long as a transfer; it would make transfers look slow,
+        # and happen between two steps.
         populate(self._host)
 
-    def release(self) -> None:
-        """Give all memory back, whoever still knows this object; no block can be read or moved afterwards."""
+    def close(self) -> None:
+        """Free all memory, also while this object is referenced; no block can be read or moved afterwards."""
         self.pool, self._host = self.pool.new_empty(0), None
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
@@ -106,7 +105,10 @@ class KVStorage:
         if contents.shape != (len(block_ids), self.block_bytes):
             raise InternalError(f"write: got bytes of shape {contents.shape} for {len(block_ids)} blocks")
         for block_id, block in zip(block_ids, contents, strict=True):
-            self.pool.numpy()[block_id] = block
+            self._write_block(block_id, block)
+
+    def _write_block(self, block_id: int, contents: npt.NDArray[np.uint8]) -> None:
+        self.pool.numpy()[block_id] = contents
 
     def _require_host(self) -> torch.Tensor:
         if self._host is None:
@@ -128,13 +130,13 @@ def _allocate(
     except (RuntimeError, MemoryError, TypeError):
         raise InvalidConfig(
             f"{what}: got {num_blocks} blocks, which are {num_blocks * layout.block_bytes} bytes, more than this "
-            f"{'machine' if str(device) == 'cpu' else 'card'} gives. Lower {setting}."
+            f"{'machine' if str(device) == 'cpu' else 'GPU'} gives. Lower {setting}."
         ) from None
 
 
 def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) -> None:
     # Shape: both [blocks, block_bytes]; one block is one contiguous run, so each copy is one memcpy.
-    # Why not torch's: it would wake OpenMP's threads for a large block, and wait for ever for them in a forked child.
+    # Why not torch's: it would wake OpenMP's threads for a large block, and hang on them in a forked child.
     sources, destinations = source.numpy(), destination.numpy()
     for here, there in pairs:
         destinations[there] = sources[here]

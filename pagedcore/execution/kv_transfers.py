@@ -107,7 +107,7 @@ class KVTransfers:
 
     def _try_start(self, transfer: Transfer) -> bool:
         store = self._store
-        assert store is not None  # Invariant: only an engine with a store has a host tier
+        assert store is not None  # Invariant: only an engine with a store has a host cache
         start = store.start_swap_out if transfer.direction is Direction.OUT else store.start_swap_in
         try:
             start(transfer.transfer_id, transfer.pairs)

@@ -91,7 +91,7 @@ def free_memory_bytes() -> int:
     used = _read("/sys/fs/cgroup/memory.current").strip()
     if not (limit.isdigit() and used.isdigit()):
         return free
-    # Why: the kernel counts file pages as used, but takes the ones nobody looked at lately back before it refuses.
+    # Why: the kernel counts file pages as used, but reclaims inactive ones before it refuses.
     reclaimable = next((line.split()[1] for line in _read("/sys/fs/cgroup/memory.stat").splitlines()
                         if line.startswith("inactive_file ")), "0")
     return max(0, min(free, int(limit) - int(used) + int(reclaimable)))

@@ -1,7 +1,7 @@
 """Carries out one step's rows: build the batch, run the model, sample the next tokens.
 
-Owns the check that a model returned what its protocol promises, because anybody may bring a model. It never changes a
-sequence or a block; the engine commits what this returns.
+Owns the check that a model returned what its protocol promises, because users bring their own models. It never changes
+a sequence or a block; the engine commits what this returns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Flattens one step's rows into the arrays a model reads.
 
-Owns the arithmetic from sequences and block tables to tokens, positions and slots; it decides nothing about who runs
-and never touches a device. Read ``model_runner.py`` next.
+Owns the arithmetic from sequences and block tables to tokens, positions and slots; it decides nothing about which
+sequences run and never touches a device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BlockTables(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """One step as arrays; see ``ports.RaggedRows`` for what each one means.
+    """One step as arrays; see ``protocols.RaggedRows`` for what each one means.
 
     Invariant: there are at least two tokens; a lone one is followed by a copy of it as padding.
     """

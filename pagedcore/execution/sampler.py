@@ -36,7 +36,7 @@ class SampledTokens:
     logprobs: list[TokenLogprobs | None]
     """One entry per row; ``None`` where none were requested or there is no token."""
     prompts: Mapping[int, list[TokenLogprobs] | None] = field(default_factory=dict)
-    """What was learnt of prompts that are reported, by sequence id; ``None`` where a row of logits is not valid."""
+    """Log-probabilities of prompts that are reported, by sequence id; ``None`` where a row of logits is not valid."""
 
 
 class Sampler:
@@ -76,7 +76,7 @@ class Sampler:
     def score(
         self, logits: FloatArray | torch.Tensor, rows: Seq[ScheduledRow]
     ) -> dict[int, list[TokenLogprobs] | None]:
-        """Say how likely the tokens of prompts were, each after those before it.
+        """Compute the log-probabilities of prompt tokens, each after those before it.
 
         Memory: the planner bounds the positions that are scored in a step, so that their logits stay within some tens
         of megabytes however large the vocabulary is. A prompt that is reported is computed in shorter chunks for it.
@@ -170,7 +170,7 @@ class _Report:
         self._raw = row.copy()
 
     def describe(self, token_id: int, row: FloatArray) -> TokenLogprobs:
-        """Say what the chosen token and the best ones were worth; ``row`` serves if it was not adjusted."""
+        """Return the log-probabilities of the chosen token and of the best ones; ``row`` is used if not adjusted."""
         logit = float((row if self._raw is None else self._raw)[token_id])
         best = [(int(i), float(value) - self._normaliser) for i, value in zip(self._ids, self._values, strict=True)]
         return TokenLogprobs(token_id, logit - self._normaliser, tuple(pair for pair in best if pair[0] >= 0))

@@ -1,9 +1,9 @@
-"""Which of several ways to use threads is the fastest here and now, judged by what the last steps cost.
+"""Chooses the fastest of several ways to use threads, by the measured cost of the last steps.
 
-Owns the judgement and nothing else: it starts no thread and reads no clock. Beside busy programs one thread that keeps
-its core can be faster than two that wait for each other, and so it can for steps that take microseconds.
+It starts no thread and reads no clock. Beside busy programs one thread that keeps its core can be faster than two that
+wait for each other, and so it can for steps that take microseconds.
 
-Every size of a step is judged for itself; sizes are powers of two of its tokens. The way in use is measured at every
+Every size of a step has a choice of its own; sizes are powers of two of its tokens. The way in use is measured at every
 step, the others in trials of a few steps. Trials become rare as long as the calling thread has about the same share of
 its core, and come soon after a change of that share.
 """
@@ -55,10 +55,10 @@ class Way:
 
 
 class ThreadChoice:
-    """The judgement for all sizes of steps; used by one thread at a time."""
+    """The choice for all sizes of steps; used by one thread at a time."""
 
     def __init__(self, ways: tuple[Way, ...]) -> None:
-        """Judge between ``ways``; the first one is used until another one proves faster."""
+        """Choose between ``ways``; the first one is used until another one proves faster."""
         self.ways = ways
         self._sizes: dict[int, _Size] = {}
 
@@ -69,7 +69,7 @@ class ThreadChoice:
         return self.ways[self._size(num_tokens).choose(now_s)]
 
     def observe(self, num_tokens: int, now_s: float, cost_s: float, core_share: float) -> None:
-        """Take note of the step that was chosen for last.
+        """Observe the step of the last choice.
 
         Args:
             num_tokens: as for ``choose``.
@@ -105,7 +105,7 @@ class _Mean:
 
 
 class _Size:
-    """The judgement for one size."""
+    """The choice for one size."""
 
     def __init__(self, ways: tuple[Way, ...]) -> None:
         self._ways = ways

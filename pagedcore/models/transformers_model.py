@@ -17,7 +17,7 @@ import torch
 
 from pagedcore.errors import InternalError, ModelNotSupported, ModelTakenOver
 from pagedcore.execution.devices import CPU, Device
-from pagedcore.execution.kv_pool import KVStorage
+from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models import model_facts, ownership, self_test, supported_models
 from pagedcore.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
@@ -86,7 +86,7 @@ class TransformersModel:
         needs = requirements_of(attention_factory)
         self._layout_type = needs.layout_type
         self._block_size = block_size or needs.preferred_block_size(self._dtype)
-        self._storage: KVStorage | None = None
+        self._storage: KVPool | None = None
         self._attention: AttentionBackend | None = None
         ownership.require_free(model)
         supported_models.check_config(model.config.to_dict())
@@ -149,7 +149,7 @@ class TransformersModel:
     @property
     def device_name(self) -> str:
         """What the GPU that computes is called; empty for the CPU."""
-        return self._device.card_name
+        return self._device.gpu_name
 
     def layout(self, block_size: int) -> BlockLayout:
         """Return the layout of blocks of so many tokens."""
@@ -160,7 +160,7 @@ class TransformersModel:
         return self.layout(block_size).block_bytes
 
     @property
-    def cache_store(self) -> KVStorage | None:
+    def cache_store(self) -> KVPool | None:
         """What moves KV blocks, once they are allocated."""
         return self._storage
 
@@ -186,7 +186,7 @@ class TransformersModel:
     def release_kv(self) -> None:
         """Free the KV pool, if there is one; another can be made then."""
         if self._storage is not None:
-            self._storage.release()
+            self._storage.close()
         self._attention = self._storage = None
 
     @torch.inference_mode()

@@ -147,7 +147,7 @@ class CandidateGroups:
         """End a request's group, if there is one, and all its candidates."""
         group = self._groups.pop(request.request_id, None)
         for candidate in group.candidates if group is not None else ():
-            self._scheduler.finish(candidate, reason)
+            self._scheduler.finish_sequence(candidate, reason)
             self._remove_candidate(request, candidate)
 
     def choose_beams(self, groups: Iterable[CandidateGroup], next_tokens: dict[int, int | None]) -> None:
@@ -196,7 +196,7 @@ class CandidateGroups:
     def _remove_beams(self, parents: list[Sequence], group: Beams, next_tokens: dict[int, int | None]) -> None:
         for parent in parents:
             if parent.sequence_id in next_tokens:
-                self._scheduler.drop(parent)
+                self._scheduler.cancel_branch(parent)
             self._remove_candidate(group.request, parent)
 
     def _remove_candidate(self, request: Request, sequence: Sequence) -> None:
@@ -204,7 +204,7 @@ class CandidateGroups:
         first.num_preemptions += sequence.num_preemptions
         if first.num_cached_tokens is None:
             first.num_cached_tokens = sequence.num_cached_tokens
-        self._scheduler.forget(sequence)
+        self._scheduler.remove_sequence(sequence)
         self._remove_text(sequence)
 
 

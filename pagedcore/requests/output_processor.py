@@ -129,7 +129,7 @@ class OutputProcessor:
 
     def _end(self, pending: PendingOutput, reason: FinishReason, error: Exception | None) -> PendingOutput:
         pending.request.error = error
-        self._scheduler.finish(pending.sequence, reason)
+        self._scheduler.finish_sequence(pending.sequence, reason)
         pending.finish_text()
         return pending
 
@@ -151,7 +151,7 @@ class OutputProcessor:
             return
         self.counters.num_generated_tokens += 1
         if one.add_token(new.token_id):
-            self._scheduler.finish(new.sequence, "stop")
+            self._scheduler.finish_sequence(new.sequence, "stop")
         if new.sequence.finish_reason is not None and one.finish_text():
             # Why: the token that completed a stop string may also have been the last one allowed.
             new.sequence.finish_reason = "stop"
@@ -182,7 +182,7 @@ class OutputProcessor:
             sequence.token_ids.append(token_id)
             pending.add_token(token_id)
         pending.finish_text()
-        self._scheduler.finish(sequence, chosen.finish_reason)
+        self._scheduler.finish_sequence(sequence, chosen.finish_reason)
         if sequence.params.beam_width > 1:
             self.counters.num_generated_tokens += len(chosen.token_ids)
         return pending

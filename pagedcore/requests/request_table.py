@@ -177,7 +177,7 @@ class RequestTable:
         if request.options.request_id is not None:
             self._labels.discard((request.options.salt, request.options.request_id))
         for sequence in request.sequences:
-            self._scheduler.forget(sequence)
+            self._scheduler.remove_sequence(sequence)
             self._outputs.texts.remove(sequence)
         return True
 

@@ -1,1 +1,1 @@
-"""Who runs next: iteration-level scheduling over one KV cache. Knows no device, no clock of its own and no text."""
+"""Which sequences run next: iteration-level scheduling over one KV cache. Knows no device, no clock and no text."""

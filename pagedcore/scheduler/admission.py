@@ -21,8 +21,6 @@ from pagedcore.sequence import Sequence
 class Admission:
     """Plans the waiting sequences of one step."""
 
-    __slots__ = ("_available", "_being_computed", "_blocks", "_kv_cache", "_plan")
-
     def __init__(self, state: PlanState) -> None:
         self._plan = state
         self._kv_cache = state.kv_cache

@@ -1,8 +1,8 @@
-"""What it costs to take blocks away: seconds of moving them, of computing them again, of letting somebody wait.
+"""The cost of preempting: seconds of moving blocks, of computing them again, of letting a sequence wait.
 
-Starts from what was measured at the start and learns from every step and transfer. Step times follow
+Begins with measurements at the start and learns from every step and transfer. Step times follow
 ``fixed + tokens * per_token``, fitted by recursive least squares with forgetting; transfers follow
-``fixed + blocks * per_block`` the same way. Holds no clock: whoever measures tells it. Read ``preemption`` next.
+``fixed + blocks * per_block`` the same way. Holds no clock: the engine and ``kv_transfers`` report what they measure.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pagedcore.kv_cache.host_cache import Direction
 _FORGETTING: Final = 0.98
 """Weight of the past at each observation: about the last 50 count."""
 _LOSS_RATE: Final = 0.2
-"""Weight of one more observation of what became of the rest of a shrunk sequence: about the last 5 count."""
+"""Weight of one more observed loss of a shrunk sequence: about the last 5 count."""
 
 _KEEPING_FACTOR: Final = 2.0
-"""What a copy that nobody waits for costs beside the transfer: booking its blocks, and what it drives out of caches.
+"""The cost of a background copy beside the transfer: booking its blocks, and the CPU caches it displaces.
 Measured with ``benchmarks/memory_pressure.py``: in all two to four times the transfer."""
 
 
@@ -40,13 +40,13 @@ class Line:
             self.observe(count, seconds)
 
     def seconds(self, count: float) -> float:
-        """Predict."""
+        """Predict the seconds of ``count`` units."""
         return self.fixed_s + count * self.per_unit_s
 
     def observe(self, count: float, seconds: float) -> None:
         """Learn that ``count`` units took this long."""
-        news = (1.0, count, count * count, seconds, count * seconds)
-        self._sums = [_FORGETTING * old + new for old, new in zip(self._sums, news, strict=True)]
+        added = (1.0, count, count * count, seconds, count * seconds)
+        self._sums = [_FORGETTING * old + new for old, new in zip(self._sums, added, strict=True)]
         weight, x, xx, y, xy = self._sums
         spread = weight * xx - x * x
         slope = (weight * xy - x * y) / spread if spread > 1e-9 * weight * xx else 0.0
@@ -69,7 +69,7 @@ class CostModel:
     )
     """Seconds of a transfer by blocks, each way."""
     loss_share: float = 0.5
-    """Share of what a shrunk sequence leaves behind that is gone when it runs again, 0 to 1."""
+    """Share of a shrunk sequence's cached rest that is evicted before it runs again, 0 to 1."""
     num_estimates: int = 0
     sum_relative_error: float = 0.0
 
@@ -82,7 +82,7 @@ class CostModel:
         return num_tokens * self.step.per_unit_s
 
     def shrink_s(self, num_lost: int, num_left: int) -> float:
-        """Seconds of computing again what is taken from a sequence's end, and what others take of the rest."""
+        """Seconds of computing again what is freed of a sequence's end, and what others evict of the rest."""
         return self.compute_s(num_lost) + self.loss_share * self.compute_s(num_left)
 
     def is_loading_cheaper(self, num_blocks: int, block_size: int) -> bool:
@@ -95,20 +95,17 @@ class CostModel:
         return _KEEPING_FACTOR * self.moves[Direction.OUT].seconds(num_blocks) <= share * saved_s
 
     def observe_loss(self, share: float) -> None:
-        """Learn what share of a shrunk sequence's rest was gone when it ran again.
-
-        Where blocks are lacking, whoever stays takes what was left next; how much of it depends on the load.
-        """
+        """Learn what share of a shrunk sequence's rest was evicted before it ran again; it depends on the load."""
         self.loss_share += _LOSS_RATE * (share - self.loss_share)
 
     def wait_s(self, num_steps: int, num_running: int, block_size: int) -> float:
-        """Seconds lost when one of ``num_running`` sequences stands still for ``num_steps`` steps.
+        """Seconds lost when one of ``num_running`` sequences stalls for ``num_steps`` steps.
 
-        A row that stands still no longer shares the fixed part of a step; and while no block can be had, every
-        ``block_size / num_running``-th step on average one more row has to stand still too.
+        A stalled row does not share the fixed part of a step; and while no block is available, on average one more row
+        stalls every ``block_size / num_running`` steps.
         """
-        num_still = 1 + num_steps * num_running / (2 * block_size)
-        return self.step.fixed_s / num_running * num_steps * num_still
+        num_stalled = 1 + num_steps * num_running / (2 * block_size)
+        return self.step.fixed_s / num_running * num_steps * num_stalled
 
     def score(self, estimated_s: float, actual_s: float) -> None:
         """Note how far off an estimate was."""

@@ -1,7 +1,7 @@
 """The state laws of scheduler and cache, as a pure check of an immutable snapshot.
 
-Raises nothing and repairs nothing: it says which law does not hold, and where. Tests check after every step; nothing
-else needs to, because the code is written so that the laws cannot break.
+``EngineConfig(check_invariants=True)`` checks them after every step: in tests, and where a user reports a bug.
+Otherwise no engine imports this file.
 
     S1   free blocks + idle blocks + referenced blocks = all blocks, on the device and on the host
     S2   a block's reference count is the number of tables, transfers, pins and copies it is in
@@ -10,11 +10,11 @@ else needs to, because the code is written so that the laws cannot break.
     S5   a table has exactly the blocks of the computed positions, in flight those of the reserved ones
     S6   a sequence is in exactly one place, its status says which, and only those in a place have a table or
          pins; a finished one that is parked has pins too
-    S7   a sequence has a table, or pins on the host, or blocks on their way, and never two of these; only one whose
+    S7   a sequence has a table, or pins on the host, or a transfer in flight, and never two of these; only one whose
          first step is in flight keeps its pins until it is committed
-    S8   keys and cached blocks are one to one, every cached block's past is cached, and every idle block is cached
+    S8   keys and cached blocks are one to one, every cached block's parent is cached, and every idle block is cached
     S9   computed < known while waiting or running; known <= allowed; known tokens never change
-    S10  newcomers in the queue and running sequences are within their bounds
+    S10  waiting sequences that never started, and running ones, are within their bounds
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pagedcore.errors import InternalError
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot, MemorySnapshot
 from pagedcore.sequence import Sequence, SequenceStatus
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """What the laws say something about, of one sequence."""
+    """The part of one sequence that the laws are about."""
 
     sequence_id: int
     status: SequenceStatus
@@ -51,10 +52,10 @@ class Snapshot:
     waiting: tuple[SequenceState, ...]
     running: tuple[SequenceState, ...]
     moving: frozenset[int]
-    """Sequences that a transfer is under way for."""
+    """Sequences with a transfer in flight."""
     reserved: Mapping[int, int]
     """Positions that the step in flight reserved up to, by sequence id."""
-    num_initial_sequences: int
+    num_never_started: int
     max_num_waiting: int
     max_num_seqs: int
     parked: frozenset[int] = frozenset()
@@ -70,7 +71,7 @@ class Violation:
 
 
 def snapshot(scheduler: Scheduler) -> Snapshot:
-    """Copy everything the laws speak of."""
+    """Copy everything that the laws are about."""
     return Snapshot(
         blocks=scheduler.kv_cache.snapshot(),
         waiting=_states(scheduler.waiting),
@@ -80,11 +81,31 @@ def snapshot(scheduler: Scheduler) -> Snapshot:
             if scheduler.kv_cache.host is not None and scheduler.kv_cache.host.is_moving(s.sequence_id)
         ),
         reserved={row.sequence.sequence_id: row.end for row in scheduler.rows_in_flight},
-        num_initial_sequences=scheduler.waiting.num_initial_sequences,
+        num_never_started=scheduler.waiting.num_never_started,
         max_num_waiting=scheduler.waiting.limit,
         max_num_seqs=scheduler.rules.max_num_seqs,
         parked=frozenset(scheduler.moves.parked),
     )
+
+
+class InvariantChecker:
+    """Checks the laws of one scheduler after every step, also those about what must not change in between."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._before: Snapshot | None = None
+
+    def check(self) -> None:
+        """Check the present state.
+
+        Raises:
+            InternalError: a law is broken; the message names every one.
+        """
+        now = snapshot(self._scheduler)
+        violations, self._before = check(now, self._before), now
+        if violations:
+            broken = "; ".join(f"{one.law}: {one.what}" for one in violations)
+            raise InternalError(f"broken laws of scheduler and cache: {broken}")
 
 
 def check(now: Snapshot, before: Snapshot | None = None) -> list[Violation]:
@@ -144,7 +165,7 @@ def _s4(now: Snapshot) -> Iterator[Violation]:
         for place, block in enumerate(table):
             content = root, tokens[: (place + 1) * now.blocks.block_size]
             if contents.setdefault(block, content) != content:
-                yield Violation("S4", f"block {block} of sequence {sequence_id} holds another past elsewhere")
+                yield Violation("S4", f"block {block} of sequence {sequence_id} holds other tokens in another table")
 
 
 def _s5(now: Snapshot) -> Iterator[Violation]:
@@ -162,9 +183,9 @@ def _s6(now: Snapshot) -> Iterator[Violation]:
         if times > 1:
             yield Violation("S6", f"sequence {sequence_id} is in {times} places")
     for sequence_id in now.blocks.tables.keys() - places.keys():
-        yield Violation("S6", f"sequence {sequence_id} has blocks and is nowhere")
+        yield Violation("S6", f"sequence {sequence_id} has blocks and neither waits nor runs")
     for sequence_id in now.blocks.pins.keys() - places.keys() - now.parked:
-        yield Violation("S6", f"sequence {sequence_id} has pins on the host and is neither here nor parked")
+        yield Violation("S6", f"sequence {sequence_id} has pins on the host and neither waits, runs nor is parked")
     for name, states, status in _places(now):
         for state in states:
             if state.status is not status:
@@ -176,7 +197,7 @@ def _s7(now: Snapshot) -> Iterator[Violation]:
     for sequence_id in (now.blocks.tables.keys() & now.blocks.pins.keys()) - starting:
         yield Violation("S7", f"sequence {sequence_id} has a table and pins on the host")
     for sequence_id in now.blocks.tables.keys() & now.moving:
-        yield Violation("S7", f"sequence {sequence_id} has a table and blocks on their way")
+        yield Violation("S7", f"sequence {sequence_id} has a table and a transfer in flight")
 
 
 def _s8(now: Snapshot) -> Iterator[Violation]:
@@ -185,14 +206,14 @@ def _s8(now: Snapshot) -> Iterator[Violation]:
         blocks = Counter(one.block_id for one in cached.values())
         for block, times in blocks.items():
             if times > 1:
-                yield Violation("S8", f"{where}block {block} is known under {times} keys")
+                yield Violation("S8", f"{where}block {block} is cached under {times} keys")
             if block in memory.free_blocks:
                 yield Violation("S8", f"{where}block {block} is free and its contents can be found")
         for block in memory.idle_blocks - blocks.keys():
             yield Violation("S8", f"{where}block {block} is idle and its contents cannot be found")
         for one in cached.values():
             if not one.is_first and one.parent_key not in cached:
-                yield Violation("S8", f"{where}block {one.block_id} is known and its past is not")
+                yield Violation("S8", f"{where}block {one.block_id} is cached and its parent is not")
 
 
 def _s9(now: Snapshot, before: Snapshot | None) -> Iterator[Violation]:
@@ -209,8 +230,8 @@ def _s9(now: Snapshot, before: Snapshot | None) -> Iterator[Violation]:
 
 
 def _s10(now: Snapshot) -> Iterator[Violation]:
-    if now.num_initial_sequences > now.max_num_waiting:
-        yield Violation("S10", f"{now.num_initial_sequences} newcomers wait, the bound is {now.max_num_waiting}")
+    if now.num_never_started > now.max_num_waiting:
+        yield Violation("S10", f"{now.num_never_started} new sequences wait, the bound is {now.max_num_waiting}")
     if len(now.running) > now.max_num_seqs:
         yield Violation("S10", f"{len(now.running)} sequences run, the bound is {now.max_num_seqs}")
 

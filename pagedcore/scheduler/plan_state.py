@@ -37,11 +37,6 @@ class PlanState:
     Invariant: ``free`` is what the pool could still give if all rows planned so far had their blocks.
     """
 
-    __slots__ = (
-        "_adopted", "_holders", "_num_scorable", "admitted", "blocks", "budget", "free", "freed", "kv_cache",
-        "num_stalled_rows", "preempted", "rows", "rules", "running", "swap_ins", "waiting",
-    )
-
     def __init__(
         self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence]
     ) -> None:

@@ -1,7 +1,7 @@
 """Scheduling policies: a sort key and one permission, never a scheduler of their own.
 
-The order decides who is admitted first and, from the other end, who is preempted first. A policy of yours is any
-function without arguments that returns a ``Policy``; name it in the plugin table ``schedulers``.
+Sequences are admitted in the order of the key, and preempted in the reverse order. A custom policy is a function
+without arguments that returns a ``Policy``, registered in the plugin table ``schedulers``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Policy:
     has_priorities: bool = False
     """Whether the order looks at ``Sequence.priority``; if not, requests with another priority than 0 are refused."""
     cache_bonus: int = 8
-    """How many arrivals later a request may be and still start first because the cache holds its beginning; it gains
-    one place for each cached block. No request is overtaken by more later ones than this."""
+    """How many arrivals later a request with a cached prefix may be and still start first; it gains one place for each
+    cached block. No request is overtaken by more later ones than this."""
 
 
 def fcfs() -> Policy:

@@ -1,8 +1,8 @@
-"""Who loses its blocks when a running sequence lacks some, and how: the cheapest way that is expected to work.
+"""Which sequences are preempted when a running one lacks blocks, and how: the cheapest choice that is expected to work.
 
-Pure choice over numbers that ``planner`` gives it; estimates come from ``cost_model``. With the choices of a
-sequence's own tail, of moving a victim to the host, of computing it again, and of letting the asker wait, memory
-pressure costs what the cheapest of them costs.
+A pure choice over numbers from ``step_planner``; estimates come from ``cost_model``. A victim's tail can be freed, its
+blocks can move to the host or be computed again, or the asker can wait; memory pressure costs what the cheapest of
+them costs.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pagedcore.scheduler.plan import Preemption, PreemptionKind
 from pagedcore.sequence import Sequence
 
 MAX_PREEMPTIONS: Final = 8
-"""A sequence that was preempted so often is no longer chosen while anybody else can be."""
+"""A sequence that was preempted so often is not chosen while another one can be."""
 WINDOW: Final = 8
-"""Victims that are compared; the others are looked at when these are not enough."""
+"""Victims that are compared; the others are considered when these are not enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A running sequence that may be asked to give up its blocks."""
+    """A running sequence that may be preempted."""
 
     sequence: Sequence
     num_blocks: int
     """Blocks that become available, those planned for it in this step included."""
     num_held_blocks: int
-    """Blocks it holds and would have to get back."""
+    """Blocks it holds now and will need again."""
     num_blocks_to_host: int | None
-    """Blocks that would have to be copied to the host; ``None`` when it has no room for them."""
+    """Blocks that would be copied to the host; ``None`` when it has no room for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Shortage:
 
     num_blocks: int
     num_steps_to_wait: int | None
-    """Steps until somebody is done without needing further blocks; ``None`` when that is nobody."""
+    """Steps until a sequence ends that needs no further block; ``None`` if there is none."""
     num_running: int
 
 
@@ -62,8 +62,8 @@ class PreemptionRules:
 
         Args:
             shortage: what is lacking.
-            victims: gives those that may be asked, whoever should lose least last.
-            may_wait: whether anything else can go on if the asker waits.
+            victims: yields candidates, the one to preempt first in front.
+            may_wait: whether another sequence can run while the asker waits.
         """
         if may_wait and self.mode == "wait":
             return []
@@ -71,7 +71,7 @@ class PreemptionRules:
         spared = (victim for victim in source if victim.sequence.num_preemptions < MAX_PREEMPTIONS)
         chosen = self._cover(shortage, list(islice(spared, WINDOW)))
         if not chosen:
-            # Why: several small victims, or ones that have suffered enough, are better than a standstill.
+            # Why: several small victims, or often preempted ones, are better than a standstill.
             chosen = [] if may_wait else self._cover(shortage, list(victims()))
         if may_wait and self.mode == "auto" and self._is_waiting_cheaper(shortage, chosen):
             return []
@@ -82,7 +82,7 @@ class PreemptionRules:
         return self.mode != "auto" or self.costs.is_loading_cheaper(num_blocks, self.block_size)
 
     def is_worth_keeping(self, num_blocks: int, share: float) -> bool:
-        """Whether to copy so many finished blocks to the host, a share of which is going to be asked for again."""
+        """Whether to copy so many finished blocks to the host, a share of which will be asked for again."""
         return self.mode != "auto" or self.costs.is_keeping_cheaper(num_blocks, self.block_size, share)
 
     def _is_waiting_cheaper(self, shortage: Shortage, chosen: ListOf[Preemption]) -> bool:
@@ -95,7 +95,7 @@ class PreemptionRules:
         """Take the cheapest single victim that is enough, or else the cheapest by block until it is enough."""
         lacking = shortage.num_blocks
         options = [(victim, self._cheapest(victim, lacking)) for victim in victims]
-        # Why: the victims come last first, and sorting is stable, so who came last loses among equals.
+        # Why: the victims come last first, and sorting is stable, so the last one is chosen among equals.
         enough = [option for option in options if option[0].num_blocks >= lacking]
         if enough:
             return [min(enough, key=lambda option: (option[1].estimated_s, option[0].num_held_blocks))[1]]
@@ -120,7 +120,7 @@ class PreemptionRules:
         num_computed = victim.sequence.num_computed_tokens
         num_left = max(0, victim.num_held_blocks - lacking) * self.block_size
         num_left = min(num_computed, num_left)
-        # Why: a tail is all that is lost at once, unless it is everything; a host without room leaves just that.
+        # Why: shrinking frees the tail only, unless that is everything; without room on the host it is what is left.
         if num_left and self.mode != "recompute":
             lost_s = self.costs.shrink_s(num_computed - num_left, num_left)
             yield Preemption(victim.sequence, PreemptionKind.SHRINK, lost_s, num_left)

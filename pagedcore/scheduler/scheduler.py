@@ -51,10 +51,9 @@ class StepInFlight:
 class Scheduler:
     """Waiting and running sequences over one block manager.
 
-    Invariant: a live sequence is waiting or running; a finished one holds no device blocks, only what it computed may
-        be found again.
+    Invariant: a live sequence is waiting or running; a finished one holds no device blocks, but they may be cached.
     Invariant: ``schedule`` changes nothing; between ``reserve`` and ``commit`` or ``rollback`` one step is in flight.
-    Invariant: if anything waits or runs, and nothing is on its way or kept by a store that stands still, a plan
+    Invariant: if a sequence waits or runs, and no transfer is in flight or keeps blocks after its time-out, a plan
         computes something or makes room for it.
     Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
     """
@@ -127,14 +126,14 @@ class Scheduler:
 
     def never_started(self) -> tuple[Sequence, ...]:
         """Return the waiting sequences that were not started in this turn, in policy order."""
-        return tuple(self._waiting.newcomers())
+        return tuple(self._waiting.never_started())
 
     def stats(self) -> SchedulerStats:
         """Describe the present and count the past."""
         error = self.costs.mean_relative_error
         return describe(self.kv_cache, self._running, self._waiting, self.counters, error)
 
-    def add(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence) -> None:
         """Let a sequence wait: a new one, or a finished one after ``begin_turn``.
 
         Raises:
@@ -145,10 +144,10 @@ class Scheduler:
         self.add_sequences((sequence,))
 
     def add_sequences(self, sequences: Collection[Sequence]) -> None:
-        """Let several sequences wait, or none of them. Raises as ``add``."""
+        """Let several sequences wait, or none of them. Raises as ``add_sequence``."""
         for sequence in sequences:
             if sequence.status is not _WAITING:
-                raise InternalError(f"add: sequence {sequence.sequence_id} is {sequence.status.value}")
+                raise InternalError(f"add_sequence: sequence {sequence.sequence_id} is {sequence.status.value}")
             self._require_fitting(sequence.num_prompt_tokens + sequence.max_tokens)
         self._waiting.push_all(sequences)
 
@@ -159,33 +158,33 @@ class Scheduler:
                 "Ask for fewer tokens, or build the engine with more KV blocks.",
             )
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence from outside, in whatever state it is; one that has finished stays as it is.
+    def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence in any state; one that has finished stays as it is.
 
-        Its blocks are given up at once, also while a step is in flight: what the device writes for it then is
-        accounted for by nobody. What it computed can be found again, except after "error": that is forgotten.
+        Its blocks are freed at once, also while a step is in flight: no table has the blocks that the device then
+        writes for it. What it computed stays cached, except after "error", which evicts it.
         """
         if sequence.status not in (_FINISHED, _REMOVED):
             self._take_out(sequence)
             self._mark_finished(sequence, reason)
 
     def add_branch(self, sequence: Sequence, parent: Sequence) -> None:
-        """Let a sequence wait that goes on from all that ``parent`` has computed, and shares it.
+        """Let a sequence wait that continues all that ``parent`` has computed, and shares it.
 
-        It belongs to work that was accepted before: it is never refused, nor counted against the queue's bound.
+        It belongs to a request that was accepted before: it is never refused, nor counted against the queue's bound.
         """
         self._blocks.register_all(parent)
         self._waiting.push_preempted(sequence)
 
-    def drop(self, sequence: Sequence) -> None:
-        """End a live sequence that nobody will continue: as ``finish``, but what its end holds is not kept."""
+    def cancel_branch(self, sequence: Sequence) -> None:
+        """End a live sequence that no sequence continues: as ``finish_sequence``, but its last block is evicted."""
         self._take_out(sequence)
         sequence.move_to(_FINISHED)
         sequence.finish_reason = "abort"
         self.moves.free_branch(sequence)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Remove a finished sequence for good, with what is kept for it; a second time does nothing.
+    def remove_sequence(self, sequence: Sequence) -> None:
+        """Remove a finished sequence, and free what the host keeps for it; a second time does nothing.
 
         Raises:
             InternalError: it is not finished.
@@ -195,7 +194,7 @@ class Scheduler:
             self.moves.free_on_host(sequence)
 
     def schedule(self) -> SchedulePlan:
-        """Decide the next step, or what has to make room for it. Nothing moves: asked again, it answers the same.
+        """Decide the next step, or what has to make room for it. Nothing moves: a second call gives an equal plan.
 
         Raises:
             InternalError: a step is in flight, or nothing could be planned although there is work.
@@ -216,7 +215,7 @@ class Scheduler:
         """Carry out what a plan with ``moves_blocks`` asks for; return the transfers to start now.
 
         Raises:
-            InternalError: a step is in flight, or the plan is not about the present state (nothing changed).
+            InternalError: a step is in flight, or the plan is out of date (nothing changed).
         """
         self._require_landed("make_room")
         self._require_current(plan)
@@ -226,8 +225,7 @@ class Scheduler:
         """Put every block of the step into the tables; return the (source, destination) blocks to copy first.
 
         Raises:
-            InternalError: the plan asks for room, or is not about the present state, or the pool is too small for it;
-                nothing changed.
+            InternalError: the plan asks for room or is out of date, or the pool is too small for it; nothing changed.
         """
         self._require_landed("reserve")
         self._require_current(plan)
@@ -253,14 +251,14 @@ class Scheduler:
             step.reservation.cancel()
 
     def commit(self, plan: SchedulePlan, sampled: Mapping[int, int | None]) -> list[NewToken]:
-        """Make the step true: positions are computed, tokens appended, ended sequences finished.
+        """Book the step: its positions are computed, tokens are appended, ended sequences finish.
 
         Args:
             plan: what was reserved and has been computed.
             sampled: the next token by sequence id, for every row with ``is_sampled``. A sequence that was finished
-                while the step ran needs none; that is how a row without usable logits leaves alone. ``None`` for one
-                that others will go on from: it is computed and leaves, finished without a reason, and what it
-                computed can be found.
+                while the step ran needs none; a row without usable logits is ended in this way. ``None`` for a
+                sequence that branches continue: it is computed and finishes without a reason, and what it computed
+                stays cached.
 
         Returns:
             What was appended, in the order of the rows.
@@ -314,9 +312,9 @@ class Scheduler:
             raise InternalError("the plan is out of date; a sequence moved after it was made")
 
     def _start(self, sequence: Sequence) -> None:
-        self._waiting.discard(sequence)
+        self._waiting.remove_sequence(sequence)
         sequence.move_to(_RUNNING)
-        self._running.add(sequence)
+        self._running.add_sequence(sequence)
 
     def _advance(self, row: ScheduledRow, sampled: Mapping[int, int | None]) -> NewToken | None:
         sequence = row.sequence
@@ -334,23 +332,23 @@ class Scheduler:
             return None
         reason = sequence.append_token(token_id)
         if reason is not None:
-            self._running.discard(sequence)
+            self._running.remove_sequence(sequence)
             self._mark_finished(sequence, reason)
         return NewToken(sequence, token_id, reason)
 
     def _set_aside(self, sequence: Sequence) -> None:
-        self._running.discard(sequence)
+        self._running.remove_sequence(sequence)
         sequence.move_to(_FINISHED)
         self.moves.free_finished(sequence, is_trusted=True, is_movable=False)
 
     def _take_out(self, sequence: Sequence) -> None:
-        self._waiting.discard(sequence)
-        self._running.discard(sequence)
+        self._waiting.remove_sequence(sequence)
+        self._running.remove_sequence(sequence)
         if self._in_flight is not None:
             self._in_flight.gone.add(sequence.sequence_id)
 
     def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
-        # Why: a step in flight has not filled all blocks of the table, so they cannot be moved as they are.
+        # Why: a step in flight has not filled all blocks of the table, so they cannot be copied to the host.
         self.moves.free_finished(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)

@@ -25,8 +25,6 @@ from pagedcore.sequence import Sequence
 class StepPlanner:
     """Plans the running sequences of one step, and then lets ``Admission`` plan waiting ones."""
 
-    __slots__ = ("_arriving", "_blocks", "_host", "_may_wait", "_room_on_host", "_state")
-
     def __init__(self, state: PlanState, *, may_wait: bool = True) -> None:
         self._state = state
         self._blocks = state.blocks

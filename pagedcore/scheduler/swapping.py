@@ -7,9 +7,7 @@ are due and reports when they have completed, in any order, late, or failed.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
-from typing import Final
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.host_cache import Direction, Transfer
@@ -22,24 +20,18 @@ from pagedcore.scheduler.stats import SchedulerCounters
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
 
-_NUM_REMEMBERED: Final = 256
-
 
 @dataclass(slots=True)
 class Decision:
     """One preemption: what was expected of it and what it has cost so far."""
 
-    sequence_id: int
-    kind: PreemptionKind
     num_computed_tokens: int
     """Positions that were computed when it was decided."""
+    num_left_tokens: int
+    """Positions that were left in the cache."""
     estimated_s: float
-    num_left_tokens: int = 0
-    """Positions that were left to be found."""
     actual_s: float = 0.0
-    """Seconds of the transfers so far, and of computing again what was lost once that is known."""
-    is_settled: bool = False
-    """Whether the sequence runs again, so that ``actual_s`` is complete."""
+    """Seconds of the transfers, and of computing again what was lost."""
 
 
 class Swapping:
@@ -50,7 +42,7 @@ class Swapping:
 
     __slots__ = (
         "_blocks", "_costs", "_counters", "_kv_cache", "_moving", "_open", "_retention", "_running", "_waiting",
-        "decisions", "due", "parked",
+        "due", "parked",
     )
 
     def __init__(
@@ -68,8 +60,6 @@ class Swapping:
         self._counters = counters
         self._costs = rules.costs
         self._retention = Retention(kv_cache, rules)
-        self.decisions: deque[Decision] = deque(maxlen=_NUM_REMEMBERED)
-        """The last preemptions, oldest first."""
         self.parked: set[int] = set()
         """Ids of finished sequences that the host may keep blocks for."""
         self._open: dict[int, Decision] = {}
@@ -218,7 +208,6 @@ class Swapping:
             self._note_looked_up(sequence, num_tokens)
         if (decision := self._open.pop(sequence.sequence_id, None)) is not None:
             decision.actual_s += self._costs.compute_s(max(0, decision.num_computed_tokens - num_tokens))
-            decision.is_settled = True
             if decision.num_left_tokens:
                 self._costs.observe_loss(max(0.0, 1 - num_tokens / decision.num_left_tokens))
             self._costs.score(decision.estimated_s, decision.actual_s)
@@ -236,13 +225,10 @@ class Swapping:
 
     def _preempt(self, preemption: Preemption) -> None:
         sequence = preemption.sequence
-        decision = Decision(
-            sequence.sequence_id, preemption.kind, sequence.num_computed_tokens, preemption.estimated_s,
-            preemption.num_left_tokens,
+        self._open[sequence.sequence_id] = Decision(
+            sequence.num_computed_tokens, preemption.num_left_tokens, preemption.estimated_s
         )
-        self._open[sequence.sequence_id] = decision
-        self.decisions.append(decision)
-        self._running.discard(sequence)
+        self._running.remove_sequence(sequence)
         self._free_preempted(preemption)
         sequence.reset_computed()
         sequence.move_to(SequenceStatus.WAITING)

@@ -1,6 +1,6 @@
 """Sequences in policy order, and the bounded queue of those that wait.
 
-Refuses when full and never drops; what was accepted once is never refused again. Read ``planner`` next.
+A full queue refuses new sequences; an accepted one stays until it is removed, also after a preemption.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class PolicyOrder:
     def __contains__(self, sequence: object) -> bool:
         return isinstance(sequence, Sequence) and self._find(sequence) is not None
 
-    def add(self, sequence: Sequence) -> None:
-        """Put a sequence in its place.
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Insert a sequence in order.
 
         Raises:
-            InternalError: it is there already.
+            InternalError: it is in it already.
         """
         key = (self._key(sequence), sequence.sequence_id)
         place = bisect_left(self._keys, key)
@@ -51,8 +51,8 @@ class PolicyOrder:
         self._keys.insert(place, key)
         self.sequences.insert(place, sequence)
 
-    def discard(self, sequence: Sequence) -> bool:
-        """Take a sequence out, and say whether it was there."""
+    def remove_sequence(self, sequence: Sequence) -> bool:
+        """Remove a sequence, and return whether it was in it."""
         place = self._find(sequence)
         if place is None:
             return False
@@ -66,61 +66,61 @@ class PolicyOrder:
 
 
 class WaitingQueue(PolicyOrder):
-    """The sequences that wait: newcomers up to a bound, preempted ones always.
+    """The waiting sequences: new ones up to a bound, preempted ones always.
 
-    Invariant: ``num_initial_sequences`` <= ``limit``.
+    Invariant: ``num_never_started`` <= ``limit``.
     """
 
-    __slots__ = ("_newcomers", "limit")
+    __slots__ = ("_never_started", "limit")
 
     def __init__(self, key: OrderKey, limit: int) -> None:
         super().__init__(key)
         self.limit = limit
-        self._newcomers: set[int] = set()
+        self._never_started: set[int] = set()
 
     @property
-    def num_initial_sequences(self) -> int:
-        """Sequences that count against the bound: those that have not been started since they were pushed."""
-        return len(self._newcomers)
+    def num_never_started(self) -> int:
+        """Sequences that count against the bound: those that were not started since they were pushed."""
+        return len(self._never_started)
 
     @property
     def num_free_slots(self) -> int:
-        """Newcomers that can be pushed now."""
-        return self.limit - self.num_initial_sequences
+        """New sequences that can be pushed now."""
+        return self.limit - self.num_never_started
 
     def require_room(self, num_sequences: int) -> None:
-        """Check that so many newcomers can be pushed now.
+        """Check that so many new sequences can be pushed now.
 
         Raises:
-            EngineOverloaded: they cannot; nothing changed.
+            EngineOverloaded: they cannot.
         """
-        if self.num_initial_sequences + num_sequences > self.limit:
-            raise EngineOverloaded(self.num_initial_sequences, self.limit)
+        if self.num_never_started + num_sequences > self.limit:
+            raise EngineOverloaded(self.num_never_started, self.limit)
 
     def push(self, sequence: Sequence) -> None:
-        """Accept a newcomer. Raises as ``push_all``."""
+        """Accept a new sequence. Raises as ``push_all``."""
         self.push_all((sequence,))
 
     def push_all(self, sequences: Collection[Sequence]) -> None:
-        """Accept newcomers, or none of them.
+        """Accept new sequences, or none of them.
 
         Raises:
             EngineOverloaded: the queue has no room for all; nothing changed.
         """
         self.require_room(len(sequences))
         for sequence in sequences:
-            self.add(sequence)
-            self._newcomers.add(sequence.sequence_id)
+            self.add_sequence(sequence)
+            self._never_started.add(sequence.sequence_id)
 
     def push_preempted(self, sequence: Sequence) -> None:
-        """Take back a sequence that was running: never refused, and not counted against the bound."""
-        self.add(sequence)
+        """Take back a sequence that was accepted before: never refused, and not counted against the bound."""
+        self.add_sequence(sequence)
 
-    def discard(self, sequence: Sequence) -> bool:
-        """Take a sequence out, and say whether it was there."""
-        self._newcomers.discard(sequence.sequence_id)
-        return super().discard(sequence)
+    def remove_sequence(self, sequence: Sequence) -> bool:
+        """Remove a sequence, and return whether it was in it."""
+        self._never_started.discard(sequence.sequence_id)
+        return super().remove_sequence(sequence)
 
-    def newcomers(self) -> Iterator[Sequence]:
-        """Iterate in order over the sequences that have not been started since they were pushed."""
-        return (sequence for sequence in self if sequence.sequence_id in self._newcomers)
+    def never_started(self) -> Iterator[Sequence]:
+        """Iterate in order over the sequences that were not started since they were pushed."""
+        return (sequence for sequence in self if sequence.sequence_id in self._never_started)

@@ -38,6 +38,7 @@ ACCEPTED = {
     "preemption": ["auto", "swap", "shrink", "recompute", "wait"],
     "tokenizer": [None, "somewhere"],
     "trust_remote_code": [False, True],
+    "check_invariants": [False, True],
     "seed": [0, 2**63 - 1],
 }
 
@@ -65,6 +66,7 @@ REFUSED = {
     "preemption": ["never", "", None],
     "tokenizer": ["", 1],
     "trust_remote_code": [None, 0, 1, "false", "True"],
+    "check_invariants": [None, 0, 1, "True"],
     "seed": [-1, 2**63, None, True, 1.0, "1"],
 }
 

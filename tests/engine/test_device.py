@@ -69,7 +69,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypat
         Engine.from_pretrained("no such model", device="cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceUnavailable, match="finds no NVIDIA card"):
+    with pytest.raises(DeviceUnavailable, match="finds no NVIDIA GPU"):
         Engine.from_pretrained("no such model", device="cuda:1")
 
 

@@ -34,6 +34,7 @@ class Lab:
         defaults: dict[str, Any] = {
             "num_kv_blocks": 8, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16,
             "host_kv_memory": 48 * BLOCK, "preemption": "swap", "max_model_len": 32,
+            "check_invariants": True,
         }
         self.clock = FakeClock()
         self.engine = Engine(build_components(ToyBackend(), **{**defaults, **settings}), self.clock)
@@ -52,10 +53,9 @@ class Lab:
         self.step()
 
     def step(self) -> None:
-        """Step and check every law."""
+        """Let a second pass and step."""
         self.clock.advance(1.0)
         self.engine.step()
-        assert check(snapshot(self.engine.scheduler)) == []
 
     def run(self, max_steps: int = 200) -> None:
         """Step until nothing is pending."""

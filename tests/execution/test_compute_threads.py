@@ -21,7 +21,7 @@ from pagedcore_kernels.cpu.runtime.threads import num_threads
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this process could use eight cores, whatever the machine."""
+    """As if this process could use eight cores, on any machine."""
     monkeypatch.setattr(compute_threads, "num_usable_cores", lambda: 8)
 
 
@@ -63,16 +63,16 @@ def test_bad_numbers_of_threads_are_refused(value: object) -> None:
 
 
 def test_a_setting_of_one_thread_uses_no_helper() -> None:
-    """With ``num_threads=1`` an engine computes on its own thread alone and answers the same."""
+    """With ``num_threads=1`` an engine computes on its own thread alone, with the same completions."""
     torch.set_num_threads(2)
-    answers, joins = [], []
+    completions, joins = [], []
     for number in (1, 2):
         with Engine.from_pretrained("demo", num_threads=number) as engine:
             before = the_team().counters().num_runs
             outputs = engine.generate(["What is 2 + 3?"] * 4, SamplingParams(max_tokens=8), show_progress=False)
-            answers.append([output.outputs[0].token_ids for output in outputs])
+            completions.append([output.outputs[0].token_ids for output in outputs])
             joins.append(the_team().counters().num_runs - before)
-    assert answers[0] == answers[1]
+    assert completions[0] == completions[1]
     assert joins[0] == 0 < joins[1]
 
 
@@ -94,7 +94,7 @@ def test_switching_between_one_thread_and_all_changes_no_bit(monkeypatch: pytest
 
 
 def test_a_foreign_backend_keeps_torchs_threads() -> None:
-    """While somebody else's model computes, torch has the host's number of threads."""
+    """While a model of another library computes, torch has the host's number of threads."""
     from support.doubles import ToyBackend
 
     seen: list[int] = []
@@ -124,35 +124,35 @@ import os, signal, sys, torch
 from pagedcore import Engine, SamplingParams
 # Not by torch.set_num_threads: torch then has a pool of threads that crashes at the end of a child that starts any.
 torch.ones(1 << 22).exp()
-def answer(engine, **options):
+def complete(engine, **options):
     params = SamplingParams(**{"max_tokens": 8} | options)
     outputs = engine.generate(["What is 2 + 3?"] * 4, params, show_progress=False)
     return [one.outputs[0].token_ids for one in outputs]
 # Float32 everywhere: its blocks are large enough for torch to copy them with several threads.
 engine = Engine.from_pretrained("demo", dtype="float32")
-expected = answer(engine)
+expected = complete(engine)
 child = os.fork()
 if child == 0:
-    assert answer(Engine.from_pretrained("demo", dtype="float32")) == expected
-    assert answer(engine) == expected
-    # Ctrl-C in the middle of a kernel or between two: far less time than the answers take.
+    assert complete(Engine.from_pretrained("demo", dtype="float32")) == expected
+    assert complete(engine) == expected
+    # Ctrl-C in the middle of a kernel or between two: far less time than the completions take.
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.002)
     try:
-        answer(engine, max_tokens=64, ignore_eos=True)
+        complete(engine, max_tokens=64, ignore_eos=True)
         sys.exit("was not interrupted")
     except KeyboardInterrupt:
         assert not engine.has_pending_requests()
-    assert answer(engine) == expected
+    assert complete(engine) == expected
     assert torch.get_num_threads() == 2
     sys.exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-assert answer(engine) == expected
+assert complete(engine) == expected
 """
 
 
 def test_a_forked_child_can_build_an_engine() -> None:
-    """In a child of a process whose engine and torch have computed on several threads, a new engine answers.
+    """In a child of a process whose engine and torch have computed on several threads, a new engine works.
 
     So does the parent's own engine, also after Ctrl-C in the child.
     """

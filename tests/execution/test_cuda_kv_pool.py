@@ -1,4 +1,4 @@
-"""KV blocks on a card: transfers that end later than they start, on the CPU with copies as late as can be."""
+"""KV blocks on a GPU: transfers that end later than they start, on the CPU with copies as late as can be."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pagedcore.errors import InternalError
-from pagedcore.execution.cuda_kv_pool import DeviceKVStorage, _runs
+from pagedcore.execution.cuda_kv_pool import CudaKVPool, _runs
 from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
 from support.device_stand_in import CPU, LateCopies, late_storage
 
 LAYOUT = TokenMajorLayout(4, torch.bfloat16, (LayerShape(1, 16, 16),))
 
 
-def filled(num_blocks: int) -> DeviceKVStorage:
+def filled(num_blocks: int) -> CudaKVPool:
     """A storage whose block i is full of i, with as much host memory."""
     storage = late_storage(LAYOUT, num_blocks)
     storage.allocate_host(num_blocks)
@@ -49,10 +49,10 @@ def test_waiting_ends_with_a_transfer() -> None:
     assert storage.read_blocks([7, 6, 2])[:, 0].tolist() == [2, 2, 99]
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_a_wait_ends_without_a_transfer() -> None:
     """A transfer that does not end is not waited for longer than so many looks, and is reported when it does."""
     never = LateCopies(num_questions=10_000)
-    storage = DeviceKVStorage(LAYOUT, 2, CPU, outgoing=never, incoming=never, pin=lambda slab: lambda: None)
+    storage = CudaKVPool(LAYOUT, 2, CPU, outgoing=never, incoming=never, pin=lambda slab: lambda: None)
     storage.allocate_host(2)
     storage.start_swap_out(4, [(0, 1)])
     assert storage.poll_transfers(wait=True) == []
@@ -81,7 +81,7 @@ def test_neighbours_are_copied_together(pairs: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("is_released", [True, False])
 def test_host_memory_is_pinned_until_the_last_copy_has_ended(is_released: bool) -> None:
-    """A storage that is released, or gone, first ends its copies and then the pinning, once, and keeps no memory."""
+    """A pool that is closed, or collected, first ends its copies and then the pinning, once, and keeps no memory."""
     events: list[str] = []
 
     class Noted(LateCopies):
@@ -92,13 +92,13 @@ def test_host_memory_is_pinned_until_the_last_copy_has_ended(is_released: bool) 
         assert slab.shape == (2, LAYOUT.block_bytes)
         return lambda: events.append("unpinned")
 
-    storage = DeviceKVStorage(LAYOUT, 2, CPU, outgoing=Noted(), incoming=Noted(), pin=pin)
+    storage = CudaKVPool(LAYOUT, 2, CPU, outgoing=Noted(), incoming=Noted(), pin=pin)
     storage.allocate_host(2)
     storage.start_swap_out(0, [(0, 1)])
     slab = weakref.ref(storage._require_host())
     assert np.array_equal(events, [])
     if is_released:
-        storage.release()
+        storage.close()
         assert events == ["copied", "unpinned"]
         assert slab() is None
     del storage

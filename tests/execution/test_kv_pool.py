@@ -5,7 +5,7 @@ import torch
 
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution import kv_pool
-from pagedcore.execution.kv_pool import KVStorage
+from pagedcore.execution.kv_pool import KVPool
 from pagedcore_kernels.layout import KVLayout, LayerShape
 
 LAYOUT = KVLayout(16, torch.float32, (LayerShape(2, 16, 16),) * 3)
@@ -13,7 +13,7 @@ LAYOUT = KVLayout(16, torch.float32, (LayerShape(2, 16, 16),) * 3)
 
 def test_a_pool_has_the_bytes_it_says() -> None:
     """The tensor is the size of all blocks of the layout."""
-    storage = KVStorage(LAYOUT, 5)
+    storage = KVPool(LAYOUT, 5)
     assert storage.pool.nbytes == storage.num_bytes == 5 * 3 * 2 * 2 * 16 * 16 * 4
 
 
@@ -21,14 +21,14 @@ def test_a_pool_has_the_bytes_it_says() -> None:
 def test_pools_that_cannot_be_had_are_refused(num_blocks: int) -> None:
     """No block at all, and more than any machine has, end in a message with the number."""
     with pytest.raises(InvalidConfig, match=rf"got {num_blocks}"):
-        KVStorage(LAYOUT, num_blocks)
+        KVPool(LAYOUT, num_blocks)
 
 
 def test_host_memory_is_there_before_a_transfer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole slab is populated when it is allocated; the pool, which nobody may ever fill, is not."""
+    """The whole slab is populated when it is allocated; the pool, which may never be filled, is not."""
     populated: list[tuple[int, int]] = []
     monkeypatch.setattr(kv_pool, "populate", lambda memory: populated.append((memory.data_ptr(), memory.nbytes)))
-    storage = KVStorage(LAYOUT, 5)
+    storage = KVPool(LAYOUT, 5)
     assert populated == []
     storage.allocate_host(7)
     slab = storage._require_host()

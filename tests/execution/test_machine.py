@@ -59,10 +59,10 @@ def test_this_machine_has_a_name_and_cores() -> None:
     ({"limit": "max", "used": "400"}, 5000),
     ({}, 5000),
 ])
-def test_free_memory_is_what_a_container_still_gives(
+def test_free_memory_is_what_a_container_has_left(
     monkeypatch: pytest.MonkeyPatch, files: dict[str, str], free: int
 ) -> None:
-    """A container's limit less what it uses and cannot give back, where that is less than the machine has."""
+    """A container's limit less what it uses and cannot reclaim, where that is less than the machine has."""
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
     pretend(monkeypatch, **files)
     assert free_memory_bytes() == free

@@ -48,7 +48,7 @@ def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="advice to Linux")
 def test_memory_is_there_before_it_is_used() -> None:
-    """What was populated counts as this process's memory although nobody has written to it."""
+    """What was populated counts as this process's memory although it was never written to."""
     if tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
         pytest.skip("Linux knows this advice from 5.14 on")
     # Why: torch's own memory may be some that was used before.
@@ -92,7 +92,7 @@ def resident_file_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_files_are_told_from_other_memory(tmp_path: Path) -> None:
+def test_mapped_files_are_recognised(tmp_path: Path) -> None:
     """Only what lies in a mapping of a file counts; the heap and large allocations do not."""
     weight, own, small = mapped(tmp_path), torch.zeros(SHAPE), torch.zeros(4)
     mappings = FileMappings()
@@ -114,7 +114,7 @@ def test_freed_pages_leave_memory_and_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_freeing_other_memory_changes_nothing() -> None:
-    """A tensor that no file backs keeps every value: dropping its pages would zero it."""
+    """A tensor that no file backs keeps every value: freeing its pages would zero it."""
     own = torch.arange(512 * 1024, dtype=torch.float32)
     FileMappings().free_pages(own)
     assert torch.equal(own, torch.arange(512 * 1024, dtype=torch.float32))

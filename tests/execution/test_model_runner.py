@@ -42,7 +42,7 @@ def test_nothing_is_sampled_of_chunks() -> None:
 
 
 def test_logits_of_another_shape_fail_the_step() -> None:
-    """A model that loses a row is named with both shapes; nobody gets another row's token."""
+    """A model that loses a row is named with both shapes; no row gets another row's token."""
     runner, manager, rows = prepared(FlakyBackend(wrong_shape_on=1), [5, 2])
     with pytest.raises(StepFailed, match=r"\(1, 32\), expected float32 of shape \(2, 32\)"):
         runner.execute(rows, manager)

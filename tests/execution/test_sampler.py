@@ -92,7 +92,7 @@ def test_penalties_are_those_of_transformers():
     np.testing.assert_allclose(adjusted(sequence, row), scores[0].numpy(), rtol=2e-7)
 
 
-def test_stop_tokens_are_masked_until_the_answer_is_long_enough():
+def test_stop_tokens_are_masked_until_the_completion_is_long_enough():
     """With min_tokens = 3 no stop token is chosen for the first three tokens, then it may be."""
     sampler, sequence = Sampler(VOCAB_SIZE), make_sequence(min_tokens=3, stop_token_ids=(4, 9))
     for expected in (6, 6, 6, 4):
@@ -306,7 +306,7 @@ def test_a_broken_row_is_reported_and_the_others_are_sampled():
 
 
 def test_a_mask_that_leaves_nothing_makes_the_row_invalid():
-    """With one token, which ends the answer, min_tokens leaves nothing to choose."""
+    """With one token, which ends the completion, min_tokens leaves nothing to choose."""
     result = Sampler(1).sample(np.zeros((1, 1), np.float32), [make_sequence((0,), min_tokens=1, stop_token_ids=(0,))])
     assert (result.token_ids >= 0).tolist() == [False]
 

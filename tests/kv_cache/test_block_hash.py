@@ -45,7 +45,7 @@ def test_a_salt_cannot_be_taken_for_another_kind_of_extra(salt: bytes, other: by
     ("some", "others"), [({"a": b"bc"}, {"ab": b"c"}), ({"a": b""}, {}), ({"a": b"b", "c": b"d"}, {"a": b"bcd"})]
 )
 def test_boundaries_between_parts_count(some: dict[str, bytes], others: dict[str, bytes]) -> None:
-    """The same bytes cut in another way are another root."""
+    """The same bytes split in another way are another root."""
     hasher = BlockHasher(4, b"")
     assert hasher.root(some) != hasher.root(others)
 
@@ -57,13 +57,13 @@ def test_full_digest_is_the_key() -> None:
 
 
 def test_same_prompt_same_key_within_one_secret_only() -> None:
-    """Another process, another secret, other keys: nobody can compute them from outside."""
+    """Another process has another secret and other keys, which cannot be computed from outside."""
     keys = {key_of(secret, 4, {}, [1], [2]) for secret in (b"one", b"two", b"one")}
     assert len(keys) == 2
 
 
 def test_extend_makes_the_chain_block_by_block() -> None:
-    """Keys are appended for full blocks only, each over the one before, whatever is there already."""
+    """Keys are appended for full blocks only, each over the one before, from any length on."""
     hasher, tokens = BlockHasher(2, b""), [5, 6, 7, 8, 9]
     root = hasher.root({})
     keys: list[bytes] = []

@@ -21,13 +21,13 @@ def reserve(manager: BlockManager, *demands: tuple[int, int]) -> Reservation:
 
 
 def comparable(snapshot: BlockSnapshot) -> tuple[object, ...]:
-    """A snapshot without the order of the free list, which is nobody's business."""
+    """A snapshot without the order of the free list, which means nothing."""
     device = snapshot.device
     return sorted(device.free_blocks), device.idle_blocks, device.reference_counts, dict(snapshot.tables)
 
 
 def compute(manager: BlockManager, tokens: ListOf[int], num_computed: int | None = None, root: bytes = b"") -> Sequence:
-    """A sequence that has computed its tokens, all but the last unless told otherwise."""
+    """A sequence that has computed its tokens, all but the last unless ``num_computed`` says otherwise."""
     sequence = make_sequence(tokens, cache_root=root)
     num_tokens = len(tokens) - 1 if num_computed is None else num_computed
     reserve(manager, (sequence.sequence_id, num_tokens)).commit()
@@ -64,11 +64,11 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     """All rows or none: the pool is as before when the last row finds no block, what it shares included."""
     manager = BlockManager(3, 1)
     manager.free_blocks(compute(manager, [1, 2, 3]))
-    newcomer = make_sequence([1, 2, 3, 4, 5])
+    later = make_sequence([1, 2, 3, 4, 5])
     before = comparable(manager.snapshot())
-    match = manager.match(newcomer)
+    match = manager.match(later)
     assert match.num_tokens == 2
-    assert manager.reserve([Demand(newcomer.sequence_id, 4, match)]) is None
+    assert manager.reserve([Demand(later.sequence_id, 4, match)]) is None
     assert comparable(manager.snapshot()) == before
 
 
@@ -103,7 +103,7 @@ def test_a_closed_reservation_cannot_be_closed_the_other_way(first: str, second:
 
 
 def test_cancel_leaves_alone_what_was_freed_meanwhile() -> None:
-    """A sequence that ends while its step is in flight frees its blocks once, even if its id comes back."""
+    """A sequence that ends while its step is in flight frees its blocks once, even if its id is used again."""
     manager = BlockManager(8, 2)
     reserve(manager, (1, 3)).commit()
     reservation = reserve(manager, (1, 7), (2, 2), (3, 2))
@@ -116,7 +116,7 @@ def test_cancel_leaves_alone_what_was_freed_meanwhile() -> None:
 
 
 def test_a_sequence_without_blocks_has_no_table() -> None:
-    """Asking for it is a defect of the asker; releasing or forgetting it is none."""
+    """Asking for it is an error of the caller; freeing or evicting it is none."""
     manager = BlockManager(2, 2)
     assert (manager.evict_blocks(9, spares_shared=False), manager.free_blocks(make_sequence([1]))) == (0, 0)
     reserve(manager, (9, 0)).commit()
@@ -125,7 +125,7 @@ def test_a_sequence_without_blocks_has_no_table() -> None:
     assert manager.snapshot().tables == {}
 
 
-def test_what_was_released_is_found_up_to_the_last_token_but_one() -> None:
+def test_freed_blocks_are_found_up_to_the_last_token_but_one() -> None:
     """Full blocks are shared, the half filled one is copied; one position is always left to compute."""
     manager = BlockManager(8, 2)
     manager.free_blocks(compute(manager, [1, 2, 3, 4, 5, 6]))
@@ -138,15 +138,15 @@ def test_what_was_released_is_found_up_to_the_last_token_but_one() -> None:
 
 
 def test_a_shared_full_block_has_two_holders_and_a_tail_a_copy() -> None:
-    """The newcomer's table starts with the same full block and goes on in a block of its own, after a copy."""
+    """The later table starts with the same full block and continues in a block of its own, after a copy."""
     manager = BlockManager(8, 2)
     old = compute(manager, [1, 2, 3, 9])
     manager.register_all(old)
-    newcomer = make_sequence([1, 2, 3, 4])
-    match = manager.match(newcomer)
-    reservation = manager.reserve([Demand(newcomer.sequence_id, 4, match)])
+    later = make_sequence([1, 2, 3, 4])
+    match = manager.match(later)
+    reservation = manager.reserve([Demand(later.sequence_id, 4, match)])
     assert reservation is not None
-    of_old, of_new = (manager.snapshot().tables[one.sequence_id] for one in (old, newcomer))
+    of_old, of_new = (manager.snapshot().tables[one.sequence_id] for one in (old, later))
     assert of_new[0] == of_old[0]
     assert of_new[1] != of_old[1]
     assert reservation.copies == ((of_old[1], of_new[1]),)
@@ -154,7 +154,7 @@ def test_a_shared_full_block_has_two_holders_and_a_tail_a_copy() -> None:
     assert (counts[of_old[0]], counts[of_old[1]]) == (2, 2)
     reservation.commit()
     assert manager.snapshot().device.reference_counts[of_old[1]] == 1
-    assert manager.own_blocks_of(newcomer.sequence_id) == [of_new[1]]
+    assert manager.own_blocks_of(later.sequence_id) == [of_new[1]]
 
 
 def test_a_just_matched_block_is_not_evicted_for_the_same_request() -> None:
@@ -162,8 +162,8 @@ def test_a_just_matched_block_is_not_evicted_for_the_same_request() -> None:
     manager = BlockManager(4, 1)
     manager.free_blocks(compute(manager, [1, 2, 3]))
     manager.free_blocks(compute(manager, [7, 8, 9]))
-    newcomer = make_sequence([1, 2, 5, 6, 7])
-    assert manager.reserve([Demand(newcomer.sequence_id, 4, manager.match(newcomer))]) is not None
+    later = make_sequence([1, 2, 5, 6, 7])
+    assert manager.reserve([Demand(later.sequence_id, 4, manager.match(later))]) is not None
     assert manager.match(make_sequence([7, 8, 9])).num_tokens == 0
 
 
@@ -186,7 +186,7 @@ def sharing() -> tuple[BlockManager, Sequence, Sequence]:
     return manager, broken, other
 
 
-def test_what_is_forgotten_is_found_by_nobody() -> None:
+def test_evicted_blocks_are_not_found() -> None:
     """After an error neither the blocks nor what others continued from them can be found."""
     manager, broken, other = sharing()
     manager.register(other, 6)
@@ -196,16 +196,16 @@ def test_what_is_forgotten_is_found_by_nobody() -> None:
     assert manager.num_available_blocks == 8
 
 
-def test_who_shares_what_was_forgotten_does_not_make_it_known_again() -> None:
-    """Blocks of a sequence that failed stay unknown when one that holds them too goes on behind them."""
+def test_a_sharer_of_evicted_blocks_does_not_register_them_again() -> None:
+    """Blocks of a failed sequence stay unregistered when a sequence that shares them continues behind them."""
     manager, broken, other = sharing()
     manager.evict_blocks(broken.sequence_id, spares_shared=False)
     manager.register(other, 6)
     assert manager.match(make_sequence([1, 2, 3, 4, 6, 7, 8])).num_tokens == 0
 
 
-def test_what_is_dropped_leaves_its_full_blocks_and_not_its_end() -> None:
-    """Of a branch that nobody continues full blocks can be found; its half filled end cannot, although it was noted."""
+def test_a_freed_branch_leaves_its_full_blocks_and_not_its_tail() -> None:
+    """Full blocks of a branch that ends can be found; its half filled end cannot, although it was registered."""
     manager = BlockManager(8, 2)
     branch = compute(manager, [1, 2, 3, 4, 5, 6])
     manager.register_all(branch)
@@ -214,8 +214,8 @@ def test_what_is_dropped_leaves_its_full_blocks_and_not_its_end() -> None:
     assert (manager.num_used_blocks, manager.num_cached_blocks) == (0, 2)
 
 
-def test_a_block_that_was_noted_half_filled_is_noted_again_when_it_is_full() -> None:
-    """What was registered for others to go on from does not keep the rest of its block from being found."""
+def test_a_block_registered_half_full_is_registered_again_when_it_is_full() -> None:
+    """A block that was registered half full for branches is found with its rest later."""
     manager = BlockManager(8, 2)
     sequence = compute(manager, [1, 2, 3, 4, 5, 6, 7], num_computed=5)
     manager.register_all(sequence)
@@ -232,7 +232,7 @@ def test_two_salts_never_share_a_block() -> None:
     assert manager.match(make_sequence([1, 2, 3, 4, 5], cache_root=roots[1])).num_tokens == 0
 
 
-def test_a_table_is_taken_and_given_once() -> None:
+def test_a_table_is_taken_and_added_once() -> None:
     """Blocks that pass to a transfer leave no table behind; a second table for one sequence is refused."""
     manager = BlockManager(4, 2)
     reserve(manager, (1, 4)).commit()
@@ -253,8 +253,8 @@ def test_a_snapshot_does_not_change_with_the_manager() -> None:
     assert comparable(snapshot) == copy
 
 
-def test_what_others_hold_can_be_spared() -> None:
-    """A sequence that gives up everything takes only its own blocks out of reach, if so asked."""
+def test_shared_blocks_can_be_spared() -> None:
+    """With ``spares_shared`` only the sequence's own blocks are evicted."""
     manager = BlockManager(8, 2)
     first, second = make_sequence([1, 2, 3, 4, 5]), make_sequence([1, 2, 9, 9, 9])
     for sequence in (first, second):

@@ -39,7 +39,7 @@ def test_allocation_is_all_or_nothing() -> None:
 
 
 def test_only_the_last_reference_leaves_a_block_idle() -> None:
-    """One drop gives up one reference, not the block."""
+    """Freeing removes one reference, not the block."""
     pool = BlockPool(1)
     pool.allocate(1)
     pool.add_reference(0)
@@ -62,8 +62,8 @@ def test_an_idle_block_can_be_held_again_or_made_free() -> None:
     assert pool.allocate(1) == [0]
 
 
-def test_a_double_drop_is_a_broken_law() -> None:
-    """A block without references cannot be given up, and the free list does not grow."""
+def test_a_double_free_is_refused() -> None:
+    """A block without references cannot be freed, and the free list does not grow."""
     pool = BlockPool(2)
     pool.allocate(1)
     pool.free_reference(0)

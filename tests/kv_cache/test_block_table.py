@@ -66,7 +66,7 @@ def test_positions_without_a_block_have_no_slot(start: int, end: int) -> None:
         make_table(1, 2).slots(start, end, 4)
 
 
-def test_cut_returns_what_it_removes_last_first() -> None:
+def test_truncate_returns_what_it_removes_last_first() -> None:
     """Cutting keeps the front, and hands back the rest in the order it is to be freed."""
     table = make_table(3, 1, 4, 1, 5)
     assert table.truncate(2) == [5, 1, 4]

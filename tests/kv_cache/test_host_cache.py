@@ -1,4 +1,4 @@
-"""The host's blocks: who owns what while it is on its way, and what is published when."""
+"""The host's blocks: what a transfer owns, and when its contents are registered."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def swap_out(manager: KVCacheManager, sequence: Sequence, *, is_pinned: bool = T
     return transfer
 
 
-def forget_device(manager: KVCacheManager) -> None:
-    """Let somebody else use every device block once."""
+def evict_device(manager: KVCacheManager) -> None:
+    """Let another sequence use every device block once."""
     filler = manager.device.reserve([Demand(10**6, manager.device.num_available_blocks * 2)])
     assert filler is not None
     filler.cancel()
@@ -65,7 +65,7 @@ def test_what_went_out_comes_back_as_a_table() -> None:
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
     manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
-    forget_device(manager)
+    evict_device(manager)
     match = manager.match(sequence)
     assert (match.num_tokens, len(match.host_blocks), match.device_blocks) == (5, 3, ())
     transfer = manager.begin_swap_in(sequence, match)
@@ -82,7 +82,7 @@ def test_what_the_device_still_holds_is_not_loaded() -> None:
     manager, _ = make_tier()
     first = compute(manager, TOKENS)
     manager.complete_transfer(swap_out(manager, first).transfer_id, is_ok=True)
-    forget_device(manager)
+    evict_device(manager)
     manager.device.free_blocks(compute(manager, TOKENS[:3]))
     match = manager.match(first)
     assert (len(match.device_blocks), len(match.host_blocks)) == (1, 2)
@@ -111,8 +111,8 @@ def test_a_host_that_is_full_of_pins_refuses_and_changes_nothing() -> None:
     assert manager.snapshot() == before
 
 
-def test_unpinned_blocks_give_way_and_pinned_ones_do_not() -> None:
-    """What is only kept while there is room is forgotten for the next comer; pins are not."""
+def test_unpinned_blocks_are_evicted_and_pinned_ones_are_not() -> None:
+    """Blocks that are not pinned are evicted for the next sequence; pinned ones stay."""
     for is_pinned in (False, True):
         manager, _ = make_tier(num_host_blocks=3)
         transfer = swap_out(manager, compute(manager, TOKENS), is_pinned=is_pinned)
@@ -123,7 +123,7 @@ def test_unpinned_blocks_give_way_and_pinned_ones_do_not() -> None:
 
 @pytest.mark.parametrize("is_ok", [True, False])
 def test_cancelling_in_flight_frees_everything_at_the_end_and_not_earlier(is_ok: bool) -> None:
-    """An abandoned transfer keeps its blocks until it completes, late or failed, and then nobody has them."""
+    """A cancelled transfer keeps its blocks until it completes, late or failed; then they are free."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
     transfer = swap_out(manager, sequence)
@@ -135,12 +135,12 @@ def test_cancelling_in_flight_frees_everything_at_the_end_and_not_earlier(is_ok:
 
 
 @pytest.mark.parametrize("is_ok", [True, False])
-def test_cancelling_a_load_gives_nobody_a_table(is_ok: bool) -> None:
-    """The sequence is gone when its blocks arrive: they are free or can be found, and its host blocks too."""
+def test_a_cancelled_load_makes_no_table(is_ok: bool) -> None:
+    """The sequence has ended when its blocks arrive: they are free or cached, and its host blocks too."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
     manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
-    forget_device(manager)
+    evict_device(manager)
     transfer = manager.begin_swap_in(sequence, manager.match(sequence))
     assert transfer is not None
     host.free_sequence(sequence.sequence_id)
@@ -150,7 +150,7 @@ def test_cancelling_a_load_gives_nobody_a_table(is_ok: bool) -> None:
 
 
 def test_a_failed_swap_out_publishes_nothing() -> None:
-    """Host blocks with rubbish in them are free again and found by nobody; the device still knows its own."""
+    """Host blocks that were not filled are free again and not found; the device still has its own."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
     assert manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=False)[1] is False
@@ -159,11 +159,11 @@ def test_a_failed_swap_out_publishes_nothing() -> None:
 
 
 def test_a_failed_swap_in_is_not_tried_again() -> None:
-    """What could not be read is forgotten on the host, and its device blocks are free."""
+    """What could not be read is evicted from the host, and its device blocks are free."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
     manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
-    forget_device(manager)
+    evict_device(manager)
     transfer = manager.begin_swap_in(sequence, manager.match(sequence))
     assert transfer is not None
     assert manager.complete_transfer(transfer.transfer_id, is_ok=False)[1] is False
@@ -173,8 +173,8 @@ def test_a_failed_swap_in_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("is_ok", [True, False])
-def test_an_outgoing_transfer_that_is_given_up_keeps_what_it_writes_to(is_ok: bool) -> None:
-    """Its device blocks can be found and taken at once, its host blocks by nobody until it ends; none is published."""
+def test_a_timed_out_swap_out_keeps_its_write_targets(is_ok: bool) -> None:
+    """Its device blocks are free at once, its host blocks only when it ends; none of them is registered."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
     transfer = swap_out(manager, sequence)
@@ -188,12 +188,12 @@ def test_an_outgoing_transfer_that_is_given_up_keeps_what_it_writes_to(is_ok: bo
 
 
 @pytest.mark.parametrize("is_ok", [True, False])
-def test_a_load_that_is_given_up_keeps_what_it_writes_to(is_ok: bool) -> None:
-    """What it shares and reads is free at once and found on the host no more; its own blocks are free when it ends."""
+def test_a_timed_out_load_keeps_its_write_targets(is_ok: bool) -> None:
+    """Its shared blocks are free at once, its sources evicted; the blocks it writes to are free when it ends."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
     manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
-    forget_device(manager)
+    evict_device(manager)
     manager.device.free_blocks(compute(manager, TOKENS[:3]))
     transfer = manager.begin_swap_in(sequence, manager.match(sequence))
     assert transfer is not None
@@ -205,8 +205,8 @@ def test_a_load_that_is_given_up_keeps_what_it_writes_to(is_ok: bool) -> None:
     assert (manager.device.num_used_blocks, manager.device.num_cached_blocks, manager.snapshot().tables) == (0, 1, {})
 
 
-def test_a_transfer_is_given_up_once() -> None:
-    """A second time, or for one that has ended, is a defect of the caller."""
+def test_a_transfer_times_out_once() -> None:
+    """A second time-out, or one of a transfer that has ended, is an error of the caller."""
     manager, host = make_tier()
     transfer = swap_out(manager, compute(manager, TOKENS))
     manager.time_out_transfer(transfer.transfer_id)
@@ -217,8 +217,8 @@ def test_a_transfer_is_given_up_once() -> None:
             manager.complete_transfer(transfer.transfer_id, is_ok=True)
 
 
-def test_giving_up_what_nobody_waits_for_spares_what_is_kept_since() -> None:
-    """A transfer that was abandoned before takes no pins away from the sequence it was made for."""
+def test_timing_out_a_cancelled_transfer_keeps_later_pins() -> None:
+    """A transfer that was cancelled before frees no pins of its sequence."""
     manager, host = make_tier()
     manager.complete_transfer(swap_out(manager, compute(manager, [7, 8, 9]), is_pinned=False).transfer_id, is_ok=True)
     sequence = compute(manager, TOKENS)
@@ -230,7 +230,7 @@ def test_giving_up_what_nobody_waits_for_spares_what_is_kept_since() -> None:
     assert host.pins == {sequence.sequence_id: (present,)}
 
 
-def test_what_is_on_its_way_is_kept_only_if_it_will_be_pinned() -> None:
+def test_blocks_in_a_transfer_count_only_if_they_will_be_pinned() -> None:
     """Blocks count as a sequence's while they will be pinned for it: not before that is asked, nor after it left."""
     manager, host = make_tier()
     sequence = compute(manager, TOKENS)
@@ -248,7 +248,7 @@ def test_a_load_without_room_changes_nothing() -> None:
     manager, _ = make_tier(num_blocks=3)
     sequence = compute(manager, TOKENS)
     manager.complete_transfer(swap_out(manager, sequence).transfer_id, is_ok=True)
-    forget_device(manager)
+    evict_device(manager)
     match = manager.match(sequence)
     assert manager.device.reserve([Demand(10**6, 2)]) is not None
     before = manager.snapshot()
@@ -257,7 +257,7 @@ def test_a_load_without_room_changes_nothing() -> None:
 
 
 def test_a_transfer_completes_once() -> None:
-    """A second completion, or one of a transfer that never was, is a defect of the caller."""
+    """A second completion, or one of an unknown transfer, is an error of the caller."""
     manager, _ = make_tier()
     transfer = swap_out(manager, compute(manager, TOKENS))
     manager.complete_transfer(transfer.transfer_id, is_ok=True)

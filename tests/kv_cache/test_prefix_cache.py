@@ -1,4 +1,4 @@
-"""What one memory's blocks are known to hold, and which contents are forgotten first."""
+"""What one memory's blocks hold, and which contents are evicted first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chain(*blocks: tuple[int, ...], hasher: BlockHasher = HASHER) -> list[Conten
 
 
 def keep(cache: PrefixCache, contents: list[Content]) -> list[int]:
-    """Compute and give up a sequence: its blocks are idle and can be found."""
+    """Compute and free a sequence: its blocks are idle and can be found."""
     blocks = cache.allocate(len(contents))
     assert blocks is not None
     for block_id, content in zip(blocks, contents, strict=True):
@@ -55,7 +55,7 @@ def test_what_was_registered_is_found_and_nothing_else() -> None:
 
 
 def test_unknown_contents_are_free_at_once() -> None:
-    """A block that nobody registered does not stay idle."""
+    """A block that was not registered does not stay idle."""
     pool, cache = make_cache()
     (block_id,) = cache.allocate(1) or ()
     cache.free_block(block_id)
@@ -82,7 +82,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=4).map(tuple)
 def test_no_block_begins_with_more_of_what_is_asked(
     siblings: list[tuple[int, ...]], asked: tuple[int, ...], gone: int
 ) -> None:
-    """Whatever is behind one past, and whatever of it was forgotten: nothing there has more in common."""
+    """For any blocks behind one parent, after any evictions, no other one has more in common."""
     _, cache = make_cache(12)
     hasher = BlockHasher(4, b"")
     blocks = {keep(cache, chain(tokens, hasher=hasher))[0]: tokens for tokens in siblings}
@@ -99,7 +99,7 @@ def test_no_block_begins_with_more_of_what_is_asked(
 
 
 def test_a_block_needs_its_past() -> None:
-    """Contents whose past is not here are not registered, for nobody could find them."""
+    """Contents without a registered parent are not registered, because they could not be found."""
     _, cache = make_cache()
     _, second = chain((1, 2), (3, 4))
     (block_id,) = cache.allocate(1) or ()
@@ -108,7 +108,7 @@ def test_a_block_needs_its_past() -> None:
 
 
 def test_the_second_copy_of_the_same_contents_is_left_alone() -> None:
-    """One key, one block: a duplicate counts as known, and is free when it is given up."""
+    """One key, one block: a duplicate counts as known, and is free without a reference."""
     pool, cache = make_cache()
     (content,) = chain((1, 2))
     (kept,) = keep(cache, [content])
@@ -129,7 +129,7 @@ def test_a_block_that_was_filled_further_is_known_by_all_it_holds() -> None:
 
 
 def test_leaves_are_evicted_before_what_they_continue() -> None:
-    """Whatever was used last: a chain is forgotten from its end."""
+    """Whichever block was used last, a chain is evicted from its end."""
     for policy in POLICIES:
         _, cache = make_cache(3, policy)
         contents = chain((1, 1), (2, 2), (3, 3))
@@ -155,7 +155,7 @@ def test_held_blocks_are_never_evicted() -> None:
 
 
 def test_a_hit_on_an_idle_block_protects_it() -> None:
-    """Holding what was found before allocating keeps it, though it was next to be forgotten."""
+    """A block that is held before the allocation stays, although it was next to be evicted."""
     _, cache = make_cache(2)
     (first,), (second,) = chain((1, 1)), chain((2, 2))
     (block_id,), _ = keep(cache, [first]), keep(cache, [second])
@@ -165,7 +165,7 @@ def test_a_hit_on_an_idle_block_protects_it() -> None:
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("lru", 1), ("lfu", 2), ("fifo", 0)])
-def test_each_policy_forgets_another_block(policy: str, victim: int) -> None:
+def test_each_policy_evicts_another_block(policy: str, victim: int) -> None:
     """Least recently used, least often found, first come: one history, three choices."""
     _, cache = make_cache(3, policy)
     contents = [chain((token, token))[0] for token in (1, 2, 3)]
@@ -199,8 +199,8 @@ def test_discard_takes_along_everything_that_continues_it() -> None:
     cache.evict_block(blocks[0])
 
 
-def test_beginnings_are_discarded_with_all_that_goes_back_to_them() -> None:
-    """Half filled blocks with the same beginning go too; blocks that go on differently, and strangers, stay."""
+def test_beginnings_are_evicted_with_all_that_continues_them() -> None:
+    """Half filled blocks with the same beginning go too; blocks that differ, and those of other chains, stay."""
     pool, cache = make_cache(5)
     (half,), (other,), (stranger,) = chain((1,)), chain((1, 9)), chain((2, 2))
     full, following = chain((1, 2), (3, 4))
@@ -213,7 +213,7 @@ def test_beginnings_are_discarded_with_all_that_goes_back_to_them() -> None:
 
 
 def test_the_heap_of_candidates_stays_bounded() -> None:
-    """Holding and releasing the same blocks for ever leaves a bounded number of entries behind."""
+    """Holding and freeing the same blocks many times leaves a bounded number of entries."""
     pool, cache = make_cache(4)
     blocks = keep(cache, chain((1, 1), (2, 2)))
     for _ in range(1000):
@@ -233,7 +233,7 @@ class WeakHasher(BlockHasher):
 
 
 def test_equal_keys_and_tokens_behind_another_past_are_not_found() -> None:
-    """A block is somebody else's memory unless what came before it is the same."""
+    """A block belongs to another prefix unless what came before it is the same."""
     _, cache = make_cache()
     first, second = chain((1, 2), (5, 6))
     keep(cache, [first, second])

@@ -14,7 +14,7 @@ SECONDS = st.floats(0, 100, allow_nan=False)
 
 @pytest.mark.parametrize(("fixed_s", "per_unit_s"), [(0.01, 0.002), (0.5, 0.0), (0.0, 0.03)])
 def test_a_line_learns_what_it_is_shown(fixed_s: float, per_unit_s: float) -> None:
-    """After some hundred exact observations the prediction is within a hundredth, whatever the first guess was."""
+    """After some hundred exact observations the prediction is within a hundredth, for any first guess."""
     line = Line(1e-3, 1e-4)
     for step in range(400):
         count = 1 + step * 37 % 64

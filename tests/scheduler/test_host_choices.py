@@ -1,4 +1,4 @@
-"""What "auto" copies to the host when a sequence ends, and what it loads from there: whatever takes less time."""
+"""What "auto" copies to the host when a sequence ends, and loads from there: what takes less time."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Priced:
         self.block_s = block_s
         self.scheduler.costs.moves.update({direction: Line(0.0, block_s) for direction in Direction})
 
-    def answer(self, sequence: Sequence) -> int:
+    def complete(self, sequence: Sequence) -> int:
         """Answer a sequence alone; return how many of its tokens were found."""
-        self.scheduler.add(sequence)
+        self.scheduler.add_sequence(sequence)
         while self.scheduler.has_work:
             self.step()
         return sequence.num_cached_tokens or 0
@@ -50,8 +50,8 @@ class Priced:
         self._complete(self.scheduler.moves.take_due())
 
     def flood(self, first: int) -> None:
-        """Use every block of the device for something that nobody asks for again."""
-        self.answer(make_sequence([first + place for place in range(BLOCK_TOKENS * NUM_BLOCKS - 1)], 1))
+        """Use every block of the device for prompts that do not come back."""
+        self.complete(make_sequence([first + place for place in range(BLOCK_TOKENS * NUM_BLOCKS - 1)], 1))
 
     @property
     def num_on_host(self) -> int:
@@ -59,7 +59,7 @@ class Priced:
 
     @property
     def num_copied(self) -> int:
-        """Blocks copied to the host so far, whatever has become of them."""
+        """Blocks copied to the host so far, also those evicted since."""
         return self.scheduler.counters.num_blocks_swapped_out
 
     def _complete(self, transfers: Iterable[Transfer]) -> None:
@@ -68,7 +68,7 @@ class Priced:
 
 
 PROMPT = list(range(100, 109))
-"""Five blocks with the answer of one token, whose K/V is never computed."""
+"""Five blocks with the completion of one token, whose K/V is never computed."""
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_what_is_left_is_copied_if_half_of_it_has_to_pay(block_s: float, mode: s
     """Before anything is known half is expected to be asked for again: a block moved out has to save twice its time.
 
     Saved is half of what two tokens take less what loading them takes; that pays up to 0.4 seconds a block. Other modes
-    copy everything, whatever it costs.
+    copy everything, at any cost.
     """
     priced = Priced(block_s, mode)
-    priced.answer(make_sequence(PROMPT, 1))
+    priced.complete(make_sequence(PROMPT, 1))
     assert priced.num_on_host == num_kept
 
 
-def test_what_nobody_asks_for_again_is_copied_no_more_until_somebody_would_have_found_it() -> None:
+def test_prompts_that_do_not_come_back_are_not_copied_until_one_would_have_been_found() -> None:
     """Strangers stop the copying; conversations that come back, although nothing was copied, start it again."""
     priced = Priced(0.1)
     for number in range(24):
@@ -96,37 +96,37 @@ def test_what_nobody_asks_for_again_is_copied_no_more_until_somebody_would_have_
     assert priced.num_on_host == before
     for number in range(20):
         prompt = [200_000 + 1000 * number + place for place in range(9)]
-        priced.answer(make_sequence(prompt, 1))
+        priced.complete(make_sequence(prompt, 1))
         priced.flood(300_000 + 1000 * number)
-        if priced.answer(make_sequence([*prompt, 1], 1)):
+        if priced.complete(make_sequence([*prompt, 1], 1)):
             break
     assert 0 < number < 19
     assert priced.num_on_host > before
 
 
 def test_a_beginning_that_was_found_is_copied_alone() -> None:
-    """Of a sequence whose like nobody asks for, what it found itself is worth a copy, once; what it added is not."""
+    """Where prompts do not come back, the prefix that a sequence found itself is worth a copy, once; its end is not."""
     priced = Priced(0.2)
     for number in range(24):
         priced.flood(1000 * (number + 1))
     before = priced.num_on_host
     for last in (1, 2, 3):
-        found = priced.answer(make_sequence([*range(500, 507), *([last] * 4)], 1))
+        found = priced.complete(make_sequence([*range(500, 507), *([last] * 4)], 1))
         assert found == (7 if last > 1 else 0)
         assert priced.num_on_host == before + (3 if last > 1 else 0)
     priced.flood(100_000)
-    assert priced.answer(make_sequence([*range(500, 507), 4, 4], 1)) == 6
+    assert priced.complete(make_sequence([*range(500, 507), 4, 4], 1)) == 6
     assert priced.scheduler.counters.num_blocks_swapped_in == 3
 
 
 def test_a_beginning_that_comes_back_says_nothing_of_what_follows_it() -> None:
-    """However often a shared beginning is loaded, the ends that nobody asks for again are not copied for it."""
+    """However often a shared beginning is loaded, ends that do not come back are not copied for it."""
     priced = Priced(0.1)
     for number in range(24):
         priced.flood(1000 * (number + 1))
     for last in range(40):
-        priced.answer(make_sequence([*range(500, 506), *([600 + last] * 5)], 1))
-        priced.answer(make_sequence([*range(500, 506), *([700 + last] * 5)], 1))
+        priced.complete(make_sequence([*range(500, 506), *([600 + last] * 5)], 1))
+        priced.complete(make_sequence([*range(500, 506), *([700 + last] * 5)], 1))
         before = priced.num_copied
         priced.flood(200_000 + 1000 * last)
     assert priced.num_copied == before
@@ -140,29 +140,29 @@ def test_what_is_found_on_the_device_is_no_reason_to_copy() -> None:
         priced.flood(1000 * (number + 1))
     for number in range(40):
         prompt = [200_000 + 1000 * number + place for place in range(9)]
-        assert [priced.answer(make_sequence(prompt, 1)) for _ in range(2)] == [0, 8]
+        assert [priced.complete(make_sequence(prompt, 1)) for _ in range(2)] == [0, 8]
     before = priced.num_copied
     priced.flood(100_000)
     assert priced.num_copied == before
 
 
-def test_conversations_that_come_back_go_on_being_copied() -> None:
-    """What is loaded counts as asked for, so that one who came back is a reason to keep the next one."""
+def test_conversations_that_come_back_are_copied_every_time() -> None:
+    """A load counts as asked for, so that a conversation that comes back is a reason to copy the next one."""
     priced = Priced(0.1)
     for number in range(60):
         prompt = [200_000 + 1000 * number + place for place in range(9)]
-        priced.answer(make_sequence(prompt, 1))
+        priced.complete(make_sequence(prompt, 1))
         priced.flood(300_000 + 1000 * number)
-        assert priced.answer(make_sequence([*prompt, 1], 1)) == 9
+        assert priced.complete(make_sequence([*prompt, 1], 1)) == 9
 
 
 def test_a_session_is_kept_whatever_others_do_unless_computing_is_cheaper() -> None:
-    """Who has said that there will be a next turn is not judged by the crowd, only by the price."""
+    """A session, which announces its next turn, is judged by the price alone and not by the reuse of others."""
     for block_s, num_kept in ((0.65, 5), (0.7, 0)):
         priced = Priced(block_s)
         sequence = make_sequence(PROMPT, 1)
         sequence.is_in_session = True
-        priced.answer(sequence)
+        priced.complete(sequence)
         assert priced.num_on_host == num_kept
 
 
@@ -170,34 +170,34 @@ def test_a_session_is_kept_whatever_others_do_unless_computing_is_cheaper() -> N
 def test_what_the_host_has_is_loaded_unless_computing_is_cheaper(block_s: float, mode: str, num_found: int) -> None:
     """Found on the host, but dearer to load than two tokens a block are to compute, it is computed."""
     priced = Priced(0.1, mode)
-    priced.answer(make_sequence(PROMPT, 1))
+    priced.complete(make_sequence(PROMPT, 1))
     priced.flood(1000)
     priced.change_price(block_s)
-    assert priced.answer(make_sequence([*PROMPT, 1], 1)) == num_found
+    assert priced.complete(make_sequence([*PROMPT, 1], 1)) == num_found
 
 
 def test_what_was_parked_is_loaded_whatever_it_costs() -> None:
     """Blocks that are kept for a sequence on purpose are used, and let go then."""
     priced = Priced(0.1)
     sequence = make_sequence(PROMPT, 1)
-    priced.answer(sequence)
+    priced.complete(sequence)
     assert priced.scheduler.moves.park(sequence) == 9
     priced.flood(1000)
     priced.change_price(5.0)
     sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
-    assert priced.answer(sequence) == 9
+    assert priced.complete(sequence) == 9
     assert priced.scheduler.stats().num_host_blocks_used == 0
 
 
-def test_what_was_parked_and_is_still_on_the_device_is_let_go_on_the_host() -> None:
+def test_a_parked_sequence_that_is_still_on_the_device_is_unpinned_on_the_host() -> None:
     """Nothing has to be loaded, so the next turn's start is what ends the keeping."""
     priced = Priced(0.1)
     sequence = make_sequence(PROMPT, 1)
-    priced.answer(sequence)
+    priced.complete(sequence)
     assert priced.scheduler.moves.park(sequence) == 9
     assert priced.scheduler.stats().num_host_blocks_used == 5
     sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
-    assert priced.answer(sequence) == 9
+    assert priced.complete(sequence) == 9
     assert priced.scheduler.stats().num_host_blocks_used == 0
 
 
@@ -206,26 +206,26 @@ def test_one_sequence_is_loaded_at_a_time() -> None:
     priced = Priced(0.1)
     prompts = [[start + place for place in range(5)] for start in (100, 200)]
     for prompt in prompts:
-        priced.answer(make_sequence(prompt, 1))
+        priced.complete(make_sequence(prompt, 1))
     priced.flood(1000)
     for prompt in prompts:
-        priced.scheduler.add(make_sequence([*prompt, 1], 1))
+        priced.scheduler.add_sequence(make_sequence([*prompt, 1], 1))
     assert [len(one.match.host_blocks) for one in priced.scheduler.schedule().swap_ins] == [3]
 
 
-def test_fetching_leaves_a_block_for_everybody_who_runs() -> None:
+def test_fetching_leaves_a_block_for_every_running_sequence() -> None:
     """What a session finds on the device is no longer available to others once it is fetched, so it counts too."""
     priced = Priced(0.1)
     session, runner, passer = make_sequence(PROMPT, 1), make_sequence(range(200, 205), 4), make_sequence([7, 8, 9], 1)
-    priced.answer(session)
+    priced.complete(session)
     assert priced.scheduler.moves.park(session) == 9
-    priced.scheduler.add(runner)
+    priced.scheduler.add_sequence(runner)
     priced.step()
-    priced.scheduler.add(passer)
+    priced.scheduler.add_sequence(passer)
     priced.step()
     blocks = priced.scheduler.kv_cache.device
     match = priced.scheduler.kv_cache.match(session)
     assert (len(match.device_blocks), len(match.host_blocks), blocks.num_available_blocks) == (3, 2, 5)
     assert priced.scheduler.moves.fetch(session) == 0
-    priced.scheduler.finish(runner, "abort")
+    priced.scheduler.finish_sequence(runner, "abort")
     assert priced.scheduler.moves.fetch(session) == 9

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from architecture.sources import ROOT
+from pagedcore.errors import InternalError
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot, Known, MemorySnapshot
 from pagedcore.scheduler.invariants import SequenceState, Snapshot, check, snapshot
 from pagedcore.sequence import SequenceStatus
 from support.doubles import make_scheduler, make_sequence, run_step
+from support.engine_builders import make_engine
 
 WAITING = SequenceState(1, SequenceStatus.WAITING, (7, 7), 0, 8)
 RUNNING = SequenceState(2, SequenceStatus.RUNNING, (1, 2, 3, 4), 3, 8)
@@ -20,7 +25,7 @@ DEVICE = MemorySnapshot((3, 4, 5), frozenset({2}), (1, 1, 0, 0, 0, 0), {0: 1, 1:
 HOST = MemorySnapshot((2,), frozenset({1}), (1, 0, 0), {0: 1}, {b"host": Known(1, b"root", (9,), True)})
 BLOCKS = BlockSnapshot(2, DEVICE, HOST, {2: (0, 1)}, {1: (0,)})
 LAWFUL = Snapshot(
-    BLOCKS, (WAITING,), (RUNNING,), frozenset(), {}, num_initial_sequences=1, max_num_waiting=1, max_num_seqs=1
+    BLOCKS, (WAITING,), (RUNNING,), frozenset(), {}, num_never_started=1, max_num_waiting=1, max_num_seqs=1
 )
 
 
@@ -58,16 +63,16 @@ BROKEN = {
     ),
     "blocks missing for the step in flight": ("S5", replace(LAWFUL, reserved={1: 2})),
     "a sequence in two places": ("S6", replace(LAWFUL, waiting=(WAITING, WAITING))),
-    "a table of nobody": (
+    "a table without a sequence": (
         "S6", on_device({2: (0, 1), 9: (3,)}, free_blocks=(4, 5), reference_counts=(1, 1, 0, 1, 0, 0),
                         holders={0: 1, 1: 1, 3: 1})
     ),
-    "pins of nobody": ("S6", with_blocks(pins={9: (0,)})),
+    "pins without a sequence": ("S6", with_blocks(pins={9: (0,)})),
     "a place that does not fit the status": (
         "S6", replace(LAWFUL, waiting=(replace(WAITING, status=SequenceStatus.FINISHED),))
     ),
     "a table and pins": ("S7", with_blocks(pins={2: (0,)})),
-    "a table and blocks on their way": ("S7", replace(LAWFUL, moving=frozenset({2}))),
+    "a table and a transfer": ("S7", replace(LAWFUL, moving=frozenset({2}))),
     "pins of a running sequence, its step in flight": ("S7", replace(with_blocks(pins={2: (0,)}), reserved={2: 4})),
     "one block under two keys": (
         "S8", on_device(registered={**CACHED, b"again": Known(2, b"first", (5, 7), False)})
@@ -80,14 +85,14 @@ BROKEN = {
     "an idle host block that cannot be found": ("S8", on_host(registered={})),
     "nothing left to compute": ("S9", replace(LAWFUL, running=(replace(RUNNING, num_computed_tokens=4),))),
     "more tokens than allowed": ("S9", replace(LAWFUL, running=(replace(RUNNING, max_total_tokens=3),))),
-    "more newcomers than the bound": ("S10", replace(LAWFUL, num_initial_sequences=2)),
+    "more new sequences than the bound": ("S10", replace(LAWFUL, num_never_started=2)),
     "more running than the bound": ("S10", replace(LAWFUL, max_num_seqs=0)),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_each_law_is_reported_when_it_alone_is_broken(case: str) -> None:
-    """One break, one law, whatever else could be said about the snapshot."""
+    """One break is reported under one law."""
     law, broken = BROKEN[case]
     assert {violation.law for violation in check(broken)} == {law}
 
@@ -108,7 +113,7 @@ def test_a_block_may_be_shared_by_sequences_with_the_same_past() -> None:
 
 @pytest.mark.parametrize("change", [{"token_ids": (1, 8, 9)}, {"cache_root": b"another tenant"}])
 def test_a_block_of_two_pasts_or_two_tenants_is_reported(change: dict[str, Any]) -> None:
-    """S4: other tokens up to the block's end, or the same tokens of somebody who may not share."""
+    """S4: other tokens up to the block's end, or the same tokens under another cache root."""
     assert {violation.law for violation in check(sharing(replace(SAME_PAST, **change)))} == {"S4"}
 
 
@@ -138,7 +143,7 @@ def test_a_snapshot_is_a_value() -> None:
     """Later steps do not change a snapshot, and a step in flight is part of it."""
     scheduler = make_scheduler(num_host_blocks=4)
     sequence = make_sequence(3, 2)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     plan = scheduler.schedule()
     scheduler.reserve(plan)
     taken, copy = snapshot(scheduler), snapshot(scheduler)
@@ -147,3 +152,37 @@ def test_a_snapshot_is_a_value() -> None:
     run_step(scheduler)
     assert taken == copy
     assert snapshot(scheduler) != taken
+
+
+def test_a_broken_law_ends_the_step_of_an_engine_that_checks() -> None:
+    """With ``check_invariants=True`` a step after which a law is broken raises the law's number and place."""
+    engine = make_engine(check_invariants=True)
+    engine.add_request([1, 2, 3])
+    engine.step()
+    engine.scheduler.kv_cache.device._pool._free.append(0)
+    with pytest.raises(InternalError, match=r"broken laws.*S3: block 0 is"):
+        engine.step()
+
+
+def test_known_tokens_are_compared_from_step_to_step() -> None:
+    """The checker keeps the last snapshot, so a token that changes between two steps breaks a law."""
+    engine = make_engine(check_invariants=True)
+    request = engine.add_request([1, 2, 3])
+    engine.step()
+    request.sequences[0].token_ids[0] = 5
+    with pytest.raises(InternalError, match=r"S9: .* known tokens have changed"):
+        engine.step()
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_laws_are_imported_only_where_they_are_checked(is_on: bool) -> None:
+    """An engine without the switch neither checks nor imports the laws."""
+    code = (
+        "import sys; from pagedcore import Engine; from support.doubles import ToyBackend\n"
+        f"engine = Engine.from_pretrained(ToyBackend(), num_kv_blocks=4, check_invariants={is_on})\n"
+        "engine.add_request([1, 2]); engine.step(); print('pagedcore.scheduler.invariants' in sys.modules)"
+    )
+    folders = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "tests"))]
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(folders), "PATH": ""},
+                          check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(is_on)]

@@ -1,4 +1,4 @@
-"""What one step decides: budget, admission, reuse, and who makes room for whom."""
+"""What one step decides: budget, admission, reuse, and which sequences make room."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own(num_tokens: int, max_tokens: int = 1, **more: int) -> Sequence:
 
 def start(scheduler: Scheduler, *sequences: Sequence) -> None:
     for sequence in sequences:
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
 
 
 def tokens_of(plan: SchedulePlan) -> dict[int, int]:
@@ -49,13 +49,13 @@ def put_running(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> 
     """Let a sequence run that has computed so much already."""
     give_blocks(scheduler, sequence, num_computed)
     sequence.move_to(SequenceStatus.RUNNING)
-    scheduler.running.add(sequence)
+    scheduler.running.add_sequence(sequence)
     return sequence
 
 
 def put_waiting(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> Sequence:
     """Let a sequence wait that holds blocks, as one that was loaded from the host does."""
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     give_blocks(scheduler, sequence, num_computed)
     return sequence
 
@@ -80,7 +80,7 @@ def test_an_idle_scheduler_plans_nothing() -> None:
 
 @pytest.mark.parametrize("preemption", ["auto", "swap", "shrink", "recompute", "wait"])
 def test_schedule_changes_nothing_and_repeats_itself(preemption: str) -> None:
-    """The plan is a pure function of the state, even when it preempts, loads, releases and admits."""
+    """The plan is a pure function of the state, even when it preempts, loads, frees and admits."""
     scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=4, preemption=preemption, num_host_blocks=4)
     keep(scheduler, [1, 2])
     start(scheduler, own(3, 5), own(2, 4), own(6, 1), make_sequence([1, 2, 3], 2))
@@ -142,7 +142,7 @@ def test_admission_needs_room_for_the_whole_prompt() -> None:
 
 
 def test_a_prompt_in_progress_counts_with_all_of_its_blocks() -> None:
-    """Free blocks that a running prompt will still need are not given to a newcomer."""
+    """Free blocks that a running prompt will still need are not given to a new sequence."""
     scheduler = make_scheduler(num_blocks=5, block_size=2, max_num_batched_tokens=3)
     first, second, third = own(8), own(2), own(1)
     start(scheduler, first, second, third)
@@ -152,7 +152,7 @@ def test_a_prompt_in_progress_counts_with_all_of_its_blocks() -> None:
 
 
 @pytest.mark.parametrize(("admission", "num_admitted"), [("optimistic", 2), ("guaranteed", 1)])
-def test_guaranteed_admission_counts_the_longest_answer(admission: str, num_admitted: int) -> None:
+def test_guaranteed_admission_counts_the_longest_completion(admission: str, num_admitted: int) -> None:
     """Optimistic admission counts what is known now, guaranteed what may come."""
     scheduler = make_scheduler(num_blocks=4, block_size=2, admission=admission)
     start(scheduler, own(2, 4), own(2, 4))
@@ -160,13 +160,13 @@ def test_guaranteed_admission_counts_the_longest_answer(admission: str, num_admi
 
 
 def test_guaranteed_admission_uses_the_pool_up_to_the_last_block() -> None:
-    """Two sequences whose longest answers fill the pool exactly run together."""
+    """Two sequences whose longest completions fill the pool exactly run together."""
     scheduler = make_scheduler(num_blocks=6, block_size=2, admission="guaranteed")
     start(scheduler, own(2, 4), own(2, 4))
     assert len(scheduler.schedule().admitted) == 2
 
 
-def test_who_was_preempted_is_admitted_with_room_to_grow() -> None:
+def test_a_preempted_sequence_is_admitted_with_room_to_grow() -> None:
     """After each preemption admission counts one block more for it, so that it is not preempted again at once."""
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     put_running(scheduler, own(4, 4), 3)
@@ -177,7 +177,7 @@ def test_who_was_preempted_is_admitted_with_room_to_grow() -> None:
     assert scheduler.schedule().admitted == ()
 
 
-def test_nobody_overtakes_a_head_that_lacks_room() -> None:
+def test_no_sequence_overtakes_a_head_that_lacks_room() -> None:
     """Strict order: a small request behind a blocked large one waits as well, so the large one cannot starve."""
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     start(scheduler, own(4, 3), own(6), own(1))
@@ -185,7 +185,7 @@ def test_nobody_overtakes_a_head_that_lacks_room() -> None:
     assert run_step(scheduler).admitted == ()
 
 
-def test_priority_decides_who_is_admitted_first() -> None:
+def test_priority_decides_the_order_of_admission() -> None:
     """The latest arrival with the highest priority comes first."""
     scheduler = make_scheduler(policy="priority", max_num_seqs=1)
     ordinary, urgent = own(1), own(1, priority=5)
@@ -206,7 +206,7 @@ def test_what_is_cached_is_not_computed() -> None:
 
 
 def test_cached_blocks_never_stop_a_waiting_sequence() -> None:
-    """A pool full of cached blocks is an empty pool to those who wait."""
+    """For waiting sequences a pool full of cached blocks is an empty one."""
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     keep(scheduler, [1, 2, 3, 4])
     keep(scheduler, [5, 6, 7, 8])
@@ -237,7 +237,7 @@ def test_where_the_block_to_copy_from_would_have_to_go_its_tokens_are_computed()
     run_step(scheduler)
 
 
-def test_who_shares_a_prefix_in_the_making_waits_for_it() -> None:
+def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
     """Equal prompts in one batch are computed once: the second starts when the first has what it needs."""
     scheduler = make_scheduler(num_blocks=20, block_size=2, max_num_batched_tokens=5)
     first, second, other = make_sequence([1, 2, 3, 4, 5, 6]), make_sequence([1, 2, 3, 4, 5, 7]), own(1)
@@ -251,17 +251,17 @@ def test_who_shares_a_prefix_in_the_making_waits_for_it() -> None:
 
 
 def test_a_deferred_request_lets_others_pass_and_starts_when_its_leader_is_gone() -> None:
-    """Waiting for somebody's prefix ends with him, and holds up nobody else meanwhile."""
+    """Waiting for a prefix ends with the sequence that computes it, and delays no other sequence."""
     scheduler = make_scheduler(num_blocks=20, block_size=2, max_num_batched_tokens=6)
     first, second, other = make_sequence([1, 2, 3, 4, 5, 6]), make_sequence([1, 2, 3, 4, 5, 7]), own(1)
     put_running(scheduler, first, 1)
     start(scheduler, second, other)
     assert scheduler.schedule().admitted == (other,)
-    scheduler.finish(first, "error")
+    scheduler.finish_sequence(first, "error")
     assert scheduler.schedule().admitted == (second,)
 
 
-def test_nobody_waits_for_less_than_a_block_or_for_another_tenant() -> None:
+def test_only_whole_blocks_of_the_same_tenant_are_waited_for() -> None:
     """Prompts that share less than a full block, or that may not share, are computed side by side."""
     scheduler = make_scheduler(num_blocks=20, block_size=4)
     start(scheduler, make_sequence([1, 2, 3, 4]), make_sequence([1, 2, 3, 4]))
@@ -299,7 +299,7 @@ def test_no_request_is_overtaken_by_more_than_the_bonus() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_the_bonus_never_reorders_across_priorities(policy: str) -> None:
-    """Where priorities are mixed, nobody passes a request of another priority, cached or not."""
+    """Where priorities are mixed, no request passes one of another priority, cached or not."""
     scheduler = make_scheduler(num_blocks=40, block_size=1, policy=policy, max_num_seqs=1)
     keep(scheduler, [1, 2, 3, 4, 5])
     first, second = own(2, priority=1), own(2, priority=0)
@@ -315,11 +315,11 @@ def test_the_bonus_never_reorders_across_priorities(policy: str) -> None:
 
 
 def swapped(scheduler: Scheduler, *sequences: Sequence) -> None:
-    """Preempt running sequences to the host, and let the device forget them."""
+    """Preempt running sequences to the host, and evict them from the device."""
     kv_cache = scheduler.kv_cache
     for sequence in sequences:
         put_running(scheduler, sequence, len(sequence.token_ids) - 1)
-        scheduler.running.discard(sequence)
+        scheduler.running.remove_sequence(sequence)
         transfer = kv_cache.begin_swap_out(sequence, is_pinned=True)
         assert transfer is not None
         kv_cache.complete_transfer(transfer.transfer_id, is_ok=True)
@@ -332,7 +332,7 @@ def swapped(scheduler: Scheduler, *sequences: Sequence) -> None:
 
 
 def test_a_swapped_sequence_is_loaded_and_starts_when_it_is_there() -> None:
-    """First a plan that loads; nothing to compute while it is on its way; then the row that is left."""
+    """First a plan that loads; nothing to compute while the transfer is in flight; then the row that is left."""
     scheduler = make_scheduler(num_blocks=4, block_size=2, num_host_blocks=4)
     sequence = own(5, 2)
     swapped(scheduler, sequence)
@@ -346,8 +346,8 @@ def test_a_swapped_sequence_is_loaded_and_starts_when_it_is_there() -> None:
     assert tokens_of(scheduler.schedule()) == {sequence.sequence_id: 1}
 
 
-def test_others_go_on_while_somebody_is_loaded() -> None:
-    """A load holds up nobody for whom there is room besides."""
+def test_others_run_while_one_is_loaded() -> None:
+    """A load delays no sequence that there is room for besides."""
     scheduler = make_scheduler(num_blocks=6, block_size=2, num_host_blocks=4)
     sequence, other = own(5, 1), own(2)
     swapped(scheduler, sequence)
@@ -367,7 +367,7 @@ def test_a_load_that_fails_is_computed_instead() -> None:
     assert check(snapshot(scheduler)) == []
 
 
-# Who makes room -------------------------------------------------------------------------------------------------------
+# Making room ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_holder_starts_where_it_left_off() -> None:
@@ -377,8 +377,8 @@ def test_a_holder_starts_where_it_left_off() -> None:
     assert tokens_of(scheduler.schedule()) == {holder.sequence_id: 2}
 
 
-def test_holders_give_up_their_blocks_before_a_running_one_does() -> None:
-    """Whoever is not running comes first among those who make room, the last one first and no more than needed."""
+def test_idle_holders_are_freed_before_a_running_sequence_is_preempted() -> None:
+    """Waiting sequences with blocks make room first, the last one first and no more than needed."""
     scheduler = make_scheduler(num_blocks=4, block_size=2, max_num_seqs=2, preemption="recompute")
     put_running(scheduler, own(3, 3), 2)
     put_running(scheduler, own(2, 3), 1)
@@ -400,7 +400,7 @@ def test_a_waiting_head_takes_blocks_of_those_behind_it() -> None:
     assert next_plan(scheduler).admitted == (head,)
 
 
-def test_who_is_admitted_is_not_asked_for_its_blocks_in_the_same_plan() -> None:
+def test_an_admitted_holder_keeps_its_blocks_in_the_same_plan() -> None:
     """A candidate that lacks room for a moment does not rob one that was admitted just before it."""
     scheduler = make_scheduler(num_blocks=5, block_size=2)
     keep(scheduler, [1, 2, 3])
@@ -413,7 +413,7 @@ def test_who_is_admitted_is_not_asked_for_its_blocks_in_the_same_plan() -> None:
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", 1), ("priority", 0)])
 def test_the_last_in_order_is_preempted(policy: str, victim: int) -> None:
-    """The one who came last, or the least urgent, makes room and waits where it came from."""
+    """The last or least urgent sequence makes room and waits at its place in the queue."""
     scheduler = make_scheduler(num_blocks=4, block_size=2, policy=policy, preemption="recompute")
     pair = [put_running(scheduler, own(5, 3, priority=priority), 4) for priority in (0, 1)]
     plan = scheduler.schedule()
@@ -423,7 +423,7 @@ def test_the_last_in_order_is_preempted(policy: str, victim: int) -> None:
     assert (pair[victim].num_computed_tokens, pair[victim].num_preemptions) == (0, 1)
 
 
-def test_a_victim_that_was_already_planned_gives_back_its_tokens() -> None:
+def test_a_victim_that_was_already_planned_frees_its_tokens() -> None:
     """Tokens of a decode row that is preempted for a prompt before it go to the rows that stay."""
     scheduler = make_scheduler(num_blocks=4, block_size=2, max_num_batched_tokens=2, max_num_seqs=2,
                                preemption="recompute")
@@ -433,8 +433,8 @@ def test_a_victim_that_was_already_planned_gives_back_its_tokens() -> None:
     assert tokens_of(next_plan(scheduler)) == {first.sequence_id: 2}
 
 
-def test_a_victim_gives_back_what_was_planned_for_it_too() -> None:
-    """A block planned for the victim counts as room, so that nobody else has to go for it."""
+def test_a_victim_frees_the_blocks_planned_for_it_too() -> None:
+    """A block planned for the victim counts as room, so that no other sequence is preempted for it."""
     scheduler = make_scheduler(num_blocks=5, block_size=2, preemption="recompute")
     first = put_running(scheduler, own(8), 4)
     middle = put_running(scheduler, own(2, 2), 1)
@@ -444,7 +444,7 @@ def test_a_victim_gives_back_what_was_planned_for_it_too() -> None:
 
 
 def test_the_last_running_sequence_waits_in_place() -> None:
-    """With nobody behind it to make room, it keeps its blocks and goes on when somebody has finished."""
+    """With no sequence behind it to make room, it keeps its blocks and runs when another one has finished."""
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     first, last = put_running(scheduler, own(4, 1), 3), put_running(scheduler, own(5, 2), 4)
     plan = run_step(scheduler)
@@ -453,8 +453,8 @@ def test_the_last_running_sequence_waits_in_place() -> None:
     assert tokens_of(run_step(scheduler)) == {last.sequence_id: 1}
 
 
-def test_no_newcomer_is_admitted_while_a_running_sequence_lacks_room() -> None:
-    """What the starved sequence waits for does not go to somebody smaller."""
+def test_no_sequence_is_admitted_while_a_running_one_lacks_room() -> None:
+    """The blocks that a starved sequence waits for do not go to a smaller one."""
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     first = put_running(scheduler, own(3, 4), 2)
     put_running(scheduler, own(7), 2)
@@ -463,19 +463,19 @@ def test_no_newcomer_is_admitted_while_a_running_sequence_lacks_room() -> None:
     assert (tokens_of(plan), plan.admitted) == ({first.sequence_id: 1}, ())
 
 
-def test_those_behind_a_starved_prompt_go_on_in_what_is_free() -> None:
+def test_sequences_behind_a_starved_prompt_run_in_what_is_free() -> None:
     """A prompt without room for its next chunk does not stop one behind it that has room; it can take it back."""
     scheduler = make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=7, preemption="wait")
     first = put_running(scheduler, own(7, 3), 6)
     starved = put_running(scheduler, own(14), 4)
     behind = put_running(scheduler, own(4), 1)
     assert tokens_of(scheduler.schedule()) == {first.sequence_id: 1, behind.sequence_id: 3}
-    scheduler.finish(first, "abort")
+    scheduler.finish_sequence(first, "abort")
     assert starved.sequence_id in tokens_of(scheduler.schedule())
 
 
-def test_waiting_never_stops_everybody() -> None:
-    """In mode "wait" rows stand still while another one runs; when none could, the last one is preempted after all."""
+def test_waiting_never_stops_all_sequences() -> None:
+    """In mode "wait" rows stall while another one runs; when none could, the last one is preempted."""
     scheduler = make_scheduler(num_blocks=4, block_size=2, preemption="wait")
     first, last = put_running(scheduler, own(4, 3), 3), put_running(scheduler, own(5, 3), 4)
     plan = run_step(scheduler)
@@ -487,7 +487,7 @@ def test_waiting_never_stops_everybody() -> None:
 
 
 def test_what_is_already_coming_free_is_waited_for() -> None:
-    """Blocks on their way out count as room: nobody else is preempted for the same need."""
+    """Blocks in outgoing transfers count as room: no other sequence is preempted for the same need."""
     scheduler = make_scheduler(num_blocks=4, block_size=2, preemption="swap", num_host_blocks=8)
     first = put_running(scheduler, own(3, 5), 2)
     for _ in range(2):
@@ -503,8 +503,8 @@ def test_what_is_already_coming_free_is_waited_for() -> None:
     assert first.sequence_id in tokens_of(next_plan(scheduler))
 
 
-def test_whoever_holds_nothing_is_not_preempted() -> None:
-    """Preempting a sequence of the batch that has no blocks yet would help nobody."""
+def test_a_sequence_without_blocks_is_not_preempted() -> None:
+    """Preempting a sequence of the batch that has no blocks yet would free nothing."""
     scheduler = make_scheduler(policy="static", num_blocks=4, block_size=2, preemption="recompute")
     first, second = (put_running(scheduler, own(5, 2), 4) for _ in range(2))
     put_running(scheduler, own(2, 2), 0)
@@ -537,7 +537,7 @@ def test_a_static_batch_is_filled_whatever_the_token_budget() -> None:
     assert check(snapshot(scheduler)) == []
 
 
-def test_a_static_batch_defers_nobody() -> None:
+def test_a_static_batch_defers_no_sequence() -> None:
     """Equal prompts belong to one batch even if the second computes the same again."""
     scheduler = make_scheduler(policy="static", num_blocks=20)
     start(scheduler, make_sequence([1, 2, 3, 4, 5]), make_sequence([1, 2, 3, 4, 5]))
@@ -548,6 +548,6 @@ def test_a_stall_is_reported_with_the_numbers() -> None:
     """If blocks were ever lost, the step says so at once where an endless wait would say nothing."""
     scheduler = make_scheduler(num_blocks=2, block_size=2)
     scheduler.kv_cache.device.reserve([Demand(10**9, 4)])
-    scheduler.add(own(2))
+    scheduler.add_sequence(own(2))
     with pytest.raises(InternalError, match="no progress: 0 running, 1 waiting, 0 of 2 blocks available"):
         scheduler.schedule()

@@ -1,4 +1,4 @@
-"""Who loses blocks, and how: the cheapest way, in every mode."""
+"""Which sequences are preempted, and how: the cheapest way, in every mode."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_each_mode_takes_its_way(mode: str, on_host: int | None, lacking: int, k
     assert kinds(choose(rules(mode), lacking, [victim(3, on_host=on_host)])) == [kind]
 
 
-def test_waiting_is_forced_only_while_somebody_can_go_on() -> None:
-    """In mode "wait" nobody is preempted, unless everything would stand still."""
+def test_waiting_is_forced_only_while_another_sequence_can_run() -> None:
+    """In mode "wait" no sequence is preempted, unless all would stall."""
     for mode, expected in (("wait", 0), ("recompute", 1)):
         assert len(choose(rules(mode), 1, [victim(3)], may_wait=True)) == expected
     assert len(choose(rules("wait"), 1, [victim(3)], may_wait=False)) == 1
@@ -96,15 +96,15 @@ def test_one_cheap_victim_is_better_than_several() -> None:
 
 
 def test_a_set_covers_the_shortage_and_no_more() -> None:
-    """When nobody is enough alone, the cheapest by block are taken until it is enough."""
+    """When no victim is enough alone, the cheapest by block are taken until it is enough."""
     victims = [victim(2), victim(2), victim(2)]
     assert [len(choose(rules("recompute"), lacking, victims)) for lacking in (3, 4, 6)] == [2, 2, 3]
     assert choose(rules("recompute"), 7, victims) == []
 
 
 @pytest.mark.parametrize("num_preemptions", [MAX_PREEMPTIONS, MAX_PREEMPTIONS + 3])
-def test_who_was_preempted_eight_times_is_spared(num_preemptions: int) -> None:
-    """It is chosen only when nobody else can be, and not even then while the asker can wait."""
+def test_a_sequence_that_was_preempted_eight_times_is_spared(num_preemptions: int) -> None:
+    """It is chosen only when no other one can be, and not even then while the asker can wait."""
     weary, fresh = victim(2, num_preemptions=num_preemptions), victim(5)
     assert [one.sequence for one in choose(rules("recompute"), 2, [weary, fresh])] == [fresh.sequence]
     assert choose(rules("recompute"), 2, [weary], may_wait=True) == []
@@ -118,12 +118,12 @@ def test_seven_times_is_not_yet_enough() -> None:
 
 @pytest.mark.parametrize(("steps", "step_s", "waits"), [(1, 0.001, True), (1, 1000.0, False), (None, 0.001, False)])
 def test_auto_waits_when_that_is_cheaper(steps: int | None, step_s: float, waits: bool) -> None:
-    """Somebody is done soon and steps are cheap: nobody is preempted. Nobody is done: waiting is no choice."""
+    """If a sequence ends soon and steps are cheap, none is preempted. If none ends, waiting is no choice."""
     chosen = choose(rules(step_s=step_s), 1, [victim(3)], may_wait=True, steps=steps)
     assert (chosen == []) == waits
 
 
-def test_a_preemption_is_chosen_without_asking_everybody() -> None:
+def test_a_preemption_is_chosen_among_a_few_victims() -> None:
     """Only a window of victims is looked at, so that a long running list costs no more."""
     asked: list[int] = []
 

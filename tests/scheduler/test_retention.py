@@ -12,7 +12,7 @@ def keys(first: int, count: int) -> list[bytes]:
 
 
 def test_the_first_guess_gives_way_to_what_happens() -> None:
-    """What nobody asks for again lowers the share within a burst; what all ask for raises it again."""
+    """Blocks that are not asked for again lower the share within a burst; blocks that are raise it."""
     rate = ReuseRate(10_000)
     assert rate.share == 0.5
     rate.leave(keys(0, 112))
@@ -23,7 +23,7 @@ def test_the_first_guess_gives_way_to_what_happens() -> None:
 
 @pytest.mark.parametrize("returning", [0, 1, 3])
 def test_a_steady_share_is_learned(returning: int) -> None:
-    """Of every four sequences some come back: the share is theirs, within a tenth, whatever was before."""
+    """Of every four sequences some come back: the share is theirs, within a tenth, after any start."""
     rate = ReuseRate(10_000)
     rate.leave(keys(10**6, 1000))
     rate.want(keys(10**6, 1000))
@@ -46,15 +46,15 @@ def test_what_is_asked_for_twice_or_left_twice_counts_once() -> None:
 
 
 def test_only_what_follows_without_a_gap_is_wanted() -> None:
-    """Behind a block that nobody left nothing could have been used."""
+    """Behind a block that was not left nothing could have been used."""
     rate = ReuseRate(100)
     rate.leave(keys(0, 32))
     rate.want([*keys(0, 2), *keys(90, 1), *keys(2, 8)])
     assert rate.share == pytest.approx(10 / 48)
 
 
-def test_more_than_the_host_has_room_for_is_forgotten_oldest_first() -> None:
-    """What the host would have forgotten does not count as asked for."""
+def test_keys_beyond_the_hosts_room_are_removed_oldest_first() -> None:
+    """What the host would have evicted does not count as asked for."""
     rate = ReuseRate(8)
     rate.leave(keys(0, 32))
     rate.want(keys(0, 8))
@@ -63,7 +63,7 @@ def test_more_than_the_host_has_room_for_is_forgotten_oldest_first() -> None:
     assert rate.share == pytest.approx(16 / 48)
 
 
-def test_what_is_left_again_is_forgotten_later() -> None:
+def test_keys_that_are_left_again_are_removed_later() -> None:
     """The host would have kept it longer too."""
     rate = ReuseRate(2)
     for key in (1, 2, 1, 3):

@@ -1,4 +1,4 @@
-"""The transaction: what moves, when, and what stays when it is undone or somebody leaves half-way."""
+"""The transaction: what moves, when, and what stays when it is undone or a sequence leaves half-way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def own(prompt: int = 3, max_tokens: int = 3, **more: int) -> Sequence:
 
 def add(scheduler: Scheduler, prompt: int = 3, max_tokens: int = 3, **more: int) -> Sequence:
     sequence = own(prompt, max_tokens, **more)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     return sequence
 
 
@@ -40,19 +40,19 @@ def run_until_preempted(scheduler: Scheduler, sequence: Sequence) -> None:
         if sequence.num_preemptions:
             return
         run_step(scheduler)
-    raise AssertionError("nobody was preempted")
+    raise AssertionError("no sequence was preempted")
 
 
 def without_order(state: Snapshot) -> tuple[object, ...]:
-    """A snapshot without the order of the free list, which is nobody's business."""
+    """A snapshot without the order of the free list, which means nothing."""
     device = state.blocks.device
     return (
         sorted(device.free_blocks), device.idle_blocks, device.reference_counts, dict(device.registered),
-        dict(state.blocks.tables), state.waiting, state.running, dict(state.reserved), state.num_initial_sequences,
+        dict(state.blocks.tables), state.waiting, state.running, dict(state.reserved), state.num_never_started,
     )
 
 
-def test_reserve_gives_every_row_its_slots_and_moves_nobody() -> None:
+def test_reserve_gives_every_row_its_slots_and_moves_no_sequence() -> None:
     """After reserve the tables hold every position of the step; the admitted still wait."""
     scheduler = make_scheduler()
     sequence = add(scheduler, prompt=5)
@@ -81,8 +81,8 @@ def test_commit_reports_how_a_turn_ended() -> None:
     """A stop token and the last allowed token finish the sequence in the step that made them."""
     scheduler = make_scheduler()
     stopping, longest = make_sequence([1, 2], 5, stop_token_ids=[9]), own(2, 1)
-    scheduler.add(stopping)
-    scheduler.add(longest)
+    scheduler.add_sequence(stopping)
+    scheduler.add_sequence(longest)
     plan = reserved_step(scheduler)
     results = scheduler.commit(plan, {stopping.sequence_id: 9, longest.sequence_id: 1})
     assert [new.finish_reason for new in results] == ["stop", "length"]
@@ -92,7 +92,7 @@ def test_commit_reports_how_a_turn_ended() -> None:
 
 
 def test_a_chunk_that_does_not_reach_the_end_yields_no_token() -> None:
-    """Tokens come only from rows that reach the last known position, whatever was sampled for others."""
+    """Tokens come only from rows that reach the last known position, also if tokens were sampled for others."""
     scheduler = make_scheduler(max_num_batched_tokens=4)
     sequence = add(scheduler, prompt=6)
     plan = reserved_step(scheduler)
@@ -153,7 +153,7 @@ KINDS = [("recompute", 0, 0), ("shrink", 0, 1), ("swap", 8, 2)]
 
 @pytest.mark.parametrize(("mode", "num_host_blocks", "num_found"), KINDS)
 def test_what_is_found_again_after_each_kind_of_preemption(mode: str, num_host_blocks: int, num_found: int) -> None:
-    """Recomputing forgets all, shrinking leaves the beginning on the device, swapping leaves everything on the host."""
+    """Recomputing evicts all, shrinking leaves the beginning on the device, swapping leaves everything on the host."""
     scheduler = make_scheduler(num_blocks=5, preemption=mode, num_host_blocks=num_host_blocks)
     first, victim = add(scheduler, 4, 5), add(scheduler, 4, 3)
     run_step(scheduler)
@@ -179,7 +179,7 @@ def test_a_finished_sequence_goes_to_the_host_and_its_next_turn_comes_back() -> 
     add(scheduler, 7, 1)
     run_step(scheduler)
     sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     while scheduler.has_work:
         run_step(scheduler)
     assert sequence.num_cached_tokens == 4
@@ -217,7 +217,7 @@ def test_a_plan_that_is_out_of_date_is_refused_and_changes_nothing() -> None:
     aborted = add(scheduler)
     add(scheduler)
     plan = scheduler.schedule()
-    scheduler.finish(aborted, "abort")
+    scheduler.finish_sequence(aborted, "abort")
     before = snapshot(scheduler)
     with pytest.raises(InternalError, match="out of date"):
         scheduler.reserve(plan)
@@ -226,7 +226,7 @@ def test_a_plan_that_is_out_of_date_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_missing_token_is_refused_and_changes_nothing() -> None:
-    """Commit checks everything before it moves anybody; the step can still be rolled back."""
+    """Commit checks everything before it moves a sequence; the step can still be rolled back."""
     scheduler = make_scheduler()
     first, second = add(scheduler), add(scheduler)
     plan = reserved_step(scheduler)
@@ -261,13 +261,13 @@ def sequence_in(place: str, scheduler: Scheduler) -> Sequence:
     if place == "preempted":
         other = add(scheduler, 2, 6, arrival=-1)
         run_until_preempted(scheduler, sequence)
-        scheduler.finish(other, "abort")
+        scheduler.finish_sequence(other, "abort")
     if place == "continued":
-        scheduler.finish(sequence, "stop")
+        scheduler.finish_sequence(sequence, "stop")
         sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
     if place == "removed":
-        scheduler.forget(sequence)
+        scheduler.remove_sequence(sequence)
     return sequence
 
 
@@ -278,7 +278,7 @@ def test_aborting_frees_every_block_at_once_wherever_the_sequence_is(place: str,
     scheduler = make_scheduler(num_blocks=4)
     sequence = sequence_in(place, scheduler)
     for _ in range(2):
-        scheduler.finish(sequence, reason)
+        scheduler.finish_sequence(sequence, reason)
         assert (sequence.status, sequence.finish_reason) == (FINISHED, reason)
         assert scheduler.stats().num_blocks_used == 0
         assert not scheduler.has_work
@@ -291,18 +291,18 @@ def test_what_has_finished_stays_as_it_is(place: str) -> None:
     scheduler = make_scheduler()
     sequence = sequence_in(place, scheduler)
     before = snapshot(scheduler)
-    scheduler.finish(sequence, "abort")
+    scheduler.finish_sequence(sequence, "abort")
     assert sequence.finish_reason == "length"
     assert snapshot(scheduler) == before
 
 
 @pytest.mark.parametrize(("reason", "num_found"), [("stop", 3), ("abort", 3), ("error", 0)])
 def test_what_a_sequence_computed_can_be_found_unless_it_failed(reason: FinishReason, num_found: int) -> None:
-    """A stop or an abort leaves its blocks to be found; after an error nobody finds what it computed."""
+    """A stop or an abort leaves its blocks cached; after an error nothing that it computed is found."""
     scheduler = make_scheduler()
     sequence = add(scheduler)
     run_step(scheduler)
-    scheduler.finish(sequence, reason)
+    scheduler.finish_sequence(sequence, reason)
     assert (scheduler.stats().num_blocks_used, sequence.num_computed_tokens) == (0, 0)
     assert scheduler.kv_cache.match(sequence).num_tokens == num_found
     assert check(snapshot(scheduler)) == []
@@ -312,22 +312,22 @@ def test_a_sequence_that_never_ran_leaves_no_trace() -> None:
     """It is finished, and nothing can be found of it."""
     scheduler = make_scheduler()
     sequence = add(scheduler)
-    scheduler.finish(sequence, "stop")
+    scheduler.finish_sequence(sequence, "stop")
     assert (sequence.status, scheduler.has_work, scheduler.stats().num_blocks_cached) == (FINISHED, False, 0)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "stop"])
 @pytest.mark.parametrize("close", ["commit", "rollback"])
-def test_finishing_in_flight_frees_at_once_and_the_others_go_on(close: str, reason: FinishReason) -> None:
+def test_finishing_in_flight_frees_at_once_and_the_others_continue(close: str, reason: FinishReason) -> None:
     """Whoever leaves while the step runs takes no part in its result; its blocks are free before it is closed."""
     scheduler = make_scheduler()
     running, admitted, staying = add(scheduler), own(2, 3), own(2, 3)
     run_step(scheduler)
-    scheduler.add(admitted)
-    scheduler.add(staying)
+    scheduler.add_sequence(admitted)
+    scheduler.add_sequence(staying)
     plan = reserved_step(scheduler)
     for sequence in (running, admitted):
-        scheduler.finish(sequence, reason)
+        scheduler.finish_sequence(sequence, reason)
         assert scheduler.kv_cache.device.num_blocks_of(sequence.sequence_id) == 0
     assert check(snapshot(scheduler)) == []
     if close == "rollback":
@@ -344,9 +344,9 @@ def test_a_sequence_that_left_in_flight_and_came_back_has_nothing_of_that_step()
     scheduler = make_scheduler()
     sequence = add(scheduler)
     plan = reserved_step(scheduler)
-    scheduler.finish(sequence, "stop")
+    scheduler.finish_sequence(sequence, "stop")
     sequence.begin_turn([1], sequence.params, max_tokens=2, stop_token_ids=frozenset(), arrival=99)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     assert scheduler.commit(plan, {sequence.sequence_id: 1}) == []
     assert (sequence.status, sequence.num_computed_tokens) == (WAITING, 0)
     assert check(snapshot(scheduler)) == []
@@ -355,7 +355,7 @@ def test_a_sequence_that_left_in_flight_and_came_back_has_nothing_of_that_step()
 
 
 def test_adding_in_flight_waits_for_the_next_plan() -> None:
-    """A newcomer during a step disturbs neither its commit nor the order."""
+    """A sequence that is added during a step disturbs neither its commit nor the order."""
     scheduler = make_scheduler()
     first = add(scheduler)
     plan = reserved_step(scheduler)
@@ -364,20 +364,20 @@ def test_adding_in_flight_waits_for_the_next_plan() -> None:
     assert scheduler.schedule().admitted == (second,)
 
 
-def test_only_a_finished_sequence_can_be_forgotten_and_twice_is_once() -> None:
-    """After forget nothing is kept for the sequence, on the host neither, where it was parked."""
+def test_only_a_finished_sequence_can_be_removed_and_twice_is_once() -> None:
+    """After its removal nothing is kept for the sequence, also not on the host, where it was parked."""
     scheduler = make_scheduler(num_host_blocks=4)
     sequence = add(scheduler, max_tokens=2)
     run_step(scheduler)
     with pytest.raises(InternalError, match="running -> removed"):
-        scheduler.forget(sequence)
+        scheduler.remove_sequence(sequence)
     run_step(scheduler)
     assert scheduler.moves.park(sequence) > 0
     for transfer in scheduler.moves.take_due():
         scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert scheduler.stats().num_host_blocks_used > 0
-    scheduler.forget(sequence)
-    scheduler.forget(sequence)
+    scheduler.remove_sequence(sequence)
+    scheduler.remove_sequence(sequence)
     assert sequence.status is SequenceStatus.REMOVED
     stats = scheduler.stats()
     assert (stats.num_blocks_used, stats.num_host_blocks_used) == (0, 0)
@@ -388,10 +388,10 @@ def test_a_finished_sequence_cannot_be_added_without_a_new_turn() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, max_tokens=1)
     with pytest.raises(InternalError, match="already in this queue"):
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
     run_step(scheduler)
     with pytest.raises(InternalError, match="is finished"):
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
@@ -405,7 +405,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     add(scheduler, prompt=5, max_tokens=1)
 
 
-def test_a_full_queue_refuses_newcomers_and_takes_back_the_preempted() -> None:
+def test_a_full_queue_refuses_new_sequences_and_takes_back_preempted_ones() -> None:
     """Overload is an error at the call, never the loss of what was accepted."""
     scheduler = make_scheduler(num_blocks=4, max_num_waiting=1)
     add(scheduler, 2, 4)
@@ -430,20 +430,20 @@ def test_a_refused_continuation_changes_nothing() -> None:
     waiting = add(scheduler)
     kept.begin_turn([1], kept.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
     with pytest.raises(EngineOverloaded):
-        scheduler.add(kept)
+        scheduler.add_sequence(kept)
     assert scheduler.kv_cache.match(kept).num_tokens == 3
     assert list(scheduler.waiting) == [waiting]
 
 
 def test_never_started_leaves_out_what_was_preempted() -> None:
-    """Queue time-outs concern newcomers; who has run once is owed its answer."""
+    """Queue time-outs concern new sequences; one that has run once stays until it ends."""
     scheduler = make_scheduler(num_blocks=4)
     add(scheduler, 2, 6)
     preempted = add(scheduler, 2, 4)
     run_until_preempted(scheduler, preempted)
-    newcomer = add(scheduler)
-    assert list(scheduler.waiting) == [preempted, newcomer]
-    assert scheduler.never_started() == (newcomer,)
+    new = add(scheduler)
+    assert list(scheduler.waiting) == [preempted, new]
+    assert scheduler.never_started() == (new,)
 
 
 def test_a_rolled_back_admission_was_never_started() -> None:
@@ -456,7 +456,7 @@ def test_a_rolled_back_admission_was_never_started() -> None:
     assert scheduler.waiting.num_free_slots == 0
 
 
-def test_stats_tell_prompts_from_answers() -> None:
+def test_stats_count_prompts_and_generated_tokens_apart() -> None:
     """Prompt tokens and recomputed tokens count as prefill, fresh ones as decode; steps count when committed."""
     scheduler = make_scheduler(num_blocks=4)
     add(scheduler, prompt=3, max_tokens=3)
@@ -472,7 +472,7 @@ def test_stats_tell_prompts_from_answers() -> None:
 
 
 def test_a_prompt_of_one_token_counts_as_prompt() -> None:
-    """Decode tokens are generated ones, whatever the length of the row."""
+    """Decode tokens are generated ones, also in a row of one prompt token."""
     scheduler = make_scheduler()
     add(scheduler, prompt=1, max_tokens=1)
     run_step(scheduler)
@@ -484,7 +484,7 @@ def test_stats_count_what_was_looked_up_and_found_once_a_turn() -> None:
     """Every turn looks its known tokens up once, also when it is preempted and starts again."""
     scheduler = make_scheduler(num_blocks=4, preemption="recompute")
     for prompt in ([1, 2, 3, 4], [1, 2, 3, 5]):
-        scheduler.add(make_sequence(prompt, 1))
+        scheduler.add_sequence(make_sequence(prompt, 1))
         while scheduler.has_work:
             run_step(scheduler)
     counters = scheduler.counters
@@ -492,7 +492,7 @@ def test_stats_count_what_was_looked_up_and_found_once_a_turn() -> None:
 
 
 def test_a_snapshot_of_the_counters_stays() -> None:
-    """Stats that were taken before do not count on."""
+    """Stats that were taken before do not change."""
     scheduler = make_scheduler()
     add(scheduler)
     before = scheduler.stats()

@@ -1,4 +1,4 @@
-"""Policy order, and the bounded queue that never refuses what it once accepted."""
+"""Policy order, and the bounded queue that keeps what it has accepted."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def test_sequences_come_in_the_order_of_the_key() -> None:
     sequences = [make_sequence(sequence_id=i, arrival=i // 3) for i in range(12)]
     order = PolicyOrder(by_arrival)
     for sequence in random.Random(1).sample(sequences, 12):
-        order.add(sequence)
+        order.add_sequence(sequence)
     assert list(order) == sequences
 
 
-def test_a_sequence_can_be_taken_out_from_anywhere() -> None:
-    """Removal is by identity, tells whether it was there, and keeps the order of the rest."""
+def test_a_sequence_can_be_removed_from_any_place() -> None:
+    """Removal is by identity, returns whether it was there, and keeps the order of the rest."""
     first, second, third = (make_sequence(arrival=i) for i in range(3))
     order = PolicyOrder(by_arrival)
     for sequence in (third, first, second):
-        order.add(sequence)
-    assert order.discard(second)
-    assert not order.discard(second)
+        order.add_sequence(sequence)
+    assert order.remove_sequence(second)
+    assert not order.remove_sequence(second)
     assert list(order) == [first, third]
     assert (first in order, second in order, len(order)) == (True, False, 2)
 
@@ -41,12 +41,12 @@ def test_a_sequence_can_be_taken_out_from_anywhere() -> None:
 def test_adding_twice_is_a_broken_law() -> None:
     """A sequence is in a queue once."""
     order, sequence = PolicyOrder(by_arrival), make_sequence()
-    order.add(sequence)
+    order.add_sequence(sequence)
     with pytest.raises(InternalError, match="already in this queue"):
-        order.add(sequence)
+        order.add_sequence(sequence)
 
 
-def test_the_queue_refuses_newcomers_at_its_bound() -> None:
+def test_the_queue_refuses_new_sequences_at_its_bound() -> None:
     """The error carries both numbers, and nothing was taken."""
     queue = WaitingQueue(by_arrival, limit=2)
     queue.push(make_sequence())
@@ -70,23 +70,23 @@ def test_room_is_for_all_or_for_none() -> None:
 def test_preempted_sequences_are_never_refused() -> None:
     """A full queue takes them back, in their order, and they leave its bound alone."""
     queue = WaitingQueue(by_arrival, limit=1)
-    newcomer, preempted = make_sequence(arrival=5), make_sequence(arrival=1)
-    queue.push(newcomer)
+    new, preempted = make_sequence(arrival=5), make_sequence(arrival=1)
+    queue.push(new)
     queue.push_preempted(preempted)
-    assert list(queue) == [preempted, newcomer]
-    assert queue.num_initial_sequences == 1
-    queue.discard(newcomer)
+    assert list(queue) == [preempted, new]
+    assert queue.num_never_started == 1
+    queue.remove_sequence(new)
     queue.push(make_sequence(arrival=9))
 
 
-def test_newcomers_are_those_that_never_started() -> None:
+def test_preempted_sequences_are_not_among_those_that_never_started() -> None:
     """Queue time-outs look at these only."""
     queue = WaitingQueue(by_arrival, limit=9)
     late, early, preempted = make_sequence(arrival=3), make_sequence(arrival=2), make_sequence(arrival=1)
     queue.push(late)
     queue.push(early)
     queue.push_preempted(preempted)
-    assert list(queue.newcomers()) == [early, late]
+    assert list(queue.never_started()) == [early, late]
 
 
 def test_fcfs_orders_by_arrival_alone() -> None:

@@ -37,25 +37,16 @@ PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 BLOCK = 4 * ToyBackend.kv_bytes_per_token
 
 
-class CheckedEngine(Engine):
-    """Checks every law after every step."""
-
-    def step(self) -> list[Any]:
-        """Step and check."""
-        deltas = super().step()
-        assert check(snapshot(self.scheduler)) == []
-        return deltas
-
-
-def make(num_host_blocks: int = 24, clock: FakeClock | None = None, **settings: Any) -> CheckedEngine:
+def make(num_host_blocks: int = 24, clock: FakeClock | None = None, **settings: Any) -> Engine:
     """A small engine with a host tier."""
     defaults: dict[str, Any] = {
         "num_kv_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64,
         "host_kv_memory": num_host_blocks * BLOCK if num_host_blocks else None,
         # Why: by the clock computing costs a toy model nothing, so that "auto" would copy nothing.
         "preemption": "swap",
+        "check_invariants": True,
     }
-    return CheckedEngine(build_components(ToyBackend(), **{**defaults, **settings}), clock)
+    return Engine(build_components(ToyBackend(), **{**defaults, **settings}), clock)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from support.doubles import ToyStore
 
 
 class SimulationFailure(AssertionError):
-    """A law, an answer or the progress of one seed is not as it has to be."""
+    """A law, a completion or the progress of one seed is not as it has to be."""
 
 
 def require(holds: bool, message: str) -> None:
@@ -25,7 +25,7 @@ def require(holds: bool, message: str) -> None:
 
 
 def require_true_contents(now: Snapshot, store: ToyStore) -> None:
-    """Whatever can be found in a cache is in that memory, token by token, from the first position on."""
+    """All that can be found in a cache is in that memory, token by token, from the first position on."""
     device, host = store.contents
     _require_true(now.blocks.device.registered, device, "device")
     if now.blocks.host is not None:
@@ -46,7 +46,7 @@ def _require_true(registered: Mapping[bytes, Known], memory: np.ndarray, where: 
 
 
 def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
-    """What every plan has to respect, whatever the state."""
+    """What every plan has to respect in every state."""
     rules, running = scheduler.rules, list(scheduler.running)
     can_rest = scheduler.moves.in_flight or scheduler.moves.withholds_blocks or not scheduler.has_work
     require(bool(plan.rows) or plan.moves_blocks or can_rest, "nothing is planned although there is work")
@@ -56,14 +56,14 @@ def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
     require(not plan.admitted or rules.policy.admits_while_running or not running, "a static batch was joined")
     planned = {row.sequence.sequence_id for row in plan.rows}
     lost = {one.sequence.sequence_id for one in plan.preempted} | {one.sequence_id for one in plan.freed}
-    require(not planned & lost, "computed and robbed in one plan")
+    require(not planned & lost, "computed and freed in one plan")
     _require_fair_order(plan, scheduler)
     if not plan.moves_blocks:
         _require_next_tokens(plan, scheduler, planned)
 
 
 def _require_next_tokens(plan: SchedulePlan, scheduler: Scheduler, planned: set[int]) -> None:
-    """A running answer gets its next token, unless it needs a block for it and there is none."""
+    """A running sequence gets its next token, unless it needs a block for it and there is none."""
     blocks = scheduler.kv_cache.device
     for sequence in scheduler.running:
         if sequence.num_uncomputed_tokens == 1 and sequence.sequence_id not in planned:
@@ -72,7 +72,7 @@ def _require_next_tokens(plan: SchedulePlan, scheduler: Scheduler, planned: set[
 
 
 def _require_fair_order(plan: SchedulePlan, scheduler: Scheduler) -> None:
-    """Nobody is overtaken by a request that came more than the bonus later, except while others work for him."""
+    """No request is overtaken by one that came more than the bonus later, except while others compute its prefix."""
     waiting, bonus = list(scheduler.waiting), scheduler.rules.policy.cache_bonus
     started = [*plan.admitted, *(one.sequence for one in plan.swap_ins)]
     host = scheduler.kv_cache.host
@@ -87,7 +87,7 @@ def _require_fair_order(plan: SchedulePlan, scheduler: Scheduler) -> None:
 
 
 def is_prefix_under_way(candidate: Sequence, plan: SchedulePlan, scheduler: Scheduler) -> bool:
-    """Whether somebody who runs is about to complete the block that a candidate would have to compute next."""
+    """Whether a running sequence is about to complete the block that a candidate would have to compute next."""
     blocks = scheduler.kv_cache.device
     end = blocks.block_size * (blocks.match(candidate).num_tokens // blocks.block_size + 1)
     return end < len(candidate.token_ids) and any(

@@ -27,7 +27,7 @@ from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, m
 
 #: Few different tokens, so that sequences resemble each other and a mixed-up block is not lucky to be noticed.
 PROMPT_TOKENS = 3
-#: Seconds, two steps on average, after which a transfer is given up.
+#: Seconds, two steps on average, after which a transfer is timed out.
 LONGEST_TRANSFER_S = 1.0
 
 
@@ -48,7 +48,7 @@ class MoodyStore(ToyStore):
         super().end(transfer_id, is_ok=is_ok)
 
     def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
-        """Return what ended; whoever waits gets the oldest one ended that does not hang."""
+        """Return what ended; a wait ends the oldest one that does not hang."""
         able = self.under_way.keys() - self.hanging
         if wait and able and not self._ended:
             self.end(min(able))
@@ -64,7 +64,7 @@ class MoodyStore(ToyStore):
 
 @dataclass
 class Turn:
-    """What one sequence is expected to answer, and how often it was said to have ended."""
+    """The completion that is expected of one sequence, and how often it was reported as ended."""
 
     sequence: Sequence
     expected: list[int]
@@ -94,17 +94,17 @@ class World:
     longest: int
     """Positions of the longest request; at most the pool."""
     has_long_answers: bool
-    """Whether prompts are short and answers as long as they may be."""
+    """Whether prompts are short and completions as long as they may be."""
     prefixes: tuple[tuple[int, ...], ...]
     """Beginnings that many prompts have in common."""
     roots: tuple[bytes, ...]
-    """Who may share with whom."""
+    """Cache roots: sequences with the same one may share."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> World:
         """Draw sizes: half the pools hold one to three requests, the others several that grow into each other.
 
-        A third of the busy ones live under constant pressure: long answers, and a host to swap to.
+        A third of the busy ones live under constant pressure: long completions, and a host to swap to.
         """
         is_busy = rng.random() < 0.6
         is_tight = is_busy and rng.random() < 0.4
@@ -181,7 +181,7 @@ class Simulation:
         self.turns: dict[int, Turn] = {}
         self.num_arrived = 0
         self.known_transfers: frozenset[int] | None = None
-        """Those under way when the host was last seen stuck; ``None``: it was not."""
+        """Those in flight when the host was last seen stuck; ``None``: it was not."""
 
     def run(self) -> Simulation:
         """Live to the end.
@@ -205,18 +205,18 @@ class Simulation:
         self._drain()
         for turn in self.turns.values():
             require(turn.num_ends == 1, f"sequence {turn.sequence.sequence_id} ended {turn.num_ends} times")
-            self.scheduler.forget(turn.sequence)
+            self.scheduler.remove_sequence(turn.sequence)
         self._arrive_everywhere()
         stats = self.scheduler.stats()
-        require(stats.num_blocks_used == 0, "blocks are left when everybody is gone")
-        require(stats.num_host_blocks_used == 0, "host blocks are left when everybody is gone")
+        require(stats.num_blocks_used == 0, "blocks are left when all sequences are gone")
+        require(stats.num_host_blocks_used == 0, "host blocks are left when all sequences are gone")
         if self.world.admission == "guaranteed":
             require(not stats.num_preemptions, "a guaranteed sequence was preempted")
 
     def _drain(self) -> None:
-        """Without further arrivals and faults all work ends: in every step somebody advances or a transfer ends.
+        """Without further arrivals and faults all work ends: in every step a sequence advances or a transfer ends.
 
-        What hangs goes on hanging: it is given up, and ends only where it keeps blocks without which nothing moves.
+        What hangs keeps hanging: it is timed out, and ends only where it keeps blocks without which nothing moves.
         """
         self.has_faults, had_faults = False, self.has_faults
         self.may_hang = False
@@ -247,18 +247,18 @@ class Simulation:
         while self.num_arrived < self.world.num_requests and self.rng.random() < self.world.arrival_rate:
             self._arrive()
         for turn in list(self.turns.values()):
-            # Why: whoever leaves while blocks are on their way for it is the rarest case, and the hardest.
+            # Why: a sequence that ends while a transfer is in flight for it is the rarest case, and the hardest.
             if self.rng.random() < (0.3 if self._is_moving(turn.sequence) else 0.02):
                 self._end(turn, self.rng.choice(["abort", "error", "stop"]))
             elif turn.sequence.status is SequenceStatus.FINISHED and self.rng.random() < 0.25:
-                self._continue_or_forget(turn)
+                self._continue_or_remove(turn)
 
     def _is_moving(self, sequence: Sequence) -> bool:
         host = self.scheduler.kv_cache.host
         return host is not None and host.is_moving(sequence.sequence_id)
 
     def _arrive(self) -> None:
-        """One request comes in, with one or more answers of the same prompt."""
+        """One request comes in, with one or more completions of the same prompt."""
         rng, longest = self.rng, self.world.longest
         num_most = 1 if self.world.has_long_answers else rng.choice([1, (longest + 1) // 2, longest - 1])
         num_prompt = rng.randint(1, num_most)
@@ -283,7 +283,7 @@ class Simulation:
     def _try_add(self, sequence: Sequence) -> bool:
         before = snapshot(self.scheduler)
         try:
-            self.scheduler.add(sequence)
+            self.scheduler.add_sequence(sequence)
         except EngineOverloaded:
             require(snapshot(self.scheduler) == before, "a refused sequence changed something")
             return False
@@ -298,12 +298,12 @@ class Simulation:
         )
         self.turns[sequence.sequence_id] = Turn(sequence, expected)
 
-    def _continue_or_forget(self, turn: Turn) -> None:
+    def _continue_or_remove(self, turn: Turn) -> None:
         sequence = turn.sequence
         if self.rng.random() < 0.4:
-            self.scheduler.forget(sequence)
+            self.scheduler.remove_sequence(sequence)
             del self.turns[sequence.sequence_id]
-            require(turn.num_ends == 1, "a forgotten sequence had not ended once")
+            require(turn.num_ends == 1, "a removed sequence had not ended once")
             return
         more = [self.rng.randrange(PROMPT_TOKENS) for _ in range(self.rng.randint(0, 2))]
         max_tokens = self.rng.randint(1, 3)
@@ -316,12 +316,12 @@ class Simulation:
         sequence.begin_turn(
             more, sequence.params, max_tokens=max_tokens, stop_token_ids=sequence.stop_token_ids, arrival=arrival
         )
-        self.scheduler.add(sequence)
+        self.scheduler.add_sequence(sequence)
         self._open_turn(sequence)
 
     def _end(self, turn: Turn, reason: FinishReason) -> None:
         was_finished = turn.sequence.finish_reason is not None
-        self.scheduler.finish(turn.sequence, reason)
+        self.scheduler.finish_sequence(turn.sequence, reason)
         if was_finished:
             return
         turn.num_ends += 1
@@ -366,7 +366,7 @@ class Simulation:
             self._end_what_hangs(0.2)
 
     def _end_what_hangs(self, probability: float) -> None:
-        """Late or too late, well or badly: whoever it was for may have gone on, or be gone."""
+        """Late or too late, with success or failure: its sequence may have continued without it, or be gone."""
         for transfer_id in sorted(self.store.hanging):
             if self.fate.random() < probability:
                 self.store.end(transfer_id, is_ok=self.fate.random() < 0.7)
@@ -431,7 +431,7 @@ class Simulation:
         require_true_contents(self._now, self.store)
 
     def _require_rest(self) -> None:
-        """While a transfer that was given up has not ended, no other one begins."""
+        """While a transfer that was timed out has not ended, no other one begins."""
         host = self.scheduler.kv_cache.host
         if host is None:
             return

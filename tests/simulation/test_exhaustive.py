@@ -1,6 +1,6 @@
 """Every order of events on tiny pools: nothing is ever runnable without being run.
 
-States are explored breadth first and told apart by what decisions depend on: status, known and computed counts and
+States are explored breadth first and distinguished by what decisions depend on: status, known and computed counts and
 order of every sequence, and what can be found in which memory; not by block numbers. Every reachable state of each
 world is visited once. On the host, transfers take as long as they like: their ends are events like any other.
 """
@@ -63,7 +63,7 @@ class Life:
         now = snapshot(self.scheduler).blocks
         found = tuple(frozenset(memory.registered) for memory in (now.device, now.host) if memory is not None)
         moving = tuple((one.sequence_id, one.direction, one.num_tokens) for one in self._transfers())
-        num_new = self.scheduler.waiting.num_initial_sequences
+        num_new = self.scheduler.waiting.num_never_started
         return of_sequences, found, moving, frozenset(now.pins), self.num_arrived, num_new
 
     def _transfers(self) -> tuple[Transfer, ...]:
@@ -114,18 +114,18 @@ class Life:
         self.scheduler.moves.complete_transfer(self._transfers()[place].transfer_id, 0.0, is_ok=False)
 
     def _arrive(self, index: int) -> None:
-        self.scheduler.add(self.sequences[index])
+        self.scheduler.add_sequence(self.sequences[index])
         self.num_arrived += 1
 
     def _abort(self, index: int) -> None:
-        self.scheduler.finish(self.sequences[index], "abort")
+        self.scheduler.finish_sequence(self.sequences[index], "abort")
 
     def _continue(self, index: int) -> None:
         sequence = self.sequences[index]
         if self.scheduler.can_ever_fit(len(sequence.token_ids) + 2):
             arrival = 100 + sequence.arrival
             sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=arrival)
-            self.scheduler.add(sequence)
+            self.scheduler.add_sequence(sequence)
 
 
 def explore(world: World) -> int:
@@ -163,14 +163,14 @@ def explore_pools(pools: list[tuple[tuple[int, int, int], list[Requests]]], poli
         pytest.param("static", "guaranteed", marks=pytest.mark.slow),
     ],
 )
-def test_every_reachable_state_keeps_the_laws_and_goes_on(policy: str, admission: str) -> None:
-    """Whatever arrives, fails, is aborted or continued, and when: somebody goes on, or what he waits for is coming."""
+def test_every_reachable_state_keeps_the_laws_and_makes_progress(policy: str, admission: str) -> None:
+    """After any arrivals, failures, aborts and continuations a sequence advances, or a needed transfer is in flight."""
     explore_pools(POOLS, policy, admission)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_every_reachable_state_of_a_swapping_pool(policy: str) -> None:
-    """The same with a host tier, whose transfers end at any time or fail."""
+    """The same with a host, whose transfers end at any time or fail."""
     explore_pools(HOST_POOLS, policy, "optimistic")
 
 

@@ -1,8 +1,8 @@
 """The memory core under any sequence of calls: block pool against a dictionary, the whole against laws and an oracle.
 
 Pools of up to ten blocks, blocks of one to three tokens and prompts over two tokens, so that beginnings collide all
-the time. After every rule the state laws hold and the memories hold what the caches say; whoever finishes has the
-answer it would have had alone.
+the time. After every rule the state laws hold and the memories hold what the caches say; a finished sequence has
+the completion that it would have alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOTS = st.sampled_from([b"", b"", b"tenant"])
 
 
 class MemoryCore(RuleBasedStateMachine):
-    """Scheduler, block manager and host tier, driven as an engine drives them, with transfers that end at any time."""
+    """Scheduler, block tables and host, driven as an engine drives them, with transfers that end at any time."""
 
     @initialize(
         num_blocks=st.integers(2, 10),
@@ -55,7 +55,7 @@ class MemoryCore(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 5), root=ROOTS, priority=st.integers(0, 1), n=st.integers(1, 3))
     def add(self, prompt: list[int], max_tokens: int, root: bytes, priority: int, n: int) -> None:
-        """One to three answers of one prompt, as a fork would make them."""
+        """One to three completions of one prompt, as a fork would make them."""
         arrival = len(self.sequences)
         for _ in range(n):
             self._try_add(make_sequence(
@@ -66,13 +66,13 @@ class MemoryCore(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), max_tokens=st.integers(1, 3), root=ROOTS)
     def add_continuation_by_others(self, data: st.DataObject, max_tokens: int, root: bytes) -> None:
-        """A new request whose prompt is somebody's whole conversation so far."""
+        """A new request whose prompt is the whole conversation of another one."""
         known = data.draw(st.sampled_from(self.sequences)).token_ids
         self._try_add(make_sequence(known, max_tokens, sequence_id=len(self.sequences), cache_root=root))
 
     def _try_add(self, sequence: Sequence) -> None:
         try:
-            self.scheduler.add(sequence)
+            self.scheduler.add_sequence(sequence)
         except (EngineOverloaded, RequestTooLarge):
             return
         self.sequences.append(sequence)
@@ -80,7 +80,7 @@ class MemoryCore(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(1, 4))
     def step(self, num_steps: int) -> None:
-        """Some steps of the engine; transfers that are under way stay so."""
+        """Some steps of the engine; transfers in flight stay so."""
         for _ in range(num_steps):
             self._step()
 
@@ -113,22 +113,22 @@ class MemoryCore(RuleBasedStateMachine):
     @precondition(lambda self: self.store.under_way)
     @rule(data=st.data(), is_ok=st.booleans())
     def end_transfer(self, data: st.DataObject, is_ok: bool) -> None:
-        """Any transfer ends, in whatever order, well or badly."""
+        """Any transfer ends, in any order, with success or failure."""
         self.store.end(data.draw(st.sampled_from(sorted(self.store.under_way))), is_ok=is_ok)
         self.mover.settle()
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), reason=st.sampled_from(["abort", "error", "stop"]))
     def end(self, data: st.DataObject, reason: str) -> None:
-        """Anybody is ended, whatever it does and whatever is on its way for it."""
+        """Any sequence is ended, in any state and with transfers in flight for it."""
         sequence = data.draw(st.sampled_from(self.sequences))
-        self.scheduler.finish(sequence, reason)  # type: ignore[arg-type]
+        self.scheduler.finish_sequence(sequence, reason)  # type: ignore[arg-type]
         assert self.scheduler.kv_cache.device.num_blocks_of(sequence.sequence_id) == 0
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=3), max_tokens=st.integers(1, 3))
     def extend(self, data: st.DataObject, more: list[int], max_tokens: int) -> None:
-        """A finished conversation goes on."""
+        """A finished conversation continues."""
         sequence = data.draw(st.sampled_from(self.sequences))
         fits = self.scheduler.can_ever_fit(len(sequence.token_ids) + len(more) + max_tokens)
         if sequence.status is not SequenceStatus.FINISHED or not fits or not self.scheduler.waiting.num_free_slots:
@@ -137,7 +137,7 @@ class MemoryCore(RuleBasedStateMachine):
         sequence.begin_turn(
             more, sequence.params, max_tokens=max_tokens, stop_token_ids=frozenset(), arrival=arrival
         )
-        self.scheduler.add(sequence)
+        self.scheduler.add_sequence(sequence)
         self.expected[sequence.sequence_id] = toy_answer(sequence.token_ids, max_tokens)
 
     @invariant()
@@ -150,14 +150,14 @@ class MemoryCore(RuleBasedStateMachine):
 
     @invariant()
     def answers_are_those_of_the_oracle(self) -> None:
-        """Every answer so far is the beginning of the one that the prompt alone would get; a whole one is whole."""
+        """Every completion so far begins the one that the prompt alone would get; a finished one equals it."""
         for sequence in self.sequences:
             expected, answer = self.expected[sequence.sequence_id], sequence.output_token_ids
             assert answer == expected[: len(answer)]
             assert (sequence.finish_reason == "length") <= (len(answer) == len(expected))
 
     def teardown(self) -> None:
-        """From wherever it is, everything ends, and then nobody holds a block of either memory."""
+        """From any state everything ends, and then no block of either memory has a reference."""
         if not hasattr(self, "sequences"):
             return
         for _ in range(500):
@@ -179,7 +179,7 @@ class MemoryCore(RuleBasedStateMachine):
 
 
 class BlockPoolModel(RuleBasedStateMachine):
-    """Allocating, sharing, dropping and recycling against a dictionary of reference counts and a set of idle blocks."""
+    """Allocating, adding and freeing references against a dictionary of reference counts and a set of idle blocks."""
 
     @initialize(num_blocks=st.integers(1, 6))
     def build(self, num_blocks: int) -> None:
@@ -220,8 +220,8 @@ class BlockPoolModel(RuleBasedStateMachine):
 
 TestMemoryCore = MemoryCore.TestCase
 TestMemoryCore.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
-TestMemoryCore.__doc__ = "Whatever is called in whatever order: the laws hold after every call, and no answer changes."
+TestMemoryCore.__doc__ = "For any calls in any order the laws hold after every call, and no completion changes."
 
 TestBlockPool = BlockPoolModel.TestCase
 TestBlockPool.settings = settings(max_examples=50, stateful_step_count=50, deadline=None, print_blob=True)
-TestBlockPool.__doc__ = "The pool agrees with a dictionary after every call, whatever the calls."
+TestBlockPool.__doc__ = "The pool agrees with a dictionary after every call."

@@ -42,7 +42,7 @@ def leak_on_finish(patch: Patch) -> None:
 
 
 def double_free(patch: Patch) -> None:
-    """The first block of a released sequence is put into the free list twice."""
+    """The first block of a freed sequence is put into the free list twice."""
     free_idle_block = BlockPool.free_idle_block
 
     def twice(self: BlockPool, block_id: int) -> None:
@@ -53,7 +53,7 @@ def double_free(patch: Patch) -> None:
 
 
 def last_block_lost(patch: Patch) -> None:
-    """The last block of a freed sequence is not given back."""
+    """The last block of a freed sequence is not freed."""
     truncate = BlockTable.truncate
     patch.setattr(BlockTable, "truncate", lambda self, n: truncate(self, n)[1:] if n == 0 else truncate(self, n))
 
@@ -71,12 +71,12 @@ def block_in_two_tables(patch: Patch) -> None:
 
 
 def shared_without_a_reference(patch: Patch) -> None:
-    """Who shares a found block does not hold it."""
+    """A sequence that shares a found block does not hold it."""
     patch.setattr(PrefixCache, "hold_block", lambda self, block_id: None)
 
 
 def held_block_evicted(patch: Patch) -> None:
-    """Eviction takes blocks that somebody holds."""
+    """Eviction takes blocks with references."""
 
     def reckless(self: PrefixCache) -> CachedBlock:
         victim = next(iter(self._by_key.values()))
@@ -88,7 +88,7 @@ def held_block_evicted(patch: Patch) -> None:
 
 
 def parent_evicted_first(patch: Patch) -> None:
-    """A block is forgotten before the ones that continue it, which stay."""
+    """A block is evicted before the ones that continue it, which stay."""
     patch.setattr(PrefixCache, "_descendants", lambda self, cached: [])
     patch.setattr(PrefixCache, "_is_evictable", lambda self, cached: self._pool.is_idle(cached.block_id))
 
@@ -112,7 +112,7 @@ def no_tail_copy(patch: Patch) -> None:
 
 
 def partly_filled_block_shared(patch: Patch) -> None:
-    """A sequence goes on inside a block that another one holds."""
+    """A sequence continues inside a block that another one holds."""
     match = KVCacheManager.match
 
     def sharing(self: KVCacheManager, sequence: Sequence) -> PrefixMatch:
@@ -180,7 +180,7 @@ def published_before_arrival(patch: Patch) -> None:
 
 
 def device_blocks_free_before_departure(patch: Patch) -> None:
-    """Blocks on their way out can be taken by others at once."""
+    """Blocks of an outgoing transfer can be allocated at once."""
     begin = KVCacheManager.begin_swap_out
 
     def hasty(self: KVCacheManager, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
@@ -201,13 +201,13 @@ def failed_transfer_believed(patch: Patch) -> None:
     patch.setattr(KVCacheManager, "complete_transfer", lambda self, one, *, is_ok: complete(self, one, is_ok=True))
 
 
-def forgotten_pin(patch: Patch) -> None:
-    """What the host keeps for a sequence is kept for ever."""
+def pin_never_freed(patch: Patch) -> None:
+    """What the host keeps for a sequence is never freed."""
     patch.setattr(HostCache, "free_sequence", lambda self, sequence_id: None)
 
 
 def host_blocks_leak(patch: Patch) -> None:
-    """Host blocks of a transfer are not given back."""
+    """Host blocks of a transfer are not freed."""
     patch.setattr(HostCache, "free_blocks", lambda self, block_ids: None)
 
 
@@ -215,20 +215,20 @@ def late_arrival_revives(patch: Patch) -> None:
     """A transfer that completes for an ended sequence gives it a table all the same."""
     free_sequence = HostCache.free_sequence
 
-    def forgetful(self: HostCache, sequence_id: int) -> None:
+    def uncancelled(self: HostCache, sequence_id: int) -> None:
         free_sequence(self, sequence_id)
         self._cancelled.clear()
 
-    patch.setattr(HostCache, "free_sequence", forgetful)
+    patch.setattr(HostCache, "free_sequence", uncancelled)
 
 
 def moving_sequences_start(patch: Patch) -> None:
-    """A sequence whose blocks are on their way starts without them."""
+    """A sequence with a transfer in flight starts without it."""
     patch.setattr(HostCache, "is_moving", lambda self, sequence_id: False)
 
 
 def overdue_transfer_believed(patch: Patch) -> None:
-    """What a transfer brings after it was given up is published."""
+    """What a transfer brings after it was timed out is registered."""
     pop_transfer = HostCache.pop_transfer
 
     def late(self: HostCache, transfer_id: int) -> tuple[Transfer, bool, bool]:
@@ -239,16 +239,16 @@ def overdue_transfer_believed(patch: Patch) -> None:
 
 
 def overdue_blocks_handed_out(patch: Patch) -> None:
-    """A transfer that is given up keeps nothing, although it may still write."""
+    """A transfer that is timed out keeps nothing, although it may still write."""
     patch.setattr(Transfer, "written_blocks", ())
 
 
 def overdue_load_tried_again(patch: Patch) -> None:
-    """A host that stands still is asked again."""
+    """A stuck host is used again."""
     patch.setattr(HostCache, "is_stuck", False)
 
 
-def never_given_up(patch: Patch) -> None:
+def never_timed_out(patch: Patch) -> None:
     """A transfer that does not end is waited for as long as it takes."""
     patch.setattr(KVTransfers, "_time_out_late", lambda self: None)
 
@@ -298,12 +298,12 @@ def promises_forgotten(patch: Patch) -> None:
 
 
 def holders_never_asked(patch: Patch) -> None:
-    """Nobody who is idle makes room."""
+    """No idle sequence makes room."""
     patch.setattr(PlanState, "holders", lambda self: iter(()))
 
 
 def overtaking(patch: Patch) -> None:
-    """Whoever lacks room lets all others pass."""
+    """A sequence that lacks room lets all others pass."""
     admit = Admission._admit
 
     def polite(self: Admission, candidate: Sequence, match: PrefixMatch | None) -> bool:
@@ -333,7 +333,7 @@ def gone_still_counts(patch: Patch) -> None:
 
 
 def prompts_before_decodes(patch: Patch) -> None:
-    """Long prompts take the budget before the running answers get their token."""
+    """Long prompts take the budget before running completions get their token."""
 
     def prompts_first(self: StepPlanner) -> None:
         rows = sorted(self._state.running, key=lambda sequence: -sequence.num_uncomputed_tokens)
@@ -354,14 +354,14 @@ def stop_ignored(patch: Patch) -> None:
 
 def ends_twice(patch: Patch) -> None:
     """A finished sequence can be finished again with another reason."""
-    finish = Scheduler.finish
+    finish = Scheduler.finish_sequence
 
     def again(self: Scheduler, sequence: Sequence, reason: str) -> None:
         if sequence.status is SequenceStatus.FINISHED:
             self._waiting.push_preempted(sequence)
         finish(self, sequence, reason)  # type: ignore[arg-type]
 
-    patch.setattr(Scheduler, "finish", again)
+    patch.setattr(Scheduler, "finish_sequence", again)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [
@@ -369,8 +369,8 @@ MUTANTS: list[Callable[[Patch], None]] = [
     parent_evicted_first, rollback_forgotten, copy_source_never_released, no_tail_copy, partly_filled_block_shared,
     registered_before_computed, past_not_compared, salts_ignored, slots_shifted,
     published_before_arrival, device_blocks_free_before_departure,
-    failed_transfer_believed, forgotten_pin, host_blocks_leak, late_arrival_revives, moving_sequences_start,
-    overdue_transfer_believed, overdue_blocks_handed_out, overdue_load_tried_again, never_given_up,
+    failed_transfer_believed, pin_never_freed, host_blocks_leak, late_arrival_revives, moving_sequences_start,
+    overdue_transfer_believed, overdue_blocks_handed_out, overdue_load_tried_again, never_timed_out,
     preempted_remembers, preempted_lost, budget_overrun, blocks_not_counted, adopted_blocks_not_counted,
     promises_forgotten, holders_never_asked, overtaking, match_not_used, gone_still_counts, prompts_before_decodes,
     stop_ignored, ends_twice,

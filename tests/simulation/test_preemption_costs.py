@@ -55,7 +55,7 @@ class PricedStore(ToyStore):
 
 
 class PricedBackend(ToyBackend):
-    """Lets time pass for every step and answers each with the same token."""
+    """Lets time pass for every step and samples the same token."""
 
     def __init__(self, prices: Prices, clock: FakeClock) -> None:
         super().__init__()

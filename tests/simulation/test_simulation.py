@@ -1,4 +1,4 @@
-"""Thousands of short random lives: every law after every step, every answer equal to the sequential oracle."""
+"""Thousands of short random lives: every law after every step, every completion equal to the sequential oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS_OF_TROUBLE = {
 
 
 @pytest.mark.parametrize("first_seed", range(0, 1050, SEEDS_PER_TEST))
-def test_every_request_gets_the_answer_it_would_get_alone(first_seed: int) -> None:
+def test_every_request_gets_the_completion_it_would_get_alone(first_seed: int) -> None:
     """Sharing, eviction, swapping, preemption, aborts and continuations change no token and lose no block."""
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
         Simulation(seed).run()
@@ -35,7 +35,7 @@ def test_every_request_gets_the_answer_it_would_get_alone(first_seed: int) -> No
 
 @pytest.mark.parametrize("first_seed", range(0, 1050, SEEDS_PER_TEST))
 def test_faults_stay_with_those_they_concern(first_seed: int) -> None:
-    """The same with failing steps and transfers, unusable rows and departures in flight: nobody else notices."""
+    """The same with failing steps and transfers, unusable rows and departures in flight: others are not affected."""
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
         Simulation(seed, has_faults=True).run()
 
@@ -92,7 +92,7 @@ class Crowd:
         )
         self.sequences = [make_sequence([i, 2, i], 5 + i % 3, sequence_id=i) for i in range(5)]
         for sequence in self.sequences:
-            self.scheduler.add(sequence)
+            self.scheduler.add_sequence(sequence)
         self.backend = FlakyBackend(raise_on_step=raise_on_step)
         self.backend.allocate_kv(6, 2)
         self.backend.cache_store.allocate_host(num_host_blocks)
@@ -120,7 +120,7 @@ class Crowd:
         require_true_contents(now, self.backend.cache_store)
 
     def finish_all(self) -> Crowd:
-        """Run to the end with every law checked, and compare every answer with the oracle."""
+        """Run to the end with every law checked, and compare every completion with the oracle."""
         for _ in range(200):
             if not self.scheduler.has_work:
                 break
@@ -129,7 +129,7 @@ class Crowd:
         for sequence in self.sequences:
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             assert sequence.output_token_ids == toy_answer(prompt, sequence.max_tokens)
-            self.scheduler.forget(sequence)
+            self.scheduler.remove_sequence(sequence)
         assert sum(self.scheduler.counters.num_preemptions.values()) > 0
         self.mover.start(self.scheduler.moves.take_due())
         stats = self.scheduler.stats()
@@ -139,7 +139,7 @@ class Crowd:
 
 @pytest.mark.parametrize(("preemption", "num_host_blocks"), CROWDS)
 def test_any_one_step_can_fail_and_be_run_again(preemption: str, num_host_blocks: int) -> None:
-    """For every k: the k-th forward dies after it wrote its slots; rolled back and repeated, no answer changes."""
+    """For every k: the k-th forward dies after it wrote its slots; rolled back and repeated, no completion changes."""
     num_steps = Crowd(preemption, num_host_blocks).finish_all().backend.num_steps
     for failing in range(1, num_steps + 1):
         Crowd(preemption, num_host_blocks, failing).finish_all()
@@ -149,7 +149,7 @@ def test_any_one_step_can_fail_and_be_run_again(preemption: str, num_host_blocks
 def test_any_one_transfer_can_fail_and_costs_no_token(
     preemption: str, num_host_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every k: the k-th transfer ends in failure with rubbish written; everybody is answered all the same."""
+    """For every k: the k-th transfer ends in failure with rubbish written; every sequence completes."""
     end, calls = ToyStore.end, count(1)
     monkeypatch.setattr(ToyStore, "end", lambda store, transfer: (next(calls), end(store, transfer))[1])
     Crowd(preemption, num_host_blocks).finish_all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedcore.execution import devices
-from pagedcore.execution.cuda_kv_pool import DeviceKVStorage
+from pagedcore.execution.cuda_kv_pool import CudaKVPool
 from pagedcore.execution.devices import Device
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore_kernels.layout import BlockLayout, TokenMajorLayout
@@ -51,9 +51,9 @@ class LateTicket:
         self.is_done = True
 
 
-def late_storage(layout: BlockLayout, num_blocks: int) -> DeviceKVStorage:
+def late_storage(layout: BlockLayout, num_blocks: int) -> CudaKVPool:
     """A device's storage whose transfers end late."""
-    return DeviceKVStorage(
+    return CudaKVPool(
         layout, num_blocks, CPU, outgoing=LateCopies(), incoming=LateCopies(), pin=lambda slab: lambda: None
     )
 
