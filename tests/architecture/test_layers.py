@@ -12,8 +12,10 @@ from architecture.sources import SOURCES, Source
 
 KERNELS_MAY_IMPORT = {"pagedcore.errors", "pagedcore.protocols"}
 ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain"}
-PUBLIC_MODULES = {"pagedcore.errors", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs"}
-"""What adapters may import besides the public names: errors to raise and catch, metrics, the mark of a plugin."""
+PUBLIC_MODULES = {
+    "pagedcore.errors", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs", "pagedcore.request_options",
+}
+"""What adapters may import besides the public names: errors, metrics, the mark of a plugin, options of a request."""
 OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai"}
 
 
