@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_PARENTS = (ROOT, ROOT / "kernels", ROOT / "adapters")
-PACKAGES = ("pagedcore", "pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain")
+PACKAGES = ("pagedcore", "pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http",
+            "pagedcore_langchain")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from architecture.rooms import ORDER, ROOM_OF, circles, imported_modules, room_o
 from architecture.sources import SOURCES, Source
 
 KERNELS_MAY_IMPORT = {"pagedcore.errors", "pagedcore.protocols"}
-ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain"}
+ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain"}
 PUBLIC_MODULES = {
     "pagedcore.errors", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs", "pagedcore.request_options",
 }
