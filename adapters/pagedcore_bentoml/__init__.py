@@ -1,11 +1,11 @@
-"""A BentoML service around a pagedcore engine: the engine lives in the service's own process.
+"""A BentoML service around a pagedcore engine, in the service's own process.
 
     from pagedcore_bentoml import create_service
 
     LLM = create_service("demo")                 # then: bentoml serve service:LLM
 
-Owns the door of BentoML and nothing of the engine; uses only public names of pagedcore. BentoML is imported when one of
-the names below is first used. Read ``runner.py`` for the service, ``wire.py`` for what goes over the wire.
+Uses only public names of pagedcore and what all HTTP doors share (``pagedcore_http``). BentoML is imported when one of
+the names below is first used. Read ``runner.py`` for the service, ``wire.py`` for requests and responses.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedcore.errors import MissingDependency
 
 if TYPE_CHECKING:
-    from pagedcore_bentoml.events import Event, EventParser, parse_events
     from pagedcore_bentoml.runner import PagedCoreRunner
     from pagedcore_bentoml.service import create_service
     from pagedcore_bentoml.wire import BatchCompletion, Completion
+    from pagedcore_http.events import Event, EventParser, parse_events
 
 __all__ = ["BatchCompletion", "Completion", "Event", "EventParser", "PagedCoreRunner", "create_service", "parse_events"]
 
 _HOMES: Final = {
-    "BatchCompletion": "wire",
-    "Completion": "wire",
-    "Event": "events",
-    "EventParser": "events",
-    "PagedCoreRunner": "runner",
-    "create_service": "service",
-    "parse_events": "events",
+    "BatchCompletion": "pagedcore_bentoml.wire",
+    "Completion": "pagedcore_bentoml.wire",
+    "Event": "pagedcore_http.events",
+    "EventParser": "pagedcore_http.events",
+    "PagedCoreRunner": "pagedcore_bentoml.runner",
+    "create_service": "pagedcore_bentoml.service",
+    "parse_events": "pagedcore_http.events",
 }
 _BROUGHT_BY_THE_EXTRA: Final = ("bentoml", "_bentoml_sdk", "starlette", "pydantic")
 
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pagedcore_bentoml' has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(f"pagedcore_bentoml.{_HOMES[name]}"), name)
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _BROUGHT_BY_THE_EXTRA:
             raise

@@ -1,6 +1,6 @@
-"""From the values of one call to the engine and back: whole answers, batches of them, and streams.
+"""From the values of one call to the engine and back: completions, batches of them, and streams.
 
-Every value goes to the engine's validator as it came; here only what the engine never sees is checked.
+The engine validates all values but those that it never sees.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
-from pagedcore.errors import InvalidPrompt, InvalidSampling, RequestTimeout
+from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, RequestTimeout
+from pagedcore.request_options import OptionKeywords, RequestOptions
 from pagedcore_bentoml.wire import BatchCompletion, Completion, completion_of
+from pagedcore_http.salts import combine_salts
 
 MAX_BATCH_PROMPTS: Final = 256
-"""Prompts of one batch: they wait for room together, so that one caller cannot fill the process with waiting ones."""
+"""Prompts of one batch: they wait for room together, and one caller's must not fill the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,18 @@ class Call:
     sampling: Any
     priority: Any
     timeout_s: Any
+    cache_salt: Any = field(repr=False)
+    request_id: Any
+
+    def with_salt(self, derived: str | bytes | None) -> Call:
+        """Combine the caller's salt with the one that the service derived. Raises ``InvalidSalt``."""
+        RequestOptions(cache_salt=self.cache_salt)
+        return replace(self, cache_salt=combine_salts(derived, self.cache_salt))
+
+    @property
+    def options(self) -> OptionKeywords:
+        """The options of the one prompt."""
+        return {"priority": self.priority, "cache_salt": self.cache_salt, "request_id": self.request_id}
 
     def params(self) -> SamplingParams:
         """Return the parameters of the one prompt. Raises ``InvalidRequest``."""
@@ -41,9 +55,19 @@ class Call:
             raise InvalidSampling("sampling", len(self.sampling), f"one for all, or {num_prompts}, one for each prompt")
         return [_params(sampling) for sampling in self.sampling]
 
+    def options_of_each(self, num_prompts: int) -> Sequence[OptionKeywords]:
+        """Return the options of each prompt of a batch. Raises ``InvalidRequest`` for one label of several prompts."""
+        if self.request_id is None:
+            return [self.options] * num_prompts
+        labels = self.request_id if isinstance(self.request_id, list) else [self.request_id]
+        if len(labels) != num_prompts:
+            given = self.request_id if isinstance(self.request_id, str) else len(labels)
+            raise InvalidRequest("request_id", given, f"a list of {num_prompts}, one for each prompt")
+        return [{**self.options, "request_id": label} for label in labels]
+
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
-        """Cancel what runs inside when the caller's time is up.
+        """Cancel the block when the caller's time is up.
 
         Raises:
             InvalidSampling: the time is not a number of seconds.
@@ -64,37 +88,35 @@ def _params(sampling: Any) -> SamplingParams:
 
 
 async def complete(engine: AsyncEngine, prompt: Any, call: Call) -> Completion:
-    """Answer one prompt; cancelling this aborts the request.
+    """Complete one prompt; cancelling this aborts the request.
 
     Raises:
-        PagedcoreError: as from ``AsyncEngine.submit``, or the error that an answer ended with.
+        PagedcoreError: as from ``AsyncEngine.submit``, or the error of a completion.
     """
     params = call.params()
     async with call.in_time():
-        output = await asyncio.wrap_future(engine.submit(prompt, params, priority=call.priority))
-    for answer in output.outputs:
-        if answer.error is not None:
-            raise answer.error
+        output = await asyncio.wrap_future(engine.submit(prompt, params, **call.options))
+    output.raise_for_error()
     return await completion_of(output)
 
 
 async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCompletion:
-    """Answer several prompts, in order; cancelling this aborts all of them.
+    """Complete several prompts, in order; cancelling this aborts all of them.
 
     Raises:
-        InvalidRequest: a prompt, its parameters or their number is refused; then none is answered.
+        InvalidRequest: a prompt, its parameters or their number is refused, and with it the batch.
         EngineOverloaded: the waiting queue is full.
     """
     if not isinstance(prompts, list) or not 1 <= len(prompts) <= MAX_BATCH_PROMPTS:
         given = len(prompts) if isinstance(prompts, list) else prompts
         raise InvalidPrompt("prompts", given, f"a list of 1 to {MAX_BATCH_PROMPTS} prompts")
-    params = call.params_of_each(len(prompts))
+    params, options = call.params_of_each(len(prompts)), call.options_of_each(len(prompts))
     futures: list[Future[RequestOutput]] = []
     try:
         async with call.in_time():
-            for prompt, its_params in zip(prompts, params, strict=True):
-                # Why: the first is refused if there is no room; the others, let in with it, wait for theirs.
-                futures.append(engine.submit(prompt, its_params, priority=call.priority, wait_for_room=bool(futures)))
+            for prompt, its_params, its_options in zip(prompts, params, options, strict=True):
+                # Why: a full queue refuses the first and so the batch; the others wait for their room.
+                futures.append(engine.submit(prompt, its_params, wait_for_room=bool(futures), **its_options))
             outputs = await asyncio.gather(*map(asyncio.wrap_future, futures))
     finally:
         for future in futures:
@@ -103,6 +125,6 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
 
 
 def deltas_of(engine: AsyncEngine, prompt: Any, call: Call) -> AsyncGenerator[Delta, None]:
-    """Answer one prompt delta by delta; closing the generator aborts the request. Raises as ``AsyncEngine.generate``,
-    some of it at once."""
-    return engine.generate(prompt, call.params(), priority=call.priority, timeout_s=call.timeout_s)
+    """Complete one prompt delta by delta; closing the generator aborts the request. Raises as ``AsyncEngine.generate``,
+    and ``InvalidRequest`` for parameters at once."""
+    return engine.generate(prompt, call.params(), timeout_s=call.timeout_s, **call.options)

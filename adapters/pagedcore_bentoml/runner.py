@@ -1,47 +1,53 @@
-"""The service: one engine in a BentoML worker, its four endpoints, its start, its end and its health.
+"""The service: one engine in a BentoML worker, its four endpoints, start, shutdown and health.
 
-Owns the engine's life inside the worker and the turning of calls into engine requests; what is read and written is in
-``wire.py``, how a client that leaves is noticed in ``responses.py``, what a caller is told in ``refusals.py``.
+Owns the engine's life inside the worker and turns calls into engine requests. Inputs and outputs are in ``wire.py``,
+disconnects, drain and error responses in ``pagedcore_http``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
+import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 import bentoml
+from bentoml.exceptions import BentoMLException
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pagedcore import AsyncEngine, Delta, SamplingParams, TokenLogprobs, Usage
 from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError
 from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
-from pagedcore_bentoml.body import MAX_BODY_BYTES
 from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
-from pagedcore_bentoml.doorkeeper import Doorkeeper
-from pagedcore_bentoml.events import encode, frame_text
-from pagedcore_bentoml.farewell import Farewell
-from pagedcore_bentoml.pieces import with_list
-from pagedcore_bentoml.refusals import CLIENT_CLOSED_REQUEST, NotServing, refusal_of
-from pagedcore_bentoml.responses import ClientGone, EventText, run_until_disconnect
 from pagedcore_bentoml.wire import (
     REFUSAL_KEY,
     BatchCompletion,
     BatchInput,
     ChatInput,
     Completion,
+    EventText,
     PromptInput,
     json_of,
     prompt_logprobs_of,
 )
+from pagedcore_http.body import MAX_BODY_BYTES
+from pagedcore_http.drain import DrainSignal, OpenCalls
+from pagedcore_http.event_stream import ClientGone, run_until_disconnect
+from pagedcore_http.events import encode, frame_text
+from pagedcore_http.json_pieces import with_list
+from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, NotServing, SaltNotDerived, refusal_of
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
+Salt = str | bytes | None
 
-#: What BentoML hands to an endpoint that it serves; a direct call in Python has none.
+#: BentoML passes a context to an endpoint that it serves; a direct call in Python has none.
 _NO_CONTEXT: Any = None
 
 
@@ -55,17 +61,18 @@ class PagedCoreRunner:
 
     Called in Python, endpoints return models and raise pagedcore's errors; over HTTP errors have statuses.
 
-    Invariant: a request that was handed to the engine is aborted as soon as its client has left.
+    Invariant: a request of the engine is aborted as soon as its client has disconnected.
+    Invariant: no request reaches the engine before ``salt_of`` has returned the salt of its tenant.
     Invariant: between the first call and ``pagedcore_stop`` there is exactly one engine.
     """
 
     model: ClassVar[Any] = None
-    """What ``AsyncEngine.from_pretrained`` takes, or an ``AsyncEngine`` that somebody else closes."""
+    """What ``AsyncEngine.from_pretrained`` takes, or an ``AsyncEngine`` that its owner closes."""
     settings: ClassVar[Mapping[str, Any]] = {}
     """Keywords of ``AsyncEngine.from_pretrained``."""
     drain_s: ClassVar[float] = 25.0
-    """Longest wait for calls in flight when the service ends, in seconds; ``bentoml serve`` kills a worker that is
-    still there 30 seconds after it was told to end."""
+    """Longest wait for calls in flight when the service ends, in seconds; ``bentoml serve`` kills a worker 30 seconds
+    after it asked it to end."""
     max_body_bytes: ClassVar[int] = MAX_BODY_BYTES
     """Largest request body."""
     degraded_after_s: ClassVar[float] = 10.0
@@ -76,12 +83,12 @@ class PagedCoreRunner:
     def __init__(self) -> None:
         self._engine: AsyncEngine | None = None
         self._starting = threading.Lock()
-        self._door = Doorkeeper()
-        self._farewell = Farewell(lambda: self._door.drain(self.drain_s))
+        self._open_calls = OpenCalls()
+        self._drain_signal = DrainSignal(lambda: self._open_calls.drain(self.drain_s))
 
     @property
     def engine(self) -> AsyncEngine:
-        """The engine, built at the first look if the start-up hook did not run.
+        """The engine, built at the first use if the start-up hook did not run.
 
         Raises:
             InvalidConfig: the model or a setting is refused.
@@ -100,7 +107,7 @@ class PagedCoreRunner:
 
     @bentoml.on_startup
     async def pagedcore_start(self) -> None:
-        """Load the model and answer one token, so that nothing is compiled in front of a caller.
+        """Load the model and generate one token, so that no caller waits for compilation.
 
         Raises:
             InvalidConfig: as from ``AsyncEngine.from_pretrained``.
@@ -108,11 +115,10 @@ class PagedCoreRunner:
         """
         engine = await asyncio.to_thread(lambda: self.engine)
         output = await asyncio.wrap_future(engine.submit([0], SamplingParams(max_tokens=1)))
-        if output.outputs[0].error is not None:
-            raise output.outputs[0].error
+        output.raise_for_error()
         engine_metrics(engine)
-        self._farewell.install()
-        # Why: what is there by now stays; searching all of it for garbage now and then stalls every stream for 0.2 s.
+        self._drain_signal.install()
+        # Why: the present objects stay; collecting garbage among all of them stalls every stream for 0.2 s.
         gc.collect()
         gc.freeze()
 
@@ -120,21 +126,21 @@ class PagedCoreRunner:
     async def pagedcore_stop(self) -> None:
         """Refuse new calls, wait up to ``drain_s`` seconds for those in flight, then close the engine.
 
-        Where a signal ends the process, all of that but the last has happened by then, before the listener was closed.
+        Where a signal ends the process, the drain has happened by then, before the listener was closed.
         """
-        self._farewell.remove()
-        await self._door.drain(self.drain_s)
+        self._drain_signal.remove()
+        await self._open_calls.drain(self.drain_s)
         if self._engine is not None and self._engine is not self.model:
             await self._engine.aclose()
         gc.unfreeze()
 
     async def __is_alive__(self) -> bool:
-        """Whether waiting for this process makes sense: its engine exists and gets on."""
+        """Whether this process may recover: its engine exists and is not stalled for good."""
         return self._health() != "dead"
 
     async def __is_ready__(self) -> bool:
-        """Whether to send calls here: the engine gets on, its model works and the service does not drain."""
-        return self._health() == "ready" and not self._door.is_draining
+        """Whether to send calls here: the engine makes progress, its model works and the service does not drain."""
+        return self._health() == "ready" and not self._open_calls.is_draining
 
     async def __metrics__(self, text: str) -> str:
         """Append the engine's metrics to BentoML's own."""
@@ -148,67 +154,109 @@ class PagedCoreRunner:
             return "degraded"
         return self._engine.health(degraded_after_s=self.degraded_after_s, dead_after_s=self.dead_after_s).status
 
+    def salt_of(self, ctx: bentoml.Context | None) -> Salt | Awaitable[Salt]:
+        """Return the cache salt of a call's tenant, text or bytes of any length above 0; ``None``: all tenants share.
+
+        Override this, as a plain or an ``async`` method, to derive the salt from the caller's credentials. A body's
+        ``cache_salt`` divides a tenant's own cache further and never replaces this salt.
+
+        Args:
+            ctx: ``ctx.request`` has headers and state of the call; ``None`` for a call in Python without one.
+
+        Raises:
+            HTTPException: Starlette's, or a ``BentoMLException``: the call is refused with its status. After any other
+                exception, except those of pagedcore, and after any other result the call is refused with 500.
+        """
+        return None
+
     @bentoml.api(input_spec=PromptInput, output_spec=Completion)
     async def generate(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                       ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
-        """Answer one prompt, whole.
+                       cache_salt: Any = None, request_id: Any = None, ctx: bentoml.Context = _NO_CONTEXT,
+                       ) -> Completion:
+        """Complete one prompt, whole.
 
         Args:
             prompt: text, token ids, or chat messages.
             sampling: fields of ``SamplingParams``.
-            priority: higher runs first under the "priority" policy.
-            timeout_s: longest time to the end of the answer, in seconds.
-            ctx: BentoML's; leave it out.
+            priority: higher runs first under the "priority" policy; others refuse any but 0.
+            timeout_s: longest time to the end of the completion, in seconds.
+            cache_salt: calls with different salts share no cached prompts; combined with ``salt_of``.
+            request_id: the caller's own label, for hooks and logs.
+            ctx: BentoML's; an endpoint of your own that calls this one passes its own on, for ``salt_of``.
         """
-        call = Call(sampling, priority, timeout_s)
-        return await self._answer(ctx, lambda engine: complete(engine, prompt, call))
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id)
+        return await self._respond(ctx, call, lambda engine, call: complete(engine, prompt, call))
 
     @bentoml.api(input_spec=ChatInput, output_spec=Completion)
     async def chat(self, messages: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                   ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
-        """Answer a list of chat messages, each with "role" and "content"; otherwise as ``generate``."""
-        call = Call(sampling, priority, timeout_s)
-        return await self._answer(ctx, lambda engine: complete(engine, _require_chat(messages), call))
+                   cache_salt: Any = None, request_id: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
+        """Complete a list of chat messages, each with "role" and "content"; otherwise as ``generate``."""
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id)
+        return await self._respond(ctx, call, lambda engine, call: complete(engine, _require_chat(messages), call))
 
     @bentoml.api(input_spec=BatchInput, output_spec=BatchCompletion)
     async def batch(self, prompts: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                    ctx: bentoml.Context = _NO_CONTEXT) -> BatchCompletion:
-        """Answer several prompts, in order; ``sampling`` is for all of them, or a list with one for each.
+                    cache_salt: Any = None, request_id: Any = None, ctx: bentoml.Context = _NO_CONTEXT,
+                    ) -> BatchCompletion:
+        """Complete several prompts, in order; ``sampling`` is for all of them, or a list with one for each.
 
-        A prompt that is refused refuses the batch, and a full queue refuses it as a whole; later failures are told in
-        the answers they concern.
+        Labels are a list too. A prompt that is refused refuses the batch, and so does a full queue; later failures
+        are in the completions that they concern.
         """
-        call = Call(sampling, priority, timeout_s)
-        return await self._answer(ctx, lambda engine: complete_all(engine, prompts, call))
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id)
+        return await self._respond(ctx, call, lambda engine, call: complete_all(engine, prompts, call))
 
     @bentoml.api(input_spec=PromptInput, output_spec=EventText)
     async def stream(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                     ctx: bentoml.Context = _NO_CONTEXT) -> AsyncGenerator[str, None]:
-        """Answer one prompt as server-sent events: deltas as they come, then "done" with the usage, or "error"."""
-        _raise_what_was_refused(ctx)
-        with self._door.call():
-            async with aclosing(deltas_of(self._live_engine(), prompt, Call(sampling, priority, timeout_s))) as deltas:
+                     cache_salt: Any = None, request_id: Any = None, ctx: bentoml.Context = _NO_CONTEXT,
+                     ) -> AsyncGenerator[str, None]:
+        """Complete one prompt as server-sent events: deltas, then "done" with the usage, or "error"."""
+        _raise_refusal_of_body(ctx)
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id)
+        with self._open_calls.call():
+            engine = self._live_engine()
+            call = call.with_salt(await self._derived_salt(ctx))
+            async with aclosing(deltas_of(engine, prompt, call)) as deltas:
                 async for delta in deltas:
                     yield await _events_of(delta)
                     if delta.error is not None:
                         raise delta.error
 
-    async def _answer(self, ctx: bentoml.Context | None, work: Callable[[AsyncEngine], Coroutine[Any, Any, T]]) -> T:
+    async def _respond(
+        self, ctx: bentoml.Context | None, call: Call, work: Callable[[AsyncEngine, Call], Coroutine[Any, Any, T]]
+    ) -> T:
         if ctx is None:
-            return await self._work(work)
+            return await self._work(ctx, call, work)
         try:
-            _raise_what_was_refused(ctx)
-            return await run_until_disconnect(ctx.request.receive, self._work(work))
+            _raise_refusal_of_body(ctx)
+            return await run_until_disconnect(ctx.request.receive, self._work(ctx, call, work))
         except ClientGone:
             response = Response(status_code=CLIENT_CLOSED_REQUEST)
-        except Exception as error:  # whatever went wrong, the caller is told
+        except Exception as error:  # every error becomes a response
             response = refusal_of(error).response()
         ctx.response.status_code = response.status_code
         return response  # type: ignore[return-value]  # Why: BentoML sends a response as it is
 
-    async def _work(self, work: Callable[[AsyncEngine], Coroutine[Any, Any, T]]) -> T:
-        with self._door.call():
-            return await work(self._live_engine())
+    async def _work(
+        self, ctx: bentoml.Context | None, call: Call, work: Callable[[AsyncEngine, Call], Coroutine[Any, Any, T]]
+    ) -> T:
+        with self._open_calls.call():
+            engine = self._live_engine()
+            return await work(engine, call.with_salt(await self._derived_salt(ctx)))
+
+    async def _derived_salt(self, ctx: bentoml.Context | None) -> Salt:
+        try:
+            derived = self.salt_of(ctx)
+            salt = await derived if inspect.isawaitable(derived) else derived
+        except (PagedcoreError, HTTPException):
+            raise
+        except BentoMLException as error:
+            raise HTTPException(error.error_code, str(error)) from None
+        except Exception as error:  # no call may continue without its tenant's salt
+            raise _no_salt(f"raised {type(error).__name__}") from None
+        if salt is not None and (not isinstance(salt, str | bytes) or not salt):
+            raise _no_salt("returned neither None nor text or bytes of any length above 0")
+        return salt
 
     def _live_engine(self) -> AsyncEngine:
         engine = self.engine
@@ -217,7 +265,13 @@ class PagedCoreRunner:
         return engine
 
 
-def _raise_what_was_refused(ctx: bentoml.Context | None) -> None:
+def _no_salt(reason: str) -> SaltNotDerived:
+    # Safety: without the exception, whose message and frames may hold the caller's credentials.
+    _log.error("salt_of %s; the call is refused", reason)
+    return SaltNotDerived("the service could not derive the cache salt of this call; its log has the reason.")
+
+
+def _raise_refusal_of_body(ctx: bentoml.Context | None) -> None:
     refused: PagedcoreError | None = None if ctx is None else ctx.request.scope.get(REFUSAL_KEY)
     if refused is not None:
         raise refused
@@ -233,7 +287,7 @@ async def _events_of(delta: Delta) -> str:
     text = frame_text(await _delta_json(delta))
     if delta.usage is None or delta.error is not None:
         return text
-    # Why: in one piece, because every piece passes through all that BentoML puts around an answer.
+    # Why: in one piece, because every piece passes through all of BentoML's middleware.
     return text + frame_text(await _end_json(delta.usage, delta.prompt_logprobs), "done")
 
 

@@ -1,4 +1,4 @@
-"""Making a service in one line, as ``expose("bentoml", model=...)`` does. Next: ``runner.py``."""
+"""Makes a service in one line, as ``expose("bentoml", model=...)`` does. Next: ``runner.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagedcore.errors import InvalidConfig, describe
 from pagedcore_bentoml.runner import PagedCoreRunner
 
 TIMEOUT_S: Final = 300
-"""BentoML's limit for a whole answer, and for the first byte of a stream, in seconds."""
+"""BentoML's limit for a whole response, and for the first byte of a stream, in seconds."""
 UNTRACED: Final = "/stream$"
 """Requests without OpenTelemetry spans unless ``service`` says otherwise, as a regular expression of addresses."""
 
@@ -36,7 +36,7 @@ def create_service(
         **settings: keywords of ``AsyncEngine.from_pretrained``.
 
     Raises:
-        InvalidConfig: ``service`` asks for more than one worker. Settings are looked at when the service starts.
+        InvalidConfig: ``service`` asks for more than one worker. Settings are validated when the service starts.
     """
     options = {"traffic": {"timeout": TIMEOUT_S}, "tracing": {"excluded_urls": UNTRACED}, **(service or {})}
     # Why: every worker is a process with a model and a KV pool of its own, which divides a batch instead of growing it.
@@ -51,8 +51,7 @@ def create_service(
 
 
 def _belongs_to(made: Any, module: str) -> None:
-    # Why: BentoML takes the module that calls ``bentoml.service`` for the one that holds the service, which is wrong
-    # for a service made on another's behalf; ``bentoml.serve`` and ``Service.serve_http`` look it up there.
+    # Why: BentoML looks the service up in the module that calls ``bentoml.service``, which is this one.
     if hasattr(made, "_caller_module"):
         made._caller_module = module
 

@@ -1,7 +1,7 @@
-"""What goes over the wire: the inputs and outputs of the service's four endpoints, as BentoML's schema shows them.
+"""Inputs and outputs of the service's four endpoints, as BentoML's schema shows them.
 
-The input models describe; they do not judge: a value goes to the engine's one validator as it came, so that ``true`` is
-never taken for a number. A body that cannot be read is noted in the request's scope, for the endpoint to refuse.
+The input models describe values and leave their validation to the engine, so that ``true`` is never taken for a number.
+The error of a body that cannot be read is kept in the request's scope, for the endpoint to refuse.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from starlette.responses import Response
 
 from pagedcore import RequestOutput, TokenLogprobs
 from pagedcore.errors import PagedcoreError
-from pagedcore_bentoml.body import MAX_BODY_BYTES, read_fields
-from pagedcore_bentoml.pieces import map_in_pieces, with_list
+from pagedcore_http.body import MAX_BODY_BYTES, read_fields
+from pagedcore_http.event_stream import EventStream
+from pagedcore_http.json_pieces import map_in_pieces, with_list
 
 REFUSAL_KEY: Final = "pagedcore_bentoml.refusal"
 """Where a request's scope holds the error of a body that was refused."""
@@ -36,18 +37,27 @@ Prompts = Annotated[Any, WithJsonSchema({"type": "array", "items": {}})]
 Sampling = Annotated[Any, WithJsonSchema({"type": "object", "description": "Fields of SamplingParams."})]
 SamplingOfEach = Annotated[Any, WithJsonSchema({"description": "Fields of SamplingParams, or a list, one for each."})]
 Priority = Annotated[Any, WithJsonSchema({"type": "integer"})]
-Seconds = Annotated[Any, WithJsonSchema({"type": "number", "description": "Longest time to the end of the answer."})]
+Seconds = Annotated[Any, WithJsonSchema({"type": "number", "description": "Longest time to the last token."})]
+Salt = Annotated[Any, WithJsonSchema({
+    "type": "string", "description": "Calls with different salts share no cached prompts: 1 to 64 bytes.",
+})]
+Label = Annotated[Any, WithJsonSchema({"type": "string", "description": "The caller's own label, for logs."})]
+LabelOfEach = Annotated[Any, WithJsonSchema({"description": "A list of labels, one for each prompt."})]
 
 
 class EndpointInput(IODescriptor):
-    """What all endpoints take."""
+    """Fields of all endpoints."""
 
-    # Safety: BentoML logs what pydantic says, so that must not repeat a prompt.
+    # Safety: BentoML logs pydantic's errors, so these must not repeat a prompt or a salt.
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    priority: Priority = 0
+    timeout_s: Seconds = None
+    cache_salt: Salt = None
 
     @classmethod
     async def from_http_request(cls, request: Request, serde: Any) -> Any:
-        """Read the body within limits; what is refused is noted in the scope and read as nothing."""
+        """Read the body within limits; the error of a refused one is kept in the scope."""
         try:
             if is_from_sibling(request):
                 return await super().from_http_request(request, serde)
@@ -61,8 +71,8 @@ class EndpointInput(IODescriptor):
 def is_from_sibling(request: Request) -> bool:
     """Whether BentoML's own ``depends`` sent this over the private Unix socket that it made for this service.
 
-    Between its processes BentoML speaks pickle. Whoever can open that socket owns the process anyway; from any other
-    place the same content type is refused, by BentoML at the main door and by ``body`` everywhere else.
+    Between its processes BentoML uses pickle. A process that can open that socket controls this one anyway; from any
+    other place the same content type is refused, by BentoML at the main service and by ``read_fields`` elsewhere.
     """
     return request.client is None and request.headers.get("content-type", "") == _PICKLE
 
@@ -76,8 +86,7 @@ class PromptInput(EndpointInput):
 
     prompt: Prompt
     sampling: Sampling = None
-    priority: Priority = 0
-    timeout_s: Seconds = None
+    request_id: Label = None
 
 
 class ChatInput(EndpointInput):
@@ -85,8 +94,7 @@ class ChatInput(EndpointInput):
 
     messages: Messages
     sampling: Sampling = None
-    priority: Priority = 0
-    timeout_s: Seconds = None
+    request_id: Label = None
 
 
 class BatchInput(EndpointInput):
@@ -94,8 +102,7 @@ class BatchInput(EndpointInput):
 
     prompts: Prompts
     sampling: SamplingOfEach = None
-    priority: Priority = 0
-    timeout_s: Seconds = None
+    request_id: LabelOfEach = None
 
 
 class Logprobs(BaseModel):
@@ -107,7 +114,7 @@ class Logprobs(BaseModel):
 
 
 class Answer(BaseModel):
-    """One answer of a request."""
+    """One completion of a request."""
 
     index: int
     text: str
@@ -120,7 +127,7 @@ class Answer(BaseModel):
 
 
 class TokenUsage(BaseModel):
-    """What a request took, all its answers together, in tokens."""
+    """Tokens of a request, all its completions together."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -128,11 +135,11 @@ class TokenUsage(BaseModel):
 
 
 class EndpointOutput(IODescriptor):
-    """What an endpoint gives back whole."""
+    """An output that is sent whole."""
 
     @classmethod
     async def to_http_response(cls, obj: Any, serde: Any) -> Response:
-        """Write it, long lists in pieces."""
+        """Return the response, its long lists encoded in pieces."""
         if serde.media_type != JSON:
             response: Response = await super().to_http_response(obj, serde)
             return response
@@ -140,11 +147,11 @@ class EndpointOutput(IODescriptor):
 
     @abstractmethod
     async def json_in_pieces(self) -> str:
-        """Return what ``model_dump_json`` does."""
+        """Return the JSON of ``model_dump_json``."""
 
 
 class Completion(EndpointOutput):
-    """All answers to one prompt."""
+    """All completions of one prompt."""
 
     request_id: str
     outputs: list[Answer]
@@ -153,14 +160,14 @@ class Completion(EndpointOutput):
     """One entry per token of the prompt when asked for; of the first, null."""
 
     async def json_in_pieces(self) -> str:
-        """Return what ``model_dump_json`` does."""
-        answers = [
-            await with_list(answer.model_dump_json(exclude={"logprobs"}), "logprobs", answer.logprobs, json_of)
-            for answer in self.outputs
+        """Return the JSON of ``model_dump_json``."""
+        completions = [
+            await with_list(one.model_dump_json(exclude={"logprobs"}), "logprobs", one.logprobs, json_of)
+            for one in self.outputs
         ]
         text = self.model_dump_json(exclude={"outputs", "prompt_logprobs"})
         text = await with_list(text, "prompt_logprobs", self.prompt_logprobs, json_of)
-        return await with_list(text, "outputs", answers, str)
+        return await with_list(text, "outputs", completions, str)
 
 
 class BatchCompletion(EndpointOutput):
@@ -169,34 +176,50 @@ class BatchCompletion(EndpointOutput):
     completions: list[Completion]
 
     async def json_in_pieces(self) -> str:
-        """Return what ``model_dump_json`` does."""
+        """Return the JSON of ``model_dump_json``."""
         return f'{{"completions":[{",".join([await one.json_in_pieces() for one in self.completions])}]}}'
 
 
+class EventText(IODescriptor):
+    """The output of a streaming endpoint: text in the form of server-sent events."""
+
+    media_type = "text/event-stream"
+
+    @classmethod
+    def model_json_schema(cls, *_: Any, **__: Any) -> dict[str, Any]:
+        """Return the schema of text."""
+        return {"type": "string"}
+
+    @classmethod
+    async def to_http_response(cls, obj: Any, serde: Any) -> EventStream:
+        """Return the response that sends what an endpoint's generator yields."""
+        return EventStream(obj)
+
+
 async def completion_of(output: RequestOutput) -> Completion:
-    """Write an engine's output for the wire."""
-    answers = [
-        Answer(index=answer.index, text=answer.text, token_ids=list(answer.token_ids),
-               finish_reason=answer.finish_reason, error=None if answer.error is None else str(answer.error),
-               logprobs=await map_in_pieces(logprobs_of, answer.logprobs or ()))
-        for answer in output.outputs
+    """Return the model of an engine's output."""
+    completions = [
+        Answer(index=one.index, text=one.text, token_ids=list(one.token_ids), finish_reason=one.finish_reason,
+               error=None if one.error is None else str(one.error),
+               logprobs=await map_in_pieces(logprobs_of, one.logprobs or ()))
+        for one in output.outputs
     ]  # fmt: skip
     return Completion(
-        request_id=output.request_id, outputs=answers, usage=TokenUsage(**asdict(output.usage)),
+        request_id=output.request_id, outputs=completions, usage=TokenUsage(**asdict(output.usage)),
         prompt_logprobs=await map_in_pieces(prompt_logprobs_of, output.prompt_logprobs or ()),
     )
 
 
 def logprobs_of(entry: TokenLogprobs) -> Logprobs:
-    """Write one token's log-probabilities for the wire."""
+    """Return the model of one token's log-probabilities."""
     return Logprobs(token_id=entry.token_id, logprob=max(entry.logprob, LEAST_LOGPROB), top=list(entry.top))
 
 
 def prompt_logprobs_of(entry: TokenLogprobs | None) -> Logprobs | None:
-    """Write those of a token of a prompt, whose first has none."""
+    """Return the model of a prompt token's; the first token has none."""
     return None if entry is None else logprobs_of(entry)
 
 
 def json_of(entry: Logprobs | None) -> str:
-    """Write them as JSON."""
+    """Return their JSON."""
     return "null" if entry is None else entry.model_dump_json()

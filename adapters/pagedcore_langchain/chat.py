@@ -15,6 +15,7 @@ from typing_extensions import override
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.messages import to_chat
+from pagedcore_langchain.options import hide_salt, mask_salt, require_single_label
 from pagedcore_langchain.results import Chunks, chat_result
 from pagedcore_langchain.settings import PagedCoreSettings
 
@@ -44,14 +45,14 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
     @property
     @override
     def _identifying_params(self) -> dict[str, Any]:
-        return {"model": self.model, "engine_settings": self.engine_settings, **self._settings()}
+        return self._identity()
 
     @override
     def _generate(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:
-        outputs = self._answer([to_chat(messages)], *self._resolve(stop, kwargs))
+        outputs = self._complete([to_chat(messages)], self._resolve(stop, kwargs))
         return chat_result(outputs[0], self.model, self.engine.token_text)
 
     @override
@@ -59,7 +60,7 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:
-        outputs = await self._answer_on_loop([to_chat(messages)], *self._resolve(stop, kwargs))
+        outputs = await self._complete_on_loop([to_chat(messages)], self._resolve(stop, kwargs))
         return chat_result(outputs[0], self.model, self.engine.token_text)
 
     @override
@@ -68,7 +69,7 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         chunks = Chunks(self.model, self.engine.token_text)
-        with closing(self._deltas(to_chat(messages), *self._resolve_stream(stop, kwargs))) as deltas:
+        with closing(self._deltas(to_chat(messages), self._resolve(stop, kwargs, is_stream=True))) as deltas:
             for delta in deltas:
                 if chunk := chunks.message(delta):
                     if run_manager:
@@ -80,9 +81,9 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        engine = await self.host.ready()
+        engine, call = await self.host.ready(), self._resolve(stop, kwargs, is_stream=True)
         chunks = Chunks(self.model, engine.token_text)
-        async with aclosing(self._deltas_on_loop(to_chat(messages), *self._resolve_stream(stop, kwargs))) as deltas:
+        async with aclosing(self._deltas_on_loop(to_chat(messages), call)) as deltas:
             async for delta in deltas:
                 if chunk := chunks.message(delta):
                     if run_manager:
@@ -90,16 +91,35 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
                     yield chunk
 
     @override
+    def bind(self, **kwargs: Any) -> Any:
+        return super().bind(**hide_salt(kwargs))
+
+    @override
+    def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
+        return super()._get_invocation_params(stop, **mask_salt(kwargs))
+
+    @override
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        return super()._get_llm_string(stop, **mask_salt(kwargs))
+
+    @override
     def generate(self, messages: list[list[BaseMessage]], *args: Any, **kwargs: Any) -> LLMResult:
+        require_single_label(len(messages), kwargs)
         if len(messages) < 2 or BACKGROUND.is_here:
             return super().generate(messages, *args, **kwargs)
         return BACKGROUND.run(self.agenerate(messages, *args, **kwargs))
+
+    @override
+    async def agenerate(self, messages: list[list[BaseMessage]], *args: Any, **kwargs: Any) -> LLMResult:
+        require_single_label(len(messages), kwargs)
+        return await super().agenerate(messages, *args, **kwargs)
 
     @override
     def batch(
         self, inputs: list[LanguageModelInput], config: Configs = None, *, return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
+        require_single_label(len(inputs), kwargs)
         if len(inputs) < 2 or BACKGROUND.is_here:
             return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
         return BACKGROUND.run(invoke_all(self, inputs, config, return_exceptions, kwargs))
@@ -109,6 +129,7 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         self, inputs: list[LanguageModelInput], config: Configs = None, *, return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
+        require_single_label(len(inputs), kwargs)
         return await invoke_all(self, inputs, config, return_exceptions, kwargs)
 
     @override

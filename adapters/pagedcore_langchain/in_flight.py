@@ -61,7 +61,5 @@ async def wait_for_on_loop(futures: list[Future[RequestOutput]], timeout_s: floa
 
 
 def _checked(output: RequestOutput) -> RequestOutput:
-    for answer in output.outputs:
-        if answer.error is not None:
-            raise answer.error
+    output.raise_for_error()
     return output

@@ -10,11 +10,13 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import GenerationChunk, LLMResult
+from langchain_core.runnables import Runnable, RunnableConfig
 from typing_extensions import override
 
 from pagedcore import RequestOutput
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
+from pagedcore_langchain.options import hide_salt, require_single_label
 from pagedcore_langchain.results import Chunks, llm_output, text_generations
 from pagedcore_langchain.settings import PagedCoreSettings
 
@@ -38,21 +40,21 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
     @property
     @override
     def _identifying_params(self) -> dict[str, Any]:
-        return {"model": self.model, "engine_settings": self.engine_settings, **self._settings()}
+        return self._identity()
 
     @override
     def _generate(
         self, prompts: list[str], stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> LLMResult:
-        return self._result(self._answer(prompts, *self._resolve(stop, kwargs)))
+        return self._result(self._complete(prompts, self._resolve(stop, kwargs)))
 
     @override
     async def _agenerate(
         self, prompts: list[str], stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> LLMResult:
-        return self._result(await self._answer_on_loop(prompts, *self._resolve(stop, kwargs)))
+        return self._result(await self._complete_on_loop(prompts, self._resolve(stop, kwargs)))
 
     def _result(self, outputs: list[RequestOutput]) -> LLMResult:
         generations = [text_generations(output, self.model, self.engine.token_text) for output in outputs]
@@ -64,7 +66,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         chunks = Chunks(self.model, self.engine.token_text)
-        with closing(self._deltas(prompt, *self._resolve_stream(stop, kwargs))) as deltas:
+        with closing(self._deltas(prompt, self._resolve(stop, kwargs, is_stream=True))) as deltas:
             for delta in deltas:
                 if chunk := chunks.text(delta):
                     if run_manager:
@@ -78,7 +80,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
     ) -> AsyncIterator[GenerationChunk]:
         engine = await self.host.ready()
         chunks = Chunks(self.model, engine.token_text)
-        async with aclosing(self._deltas_on_loop(prompt, *self._resolve_stream(stop, kwargs))) as deltas:
+        async with aclosing(self._deltas_on_loop(prompt, self._resolve(stop, kwargs, is_stream=True))) as deltas:
             async for delta in deltas:
                 if chunk := chunks.text(delta):
                     if run_manager:
@@ -86,10 +88,41 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
                     yield chunk
 
     @override
+    def bind(self, **kwargs: Any) -> Runnable[LanguageModelInput, str]:
+        return super().bind(**hide_salt(kwargs))
+
+    @override
+    def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        model = self._with_salt_of(kwargs)
+        return BaseLLM.generate(model, prompts, *args, **kwargs)
+
+    @override
+    async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        model = self._with_salt_of(kwargs)
+        return await BaseLLM.agenerate(model, prompts, *args, **kwargs)
+
+    @override
+    def stream(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[str]:
+        model = self._with_salt_of(kwargs)
+        return BaseLLM.stream(model, input, config, stop=stop, **kwargs)
+
+    @override
+    def astream(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[str]:
+        model = self._with_salt_of(kwargs)
+        return BaseLLM.astream(model, input, config, stop=stop, **kwargs)
+
+    @override
     def batch(
         self, inputs: list[LanguageModelInput], config: Configs = None, *, return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[str]:
+        require_single_label(len(inputs), kwargs)
         if len(inputs) < 2 or BACKGROUND.is_here:
             return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
         return BACKGROUND.run(invoke_all(self, inputs, config, return_exceptions, kwargs))
@@ -99,6 +132,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         self, inputs: list[LanguageModelInput], config: Configs = None, *, return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[str]:
+        require_single_label(len(inputs), kwargs)
         return await invoke_all(self, inputs, config, return_exceptions, kwargs)
 
     @override

@@ -8,31 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, SecretBytes, SecretStr, StrictInt, model_validator
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidRequest, TooManySequences
+from pagedcore.request_options import OptionKeywords
 from pagedcore_langchain.host import EngineHost
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
+from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt, require_single_label, reveal_salt
 
 Prompt = str | list[dict[str, str]]
 
 _OF_REMOTE_MODELS: Final = {"api_key", "max_retries"}
-"""What LangChain passes to every chat model; left out, because nothing here is remote and no secret is to be kept."""
+"""What LangChain passes to every chat model; left out, because nothing here is remote."""
 _SAMPLING_FIELDS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs")
 
 
 class PagedCoreSettings(BaseModel):
-    """Fields of a model. Every name of ``SamplingParams`` may also be given per call or by ``bind``, and wins there.
+    """Fields of a model. Every name of ``SamplingParams``, and ``timeout``, ``priority``, ``cache_salt`` and
+    ``request_id``, may also be given per call or by ``bind``, and wins there.
+
+    A salt is a secret: ``repr``, callbacks, tracers and caches see a pseudonym of it. Where other objects of LangChain
+    pass it on (``configurable``, ``bind`` of a chain), give a ``SecretStr``. ``request_id``, the caller's own label,
+    is for one prompt: a batch with one is refused.
 
     Invariant: copies, bindings and reconfigured variants of a model share its ``host``, so they share its engine.
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    # Safety: a refused salt must not be repeated.
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
 
     model: str = "pagedcore"
     """``"demo"``, a directory or a hub id; with an engine of your own, the name to report."""
@@ -57,6 +66,10 @@ class PagedCoreSettings(BaseModel):
     """Longest time for an answer, in seconds; then ``RequestTimeout``, and the request is aborted."""
     wait_for_room: bool = True
     """Whether a request waits while the engine's queue is full; otherwise ``EngineOverloaded``."""
+    priority: StrictInt = 0
+    """Higher runs first under the engine's "priority" policy; others refuse any but 0."""
+    cache_salt: SecretStr | SecretBytes | None = Field(default=None, exclude=True, repr=False)
+    """Requests with different salts share no cached prompts. Give each tenant its own."""
     host: EngineHost = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]  # Why: set below.
 
     @model_validator(mode="before")
@@ -111,50 +124,59 @@ class PagedCoreSettings(BaseModel):
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         return {name: value for name, value in given.items() if value is not None} | self.sampling
 
-    def _resolve(self, stop: Sequence[str] | None, call: Mapping[str, Any]) -> tuple[SamplingParams, float | None]:
-        """Return the parameters and the time limit of one call. Raises ``InvalidRequest``."""
-        values = self._settings() | {name: value for name, value in call.items() if value is not None}
+    def _identity(self) -> dict[str, Any]:
+        salt = {"cache_salt": self.cache_salt}
+        return {"model": self.model, "engine_settings": self.engine_settings, **self._settings(), **mask_salt(salt)}
+
+    def _with_salt_of(self, keywords: dict[str, Any]) -> Self:
+        """Move a call's salt from its keywords to a copy of this model: a completion model's callbacks see all
+        keywords, and its response cache tells calls apart by fields only."""
+        salt = hide_salt(keywords).get("cache_salt")
+        keywords.pop("cache_salt", None)
+        return self if salt is None else self.model_copy(update={"cache_salt": salt})
+
+    def _resolve(self, stop: Sequence[str] | None, keywords: Mapping[str, Any], *, is_stream: bool = False) -> Call:
+        """Combine the fields with the keywords of one call. Raises ``InvalidRequest``."""
+        given = {name: value for name, value in keywords.items() if value is not None}
+        options: OptionKeywords = {"priority": self.priority, "cache_salt": reveal_salt(self.cache_salt)}
+        for name in OPTION_NAMES:
+            if name in given:
+                options[name] = reveal_salt(given.pop(name))
+        values = self._settings() | given
         values.pop("stream", None)
         timeout_s = _positive(values.pop("timeout", self.timeout))
         if (model := values.pop("model", self.model)) != self.model:
             raise InvalidRequest("model", model, "this model's own name", "Build another model object for it.")
         if stop is not None:
             values["stop"] = list(stop)
-        return SamplingParams.from_mapping(_with_logprobs(values)), timeout_s
-
-    def _resolve_stream(
-        self, stop: Sequence[str] | None, call: Mapping[str, Any]
-    ) -> tuple[SamplingParams, float | None]:
-        params, timeout_s = self._resolve(stop, call)
-        if params.n != 1:
+        params = SamplingParams.from_mapping(_with_logprobs(values))
+        if is_stream and params.n != 1:
             raise TooManySequences("n", params.n, "1 for a stream")
-        return params, timeout_s
+        return Call(params, timeout_s, options)
 
-    def _deltas(
-        self, prompt: Prompt, params: SamplingParams, timeout_s: float | None
-    ) -> Generator[Delta, None, None]:
+    def _deltas(self, prompt: Prompt, call: Call) -> Generator[Delta, None, None]:
         return self.host.engine.generate_sync(
-            prompt, params, timeout_s=timeout_s, wait_for_room=self.wait_for_room
+            prompt, call.params, timeout_s=call.timeout_s, wait_for_room=self.wait_for_room, **call.options
         )
 
-    def _deltas_on_loop(
-        self, prompt: Prompt, params: SamplingParams, timeout_s: float | None
-    ) -> AsyncGenerator[Delta, None]:
-        return self.host.engine.generate(prompt, params, timeout_s=timeout_s, wait_for_room=self.wait_for_room)
+    def _deltas_on_loop(self, prompt: Prompt, call: Call) -> AsyncGenerator[Delta, None]:
+        return self.host.engine.generate(
+            prompt, call.params, timeout_s=call.timeout_s, wait_for_room=self.wait_for_room, **call.options
+        )
 
-    def _answer(
-        self, prompts: Iterable[Prompt], params: SamplingParams, timeout_s: float | None
-    ) -> list[RequestOutput]:
-        engine = self.host.engine
-        with in_flight(partial(engine.submit, params=params, wait_for_room=self.wait_for_room), prompts) as futures:
-            return wait_for(futures, timeout_s)
+    def _complete(self, prompts: Sequence[Prompt], call: Call) -> list[RequestOutput]:
+        with in_flight(self._submit(self.host.engine, prompts, call), prompts) as futures:
+            return wait_for(futures, call.timeout_s)
 
-    async def _answer_on_loop(
-        self, prompts: Iterable[Prompt], params: SamplingParams, timeout_s: float | None
-    ) -> list[RequestOutput]:
-        engine = await self.host.ready()
-        with in_flight(partial(engine.submit, params=params, wait_for_room=self.wait_for_room), prompts) as futures:
-            return await wait_for_on_loop(futures, timeout_s)
+    async def _complete_on_loop(self, prompts: Sequence[Prompt], call: Call) -> list[RequestOutput]:
+        with in_flight(self._submit(await self.host.ready(), prompts, call), prompts) as futures:
+            return await wait_for_on_loop(futures, call.timeout_s)
+
+    def _submit(
+        self, engine: AsyncEngine, prompts: Sequence[Prompt], call: Call
+    ) -> Callable[[Prompt], Future[RequestOutput]]:
+        require_single_label(len(prompts), call.options)
+        return partial(engine.submit, params=call.params, wait_for_room=self.wait_for_room, **call.options)
 
 
 def _with_logprobs(values: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_PARENTS = (ROOT, ROOT / "kernels", ROOT / "adapters")
-PACKAGES = ("pagedcore", "pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain")
+PACKAGES = ("pagedcore", "pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http",
+            "pagedcore_langchain")
 """What the wheel of ``pagedcore`` has."""
 SEPARATE_PACKAGES = ("pagedcore_ptxsim",)
 """Packages of this repository with a wheel of their own; the rules of style hold for them too."""

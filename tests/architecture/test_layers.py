@@ -11,9 +11,11 @@ import pagedcore
 from architecture.rooms import ORDER, ROOM_OF, circles, imported_modules, room_of
 from architecture.sources import SOURCES, Source
 
-ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_langchain"}
-PUBLIC_MODULES = {"pagedcore.errors", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs"}
-"""What adapters may import besides the public names: errors to raise and catch, metrics, the mark of a plugin."""
+ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain"}
+PUBLIC_MODULES = {
+    "pagedcore.errors", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs", "pagedcore.request_options",
+}
+"""What adapters may import besides the public names: errors, metrics, the mark of a plugin, options of a request."""
 MAY_PROBE = {
     "pagedcore.models.attention_layers", "pagedcore.models.model_facts", "pagedcore.models.supported_models",
     "pagedcore.models.cpu.packed_linear", "pagedcore.tokenizer.chat_template", "pagedcore.tokenizer.tokenizer",

@@ -1,7 +1,4 @@
-"""Long lists as JSON, written piece by piece: between two pieces the event loop serves everybody else.
-
-A piece takes less than a millisecond.
-"""
+"""Long lists as JSON, in pieces of less than a millisecond, between which the event loop serves other calls."""
 
 from __future__ import annotations
 
@@ -26,5 +23,5 @@ async def map_in_pieces(function: Callable[[_Item], _Result], items: Sequence[_I
 
 
 async def with_list(text: str, name: str, items: Sequence[_Item], encode: Callable[[_Item], str]) -> str:
-    """Add a field to the JSON object in ``text``, which has some: a list whose entries are written by ``encode``."""
+    """Add a list, its entries written by ``encode``, to the JSON object in ``text``, which has fields already."""
     return f'{text[:-1]},"{name}":[{",".join(await map_in_pieces(encode, items))}]}}'

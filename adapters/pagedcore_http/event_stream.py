@@ -1,7 +1,7 @@
-"""Answers on their way to a client that may leave: the stream of events, and work that ends when its client does.
+"""Event streams, and work that is cancelled when its client disconnects.
 
-BentoML looks for a disconnected client only while it writes. Here the connection is watched from the first moment, so
-that a request that still waits, computes its prompt or streams nothing is aborted too.
+The connection is watched from the beginning of a call and not only while the response is written, so that a request
+that waits or computes its prompt is aborted too.
 """
 
 from __future__ import annotations
@@ -11,34 +11,33 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
-from bentoml import IODescriptor
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pagedcore_bentoml.events import WAITING, ends_stream, frame
-from pagedcore_bentoml.refusals import CLIENT_CLOSED_REQUEST, refusal_of
+from pagedcore_http.events import WAITING, ends_stream, frame
+from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, refusal_of
 
 T = TypeVar("T")
 
 PATIENCE_S: Final = 1.0
 """How long a stream's status is held back for an early refusal to have one of its own, in seconds."""
 KEEP_ALIVE_S: Final = 15.0
-"""How often a stream without a first delta shows that it lives: below the idle limit of common proxies."""
+"""How often a stream without a first delta sends a comment, in seconds: below the idle limit of common proxies."""
 
 
 class ClientGone(Exception):
-    """The client left before the work was done; the work was cancelled."""
+    """The client disconnected before the work was done; the work was cancelled."""
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do ``work``, or cancel it as soon as the client is gone.
+    """Return the result of ``work``; cancel it when the client disconnects.
 
     Args:
         receive: the request's ASGI channel, its body read.
-        work: cancelled and waited for if it is not done when the client leaves.
+        work: cancelled and awaited if the client disconnects first.
 
     Raises:
-        ClientGone: the client left first.
+        ClientGone: the client disconnected first.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
@@ -59,9 +58,9 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Events as they come; an error before the first has a status of its own, a later one is an event.
+    """Sends events; an error before the first becomes a response with a status, a later one an event.
 
-    Invariant: the response ends with the event "done" or "error", or the client has left.
+    Invariant: the response ends with the event "done" or "error", or the client has disconnected.
     """
 
     def __init__(self, events: AsyncGenerator[str, None]) -> None:
@@ -72,12 +71,12 @@ class EventStream(StreamingResponse):
         self._has_ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they end or the client leaves."""
+        """Send the events until they end or the client disconnects."""
         try:
             await run_until_disconnect(receive, self._deliver(scope, receive, send))
         except ClientGone:
             if not self._has_begun:
-                # Why: BentoML's time limit waits for a first message, and would keep this call until it comes.
+                # Why: time limits of servers (e.g. BentoML's) wait for a first message and keep the call until then.
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
         if self.background is not None:
             await self.background()
@@ -86,7 +85,7 @@ class EventStream(StreamingResponse):
         try:
             async with aclosing(self._events) as events:
                 await self._send_all(events, send)
-        except Exception as error:  # whatever went wrong, the client is told
+        except Exception as error:  # every error becomes a response or an event
             if self._has_ended:
                 raise
             refusal = refusal_of(error)
@@ -107,7 +106,7 @@ class EventStream(StreamingResponse):
                 await self._send(WAITING, send)
                 patience_s = KEEP_ALIVE_S
         finally:
-            # Why: a generator can only be closed when nobody is inside it any more.
+            # Why: a generator cannot be closed while it runs.
             if not first.done():
                 first.cancel()
                 await asyncio.wait({first})
@@ -127,19 +126,3 @@ async def _next(events: AsyncGenerator[str, None]) -> str:
     async for event in events:
         return event
     return ""
-
-
-class EventText(IODescriptor):
-    """The output of a streaming endpoint: text in the form of server-sent events."""
-
-    media_type = "text/event-stream"
-
-    @classmethod
-    def model_json_schema(cls, *_: Any, **__: Any) -> dict[str, Any]:
-        """Say that a client gets text."""
-        return {"type": "string"}
-
-    @classmethod
-    async def to_http_response(cls, obj: Any, serde: Any) -> EventStream:
-        """Send what an endpoint's generator yields, watching the client."""
-        return EventStream(obj)

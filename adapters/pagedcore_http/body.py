@@ -1,7 +1,4 @@
-"""Reading a request's body within limits: nothing is parsed before its size, its type and its depth are known.
-
-Owns what HTTP lets a caller send; what the values may be is the engine's one validator's business.
-"""
+"""Reads a request's JSON body within limits of type, size and depth. The engine validates the values."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from pagedcore.errors import InvalidPrompt, UnknownParameter
-from pagedcore_bentoml.refusals import RefusedAtTheDoor
+from pagedcore_http.refusals import RefusedAtTheDoor
 
 MAX_BODY_BYTES: Final = 2**20
 """Bytes of a body unless the service says otherwise: a quarter of a million tokens of text."""
@@ -67,7 +64,7 @@ def _require_json(request: Request) -> None:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    # Safety: what is announced is refused unread; what is not announced is counted while it comes.
+    # Safety: a body that is announced as too large is refused unread, any other is counted while it arrives.
     announced = int(request.headers.get("content-length", "0")[:20])
     if announced > max_bytes:
         raise _too_large(announced, max_bytes)
@@ -84,20 +81,20 @@ def _too_large(given: object, max_bytes: int) -> RefusedAtTheDoor:
 
 
 class _Pauses:
-    """Lets other threads run now and then while a long body is parsed: the parser itself never releases the
-    interpreter's lock. Numbers and objects are counted, because whatever else is many is no request.
+    """Lets other threads run while a long body is parsed, as the parser itself never releases the interpreter's lock.
+    Numbers and objects are counted, because no valid request has many values of other types.
     """
 
     def __init__(self) -> None:
         self._num_values = 0
 
     def integer(self, digits: str) -> int:
-        """Read an integer."""
+        """Parse an integer."""
         self._count()
         return int(digits)
 
     def real(self, digits: str) -> float:
-        """Read a number that is none."""
+        """Parse a number that is no integer."""
         self._count()
         return float(digits)
 
@@ -119,7 +116,7 @@ def _parse(body: bytes, pauses: _Pauses | None = None) -> dict[str, Any]:
     try:
         fields = json.loads(body or b"{}", parse_constant=_refuse_constant, **hooks)
     except (ValueError, RecursionError):
-        # Why: from None, because the parser's own message repeats the text.
+        # Safety: from None, because the parser's own message repeats the text.
         raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", len(body), "JSON text in UTF-8") from None
     if not isinstance(fields, dict):
         raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", fields, "a JSON object")

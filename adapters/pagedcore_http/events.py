@@ -1,4 +1,4 @@
-"""Server-sent events: how the deltas of a stream are written, and how a reader gets them back.
+"""Server-sent events: written for the deltas of a stream, and parsed.
 
 The format is the HTML standard's ("Server-sent events", section 9.2). Every event is one line of JSON in ASCII, so that
 a client may cut the bytes anywhere. Events without a name are deltas; the last one is called "done" or "error", and
@@ -33,7 +33,7 @@ def frame_text(data: str, name: str = "") -> str:
 
 
 def ends_stream(text: str) -> bool:
-    """Whether the last event is among these. Data cannot look like one: it is one line, and has a name before it."""
+    """Whether ``text`` has the last event. Data cannot be taken for it: they are one line that begins with "data"."""
     return _END.search(text) is not None
 
 
@@ -44,7 +44,7 @@ class Event:
     name: str
     """"" for a delta, "done" for the end, "error" for a failure."""
     data: Any
-    """Of a delta: index, text, token_ids and, on an answer's last one, finish_reason."""
+    """Of a delta: index, text, token_ids and, on a completion's last one, finish_reason."""
 
 
 class EventParser:
@@ -63,7 +63,7 @@ class EventParser:
 
 
 async def parse_events(chunks: AsyncIterable[str]) -> AsyncGenerator[Event, None]:
-    """Yield the events of a stream as BentoML's asynchronous client, or a service named by ``depends``, returns it."""
+    """Yield the events in the chunks of text that a client receives."""
     parser = EventParser()
     async for chunk in chunks:
         for event in parser.feed(chunk):

@@ -1,6 +1,6 @@
-"""What a caller is told when a call fails: the status, the body and the headers for every kind of error.
+"""Error to status: the response, with body and headers, for every kind of error.
 
-The body says what was refused, the given value and the limit, as the error itself does; never a prompt, a path or the
+The body has what was refused, the given value and the limit, as the error itself does; never a prompt, a path or the
 repr of an object.
 """
 
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pagedcore.errors import (
@@ -26,18 +28,18 @@ from pagedcore.errors import (
 _log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST: Final = 499
-"""Nobody reads it; it keeps an answer that was not wanted any more apart in the access log."""
+"""The status in the access log of a call whose client left; no client receives it."""
 RETRY_AFTER_S: Final = 1
-"""When to try again after a refusal for lack of room, in seconds: a few steps later there may be some."""
+"""When to try again after a refusal for lack of room, in seconds."""
 RETRY_ELSEWHERE_S: Final = 5
-"""When to try again while this process drains or its engine stands still: another one has to come first."""
+"""When to try again while this process drains or its engine is stalled: another process has to start first."""
 
 
 class RefusedAtTheDoor(InvalidRequest):
-    """A call is refused by its HTTP side, before the engine hears of it.
+    """A call is refused by its HTTP side, before it reaches the engine.
 
     Attributes:
-        status: the HTTP status that says so.
+        status: the HTTP status of the response.
     """
 
     def __init__(self, status: HTTPStatus, what: str, given: object, limit: str, advice: str = "") -> None:
@@ -46,38 +48,44 @@ class RefusedAtTheDoor(InvalidRequest):
 
 
 class NotServing(PagedcoreError):
-    """This process takes no calls: it drains, or its engine stands still."""
+    """This process takes no calls: it drains, or its engine is stalled."""
+
+
+class SaltNotDerived(PagedcoreError):
+    """The operator's hook gave no salt for a call, which is refused rather than run without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A failure as it is told."""
+    """The response to a call that failed."""
 
     status: int
     body: dict[str, Any]
-    retry_after_s: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def response(self) -> Response:
-        """Make the response that tells it."""
-        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        return Response(json.dumps(self.body), self.status, headers, "application/json")
+        """Return the Starlette response."""
+        return Response(json.dumps(self.body), self.status, dict(self.headers), "application/json")
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Say how an error is told; one that nobody foresaw is logged and told without its words."""
+    """Return the refusal for an error; an unforeseen one is logged, and its message stays in the log."""
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, {"error": {"type": "HTTPException", "message": error.detail}},
+                       error.headers or {})
     status, retry_after_s = _status_of(error)
     if not isinstance(error, PagedcoreError):
         _log.error("a call failed with an unforeseen error", exc_info=error)
         message = "an unforeseen error; the service's log has it."
         return Refusal(status, {"error": {"type": "InternalError", "message": message}})
-    told: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    fields: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
     if isinstance(error, InvalidRequest):
-        told |= {"what": error.what, "given": error.given, "limit": error.limit}
+        fields |= {"what": error.what, "given": error.given, "limit": error.limit}
     elif isinstance(error, EngineOverloaded):
-        told |= {"what": "waiting queue", "given": str(error.num_waiting), "limit": str(error.limit)}
-    if retry_after_s is not None:
-        told["retry_after_s"] = retry_after_s
-    return Refusal(status, {"error": told}, retry_after_s)
+        fields |= {"what": "waiting queue", "given": str(error.num_waiting), "limit": str(error.limit)}
+    if retry_after_s is None:
+        return Refusal(status, {"error": fields})
+    return Refusal(status, {"error": {**fields, "retry_after_s": retry_after_s}}, {"Retry-After": str(retry_after_s)})
 
 
 def _status_of(error: Exception) -> tuple[int, int | None]:

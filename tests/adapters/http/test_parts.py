@@ -1,0 +1,191 @@
+"""What HTTP doors share, without a server: events, drain, error responses, bodies, salts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncGenerator
+from hashlib import sha256
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("starlette")
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from pagedcore_http.body import MAX_JSON_DEPTH, read_fields
+from pagedcore_http.drain import DrainSignal, OpenCalls
+from pagedcore_http.event_stream import EventStream
+from pagedcore_http.events import WAITING, EventParser, frame
+from pagedcore_http.refusals import NotServing, RefusedAtTheDoor, refusal_of
+from pagedcore_http.salts import combine_salts
+
+
+async def test_a_signal_waits_for_the_drain_and_a_second_one_does_not() -> None:
+    """The handler that was there hears the first signal when all have left, a further one at once; then it is back."""
+    heard: list[int] = []
+
+    def hear(number: int, _: object) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        everybody_left, told = asyncio.Event(), asyncio.Event()
+
+        async def drain() -> None:
+            told.set()
+            await everybody_left.wait()
+
+        farewell = DrainSignal(drain)
+        farewell.install()
+        signal.raise_signal(signal.SIGTERM)
+        await told.wait()
+        assert heard == []
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        everybody_left.set()
+        while len(heard) < 2:
+            await asyncio.sleep(0)
+        farewell.remove()
+        assert signal.getsignal(signal.SIGTERM) is hear
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def test_a_process_that_has_no_handler_ends_as_it_would_have() -> None:
+    """Where nobody is to be told afterwards, and on threads that get no signals, the signal is left alone."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        DrainSignal(asyncio.Event().wait).install()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.signal(signal.SIGTERM, print)
+        await asyncio.to_thread(DrainSignal(asyncio.Event().wait).install)
+        assert signal.getsignal(signal.SIGTERM) is print
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "done", "error"]), st.text()), max_size=8), st.integers(1, 7))
+def test_events_survive_any_cut(events: list[tuple[str, str]], size: int) -> None:
+    """Whatever the text, and wherever the bytes are cut, the reader gets the events that were written."""
+    data = WAITING.join(frame({"text": text}, name) for name, text in events).encode("ascii")
+    parser = EventParser()
+    pieces = [data[start : start + size].decode("ascii") for start in range(0, len(data), size)]
+    found = [(event.name, event.data["text"]) for piece in pieces for event in parser.feed(piece)]
+    assert found == events
+
+
+async def sent_for(*pieces: str) -> list[tuple[str, bool]]:
+    """What an event stream of these pieces sends: bodies, and whether more is said to come."""
+    messages: list[dict[str, Any]] = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        for piece in pieces:
+            yield piece
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    await EventStream(events())({"type": "http"}, receive, send)
+    assert [message["type"] for message in messages] == ["http.response.start"] + ["http.response.body"] * (
+        len(messages) - 1)
+    return [(message["body"].decode(), message["more_body"]) for message in messages[1:]]
+
+
+async def test_the_end_comes_with_the_last_piece() -> None:
+    """Nothing is sent after "done", and the text of an answer cannot be taken for it."""
+    treacherous, done = frame({"text": "event: done\n\nevent: error\n"}), frame({"usage": None}, "done")
+    assert await sent_for(treacherous, frame({"text": "b"}) + done) == [
+        (treacherous, True), (frame({"text": "b"}) + done, False)]
+
+
+async def test_a_stream_of_other_events_ends_too() -> None:
+    """An endpoint of somebody's own that knows no "done" gets its end, empty."""
+    mine = frame({"mine": 1}, "progress") + "data: event: done\n\n"
+    assert await sent_for(mine, mine) == [(mine, True), (mine, True), ("", False)]
+
+
+async def test_a_drain_waits_for_open_calls_and_no_longer_than_its_timeout() -> None:
+    """Draining lets nobody in, ends when all have left, and gives up after its time."""
+    door = OpenCalls()
+    with door.call():
+        assert await door.drain(timeout_s=0.01) == 1
+        with pytest.raises(NotServing), door.call():
+            pass
+        waiting = asyncio.create_task(door.drain(timeout_s=60.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    assert await waiting == 0
+
+
+def test_an_unforeseen_error_is_told_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
+    """What a library raises may hold anything; the caller gets a status, the log the rest."""
+    refusal = refusal_of(RuntimeError("a path, a prompt"))
+    assert refusal.status == 500
+    assert "prompt" not in str(refusal.body)
+    assert "unforeseen" in caplog.text
+
+
+def nested(depth: int) -> Any:
+    return {} if depth == 1 else {"a": nested(depth - 1)} if depth % 2 else [1, nested(depth - 1)]
+
+
+@pytest.mark.parametrize("filler", [[], [7] * 40_000, [{"role": "user", "content": "a [ { text"}] * 1000,
+                                    [None, True, 1.5, "x", -0, 10**30] * 1000, {str(n): n for n in range(5000)}])
+async def test_a_long_body_is_read_as_a_short_one(filler: Any) -> None:
+    """On another thread where it is long: the same values, the same refusals of what is too deep or no JSON."""
+    for depth, is_refused in ((MAX_JSON_DEPTH - 1, False), (MAX_JSON_DEPTH, True)):
+        fields = {"prompt": filler, "sampling": nested(depth)}
+        reading = read_fields(request_with(json.dumps(fields).encode()), ["prompt", "sampling"], [], 2**20)
+        if is_refused:
+            with pytest.raises(RefusedAtTheDoor, match="64 levels"):
+                await reading
+        else:
+            assert await reading == fields
+    for ending in (b"", b"}}", b',"a":NaN}'):
+        broken = b'{"prompt":' + json.dumps(filler).encode() + ending
+        with pytest.raises(RefusedAtTheDoor, match="JSON text"):
+            await read_fields(request_with(broken), ["prompt"], [], 2**20)
+
+
+def request_with(body: bytes) -> Request:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+PARTS = st.none() | st.binary(max_size=9) | st.text(max_size=9)
+
+
+@given(st.tuples(PARTS, PARTS), st.tuples(PARTS, PARTS))
+def test_different_pairs_give_different_salts(first: Any, second: Any) -> None:
+    """Whatever is derived and named, wherever one part ends and the next begins: equal salts only for equal pairs."""
+    one, other = ([part.encode() if isinstance(part, str) else part for part in pair] for pair in (first, second))
+    assert (combine_salts(*first) == combine_salts(*second)) == (one == other)
+
+
+def test_no_pair_imitates_another() -> None:
+    """Moved boundaries, absent and empty parts, lengths inside of parts: all salts differ, and fit the engine."""
+    parts = [None, b"", b"a", b"ab", b"b", b"\0", b"\1", b"\0\1a", (1).to_bytes(8, "big") + b"a", sha256(b"a").digest()]
+    salts = [combine_salts(*pair) for pair in product(parts, parts)]
+    assert len(set(salts)) == len(parts) ** 2
+    assert salts[0] is None
+    assert {len(salt) for salt in salts if salt is not None} == {32}
+    assert combine_salts("a", None) == combine_salts(b"a", None) != b"a"
+
+
+def test_a_doors_own_http_exception_keeps_status_and_headers() -> None:
+    """What an operator's hook raises is the response, as it was raised."""
+    refusal = refusal_of(HTTPException(401, "who are you?", {"WWW-Authenticate": "Bearer"}))
+    assert (refusal.status, refusal.body["error"]["message"]) == (401, "who are you?")
+    assert refusal.response().headers["www-authenticate"] == "Bearer"

@@ -1,0 +1,183 @@
+"""Tenants of one ``AsyncEngine``, kept apart by their salts: caches, labels, priorities."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pagedcore import AsyncEngine, RequestOutput, SamplingParams
+from pagedcore.errors import InvalidRequest, InvalidSalt
+from pagedcore.plugins.hookspecs import hookimpl
+from support.engine_builders import make_engine
+from support.tenants import (
+    BLOCK_SIZE,
+    MAX_TOKENS,
+    OTHER_SECRET,
+    SECRET,
+    PacedBackend,
+    digits_found,
+    guess_all,
+    prompt_with,
+)
+
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+SCORED = dataclasses.replace(PARAMS, logprobs=3, prompt_logprobs=2)
+POOLS = [128, 12]
+"""Blocks: room for everything, and so few that blocks are evicted from the first guesses on."""
+SALTS = [("a", "b"), ("a", None), (None, "b"), (b"a", b"A"), ("a", "salt a")]
+
+
+def what_is_told(told: Any) -> dict[str, Any]:
+    """All fields of a delta or an output, its random id and its times left out after a look at their form."""
+    fields = dataclasses.asdict(told)
+    assert re.fullmatch(r"[0-9a-f]{32}", fields.pop("request_id"))
+    if "metrics" in fields:
+        metrics = fields.pop("metrics")
+        fields["num_preemptions"] = metrics.pop("num_preemptions")
+        fields["times"] = {name: type(time) for name, time in metrics.items()}
+    return fields
+
+
+async def look(engine: AsyncEngine, backend: PacedBackend, prompt: list[int], salt: Any) -> dict[str, Any]:
+    """Ask for a stream and for a whole output with all figures; return everything, and what the engine did for it."""
+    before, deltas, received = engine.stats(), [], [0]
+    backend.pace(lambda: received[0])
+    async for delta in engine.generate(prompt, PARAMS, cache_salt=salt):
+        deltas.append(delta)
+        received[0] += len(delta.token_ids)
+    backend.pace(None)
+    middle = engine.stats()
+    output = await wrap(engine, prompt, SCORED, salt)
+    after = engine.stats()
+    return {
+        "deltas": [what_is_told(delta) for delta in deltas], "output": what_is_told(output), "usage": output.usage,
+        "steps": [(one.num_steps - two.num_steps, one.num_computed_tokens - two.num_computed_tokens,
+                   one.num_preemptions - two.num_preemptions) for one, two in ((middle, before), (after, middle))],
+    }
+
+
+async def wrap(engine: AsyncEngine, prompt: list[int], params: SamplingParams, salt: Any) -> RequestOutput:
+    return await asyncio.wrap_future(engine.submit(prompt, params, cache_salt=salt))
+
+
+async def transcript(secret: tuple[int, ...], salts: tuple[Any, Any], num_kv_blocks: int) -> list[dict[str, Any]]:
+    """What the second tenant sees of all its guesses, after the first has asked with its secret."""
+    backend = PacedBackend()
+    engine = make_engine(backend, num_kv_blocks=num_kv_blocks, block_size=BLOCK_SIZE)
+    with AsyncEngine(engine, stream_interval_s=0.0) as served:
+        await wrap(served, prompt_with(secret), PARAMS, salts[0])
+        return await guess_all(lambda prompt: look(served, backend, prompt, salts[1]))
+
+
+@pytest.mark.parametrize("num_kv_blocks", POOLS)
+@pytest.mark.parametrize("salts", SALTS)
+async def test_a_guess_of_another_tenants_prompt_shows_nothing(salts: tuple[Any, Any], num_kv_blocks: int) -> None:
+    """Every figure of every output, the number of deltas, and the steps taken are the same whatever the secret was."""
+    seen = await transcript(SECRET, salts, num_kv_blocks)
+    assert seen == await transcript(OTHER_SECRET, salts, num_kv_blocks)
+    assert seen[0]["deltas"][-1]["usage"]["num_cached_tokens"] == 0
+    assert [len(one["deltas"]) for one in seen] == [MAX_TOKENS] * len(seen)
+
+
+async def test_with_the_same_salt_the_same_guesses_find_the_secret() -> None:
+    """The test above can fail: within one salt the cached tokens, the steps and the usage betray every digit."""
+    for salt in ("a", None):
+        seen = await transcript(SECRET, (salt, salt), POOLS[0])
+        assert seen != await transcript(OTHER_SECRET, (salt, salt), POOLS[0])
+        assert digits_found(seen, lambda one: one["deltas"][-1]["usage"]["num_cached_tokens"]) == SECRET
+        assert digits_found(seen, lambda one: -one["steps"][0][1]) == SECRET
+
+
+class Finished:
+    """Notes every request that ended, as a plugin sees it."""
+
+    def __init__(self) -> None:
+        self.outputs: list[RequestOutput] = []
+
+    @hookimpl
+    def pagedcore_request_finished(self, request: RequestOutput) -> None:
+        """Note one."""
+        self.outputs.append(request)
+
+
+@pytest.fixture
+def engine() -> Iterator[AsyncEngine]:
+    with AsyncEngine(make_engine(num_kv_blocks=2000), stream_interval_s=0.0) as engine:
+        yield engine
+
+
+LONG = SamplingParams(max_tokens=3000, ignore_eos=True)
+
+
+async def test_a_label_is_taken_within_its_salt_until_its_request_ends(engine: AsyncEngine) -> None:
+    """The same label is refused to the same tenant, accepted from another and from one without salt, and free later."""
+    running = [engine.generate([1], LONG, cache_salt=salt, request_id="mine") for salt in ("a", "b", None)]
+    for stream in running:
+        await anext(stream)
+    for salt in ("a", "b", None):
+        with pytest.raises(InvalidRequest, match="request_id") as refused:
+            await asyncio.wrap_future(engine.submit([1], PARAMS, cache_salt=salt, request_id="mine"))
+        assert "mine" not in str(refused.value)
+        with pytest.raises(InvalidRequest, match="request_id"):
+            await anext(engine.generate([1], PARAMS, cache_salt=salt, request_id="mine"))
+    assert await wrap(engine, [1], PARAMS, "a")
+    for stream in running:
+        await stream.aclose()
+    for salt in ("a", "b", None):
+        output = await asyncio.wrap_future(engine.submit([1], PARAMS, cache_salt=salt, request_id="mine"))
+        assert output.client_request_id == "mine"
+
+
+async def test_a_label_is_in_outputs_and_hooks_and_salts_are_not(engine: AsyncEngine) -> None:
+    """What a plugin gets has the caller's label and the engine's own id, and nothing of the salt."""
+    finished = Finished()
+    engine.observe(finished)
+    output = await asyncio.wrap_future(engine.submit([1], PARAMS, cache_salt="canary", request_id="mine"))
+    engine.stats()
+    assert [one.client_request_id for one in finished.outputs] == ["mine"]
+    assert finished.outputs[0].request_id == output.request_id != "mine"
+    assert "canary" not in repr(finished.outputs) + repr(output)
+
+
+def test_no_request_is_aborted_by_its_label() -> None:
+    """Only the engine's id aborts, so that a label that was guessed is of no use."""
+    engine = make_engine()
+    request = engine.add_request([1], PARAMS, cache_salt="a", request_id="mine")
+    assert not engine.abort_request("mine")
+    assert not request.is_done
+    assert engine.abort_request(request.request_id)
+
+
+@pytest.mark.parametrize("keywords", [
+    {"request_id": "x" * 129}, {"request_id": ""}, {"request_id": "a\nb"}, {"request_id": "\x1b[2J"},
+    {"request_id": "\u202e"}, {"request_id": 5}, {"request_id": b"x"}, {"cache_salt": ""}, {"cache_salt": "x" * 65},
+    {"cache_salt": 5}, {"cache_salt": ["canary"]}, {"priority": 1}, {"priority": -1}, {"priority": True},
+    {"priority": 0.5}, {"priority": "canary"},
+])
+async def test_refused_options_are_typed_at_every_door(engine: AsyncEngine, keywords: dict[str, Any]) -> None:
+    """Labels beyond 128 printable characters, salts beyond 64 bytes, and priorities under a policy that has none."""
+    kind = InvalidSalt if "cache_salt" in keywords else InvalidRequest
+    for call in (lambda: engine.submit([1], PARAMS, **keywords),
+                 lambda: next(engine.generate_sync([1], PARAMS, **keywords))):
+        with pytest.raises(kind) as refused:
+            call()
+        assert refused.value.what in keywords
+        assert "canary" not in str(refused.value)
+    with pytest.raises(kind):
+        await anext(engine.generate([1], PARAMS, **keywords))
+    with pytest.raises(kind):
+        await engine.session(PARAMS, **keywords).open()
+    assert engine.stats().num_prompt_tokens == 0
+
+
+async def test_priorities_are_accepted_where_the_policy_has_them() -> None:
+    """Under the "priority" policy every door takes one."""
+    with AsyncEngine(make_engine(scheduling_policy="priority")) as engine:
+        assert len([delta async for delta in engine.generate([1], PARAMS, priority=5)]) >= 1
+        assert list(engine.generate_sync([1], PARAMS, priority=-5))
+        assert engine.submit([1], PARAMS, priority=1).result(timeout=60).is_finished
