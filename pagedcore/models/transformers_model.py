@@ -28,7 +28,7 @@ from pagedcore.models.cpu.row_invariance import probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, LinearFactory, RaggedRows
-from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 

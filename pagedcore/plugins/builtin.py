@@ -23,7 +23,7 @@ def pagedcore_register(registry: Registry) -> None:
                            summary="plain and slow; what the others are tested against")
     registry.linears.add("onednn", "pagedcore.models.cpu.packed_linear:OneDnnMatmul",
                          summary="torch's own library, with packed weights")
-    registry.linears.add("packed", "pagedcore_kernels.cpu.matmul.matmul:PackedMatmul",
+    registry.linears.add("packed", "pagedcore_kernels.cpu.matmul.packed:PackedMatmul",
                          summary="compiled for x86 processors with AVX2 or better; the default there")
     registry.models.add("transformers", "pagedcore.models.loading:transformers_backend",
                         summary="causal language models of transformers; the default")

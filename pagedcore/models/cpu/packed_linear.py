@@ -20,7 +20,7 @@ from torch import nn
 
 from pagedcore.execution.memory_pages import move_to_huge_pages
 from pagedcore.protocols import LinearFactory, Matmul
-from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul, can_multiply
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 
 
 class PackedLinear(nn.Module):
