@@ -1,7 +1,7 @@
-"""The implementations that come with pagedcore, registered like anybody else's plugin.
+"""The implementations that come with pagedcore, registered as any plugin registers its own.
 
-Why not entry points: an uninstalled checkout has none. Owns names and targets only; nothing here is imported
-before it is used. Read ``registry.py`` for what an entry is.
+They are no entry points, because an uninstalled checkout has none. Owns names and targets only; nothing here is
+imported before it is used. Read ``registry.py`` for what an entry is.
 """
 
 from __future__ import annotations

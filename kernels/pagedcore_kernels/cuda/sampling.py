@@ -82,8 +82,6 @@ class TokenSampler:
 
 
 class _Launcher:
-    """Launches the kernel over rows of one vocabulary."""
-
     def __init__(self, vocab_size: int, driver: Driver) -> None:
         if not 0 < vocab_size <= _MOST_TOKENS:
             raise InternalError(f"vocabulary: got {vocab_size} tokens, expected 1 to {_MOST_TOKENS}.")

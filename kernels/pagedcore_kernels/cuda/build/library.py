@@ -27,7 +27,7 @@ class KernelLibrary:
         self._cache = ImageStore(cache or default_cache_directory())
 
     def find(self, name: str, arch: str) -> KernelImage:
-        """Return the image of a named kernel for a GPU's architecture, compiling it if nobody has.
+        """Return the image of a named kernel for a GPU's architecture, compiling it if there is none.
 
         Raises:
             MissingDependency: it is not prebuilt and there is no compiler.
