@@ -69,7 +69,7 @@ class PromptEmpty(InvalidRequest):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt leaves no room for an answer in the model's context."""
+    """The prompt leaves no room for a completion in the model's context."""
 
 
 class InvalidToken(InvalidRequest):
@@ -176,7 +176,7 @@ class ModelMismatch(InvalidSessionFile):
 
 
 class ModelNotSupported(InvalidConfig):
-    """This architecture would give wrong answers or cannot run; the message says why."""
+    """This architecture would give wrong completions or cannot run; the message says why."""
 
 
 class ModelTakenOver(InvalidConfig):
@@ -249,7 +249,7 @@ class QueueTimeout(RequestFailed):
 
 
 class RequestTimeout(PagedcoreError, TimeoutError):
-    """An answer was not complete within the time its caller gave it; the request was aborted.
+    """A completion was not ready within the time its caller gave it; the request was aborted.
 
     Attributes:
         timeout_s: the limit, in seconds.
@@ -257,7 +257,7 @@ class RequestTimeout(PagedcoreError, TimeoutError):
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        super().__init__(f"timeout: the answer was not complete within {timeout_s:g} seconds; it was aborted.")
+        super().__init__(f"timeout: the completion was not ready within {timeout_s:g} seconds; it was aborted.")
 
 
 class EngineClosed(PagedcoreError):

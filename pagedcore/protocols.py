@@ -41,8 +41,8 @@ ChatMessage = Mapping[str, Any]
 class ModelBackend(Protocol):
     """A model that computes logits for ragged rows and keeps K/V in slots it owns.
 
-    ``is_schedule_invariant`` declares that a row's logits are the same bits whatever else is in the batch and however
-    its prompt was chunked; only then does preemption by recompute leave answers unchanged bit for bit.
+    ``is_schedule_invariant`` declares that a row's logits are the same bits in any batch and for any chunks of its
+    prompt; only then does preemption by recompute leave completions unchanged bit for bit.
     """
 
     @property
@@ -57,7 +57,7 @@ class ModelBackend(Protocol):
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Tokens that end a completion."""
         ...
 
     @property
@@ -90,10 +90,9 @@ class ModelBackend(Protocol):
 class CacheStore(Protocol):
     """Moves whole KV blocks: on the device, and between the device and a slab of host memory.
 
-    Bytes move after everything that was computed before the call
-    and before everything that is computed after it, so a block that a transfer writes to is used again once that is
-    reported complete, and not earlier. One that it only reads may be overwritten if it takes too long; what it brings
-    then is used by nobody.
+    Bytes move after everything that was computed before the call and before everything that is computed after it. A
+    block that a transfer writes to is used again once the transfer is reported complete, and not earlier. A block that
+    it only reads may be overwritten if the transfer takes too long; the copy is not used then.
     """
 
     @property
@@ -121,8 +120,8 @@ class CacheStore(Protocol):
         """Return (transfer id, success) of every transfer that ended since the last call, each once.
 
         Args:
-            wait: stand still until there is at least one, for a twentieth of a second at most; whoever waits looks
-                at its clock then. Without any in flight, return at once.
+            wait: block until there is at least one, for a twentieth of a second at most, so that the caller can
+                look at its clock. Without any in flight, return at once.
         """
         ...
 
@@ -281,11 +280,11 @@ class Tokenizer(DecodesTokens, Protocol):
         ...
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Render the chat template, ending where the assistant's answer begins, and tokenise it."""
+        """Render the chat template, ending where the assistant's turn begins, and tokenise it."""
         ...
 
     def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
-        """Tokenise what the chat template puts between a conversation so far and the answer to ``messages``.
+        """Tokenise what the chat template puts between a conversation so far and the reply to ``messages``.
 
         Args:
             messages: the new messages only.

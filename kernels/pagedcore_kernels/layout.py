@@ -48,7 +48,7 @@ class LayerShape:
 class BlockLayout:
     """One KV block: ``[layer][K then V]``; what the order inside K and V is, a subclass says.
 
-    Whoever moves whole blocks (swap, copy-on-write, export) uses ``block_bytes`` alone and does not notice which.
+    Moves of whole blocks (swap, copy-on-write, export) need ``block_bytes`` alone.
 
     Invariant: the byte ranges of all layers' K and V are disjoint, in order, and lie inside ``block_bytes``.
     Invariant: ``block_bytes`` and all offsets are multiples of ``ALIGNMENT``.

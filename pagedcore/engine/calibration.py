@@ -1,6 +1,6 @@
-"""Measures what a step costs before the first request: a few short prefills whose results nobody uses.
+"""Measures what a step costs before the first request: a few short prefills whose results are discarded.
 
-They write to blocks that hold nothing yet and that nobody can find; no sequence, cache or counter knows of them. From
+They write to blocks that hold nothing yet and are in no cache; no sequence and no counter knows of them. From
 the first step on the engine's own measurements correct what was learned here. Next: ``scheduling.cost_model``.
 """
 
@@ -49,7 +49,7 @@ def measure_steps(backend: ModelBackend, clock: Clock, block_size: int, most_tok
 
     Returns:
         Seconds by tokens; ``None`` if the model is too slow to be measured at two sizes, the clock stands still, or the
-        model fails. It will fail in its first step then, where somebody is told.
+        model fails. It then fails in its first step, whose requests report it.
     """
     seconds_of: dict[int, float] = {}
     try:

@@ -1,8 +1,8 @@
 """The memory of one engine's KV pool: how many blocks it has, where their bytes come from, and when they go back.
 
 Owns the sum at an engine's start and says it through the logger "pagedcore". The pool is allocated once and never
-moves; who holds which of its blocks is ``cache``'s business. Read ``memory.py`` for the budget that several engines
-share.
+moves; ``kv_cache/`` says which sequence holds which of its blocks. Read ``memory_budget.py`` for the budget that
+several engines share.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import FloatArray, Int64Array
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.sequence import Sequence
-from pagedcore_kernels.cpu.sampling.sampling import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
+from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
 
 if TYPE_CHECKING:
     import torch

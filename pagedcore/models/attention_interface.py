@@ -69,7 +69,6 @@ def _attention(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Have the signature that transformers' modules call."""
     step = _current_step.get()
     if step is None:
         raise ModelTakenOver(

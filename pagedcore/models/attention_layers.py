@@ -2,7 +2,7 @@
 
 Owns the record of one call per layer and its translation to the words of ``AttentionBackend``: shapes, scale, window,
 chunk, softcap, and whose K and V a layer reads. Shapes come from the call, never from the configuration, because
-architectures disagree on what their configuration means. Calls that paged attention would answer wrongly are refused.
+architectures disagree on what their configuration means. Calls that paged attention would compute wrongly are refused.
 Read ``attention_interface.py`` for who calls this during a step.
 """
 
@@ -62,7 +62,7 @@ class AttentionLayer:
 
 
 class RecordingStep:
-    """Notes every attention call and answers it with zeros."""
+    """Records every attention call and returns zeros."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

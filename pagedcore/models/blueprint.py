@@ -1,8 +1,9 @@
 """What can be known of a model before its weights are there: the shapes of its K and V, and how large it is.
 
 Owns a model tree on torch's device "meta", which has shapes and no memory, and asks it the same question as a loaded
-model: two tokens are sent through and every attention call is recorded. So the sums are those of the engine, whatever
-an architecture's configuration means by its fields. Read ``attention_layers.py`` for the recording.
+model: two tokens are sent through and every attention call is recorded. So the sums are those of the engine, even
+where architectures disagree on what a field of their configuration means. Read ``attention_layers.py`` for
+the recording.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def _layers_of(model: Any) -> Any:
             return redirect_attention(model)[0]
     except RuntimeError as error:  # what torch raises for an operation that needs numbers
         raise ModelNotSupported(
-            f"model: what {model.config.model_type!r} computes depends on its weights, so that its size cannot be told "
-            "from the configuration. Start an engine and look at Engine.stats().kv_bytes."
+            f"model: what {model.config.model_type!r} computes depends on its weights, so that the "
+            "configuration does not show its size. Start an engine and look at Engine.stats().kv_bytes."
         ) from error
 
 

@@ -51,7 +51,7 @@ class Decoder(Protocol):
         ...
 
 
-#: Takes a model whose attention was redirected, its layers by number, and who to tell about weights no longer needed.
+#: Takes a model whose attention was redirected, its layers by number, and what to call with weights no longer needed.
 DecoderFactory = Callable[[Any, Mapping[int, AttentionLayer], Callable[[torch.Tensor], None]], Decoder]
 
 

@@ -59,7 +59,7 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
     import torch
 
     from pagedcore._version import __version__
-    from pagedcore_kernels.cpu.matmul.matmul import products_here
+    from pagedcore_kernels.cpu.matmul.packed import products_here
 
     facts = description_of(backend)
     parts = [

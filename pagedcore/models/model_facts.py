@@ -1,4 +1,4 @@
-"""What a model's configuration says about its limits: the longest context and the tokens that end an answer.
+"""What a model's configuration says about its limits: the longest context and the tokens that end a completion.
 
 Owns the reading of fields that architectures name differently. Read ``transformers_model.py`` next.
 """
@@ -31,7 +31,7 @@ def max_model_len(config: Any) -> int:
 
 
 def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the parameters of each rotary embedding: one, or one per type of layer."""
+    # One, or one per type of layer.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     yield from nested if nested else [rope]
@@ -48,7 +48,7 @@ def _with_rope(length: int, rope: Mapping[str, Any]) -> int:
 
 
 def eos_token_ids(model: Any) -> frozenset[int]:
-    """Return the tokens that end an answer, from the generation settings and the configuration."""
+    """Return the tokens that end a completion, from the generation settings and the configuration."""
     sources = (getattr(model, "generation_config", None), model.config)
     values = [getattr(source, "eos_token_id", None) for source in sources]
     flat = [token for value in values for token in (value if isinstance(value, list | tuple) else [value])]

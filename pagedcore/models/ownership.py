@@ -1,6 +1,6 @@
 """What keeps a loaded model that an engine has taken over from being used by anything else.
 
-Packed layers are copies of their weights, and cached K and V were computed with them: whatever changes a weight
+Packed layers are copies of their weights, and cached K and V were computed with them: a weight that changes
 afterwards makes a model of two halves. ``load_state_dict`` is refused at once, on every module. Other changes of the
 parameters that are left are found at the next step: operations in place, an optimizer's too, and another ``data``.
 Not found are writes past torch's counter of versions, as by ``parameter.data.copy_()`` or through a NumPy view, and

@@ -68,7 +68,6 @@ def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
 
 @contextmanager
 def _as_refusals(name: str) -> Iterator[None]:
-    """Turn what transformers raises while it loads ``name`` into ``InvalidConfig``."""
     from safetensors import SafetensorError
 
     try:
@@ -81,7 +80,6 @@ def _as_refusals(name: str) -> Iterator[None]:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Keep transformers from drawing while it maps files, which takes no time worth watching."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -122,7 +120,7 @@ def check_source(config: Mapping[str, Any], trust_remote_code: bool) -> None:
     """Refuse what the configuration already rules out.
 
     Raises:
-        ModelNotSupported: see ``guards.check_config``; or the model brings code that may not run.
+        ModelNotSupported: see ``supported_models.check_config``; or the model brings code that may not run.
     """
     # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
     if config.get("auto_map") and not trust_remote_code:

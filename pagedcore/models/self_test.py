@@ -1,6 +1,6 @@
 """The check at load that a model computes the same through paged attention as it does by itself.
 
-Owns the twelve tokens, the schedules they go through and the comparison. It catches whatever no guard has a name for:
+Owns the twelve tokens, the schedules they go through and the comparison. It catches what no other check knows:
 an architecture that keeps state, ignores positions, or bends attention in a way that never reaches the attention
 function. It also finds out whether results depend on the schedule bit for bit. Read ``transformers_model.py`` next.
 """

@@ -1,8 +1,8 @@
-"""Which architectures are refused, by name and reason, and the checks that catch those nobody has named.
+"""Which architectures are refused, by name and reason, and the checks that catch those without a name here.
 
 Everything here looks at a configuration or at an idle module tree; nothing is loaded or computed. A refusal is better
-than an answer that is silently wrong: state-space layers, for example, run without complaint on a ragged batch and mix
-its sequences. Read ``attention_layers.py`` for the checks on a running model, ``self_test.py`` for the last one.
+than a completion that is silently wrong: state-space layers, for example, run without an error on a ragged batch and
+mix its sequences. Read ``attention_layers.py`` for the checks on a running model, ``self_test.py`` for the last one.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def check_attention_was_taken(config: Any) -> None:
 
 
 def check_num_attention_layers(config: Any, num_called: int) -> None:
-    """Refuse a model in which not every layer attends: the others keep a state that nobody pages.
+    """Refuse a model in which not every layer attends: the others may keep a state outside the KV pool.
 
     Raises:
         ModelNotSupported: the number of calls is not the number of layers.

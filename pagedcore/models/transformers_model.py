@@ -28,7 +28,7 @@ from pagedcore.models.cpu.row_invariance import probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, LinearFactory, RaggedRows
-from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
@@ -65,7 +65,7 @@ class TransformersModel:
             model: on the CPU, all weights in memory or mapped, or already on the device.
             attention_factory: makes the attention backend.
             block_size: tokens per KV block; ``None``: what the attention backend prefers.
-            is_private: nobody else has the model or its weights, so that mapped pages may be dropped early.
+            is_private: the caller keeps neither the model nor its weights, so that mapped pages may be dropped early.
             runs_self_test: compare twelve tokens with a plain forward first.
             decoder_factory: makes what computes a batch; ``None``: the best for model and device.
             attention_name: what ``attention_factory`` is called.
@@ -111,7 +111,7 @@ class TransformersModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Tokens that end a completion."""
         return self._eos_token_ids
 
     @property
@@ -264,7 +264,7 @@ def requirements_of(attention_factory: AttentionFactory) -> AttentionRequirement
 
 
 def _keep(weight: torch.Tensor) -> None:
-    """Leave a weight that somebody else may have alone."""
+    """Do nothing: the caller may still use the weight."""
 
 
 def _plain_logits(model: Any, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The implementations that come with pagedcore, registered like anybody else's plugin.
+"""The implementations that come with pagedcore, registered as any plugin registers its own.
 
-Why not entry points: an uninstalled checkout has none. Owns names and targets only; nothing here is imported
-before it is used. Read ``registry.py`` for what an entry is.
+They are no entry points, because an uninstalled checkout has none. Owns names and targets only; nothing here is
+imported before it is used. Read ``registry.py`` for what an entry is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def pagedcore_register(registry: Registry) -> None:
                            summary="plain and slow; what the others are tested against")
     registry.linears.add("onednn", "pagedcore.models.cpu.packed_linear:OneDnnMatmul",
                          summary="torch's own library, with packed weights")
-    registry.linears.add("packed", "pagedcore_kernels.cpu.matmul.matmul:PackedMatmul",
+    registry.linears.add("packed", "pagedcore_kernels.cpu.matmul.packed:PackedMatmul",
                          summary="compiled for x86 processors with AVX2 or better; the default there")
     registry.models.add("transformers", "pagedcore.models.loading:transformers_backend",
                         summary="causal language models of transformers; the default")

@@ -68,4 +68,4 @@ def pagedcore_step(stats: StepStats) -> None:
 
 @hookspec
 def pagedcore_request_finished(request: RequestOutput) -> None:
-    """Look at a request whose every answer has finished; runs on the engine's thread and must not block."""
+    """Look at a request whose completions have all finished; runs on the engine's thread and must not block."""

@@ -91,13 +91,13 @@ class PluginManager:
         self._note(PluginRecord(name, distribution, version, "active", hooks=hooks))
 
     def try_add(self, entry_point: EntryPoint) -> None:
-        """Load and register a plugin found by name; whatever goes wrong is noted and logged, never raised."""
+        """Load and register a plugin found by name; every failure is noted and logged, never raised."""
         name, dist = entry_point.name, entry_point.dist
         distribution, version = (dist.name, dist.version) if dist else ("", "")
         try:
             plugin = None if name in self._blocked else entry_point.load()
             self.add(plugin, name, distribution=distribution, version=version)
-        except (Exception, SystemExit) as error:  # a stranger's import can raise anything, even an exit
+        except (Exception, SystemExit) as error:  # an import of a third party can raise anything, even an exit
             reason = f"{type(error).__name__}: {error}"
             # Why: two distributions may claim one name; the second record must not replace the first
             key = name if name not in self._records else f"{name} of {distribution}"

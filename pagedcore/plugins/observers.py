@@ -1,7 +1,7 @@
-"""The engine's side of the observing hooks: cheap when nobody listens, unharmed when a listener fails.
+"""The engine's side of the observing hooks: free without observers, unharmed when one fails.
 
-Owns the calls and their isolation; never an observer. The engine holds one ``EngineHooks`` and tells it what
-happened; read ``hookspecs.py`` for what observers receive.
+Owns the calls and their isolation; never an observer. The engine holds one ``EngineHooks`` and calls it; read
+``hookspecs.py`` for what observers receive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EngineHooks:
     """
 
     def __init__(self, manager: PluginManager, *, at_the_end: Callable[[], None] = lambda: None) -> None:
-        """Look up the observers of ``manager``; ``at_the_end`` is called after they were told of the engine's end."""
+        """Look up the observers of ``manager``; ``at_the_end`` is called after those of the engine's end."""
         self._at_the_end = at_the_end
         self._start = manager.callers("pagedcore_engine_start")
         self._stop = manager.callers("pagedcore_engine_stop")
@@ -40,23 +40,23 @@ class EngineHooks:
         self._info: EngineInfo | None = None
 
     def add(self, manager: PluginManager) -> None:
-        """Let the observers of another manager in; if the engine has started, they are told so first."""
-        newcomers = EngineHooks(manager)
+        """Add the observers of another manager; if the engine has started, its start is reported to them first."""
+        added = EngineHooks(manager)
         if self._info is not None:
-            newcomers.engine_started(self._info)
-        self._start += newcomers._start
-        self._stop += newcomers._stop
-        self._step += newcomers._step
-        self._finished += newcomers._finished
+            added.engine_started(self._info)
+        self._start += added._start
+        self._stop += added._stop
+        self._step += added._step
+        self._finished += added._finished
 
     @property
     def observes_steps(self) -> bool:
-        """Whether ``step_done`` has anybody to tell; if not, there need be nothing to tell."""
+        """Whether a step has an observer; if not, its statistics need not be built."""
         return bool(self._step)
 
     @property
     def observes_requests(self) -> bool:
-        """Whether ``request_finished`` has anybody to tell; if not, the output need not be put together."""
+        """Whether a finished request has an observer; if not, its output need not be built."""
         return bool(self._finished)
 
     def engine_started(self, info: EngineInfo) -> None:
@@ -74,7 +74,7 @@ class EngineHooks:
         self._tell(self._step, stats=stats)
 
     def request_finished(self, output: RequestOutput) -> None:
-        """Tell that every answer of a request has finished."""
+        """Report a request whose completions have all finished."""
         self._tell(self._finished, request=output)
 
     def _tell(self, callers: list[tuple[str, Callable[..., Any]]], **what: object) -> None:

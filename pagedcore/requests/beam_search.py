@@ -99,7 +99,7 @@ class BeamSearch:
 
     @property
     def num_beams(self) -> int:
-        """Beams of the present round: one in the first, later as many as could be told apart, up to ``width``."""
+        """Beams of the present round: one in the first, later as many different ones as there are, up to ``width``."""
         return len(self._beams)
 
     def advance(self, continuations: ListOf[Continuations]) -> list[Survivor]:

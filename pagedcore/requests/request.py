@@ -35,7 +35,7 @@ class Request:
     """The handle of one request at the step level.
 
     Made by ``Engine.add_request``; usable only on the engine's thread. ``take_new_tokens`` reads tokens as they
-    come, ``is_done`` says when to stop, then either ``extend`` goes on with the same cache or ``remove`` frees it.
+    come, ``is_done`` says when to stop, then ``extend`` continues with the same cache, or ``remove`` frees it.
 
     Invariant: ``sequences`` has one entry for each of the ``SamplingParams.n`` completions. Where these are chosen at
         the end, they stay empty until then, and the scheduler knows only the candidates.

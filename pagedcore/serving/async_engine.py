@@ -37,7 +37,7 @@ from pagedcore.serving.stream_flusher import StreamFlusher
 
 _STREAM_INTERVAL: Final = seconds(0, 1)
 STREAM_INTERVAL_S: Final = 0.05
-"""How often a reader is told of new text, in seconds: twenty times a second looks continuous."""
+"""How often a reader gets new text, in seconds: twenty times a second looks continuous."""
 _T = TypeVar("_T")
 
 
@@ -52,11 +52,11 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> None:
-        """Take over ``engine``: nobody else may call it from now on.
+        """Take over ``engine``: no other code may call it from now on.
 
         Args:
             engine: a new one.
-            stream_interval_s: a reader is told of its first and last delta at once, and of those between, joined, at
+            stream_interval_s: a reader gets its first and last delta at once, and those between, joined, at
                 times this far apart, the same for all readers, and farther apart if those are more than fifty; 0 tells
                 of every delta.
 
@@ -131,7 +131,7 @@ class AsyncEngine:
     ) -> Future[RequestOutput]:
         """Send one prompt off and return at once; the future has all its answers when the last one is complete.
 
-        Cheaper than ``generate``, because nobody is woken in between. ``asyncio.wrap_future`` makes the future
+        Cheaper than ``generate``, because no reader is woken in between. ``asyncio.wrap_future`` makes the future
         awaitable. Cancelling it aborts the request; losing it does not. Its callbacks run on the engine thread and
         must not block. An answer that failed has the finish reason "error" and its error in the output.
 
@@ -196,7 +196,7 @@ class AsyncEngine:
         self._send(lambda worker: worker.engine.hooks.add(manager))
 
     def health(self, *, degraded_after_s: float = 10.0, dead_after_s: float = 60.0) -> Health:
-        """Say whether the engine gets on, by the time since its last step or idle check ended; never waits.
+        """Judge whether the engine makes progress, by the time since its last step or idle check; never waits.
 
         While everybody waits for KV blocks that are on their way between the memories there is no step.
 

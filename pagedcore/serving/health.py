@@ -1,4 +1,4 @@
-"""Whether an engine's thread gets on: ready, degraded or dead, judged by its progress and not by its existence.
+"""Whether an engine's thread is healthy: ready, degraded or dead, judged by its progress, not by its existence.
 
 Owns the marks that the thread leaves and what is read from them; it never looks at a request, and asking never waits
 for the thread. Who leaves the marks is in ``engine_thread.py``, who asks is ``AsyncEngine.health``.
@@ -65,7 +65,7 @@ class Progress:
         Args:
             is_alive: whether the thread exists; existence alone proves nothing, its absence does.
             degraded_after_s: seconds without progress after which an engine is degraded.
-            dead_after_s: seconds without progress after which nobody should wait any longer.
+            dead_after_s: seconds without progress after which waiting is pointless.
         """
         silent_s, num_failed = self._clock.now() - self._last_s, self._num_failed_steps
         if self._has_ended or not is_alive:

@@ -41,7 +41,7 @@ def is_long(prompt: Any) -> bool:
 class LongPrompts:
     """Prepares long prompts on a few threads, in order, and sends them on to the engine thread.
 
-    Invariant: a sink that was taken reaches the engine thread, is told an error, or has been abandoned.
+    Invariant: a sink that was taken reaches the engine thread, ends with an error, or has been abandoned.
     """
 
     def __init__(self, commands: Commands, limit: int) -> None:
@@ -58,7 +58,7 @@ class LongPrompts:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagedcore-prompt")
 
     def send(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, may_wait: bool) -> None:
-        """Have a request prepared and sent on for a sink, which is told why if it is refused.
+        """Prepare a request on another thread and send it on; a refusal ends the sink with its error.
 
         Raises:
             EngineOverloaded: there are as many as may be, and it may not wait.
@@ -79,7 +79,7 @@ class LongPrompts:
 
     def _run(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, may_wait: bool) -> None:
         prepared = self._prepare(prepare, sink)
-        # Why: before anybody is told, so that the next request of the same caller has its place.
+        # Why: before the sink learns anything, so that the next request of the same caller has its place.
         with self._lock:
             self._num_present -= 1
         error = prepared if isinstance(prepared, Exception) else self._send_on(prepared, sink, may_wait)
@@ -90,12 +90,12 @@ class LongPrompts:
         return None if self._commands.put(lambda worker: worker.accept(prepared, sink, may_wait)) else _closed()
 
     def _prepare(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink) -> ProcessedRequest | Exception:
-        # Why: what its caller has left, or nobody will compute, need not be tokenised.
+        # Why: a prompt whose caller has left, or whose engine is closed, need not be tokenised.
         if sink.is_abandoned or self._commands.is_closed:
             return _closed()
         try:
             return prepare()
-        except Exception as error:  # whatever it was, the reader is told
+        except Exception as error:  # of any kind: the reader gets it
             return error
 
 

@@ -78,10 +78,10 @@ class Stream:
         self._error: Exception | None = None
         self.has_ended = False
         self.is_abandoned = False
-        """Whether nobody reads any more, which the engine may not know yet."""
+        """Whether its reader has left, which the engine may not know yet."""
 
     def abandon(self) -> None:
-        """Note that nobody reads any more."""
+        """Mark that the reader has left."""
         self.is_abandoned = True
 
     def put(self, deltas: Iterable[Delta]) -> Waiter | None:
@@ -234,7 +234,7 @@ class StreamReader:
         return RequestTimeout(self._timeout_s or 0.0)
 
     def close(self) -> None:
-        """Tell the engine that nobody reads any more; harmless after the end, and more than once."""
+        """Abort the request; after its end, and a second time, this does nothing."""
         self._finalizer()
 
 

@@ -20,7 +20,7 @@ import torch
 from kernels.attention_cases import Rows, Shape, Tokens, random_tables, run
 from pagedcore_kernels import step_plan as plan_module
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
-from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 
 GUARD_BYTES = 1 << 22
 """Bytes behind an array that nobody may touch."""

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kernels.attention_cases import LAYER, Rows, Shape, Tokens, nan_pool, random_tables, run
-from pagedcore_kernels.cpu.attention.attention import attention_kernel
+from pagedcore_kernels.cpu.attention.attend import attention_kernel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.attention.variants import Variant
 from pagedcore_kernels.cpu.runtime.threads import Computing

@@ -16,8 +16,8 @@ import torch
 from kernels import edge_of_memory
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu import features
-from pagedcore_kernels.cpu.matmul import matmul, matmul_amx
-from pagedcore_kernels.cpu.matmul.matmul import CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS, PackedMatmul, can_multiply
+from pagedcore_kernels.cpu.matmul import amx, packed
+from pagedcore_kernels.cpu.matmul.packed import CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS, PackedMatmul, can_multiply
 
 #: Inputs of a chunk in bfloat16, of two in float32.
 CHUNK = 2 * CHUNK_STEPS
@@ -209,7 +209,7 @@ def test_code_for_another_processor_is_not_tried(monkeypatch: pytest.MonkeyPatch
 OTHER_PROCESSOR = """
 import hashlib
 import torch
-from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul, products_here
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, products_here
 
 digest = hashlib.sha256()
 for dtype in (torch.float32, torch.bfloat16):
@@ -243,17 +243,17 @@ def test_processors_without_bfloat16_compute_the_same_bits() -> None:
     """Vectors of 256 and of 512 bits add in the same order: widened pairs have the same bits with either."""
     wide = on_another_processor("skylake-avx512", "amx", "avx512bf16", "avx512fp16", "avx10")
     narrow = on_another_processor("haswell", "amx", "avx512", "avx10", "evex512")
-    assert wide.startswith(str((matmul.SINGLES, matmul.WIDENED_PAIRS, matmul.WIDENED_PAIRS)))
+    assert wide.startswith(str((packed.SINGLES, packed.WIDENED_PAIRS, packed.WIDENED_PAIRS)))
     assert narrow == wide
 
 
 @pytest.fixture
 def no_system_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the system refuse everything."""
-    matmul_amx.may_use_tiles.cache_clear()
-    monkeypatch.setattr(matmul_amx.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=lambda *arguments: -1))
+    amx.may_use_tiles.cache_clear()
+    monkeypatch.setattr(amx.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=lambda *arguments: -1))
     yield
-    matmul_amx.may_use_tiles.cache_clear()
+    amx.may_use_tiles.cache_clear()
 
 
 @pytest.mark.usefixtures("no_system_call")
@@ -262,16 +262,16 @@ def test_without_the_systems_leave_vectors_multiply() -> None:
     """Matrix units that the process may not use are not used: the same numbers come from the other kernel."""
     weight, rows = numbers(1, 70, 64, dtype=torch.bfloat16), numbers(2, 40, 64, dtype=torch.bfloat16)
     product = PackedMatmul(weight, None)
-    expected = matmul.PAIRS if features.has_instructions("avx512bf16") else matmul.WIDENED_PAIRS
-    assert product._kernel is matmul.matmul_kernel(expected)
+    expected = packed.PAIRS if features.has_instructions("avx512bf16") else packed.WIDENED_PAIRS
+    assert product._kernel is packed.matmul_kernel(expected)
     torch.testing.assert_close(product(rows), rows @ weight.T)
 
 
-@pytest.mark.skipif(not matmul_amx.may_use_tiles(), reason="no matrix units")
+@pytest.mark.skipif(not amx.may_use_tiles(), reason="no matrix units")
 def test_matrix_units_multiply_whole_tiles_of_inputs() -> None:
     """The number of inputs alone decides, and float32 has no such unit."""
-    units, pairs, singles = matmul.MATRIX_UNITS, matmul.PAIRS, matmul.SINGLES
+    units, pairs, singles = packed.MATRIX_UNITS, packed.PAIRS, packed.SINGLES
     cases = [(torch.bfloat16, 64, units), (torch.bfloat16, 48, pairs), (torch.float32, 64, singles)]
     for dtype, num_inputs, form in cases:
         product = PackedMatmul(torch.zeros(8, num_inputs, dtype=dtype), None)
-        assert product._kernel is matmul.matmul_kernel(form)
+        assert product._kernel is packed.matmul_kernel(form)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu.sampling.logit_search import pick
-from pagedcore_kernels.cpu.sampling.sampling import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
+from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
 from support.sampling_reference import Draw, choose, explains, kept_tokens, uniform, weights_of
 
 VOCABULARIES = [1, 2, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 5003, 50257]

@@ -6,7 +6,7 @@ import pytest
 
 from pagedcore import _version
 from pagedcore.models.fingerprint import kv_format
-from pagedcore_kernels.cpu.matmul import matmul
+from pagedcore_kernels.cpu.matmul import packed
 from support.doubles import ToyBackend
 
 
@@ -22,19 +22,19 @@ def test_kv_of_another_version_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("is_permitted", [True, False])
 def test_kv_of_other_products_is_not_trusted(monkeypatch: pytest.MonkeyPatch, is_permitted: bool) -> None:
     """Of two processes on one machine one may have been refused its matrix units: their bits differ."""
-    monkeypatch.setattr(matmul, "has_fused_vectors", lambda: True)
-    monkeypatch.setattr(matmul, "may_use_tiles", lambda: not is_permitted)
+    monkeypatch.setattr(packed, "has_fused_vectors", lambda: True)
+    monkeypatch.setattr(packed, "may_use_tiles", lambda: not is_permitted)
     before = kv_format(ToyBackend(), 4)
-    monkeypatch.setattr(matmul, "may_use_tiles", lambda: is_permitted)
+    monkeypatch.setattr(packed, "may_use_tiles", lambda: is_permitted)
     assert kv_format(ToyBackend(), 4) != before
 
 
 def test_kv_of_widened_pairs_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba may be told to do without the instructions for bfloat16: products then have other bits."""
-    monkeypatch.setattr(matmul, "has_fused_vectors", lambda: True)
-    monkeypatch.setattr(matmul, "may_use_tiles", lambda: False)
+    monkeypatch.setattr(packed, "has_fused_vectors", lambda: True)
+    monkeypatch.setattr(packed, "may_use_tiles", lambda: False)
     formats = set()
     for has_pairs in (True, False):
-        monkeypatch.setattr(matmul, "has_instructions", lambda name, has_pairs=has_pairs: has_pairs)
+        monkeypatch.setattr(packed, "has_instructions", lambda name, has_pairs=has_pairs: has_pairs)
         formats.add(kv_format(ToyBackend(), 4))
     assert len(formats) == 2

@@ -1,4 +1,4 @@
-"""A card that is the CPU: everything an engine does for ``device="cuda"`` happens, with tensors in ordinary memory."""
+"""A GPU that is the CPU: everything an engine does for ``device="cuda"`` happens, with tensors in ordinary memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class LateCopies:
-    """Copies that nobody makes before they were asked about so often, as late as a card's may be."""
+    """Copies that nobody makes before they were asked about so often, as late as a GPU's may be."""
 
     def __init__(self, num_questions: int = 2) -> None:
         self.num_questions = num_questions
@@ -59,7 +59,7 @@ def late_storage(layout: BlockLayout, num_blocks: int) -> CudaKVPool:
 
 
 class TokenMajorReference(ReferenceAttention):
-    """The reference over a card's layout, which the CPU's backends never make."""
+    """The reference over a GPU's layout, which the CPU's backends never make."""
 
     name = "stand-in"
     layout_type = TokenMajorLayout

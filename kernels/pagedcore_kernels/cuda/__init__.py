@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA cards, written in Numba-CUDA: compiled by Numba and nvJitLink, launched by cuda-python."""
+"""Kernels for NVIDIA GPUs, written in Numba-CUDA: compiled by Numba and nvJitLink, launched by cuda-python."""

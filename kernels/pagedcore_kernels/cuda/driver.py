@@ -1,4 +1,4 @@
-"""The card, as the backend sees it: load a kernel once, launch it many times. Nothing here computes attention.
+"""The GPU, as the backend sees it: load a kernel once, launch it many times. Nothing here computes attention.
 
 Owns the contact with the driver's API. A launch fills a parameter block that was made at load and makes one call: no
 allocation on the device, no synchronisation, nothing that cannot be captured in a CUDA graph. Tests put another
@@ -28,7 +28,7 @@ _OPT_IN_ABOVE: Final = 48 * 1024
 
 
 class Driver(Protocol):
-    """What the backend needs of a card."""
+    """What the backend needs of a GPU."""
 
     @property
     def device(self) -> torch.device:
@@ -37,12 +37,12 @@ class Driver(Protocol):
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability of the card."""
+        """Compute capability of the GPU."""
         ...
 
     @property
     def num_sms(self) -> int:
-        """Multiprocessors of the card."""
+        """Multiprocessors of the GPU."""
         ...
 
     def prepare(self, name: str) -> None:
@@ -95,7 +95,7 @@ class ParameterBlock:
 
 
 class _LoadedKernel:
-    """A kernel on the card; keeps its module alive."""
+    """A kernel on the GPU; keeps its module alive."""
 
     __slots__ = ("block", "function", "module", "shared_bytes", "threads")
 
@@ -108,7 +108,7 @@ class _LoadedKernel:
 
 
 class CudaDriver:
-    """The real card, through cuda-bindings, in the context that torch uses.
+    """The real GPU, through cuda-bindings, in the context that torch uses.
 
     Args:
         device: a CUDA device of torch.
@@ -151,14 +151,14 @@ class CudaDriver:
         """Load a kernel; see ``Driver``.
 
         Raises:
-            InvalidConfig: the card has too little shared memory for it.
+            InvalidConfig: the GPU has too little shared memory for it.
         """
         if name in self._kernels:
             return
         image = self._library.find(name, self.arch)
         if image.shared_bytes > self._max_shared:
             raise InvalidConfig(
-                f"CUDA kernel {name}: it takes {image.shared_bytes} bytes of shared memory, this card gives a kernel "
+                f"CUDA kernel {name}: it takes {image.shared_bytes} bytes of shared memory, this GPU gives a kernel "
                 f"{self._max_shared}. Choose another KV dtype or attention backend."
             )
         api = self._api

@@ -1,4 +1,4 @@
-"""Everything in a decoder layer that is neither a matrix product nor attention, on NVIDIA cards.
+"""Everything in a decoder layer that is neither a matrix product nor attention, on NVIDIA GPUs.
 
 Owns the objects that launch the kernels of ``device/rms_norm.py``, ``gated.py`` and ``rotate.py``, and what they check
 first. They compute what the CPU's objects of the same names do, with the same roundings; they never see a model.
@@ -36,7 +36,7 @@ class RmsNorm:
     Args:
         weight: [hidden], bfloat16 or float16, the dtype of all rows.
         epsilon: added to the mean of squares.
-        driver: the card.
+        driver: the GPU.
 
     Raises:
         InvalidConfig: no kernel holds rows of this size or dtype.
@@ -69,7 +69,7 @@ class GatedActivation:
     Args:
         activation: one of ``ACTIVATIONS``.
         dtype: of all rows, bfloat16 or float16.
-        driver: the card.
+        driver: the GPU.
 
     Raises:
         InvalidConfig: there is no such kernel.
@@ -101,13 +101,13 @@ class RotaryEmbedding:
     Args:
         layout: of the pool; heads of K and V of a layer have one size, a multiple of 16.
         pool: uint8 [blocks, block_bytes].
-        driver: the card.
+        driver: the GPU.
         rotary_size: elements of a head that turn, its first ones, a multiple of 16; ``None`` for all.
         interleaved: whether neighbours turn together, not the elements of two halves.
         kv_scales: float32 [layers, 2, most KV heads] for pools of 8 bits, as for ``NumbaCudaAttention``.
 
     Raises:
-        InvalidConfig: there is no kernel for these sizes, this card or these formats.
+        InvalidConfig: there is no kernel for these sizes, this GPU or these formats.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RotaryEmbedding:
             raise InvalidConfig(f"block_size: got {layout.block_size}, allowed for CUDA kernels is a power of two.")
         stored = FORMATS.get(layout.dtype)
         if stored is None or driver.capability < needed_capability(stored):
-            raise InvalidConfig(f"KV dtype: got {layout.dtype}, which this card cannot store. Choose another.")
+            raise InvalidConfig(f"KV dtype: got {layout.dtype}, which this GPU cannot store. Choose another.")
         if stored.itemsize == 2 and kv_scales is not None:
             raise InvalidConfig(f"kv_scales: got some for a KV pool of {layout.dtype}; pools of 8 bits need them.")
         self._driver = driver

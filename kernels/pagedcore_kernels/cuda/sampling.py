@@ -1,4 +1,4 @@
-"""Choosing tokens from float32 logits on the card: greedily, by temperature, top-k, top-p and min-p.
+"""Choosing tokens from float32 logits on the GPU: greedily, by temperature, top-k, top-p and min-p.
 
 Owns the objects that launch the kernel of ``device/sample.py`` and the packing of what it needs of each row. They mean
 what the CPU's objects of the same names mean. With equal logits they choose the same tokens, but for sums and
@@ -82,8 +82,6 @@ class TokenSampler:
 
 
 class _Launcher:
-    """Launches the kernel over rows of one vocabulary."""
-
     def __init__(self, vocab_size: int, driver: Driver) -> None:
         if not 0 < vocab_size <= _MOST_TOKENS:
             raise InternalError(f"vocabulary: got {vocab_size} tokens, expected 1 to {_MOST_TOKENS}.")
@@ -99,7 +97,7 @@ class _Launcher:
                 f"logits: {logits.dtype} {tuple(logits.shape)}, expected float32 [S, {self._vocab_size}]."
             )
         if (logits.stride(1) != 1 and self._vocab_size > 1) or logits.device.type != self._driver.device.type:
-            raise InternalError(f"logits: strides {logits.stride()} on {logits.device}, expected rows on the card.")
+            raise InternalError(f"logits: strides {logits.stride()} on {logits.device}, expected rows on the GPU.")
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if len(logits):
             self._driver.begin_step()

@@ -2,7 +2,7 @@
 
 Owns the fused weights and the order of operations of one forward. It computes what transformers' modules compute, with
 the same rounding after every operation; only the order of additions inside a product may differ. Which models it is
-for, ``fused_structure.py`` says; ``decoder.py`` has the general implementation.
+for, ``fused_match.py`` says; ``decoder.py`` has the general implementation.
 
 Invariant: every kernel works row by row and every product has two rows or more, so a row's bits do not depend on the
 batch.
@@ -72,7 +72,7 @@ class Rows:
     """Where K and V go; ``None`` if the attention backend writes them itself."""
 
     def keep(self, chosen: torch.Tensor) -> None:
-        """Go on with the chosen rows only."""
+        """Drop all rows but the chosen ones."""
         self.residual = self.residual[chosen]
         self.normed, self.gated = self.normed[: len(chosen)], self.gated[: len(chosen)]
 
@@ -141,7 +141,7 @@ class FusedDecoder:
             model: changed in place.
             layers: its attention layers by their own numbers.
             structure: as recognised.
-            on_unused: told of each weight that was packed and is not needed any more.
+            on_unused: called with each weight that was packed and is not needed any more.
             linears: makes the products.
         """
         fuse = partial(_fuse, linears, on_unused)
@@ -174,7 +174,7 @@ class FusedDecoder:
             if layer is self._layers[-1]:
                 if not len(rows):
                     return work.residual.new_empty(0, self._head.out_features)
-                # Why: after the last attention nobody reads the other rows any more.
+                # Why: no later operation reads the other rows.
                 work.keep(rows)
                 attended = attended[rows]
             addend = layer.feed_forward(work, attended)

@@ -20,7 +20,7 @@ from torch import nn
 
 from pagedcore.execution.memory_pages import move_to_huge_pages
 from pagedcore.protocols import LinearFactory, Matmul
-from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul, can_multiply
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 
 
 class PackedLinear(nn.Module):
@@ -139,7 +139,7 @@ def pack_linears(
     Args:
         model: changed in place.
         linears: makes the products; layers of formats that it does not support are left alone.
-        on_unused: told of each weight that no module of the model has any more.
+        on_unused: called with each weight that no module of the model has any more.
     """
     packed = []
     shared = _shared_parameters(model)
@@ -151,7 +151,7 @@ def pack_linears(
             setattr(parent, name, packed[-1])
             if id(child.weight) not in shared:
                 on_unused(_weight_of(child))
-            # Why: whoever else holds the old layer must not hold its memory.
+            # Why: another reference to the old layer must not keep its memory.
             child.register_parameter("weight", None)
     return PackingReport(tuple(packed), tuple(sorted({type(m).__name__ for m in _holders_of_matrices(model)})))
 
@@ -183,7 +183,6 @@ def _pack(linear: Any, factory: LinearFactory) -> PackedLinear:
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
-    """Ids of parameters that more than one module has."""
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     return {identity for identity, count in uses.items() if count > 1}
 

@@ -1,9 +1,9 @@
-"""Checks that a matrix product gives a row the same bits whatever other rows are computed with it.
+"""Checks that a matrix product gives a row the same bits in any batch.
 
 Our own product adds up in one order by construction. oneDNN chooses its path by shape, processor and number of threads;
 on those tried, packed products of two rows or more add up in one order. That is an observation, not a promise, so every
 product is checked on the machine that will run the model.
-The result holds for the number of threads that was set while checking. Read ``linears.py`` for the products.
+The result holds for the number of threads that was set while checking. Read ``packed_linear.py`` for the products.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ SCALES = torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[0.03125, 0.0625], [0.0625, 0.
 
 @dataclass
 class Case:
-    """One pool with the whole sequences of ``LENGTHS`` in it, and a backend per simulated card."""
+    """One pool with the whole sequences of ``LENGTHS`` in it, and a backend per simulated GPU."""
 
     shape: Shape
     pool_dtype: torch.dtype | None = None
@@ -71,7 +71,7 @@ class Case:
                 view.view(as_bytes)[blocks, :, offsets] = self.stored(tensor, which).view(as_bytes)
 
     def backend(self, **card: Any) -> NumbaCudaAttention:
-        """A backend over the pool on a simulated card."""
+        """A backend over the pool on a simulated GPU."""
         return NumbaCudaAttention(self.layout, self.pool, kv_scales=self.scales, driver=SimulatedDriver(**card))
 
     def rows(self, lengths: Sequence[tuple[int, int]] | None = None, padding: int = 0) -> Rows:

@@ -1,4 +1,4 @@
-"""Drivers without a card: one executes the compiled PTX on the CPU, for tests of the whole backend."""
+"""Drivers without a GPU: one executes the compiled PTX on the CPU, for tests of the whole backend."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SimulatedDriver:
 
 
 class SimulatedAttention(NumbaCudaAttention):
-    """The backend as an engine makes it, with the interpreter for a card."""
+    """The backend as an engine makes it, with the interpreter for a GPU."""
 
     def __init__(self, layout: TokenMajorLayout, pool: torch.Tensor) -> None:
         super().__init__(layout, pool, driver=SimulatedDriver())

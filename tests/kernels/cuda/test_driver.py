@@ -20,7 +20,7 @@ ATTRIBUTES = {"major": 9, "minor": 0, "sms": 132, "shared": 232448}
 
 
 class StubApi:
-    """Answers every call with success, notes its name, and at a launch reads the parameters as a card would."""
+    """Answers every call with success, notes its name, and at a launch reads the parameters as a GPU would."""
 
     CUdevice_attribute = SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major", CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
@@ -90,7 +90,7 @@ def test_a_launch_is_one_call(tmp_path: Path) -> None:
 
 
 def test_a_launch_passes_grid_threads_stream_and_arguments(tmp_path: Path) -> None:
-    """What a card reads through the launch's pointers is what was given; tensors are their addresses, None is 0."""
+    """What a GPU reads through the launch's pointers is what was given; tensors are their addresses, None is 0."""
     made, api = driver(tmp_path)
     made.prepare(COPY_NAME)
     made.begin_step()
@@ -118,8 +118,8 @@ def test_large_shared_memory_is_asked_for_when_loading(tmp_path: Path) -> None:
     assert api.calls[-1] == ("cuFuncSetAttribute", ("cuModuleGetFunction", "dynamic", 100_000))
 
 
-def test_a_kernel_too_large_for_the_card_is_refused(tmp_path: Path) -> None:
-    """More shared memory than the card has is an InvalidConfig with both numbers, before anything is loaded."""
+def test_a_kernel_too_large_for_the_gpu_is_refused(tmp_path: Path) -> None:
+    """More shared memory than the GPU has is an InvalidConfig with both numbers, before anything is loaded."""
     made, api = driver(tmp_path, shared_bytes=300_000)
     with pytest.raises(InvalidConfig, match=r"300000 .* 232448"):
         made.prepare(COPY_NAME)
@@ -137,6 +137,6 @@ def test_a_failing_launch_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [(0, 0, 0, 0), (0, 0, 0, 0, 0, 0), (-1, 0, 0, 0, 0), (0, 0, 0, 0, 2**32)])
 def test_arguments_that_do_not_fit_are_refused(arguments: tuple[int, ...]) -> None:
-    """Too few, too many or too large arguments never reach a card."""
+    """Too few, too many or too large arguments never reach a GPU."""
     with pytest.raises(InternalError, match="arguments do not fit"):
         ParameterBlock("QQQQI").fill(arguments)

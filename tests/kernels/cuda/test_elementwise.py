@@ -268,7 +268,7 @@ def test_without_slots_queries_turn_and_nothing_is_stored() -> None:
     (lambda d: _embedding(SimulatedDriver("sm_80"), dtype=E4M3), "cannot store"),
 ])
 def test_what_has_no_kernel_is_refused(call: Callable[[SimulatedDriver], object], message: str) -> None:
-    """Sizes, formats and cards without a kernel are an InvalidConfig that says what has one."""
+    """Sizes, formats and GPUs without a kernel are an InvalidConfig that says what has one."""
     with pytest.raises(InvalidConfig, match=message):
         call(SimulatedDriver())
 

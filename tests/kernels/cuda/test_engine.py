@@ -1,4 +1,4 @@
-"""A whole engine on the compiled kernels: the PTX interpreter is the card, everything above it is what ships."""
+"""A whole engine on the compiled kernels: the PTX interpreter is the GPU, everything above it is what ships."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_pools_that_the_kernels_cannot_serve_are_refused(layout: BlockLayout, me
         NumbaCudaAttention(layout, layout.allocate(2), driver=SimulatedDriver())  # type: ignore[arg-type]
 
 
-def test_cards_without_the_format_and_machines_without_a_card_are_refused() -> None:
+def test_gpus_without_the_format_and_machines_without_a_gpu_are_refused() -> None:
     """e4m3 needs compute capability 8.9; without a driver of one's own the pool has to be on a CUDA device."""
     layout = TokenMajorLayout(16, E4M3, (LayerShape(1, 64, 64),), BF16)
     with pytest.raises(InvalidConfig, match=r"8\.0.*8\.9"):

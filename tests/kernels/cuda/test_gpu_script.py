@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.cuda.simulated_card import SimulatedCard
+from kernels.cuda.simulated_gpu import SimulatedGpu
 from kernels.cuda.test_driver import ATTRIBUTES
 from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def run(gpu: ModuleType, out: Path, *stages: str, make_card: Any = SimulatedCard) -> tuple[int, dict[str, Any]]:
+def run(gpu: ModuleType, out: Path, *stages: str, make_card: Any = SimulatedGpu) -> tuple[int, dict[str, Any]]:
     """The script's status and what it wrote of the last stage."""
     status = gpu.main([*stages, "--here", "--small", "--out", str(out)], make_card)
     return status, json.loads((out / f"{stages[-1]}.json").read_text())
@@ -60,7 +60,7 @@ def test_a_stage_comes_to_its_end(gpu: ModuleType, stage: str, tmp_path: Path) -
 def test_wrong_bits_are_counted(gpu: ModuleType, tmp_path: Path) -> None:
     """A card that returns another bit once in a while does not pass the stress of the merge."""
 
-    class Flaky(SimulatedCard):
+    class Flaky(SimulatedGpu):
         def download(self, buffer: Any) -> Any:
             found = super().download(buffer)
             if self.num_launches == 5 and len(found) > 1000:  # the results of the second burst
@@ -179,7 +179,7 @@ def test_tensors_travel_with_their_surroundings(gpu: ModuleType) -> None:
     """A launch sees a tensor where it lies in its storage, and brings the whole storage back."""
     import torch
 
-    class Doubling(SimulatedCard):
+    class Doubling(SimulatedGpu):
         def launch(self, name: str, num_ctas: int, arguments: Any) -> None:
             view, again, scalar = arguments
             view.array[:4] = 2 * again.array[:4] + scalar

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: written whole, read only if whole, and found for the right card."""
+"""Compiled kernels on disk: written whole, read only if whole, and found for the right GPU."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_unknown_names_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_75", "90", "compute_90", "sm_9", ""])
 def test_unknown_architectures_are_refused(arch: str, tmp_path: Path) -> None:
-    """Cards before sm_80 and names that are none are refused by name."""
+    """GPUs before sm_80 and names that are none are refused by name."""
     with pytest.raises(InvalidConfig, match="arch"):
         KernelLibrary(cache=tmp_path).find("copy", arch)
 

@@ -9,7 +9,7 @@ import torch
 from kernels.attention_cases import Shape
 from kernels.cuda import simulated_driver
 from kernels.cuda.cuda_cases import Case, relative_error
-from pagedcore_kernels.cpu.sampling.sampling import sampling_rows
+from pagedcore_kernels.cpu.sampling.samplers import sampling_rows
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.elementwise import RmsNorm
 from pagedcore_kernels.cuda.sampling import TokenSampler

@@ -11,7 +11,7 @@ import torch
 
 from kernels.cuda.simulated_driver import SimulatedDriver
 from pagedcore.errors import InternalError
-from pagedcore_kernels.cpu.sampling import sampling as cpu
+from pagedcore_kernels.cpu.sampling import samplers as cpu
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.sampling import GreedyPicker, TokenSampler
 from support.sampling_reference import Draw, choose, explains

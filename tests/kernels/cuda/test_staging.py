@@ -58,7 +58,7 @@ def test_one_launch_moves_many_blocks_on_few_ctas() -> None:
 
 
 def test_transfers_that_reach_beyond_memory_are_refused() -> None:
-    """Numbers out of range, blocks written twice, and slabs of another shape never reach the card."""
+    """Numbers out of range, blocks written twice, and slabs of another shape never reach the GPU."""
     driver = SimulatedDriver()
     pool, slab = memory(4, 64, 1), torch.zeros(2, 64, dtype=torch.uint8)
     staging = BlockStaging(pool, driver)

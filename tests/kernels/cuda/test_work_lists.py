@@ -99,7 +99,7 @@ def test_decode_work_is_spread(lengths: list[tuple[int, int]]) -> None:
 
 
 def test_short_contexts_are_not_split() -> None:
-    """A context of one segment is one item that writes its result at once, however empty the card is."""
+    """A context of one segment is one item that writes its result at once, however empty the GPU is."""
     lists = make_work_lists(step_plan([(1, SEGMENT - 1), (1, 3)]), Visibility(4), 1, 264)
     assert lists.decode[:, 4].tolist() == [-1, -1]
     assert lists.num_partials == 0

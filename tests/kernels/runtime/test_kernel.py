@@ -53,7 +53,7 @@ def test_the_gil_is_free_while_a_kernel_runs() -> None:
 
 SECOND_PROCESS = """
 import torch
-from pagedcore_kernels.cpu.attention.attention import attention_kernel
+from pagedcore_kernels.cpu.attention.attend import attention_kernel
 from pagedcore_kernels.cpu.attention.variants import Variant
 from pagedcore_kernels.cpu.attention.write_kv import write_kv_kernel
 kernels = attention_kernel(Variant.choose(3, 12, 8, 4, True)), write_kv_kernel(12, 8, 4, 1)
@@ -63,7 +63,7 @@ print(*(kernel.entry.was_cached for kernel in kernels))
 
 def test_a_second_process_finds_compiled_kernels() -> None:
     """Kernels compiled here are taken from the cache on disk by another process."""
-    from pagedcore_kernels.cpu.attention.attention import attention_kernel
+    from pagedcore_kernels.cpu.attention.attend import attention_kernel
     from pagedcore_kernels.cpu.attention.variants import Variant
     from pagedcore_kernels.cpu.attention.write_kv import write_kv_kernel
 

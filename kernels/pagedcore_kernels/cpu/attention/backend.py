@@ -1,7 +1,7 @@
 """The default attention of a machine without a GPU: Numba kernels behind the ``AttentionBackend`` contract.
 
 Owns the parameter blocks and the choice of kernel variants; checks everything a kernel will trust. The arithmetic
-is in ``attention.py`` and ``write_kv.py``, read them next.
+is in ``attend.py`` and ``write_kv.py``, read them next.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
-from pagedcore_kernels.cpu.attention import attention, write_kv
+from pagedcore_kernels.cpu.attention import attend, write_kv
 from pagedcore_kernels.cpu.attention.variants import TILE, Variant
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.simd import LOG2_E
@@ -25,7 +25,7 @@ class NumbaCpuAttention:
     """``AttentionBackend`` for float32 and bfloat16 pools in host memory.
 
     A token's result is the same bits whatever else is in the batch, however its prompt was cut into chunks,
-    wherever its blocks lie and however many threads there are; see ``attention.py``.
+    wherever its blocks lie and however many threads there are; see ``attend.py``.
 
     Invariant: one thread at a time uses an instance; its parameter blocks serve one call at a time.
     """
@@ -51,7 +51,7 @@ class NumbaCpuAttention:
         self._is_bf16 = layout.dtype == torch.bfloat16
         self._plan: StepPlan | None = None
         self._kernels: dict[tuple[int, int], tuple[int, Kernel]] = {}
-        self._attend_parameters = ParameterBlock(attention.NUM_ARGUMENTS)
+        self._attend_parameters = ParameterBlock(attend.NUM_ARGUMENTS)
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
 
     @property
@@ -145,9 +145,9 @@ class NumbaCpuAttention:
         )
         # Why: exponentials are powers of two; the factor log2(e) goes where it costs nothing.
         for word, number in (
-            (attention.SCALE, scale if softcap > 0 else scale * LOG2_E),
-            (attention.CAP_INVERSE, 1.0 / softcap if softcap > 0 else 0.0),
-            (attention.CAP, softcap * LOG2_E if softcap > 0 else 0.0),
+            (attend.SCALE, scale if softcap > 0 else scale * LOG2_E),
+            (attend.CAP_INVERSE, 1.0 / softcap if softcap > 0 else 0.0),
+            (attend.CAP, softcap * LOG2_E if softcap > 0 else 0.0),
         ):
             parameters.set_float(word - parameters.FIRST, number)
         self._run(kernel, parameters, len(tiles.rows) * query.shape[1])
@@ -160,7 +160,7 @@ class NumbaCpuAttention:
             variant = Variant.choose(
                 group, shape.key_head_size, shape.value_head_size, self._layout.block_size, self._is_bf16
             )
-            self._kernels[layer, group] = variant.queries, attention.attention_kernel(variant)
+            self._kernels[layer, group] = variant.queries, attend.attention_kernel(variant)
         return self._kernels[layer, group]
 
     def _run(self, kernel: Kernel, parameters: ParameterBlock, num_items: int) -> None:

@@ -1,7 +1,7 @@
 """The two matrix products of attention as intrinsics: queries by keys, and weights by values.
 
 Each handles a fixed number of rows against one or a few KV blocks and keeps its accumulators in vector
-registers. ``attention.py`` arranges them into the kernel and says which rows and columns they get; ``rows.py``
+registers. ``attend.py`` arranges them into the kernel and says which rows and columns they get; ``rows.py``
 has what happens between the two.
 
 Invariant: the sum behind one score or one output element is taken in one order, d or token ascending, with one

@@ -1,7 +1,7 @@
 """Rows of attention as intrinsics: a query read in, a score row masked and exponentiated, an output written.
 
 Rows of float32 lie in the kernel's own memory and are handled as whole 16-lane vectors; rows of the caller's
-tensors have any length and are never read or written past their end. Used by ``attention.py``.
+tensors have any length and are never read or written past their end. Used by ``attend.py``.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ SPIN_OF_CALLER_NS: Final = 48
 """How long a caller spins at most until its helpers are done."""
 
 MEMORY_OF_SLOT: Final = 64
-"""Address of the team's memory, on a line that nobody writes."""
+"""Address of the team's memory, on a line that is never written."""
 SLOT_BYTES: Final = 2 * LINE
 
 HELPERS: Final = SLOTS + NUM_SLOTS * SLOT_BYTES

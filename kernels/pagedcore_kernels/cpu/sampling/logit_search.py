@@ -3,7 +3,7 @@
 Compiled functions over the views of ``logit_views.py``. The idea: one vectorised pass has found the maximum of every
 chunk. The k-th largest of those maxima is a lower bound of the k-th largest logit, so that the candidates are found
 by looking into few chunks. What is left is a bisection with vectorised sums that snaps to logits which exist, and
-therefore ends at exactly the right one. Read ``sampling.py`` next.
+therefore ends at exactly the right one. Read ``samplers.py`` next.
 
 Invariant: results depend on the row alone; every sum has a fixed order.
 """

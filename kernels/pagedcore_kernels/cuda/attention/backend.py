@@ -1,6 +1,6 @@
-"""Attention on NVIDIA cards: tensor-core kernels behind the ``AttentionBackend`` contract.
+"""Attention on NVIDIA GPUs: tensor-core kernels behind the ``AttentionBackend`` contract.
 
-Owns what is decided once per step and the arguments of every launch; checks everything a kernel will trust. The card
+Owns what is decided once per step and the arguments of every launch; checks everything a kernel will trust. The GPU
 is behind ``driver.py``, the cutting of work in ``work_lists.py``, the arithmetic in ``device/``.
 """
 
@@ -30,7 +30,7 @@ from pagedcore_kernels.layout import TokenMajorLayout
 require_bindings()
 
 _COPY_CTAS: Final = 512
-"""CTAs of a copy, where there are so many slices; enough to fill any card."""
+"""CTAs of a copy, where there are so many slices; enough to fill any GPU."""
 
 
 class NumbaCudaAttention:
@@ -43,7 +43,7 @@ class NumbaCudaAttention:
         layout: of the pool.
         pool: uint8 [blocks, block_bytes] on the device.
         kv_scales: float32 [layers, 2, most KV heads]; elements of an 8-bit pool times the scale are K and V.
-        driver: the card; by default the one the pool is on.
+        driver: the GPU; by default the one the pool is on.
 
     Raises:
         MissingDependency: cuda-bindings is missing, or a kernel has to be built and the compiler is.
@@ -68,7 +68,7 @@ class NumbaCudaAttention:
         self._query_format = FORMATS[layout.model_dtype]
         self._pool_format = FORMATS[layout.dtype]
         self._layout = layout
-        self._check_card()
+        self._check_gpu()
         self._pool = pool
         self._keys = [layout.key_view(pool, layer).transpose(-1, -2) for layer in range(len(layout.layers))]
         self._values = [layout.value_view(pool, layer) for layer in range(len(layout.layers))]
@@ -195,12 +195,12 @@ class NumbaCudaAttention:
             COPY_NAME, len(numbers) * slices, (source, target, on_device, self._layout.block_bytes, slices)
         )
 
-    def _check_card(self) -> None:
-        """Refuse formats that the card's instructions do not have."""
+    def _check_gpu(self) -> None:
+        """Refuse formats that the GPU's instructions do not have."""
         needed = needed_capability(self._pool_format)
         if self._driver.capability < needed:
             raise InvalidConfig(
-                f"KV dtype: got {self._layout.dtype} on a card of compute capability "
+                f"KV dtype: got {self._layout.dtype} on a GPU of compute capability "
                 f"{_dotted(self._driver.capability)}, allowed from {_dotted(needed)} on. Choose int8 or bfloat16."
             )
 

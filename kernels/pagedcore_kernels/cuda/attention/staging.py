@@ -1,7 +1,7 @@
 """Moving many scattered blocks of a pool to or from one contiguous slab in one launch.
 
 Owns the device's half of a transfer to the host: gathered blocks leave in one long copy, and one long copy is
-scattered. The slab may be device memory or pinned host memory, which the card writes to directly. Which block goes
+scattered. The slab may be device memory or pinned host memory, which the GPU writes to directly. Which block goes
 where and when, and on which stream, is the caller's; ``NumbaCudaAttention.copy_blocks`` copies within a pool.
 """
 
@@ -24,9 +24,9 @@ class BlockStaging:
 
     Args:
         pool: uint8 [blocks, block_bytes], contiguous; blocks are a multiple of 16 bytes.
-        driver: the card.
-        max_ctas: CTAs of a launch at most. A few fill a bus and leave the card to the model; a slab on the card wants
-            as many as the card runs at once.
+        driver: the GPU.
+        max_ctas: CTAs of a launch at most. A few fill a bus and leave the GPU to the model; a slab on the GPU wants
+            as many as the GPU runs at once.
     """
 
     def __init__(self, pool: torch.Tensor, driver: Driver, max_ctas: int = 16) -> None:
@@ -45,7 +45,7 @@ class BlockStaging:
 
         Args:
             block_ids: [N]; a negative one leaves its row as it was.
-            slab: uint8 [N or more, block_bytes], on the card or pinned.
+            slab: uint8 [N or more, block_bytes], on the GPU or pinned.
 
         Raises:
             InternalError: a number is out of range, or the slab has another shape; nothing was copied.
@@ -70,7 +70,7 @@ class BlockStaging:
                 f"block staging: slab {slab.dtype} {tuple(slab.shape)}, expected uint8 [{len(numbers)} or more, "
                 f"{self._pool.shape[1]}] without gaps."
             )
-        # Safety: pageable memory has no address that a card may use.
+        # Safety: pageable memory has no address that a GPU may use.
         if slab.device.type != self._driver.device.type and not slab.is_pinned():
             raise InternalError(f"block staging: slab on {slab.device} and not pinned, expected pinned memory.")
         return numbers

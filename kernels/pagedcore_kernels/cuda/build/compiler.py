@@ -1,4 +1,4 @@
-"""From a kernel's name to a cubin: Numba compiles to PTX, nvJitLink links. Neither needs a card or its driver.
+"""From a kernel's name to a cubin: Numba compiles to PTX, nvJitLink links. Neither needs a GPU or its driver.
 
 Owns the compile options and the reading of the resource report. PTX never goes to a driver, which may be older than
 the NVVM that wrote it; a cubin of one CUDA major version runs on every driver of that version.

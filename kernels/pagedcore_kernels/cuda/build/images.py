@@ -75,7 +75,7 @@ def source_digest() -> str:
 
 
 def default_cache_directory() -> Path:
-    """Where compiled kernels are kept unless somebody says otherwise."""
+    """Where compiled kernels are kept by default."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(root) if root else Path.home() / ".cache") / "pagedcore" / "cuda"
 
@@ -93,7 +93,7 @@ class ImageStore:
         """Return the image of these sources; ``None`` if there is none or it is damaged.
 
         Raises:
-            InvalidConfig: the directory belongs to somebody else, who could put any code there.
+            InvalidConfig: the directory belongs to another user, who could put any code there.
         """
         path = self._path(name, arch)
         if not path.is_file():
@@ -118,7 +118,7 @@ class ImageStore:
         return self.directory / f"{name}.{arch}.{source_digest()}{SUFFIX}"
 
     def _refuse_foreign(self) -> None:
-        # Safety: a cubin is code; it is taken only from directories that nobody but the user or root can fill.
+        # Safety: a cubin is code; it is taken only from directories that only the user or root can fill.
         owner = self.directory.stat()
         if owner.st_uid not in (os.getuid(), 0) or owner.st_mode & 0o002:
             raise InvalidConfig(

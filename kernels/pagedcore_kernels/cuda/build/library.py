@@ -27,7 +27,7 @@ class KernelLibrary:
         self._cache = ImageStore(cache or default_cache_directory())
 
     def find(self, name: str, arch: str) -> KernelImage:
-        """Return the image of a named kernel for a card's architecture, compiling it if nobody has.
+        """Return the image of a named kernel for a GPU's architecture, compiling it if there is none.
 
         Raises:
             MissingDependency: it is not prebuilt and there is no compiler.
@@ -56,7 +56,7 @@ class KernelLibrary:
 
 
 def runs_on(arch: str) -> list[str]:
-    """Architectures whose cubins run on a card of ``arch``: itself and older ones of its generation."""
+    """Architectures whose cubins run on a GPU of ``arch``: itself and older ones of its generation."""
     major, minor = parse_arch(arch)
     return [f"sm_{major}{m}" for m in range(minor, -1, -1)]
 

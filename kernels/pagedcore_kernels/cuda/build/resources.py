@@ -1,4 +1,4 @@
-"""What compiled kernels take of a card, as a table that people and tests read.
+"""What compiled kernels take of a GPU, as a table that people and tests read.
 
 Owns the table's form alone: ``pagedcore kernels build`` writes one beside the kernels, docs/cuda-kernels.md has the one
 of everything that is shipped, and the compile gate holds every kernel against it.

@@ -109,7 +109,7 @@ def parameters_of(name: str) -> str:
 
 
 def shipped_names(capability: tuple[int, int]) -> list[str]:
-    """Every kernel that ``pagedcore kernels build`` makes for cards of a compute capability, in a stable order."""
+    """Every kernel that ``pagedcore kernels build`` makes for GPUs of a compute capability, in a stable order."""
     names = [COPY_NAME, GATHER_NAME, SCATTER_NAME, SAMPLE_NAME]
     for query in (Format.BF16, Format.F16):
         names += [f"norm-{query.value}-{vectors}" for vectors in NORM_VECTORS]

@@ -1,1 +1,1 @@
-"""The kernels themselves: everything here is compiled for a card. Importing it needs numba-cuda."""
+"""The kernels themselves: everything here is compiled for a GPU. Importing it needs numba-cuda."""

@@ -1,6 +1,6 @@
 """Moving scattered blocks to and from one contiguous slab: the device's half of transfers to the host.
 
-A few CTAs share all slices of all blocks, because a bus is full long before a card is: each takes every n-th slice and
+A few CTAs share all slices of all blocks, because a bus is full long before a GPU is: each takes every n-th slice and
 has four vectors of every thread in flight. A negative block number moves nothing and leaves its place as it was.
 """
 

@@ -2,7 +2,7 @@
 
 Every kernel takes the same first words: logits, number of pieces of work, vocabulary, memory of the threads, bytes of a
 thread's part, where in it the maxima are, the counter that hands out parts, then results. A piece of work is a
-row; ``logit_search.py`` says how it is searched. Read ``sampling.py`` for who launches them.
+row; ``logit_search.py`` says how it is searched. Read ``samplers.py`` for who launches them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The inner part of a matrix product on the matrix units of Intel's processors (AMX): rows by one panel of weights.
 
 The units multiply tiles: eight registers of up to sixteen rows of 64 bytes. An instruction multiplies 32 inputs of up
-to sixteen rows by sixteen outputs. A panel as ``matmul_tiles.py`` describes it is such tiles already: sixteen steps of
-sixteen outputs. ``matmul.py`` makes a product of it.
+to sixteen rows by sixteen outputs. A panel as ``tiles.py`` describes it is such tiles already: sixteen steps of
+sixteen outputs. ``packed.py`` makes a product of it.
 
 Invariant: an output is the sum over 32 inputs at a time, in order, and of those over the even and the odd ones apart,
 in order. The processor does so for every row of a tile, however many it has.
@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagedcore_kernels.cpu.features import has_instructions
-from pagedcore_kernels.cpu.matmul.matmul_tiles import STEP_BYTES, SUM_BYTES
+from pagedcore_kernels.cpu.matmul.tiles import STEP_BYTES, SUM_BYTES
 from pagedcore_kernels.cpu.simd import Builder, Typing, Value, int64, pointer, prefetch_line, store_int64
 
 #: Most rows of a block: two tiles of them, so that each tile of weights that is loaded meets two.

@@ -3,8 +3,8 @@
 A panel is ``PANEL`` outputs of a weight matrix, in steps that take ``STEP_BYTES`` of weights: one input in float32, two
 side by side in bfloat16. An instruction multiplies a row's step by sixteen outputs and adds to sixteen float32 sums,
 which stay in registers over a whole chunk of steps. Where no instruction takes pairs of bfloat16, the two are widened
-to float32 and added one after the other, to rows that were widened before. ``matmul_amx.py`` multiplies the same panels
-with other instructions; ``matmul.py`` makes a product of either.
+to float32 and added one after the other, to rows that were widened before. ``amx.py`` multiplies the same panels
+with other instructions; ``packed.py`` makes a product of either.
 
 Invariant: an output is the sum over chunks, in order, of the sum over the chunk's steps, in order. How many rows a tile
 has changes the speed and never a bit.

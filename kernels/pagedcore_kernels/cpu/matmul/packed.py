@@ -3,7 +3,7 @@
 Owns the arrangement of the weights and the kernel that reads each of them once per step from memory. A step of a few
 dozen rows is bound by memory and by arithmetic at once, so while one chunk of a panel is multiplied the next one is on
 its way: each tile asks for a share of it. That is what makes it faster there than oneDNN, whose products it replaces.
-Read ``matmul_tiles.py`` for the arithmetic, and ``matmul_amx.py`` for that of processors with matrix units.
+Read ``tiles.py`` for the arithmetic, and ``amx.py`` for that of processors with matrix units.
 
 Invariant: an output's bits depend on its row, its weights and its bias alone: not on the other rows, the row's place or
 the number of threads.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
-from pagedcore_kernels.cpu.matmul.matmul_amx import (
+from pagedcore_kernels.cpu.matmul.amx import (
     CONFIGURATION_WORDS,
     TILE_STEPS,
     configure_tiles,
@@ -26,7 +26,7 @@ from pagedcore_kernels.cpu.matmul.matmul_amx import (
     release_tiles,
     rows_of_blocks,
 )
-from pagedcore_kernels.cpu.matmul.matmul_tiles import (
+from pagedcore_kernels.cpu.matmul.tiles import (
     PAIRS,
     PANEL,
     SINGLES,
@@ -51,7 +51,7 @@ MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_S
 #: Rows that pass while a chunk stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
 #: level brings weights, 128 KiB.
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
-#: The form of a product on matrix units, beside those of ``matmul_tiles.py``.
+#: The form of a product on matrix units, beside those of ``tiles.py``.
 MATRIX_UNITS = 3
 #: Bytes of a row's inputs in a step, in the weight's format.
 _INPUT_BYTES = 4

@@ -1,6 +1,6 @@
 """Choosing tokens from float32 logits on all threads: greedily, by temperature, top-k, top-p and min-p, or reporting.
 
-Owns the objects that launch the kernels of ``sampling_kernels.py``, each compiled when it is first used. Penalties
+Owns the objects that launch the kernels of ``kernels.py``, each compiled when it is first used. Penalties
 and masks are not known here: ``pagedcore/execution/sampler.py`` applies them first.
 
 Invariant: what comes out for a row depends on that row and its own parameters alone: not on its neighbours, its place
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.runtime.threads import num_threads
-from pagedcore_kernels.cpu.sampling.sampling_kernels import (
+from pagedcore_kernels.cpu.sampling.kernels import (
     SAMPLING_ROW,
     greedy_kernel,
     logprob_kernel,

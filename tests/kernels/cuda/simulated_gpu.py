@@ -1,4 +1,4 @@
-"""A card for the measuring script that executes every launch with the PTX interpreter; its times mean nothing."""
+"""A GPU for the measuring script that executes every launch with the PTX interpreter; its times mean nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagedcore_ptxsim import launch
 
 @dataclass(frozen=True)
 class ArrayBuffer:
-    """Bytes of the simulated card."""
+    """Bytes of the simulated GPU."""
 
     array: npt.NDArray[np.uint8]
 
@@ -29,7 +29,7 @@ class ArrayBuffer:
         return ArrayBuffer(self.array[offset:])
 
 
-class SimulatedCard:
+class SimulatedGpu:
     """Has the members of ``gpu_card.CudaCard``."""
 
     capability, num_sms, arch = (9, 0), 4, "sm_90"
