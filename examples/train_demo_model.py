@@ -18,16 +18,18 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from demo_model.conversations import IGNORED, ConversationSource
-from demo_model.evaluation import FORMS, accuracy, share_right
+from demo_model.evaluation import FORMS, LONGEST_ANSWER, accuracy, answers, share_right
 from demo_model.tokenizer import train_tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from pagedcore import Engine, SamplingParams
 from pagedcore.demo_model import DEMO_MODEL_DIR
 
 CONTEXT, VOCABULARY = 2048, 2048
@@ -186,7 +188,7 @@ def shifted_weights(measured: dict[str, float]) -> dict[str, float]:
 def check(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, float]:
     """Return a quick estimate of the held-out accuracy of each task, all forms of asking together."""
     model.eval()
-    measured = accuracy(model, tokenizer, FORMS, questions=6, seed=seed)
+    measured = accuracy(partial(answers, model, tokenizer), tokenizer, FORMS, questions=6, seed=seed)
     model.train()
     return {task: share_right(by.values()) for task, by in measured.items()}
 
@@ -211,13 +213,22 @@ def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def report(out: Path, tokenizer: PreTrainedTokenizerFast, runs: list[object]) -> dict[str, object]:
-    """Measure the stored model, computing in float32 and in bfloat16, on held-out questions."""
+    """Measure the stored model, as the engine runs it in float32 and in bfloat16, on held-out questions."""
     measured: dict[str, object] = {}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        model = Qwen2ForCausalLM.from_pretrained(out, dtype=dtype).eval()
-        measured[name] = accuracy(model, tokenizer, FORMS, questions=QUESTIONS, seed=-1)
+    for dtype in ("float32", "bfloat16"):
+        with Engine.from_pretrained(out, dtype=dtype, max_num_seqs=128, max_num_waiting=QUESTIONS) as engine:
+            measured[dtype] = accuracy(partial(engine_answers, engine), tokenizer, FORMS, QUESTIONS, seed=-1)
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
     return {"model_sha256": digest, "training_runs": runs, "held_out_accuracy": measured}
+
+
+def engine_answers(engine: Engine, prompts: list[str]) -> list[str]:
+    """Continue each prompt greedily and return the new text."""
+    texts: list[str] = []
+    for start in range(0, len(prompts), QUESTIONS):
+        outputs = engine.generate(prompts[start : start + QUESTIONS], SamplingParams(max_tokens=LONGEST_ANSWER))
+        texts += [output.outputs[0].text for output in outputs]
+    return texts
 
 
 def write_report(out: Path, tokenizer: PreTrainedTokenizerFast, runs: list[object]) -> None:

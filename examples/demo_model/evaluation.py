@@ -4,7 +4,7 @@ Owns the ways a question is asked (plain, chat, after other turns) and the repor
 `pagedcore.demo_model.questions`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 import torch
@@ -26,7 +26,7 @@ _BATCH = 128
 
 
 def accuracy(
-    model: Qwen2ForCausalLM,
+    ask: Callable[[list[str]], list[str]],
     tokenizer: PreTrainedTokenizerFast,
     forms: Sequence[str],
     questions: int,
@@ -34,7 +34,7 @@ def accuracy(
 ) -> dict[str, dict[str, Figure]]:
     """Return the number of right answers by task, then by form, of `questions` different ones, all held out.
 
-    Tasks that have fewer different questions are asked all that so many draws give.
+    `ask` continues prompts. Tasks that have fewer different questions are asked all that so many draws give.
     """
     asked = {
         (form, prompt): question
@@ -43,7 +43,7 @@ def accuracy(
         if task.follow_up is not None or not form.endswith("follow_up")
         for prompt, question in _different(task, form, questions, seed, tokenizer).items()
     }
-    texts = answers(model, tokenizer, [prompt for _, prompt in asked])
+    texts = ask([prompt for _, prompt in asked])
     figures: dict[str, dict[str, Figure]] = {name: {} for name in TASKS}
     for ((form, _), question), text in zip(asked.items(), texts, strict=True):
         figure = figures[question.task].setdefault(form, {"right": 0, "questions": 0})

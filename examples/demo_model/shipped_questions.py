@@ -40,11 +40,13 @@ def _new_question(name: str, rng: Random, split: Split, seen: set[str]) -> DemoQ
 
 
 def as_json() -> str:
-    """Return the file's text: for each split a list of task, prompt and answer, a line each."""
+    """Return the file's text: for each split its rounds, one in a line, of task, prompt and answer."""
     splits = []
     for split, num_rounds in NUM_ROUNDS.items():
-        drawn = (json.dumps([one.task, one.prompt, one.answer]) for one in draw_questions(num_rounds, split))
-        splits.append(f'"{split}": [\n' + ",\n".join(drawn) + "\n]")
+        drawn = [[one.task, one.prompt, one.answer] for one in draw_questions(num_rounds, split)]
+        size = len(CHECKED_TASKS)
+        rounds = (json.dumps(drawn[start : start + size]) for start in range(0, len(drawn), size))
+        splits.append(f'"{split}": [\n' + ",\n".join(rounds) + "\n]")
     return "{" + ",\n".join(splits) + "}\n"
 
 

@@ -67,9 +67,7 @@ def is_correct(question: DemoQuestion, text: str) -> bool:
 def _rounds(split: Split) -> list[list[DemoQuestion]]:
     """Groups of one question of every task."""
     stored = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))[split]
-    questions = [DemoQuestion(prompt, answer, task) for task, prompt, answer in stored]
-    size = len(CHECKED_TASKS)
-    return [questions[start : start + size] for start in range(0, len(questions), size)]
+    return [[DemoQuestion(prompt, answer, task) for task, prompt, answer in questions] for questions in stored]
 
 
 def _essence(text: str) -> str:
