@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from pagedcore.config.limits import MAX_PRIORITY, MAX_REQUEST_ID_LENGTH, MAX_SALT_BYTES
+from pagedcore.config.field_rules import PRIORITY
+from pagedcore.config.limits import MAX_REQUEST_ID_LENGTH, MAX_SALT_BYTES
 from pagedcore.errors import InvalidRequest, InvalidSalt
 
 
@@ -42,8 +43,8 @@ class RequestOptions:
     """The salt as it enters cache keys; empty for requests without one."""
 
     def __post_init__(self) -> None:
-        if type(self.priority) is not int or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise InvalidRequest("priority", self.priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        if self.priority or type(self.priority) is not int:
+            PRIORITY.check("priority", self.priority)
         object.__setattr__(self, "salt", _salt_bytes(self.cache_salt))
         if self.request_id is not None:
             _check_label(self.request_id)

@@ -1,6 +1,6 @@
-"""A sequence between two turns as plain values: enough to go on with it in another request, engine or process.
+"""A sequence between two turns as plain values: enough to continue it in another request, engine or process.
 
-Owns no behaviour. The randomness of an answer is a function of seed and position, its text a function of its tokens,
+Owns no behaviour. The randomness of a completion is a function of seed and position, its text a function of its tokens,
 so neither a sampler's nor a detokenizer's state has to be kept; both are made again.
 """
 
@@ -22,21 +22,21 @@ class SequenceSnapshot:
 
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
-    """Tokens before the latest answer."""
+    """Tokens before the latest completion."""
     params: SamplingParams
     """Of the latest turn."""
     max_tokens: int
-    """Most tokens of the latest answer."""
+    """Most tokens of the latest completion."""
     seed: int
     finish_reason: FinishReason
-    """How the latest answer ended; "abort" for one that was cut off and can be completed."""
+    """How the latest completion ended; "abort" for one that was cut off and can be completed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """As far as they are known; they are in no file, and are computed again for a turn that asks for them."""
 
     @classmethod
     def of(cls, sequence: Sequence) -> SequenceSnapshot:
-        """Copy a sequence; an answer that is not complete counts as cut off here."""
+        """Copy a sequence; a completion that has not ended counts as cut off here."""
         return cls(
             token_ids=tuple(sequence.token_ids), num_prompt_tokens=sequence.num_prompt_tokens, params=sequence.params,
             max_tokens=sequence.max_tokens, seed=sequence.seed, finish_reason=sequence.finish_reason or "abort",

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from pagedcore.config.field_rules import PRIORITY, seconds
+from pagedcore.config.field_rules import seconds
 from pagedcore.config.limits import (
     MAX_CHAT_BYTES,
     MAX_CHAT_MESSAGES,
     MAX_PARKING_S,
-    MAX_SALT_BYTES,
     MAX_TEXT_BYTES_PER_TOKEN,
 )
 from pagedcore.errors import (
     InvalidMaxTokens,
     InvalidMinTokens,
     InvalidPrompt,
-    InvalidSalt,
     InvalidSampling,
     InvalidText,
     InvalidToken,
@@ -213,12 +211,7 @@ def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int,
         )
 
 
-def validate_priority(priority: object) -> int:
-    """Check a request's priority and return it. Raises ``InvalidRequest``."""
-    return PRIORITY.check("priority", priority)
-
-
-def require_one_answer(params: SamplingParams) -> None:
+def require_one_completion(params: SamplingParams) -> None:
     """Check that parameters ask for one completion, which a session can continue.
 
     Raises:
@@ -234,23 +227,6 @@ def require_one_answer(params: SamplingParams) -> None:
 def validate_ttl(ttl_s: object) -> float | None:
     """Check for how many seconds parked KV is kept, and return it. Raises ``InvalidRequest``."""
     return _TTL.check("ttl_s", ttl_s)
-
-
-def validate_salt(salt: object) -> bytes:
-    """Check a cache salt and return its bytes; ``None`` is the salt of all requests without one.
-
-    Raises:
-        InvalidSalt: neither text nor bytes, or more than 64 bytes.
-    """
-    if salt is None:
-        return b""
-    given = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else salt
-    # Safety: a salt is a secret, so the message shows its kind and size only.
-    if not isinstance(given, bytes):
-        raise InvalidSalt("cache_salt", type(salt).__name__, "text or bytes")
-    if not 1 <= len(given) <= MAX_SALT_BYTES:
-        raise InvalidSalt("cache_salt", f"{len(given)} bytes", f"1 to {MAX_SALT_BYTES} bytes")
-    return b"salt " + given
 
 
 def validate_timeout(timeout_s: object) -> float | None:

@@ -1,6 +1,6 @@
 """An engine on a thread of its own, usable from any event loop, from several at once, or from none.
 
-Owns the callers' side: commands go into a queue, answers come out of bounded streams or futures. No caller's loop ever
+Owns the callers' side: commands go into a queue, output comes out of bounded streams or futures. No caller's loop ever
 runs engine code, and the engine needs no loop; what runs on the thread is in ``engine_thread.py``.
 """
 
@@ -89,7 +89,7 @@ class AsyncEngine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None,
         wait_for_room: bool = False, **options: Unpack[OptionKeywords],
     ) -> AsyncGenerator[Delta, None]:
-        """Answer one prompt, delta by delta; the last delta of each answer has a finish reason.
+        """Complete one prompt, delta by delta; the last delta of each completion has a finish reason.
 
         The very last delta also has ``usage``, the tokens that the request took, and ``prompt_logprobs`` if asked for.
 
@@ -103,7 +103,7 @@ class AsyncEngine:
         Raises:
             InvalidRequest: the request is refused, at the first iteration.
             EngineOverloaded: the waiting queue is full.
-            EngineClosed: the engine was closed before the answer was complete.
+            EngineClosed: the engine was closed before the completion was.
             RequestTimeout: it took longer than ``timeout_s``; the request is aborted.
         """
         reader = self._open(prompt, params, RequestOptions(**options), timeout_s, wait_for_room)
@@ -129,11 +129,11 @@ class AsyncEngine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, wait_for_room: bool = False,
         **options: Unpack[OptionKeywords],
     ) -> Future[RequestOutput]:
-        """Send one prompt off and return at once; the future has all its answers when the last one is complete.
+        """Send one prompt off and return at once; the future has all its completions when the last one has ended.
 
         Cheaper than ``generate``, because no reader is woken in between. ``asyncio.wrap_future`` makes the future
         awaitable. Cancelling it aborts the request; losing it does not. Its callbacks run on the engine thread and
-        must not block. An answer that failed has the finish reason "error" and its error in the output.
+        must not block. A completion that failed has the finish reason "error" and its error in the output.
 
         Raises:
             InvalidRequest: the request is refused; raised by the future if the prompt is long, because it is looked
@@ -163,7 +163,7 @@ class AsyncEngine:
         """Return the token ids of a prompt, a chat with its template, as ``generate`` would send them to the model.
 
         Raises:
-            InvalidRequest: the prompt is refused; ``PromptTooLong`` if the context has no room for it and an answer.
+            InvalidRequest: the prompt is refused; ``PromptTooLong`` if the context has no room for it and a completion.
         """
         return self._input_processor.process(prompt, SamplingParams(max_tokens=1), RequestOptions()).token_ids
 
@@ -177,10 +177,10 @@ class AsyncEngine:
         Raises:
             EngineClosed: the engine was closed, or its thread did not answer within ``timeout_s`` seconds.
         """
-        answers: SimpleQueue[EngineStats] = SimpleQueue()
-        self._send(lambda worker: answers.put(worker.engine.stats()))
+        replies: SimpleQueue[EngineStats] = SimpleQueue()
+        self._send(lambda worker: replies.put(worker.engine.stats()))
         try:
-            return answers.get(timeout=timeout_s)
+            return replies.get(timeout=timeout_s)
         except Empty:
             raise EngineClosed(f"the engine thread did not answer within {timeout_s} seconds.") from None
 
@@ -266,9 +266,9 @@ class AsyncEngine:
             EngineClosed: the engine is closed.
             Exception: whatever the function raises.
         """
-        answer: Future[_T] = Future()
-        self._send(lambda worker: worker.call(function, answer))
-        return await asyncio.wrap_future(answer)
+        result: Future[_T] = Future()
+        self._send(lambda worker: worker.call(function, result))
+        return await asyncio.wrap_future(result)
 
     def _send(self, command: Command) -> None:
         if not self._commands.put(command):

@@ -48,7 +48,7 @@ class Progress:
         self._has_ended = False
 
     def step_ended(self, *, has_output: bool, has_failed: bool) -> None:
-        """Note that a step, or a look around without one, is over, and what came of it for any answer."""
+        """Note that a step, or a look around without one, is over, and what it brought."""
         if has_failed:
             self._num_failed_steps += 1
         elif has_output:

@@ -1,6 +1,6 @@
 """The bounded hand-over between the engine thread and one reader, on any event loop or on none.
 
-Unread deltas of an answer are joined, so that a slow reader costs one delta per answer, whose size the request's own
+Unread deltas of a completion are joined: a slow reader costs one delta per completion, whose size the request's own
 ``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its request. When deltas are made and
 handed over is in ``outbox.py``.
 """
@@ -23,7 +23,7 @@ Waiter = asyncio.Future[None] | threading.Event
 
 
 class Joined:
-    """Consecutive deltas of one answer on their way to becoming one."""
+    """Consecutive deltas of one completion, to be joined into one."""
 
     __slots__ = ("_last", "_logprobs", "_texts", "_token_ids")
 
@@ -55,7 +55,7 @@ class Joined:
 
 
 def join(unread: dict[int, Joined], delta: Delta) -> None:
-    """Take the next delta into what is unread of each answer of a request, by index."""
+    """Take the next delta into what is unread of each completion of a request, by index."""
     joined = unread.get(delta.index)
     if joined is None:
         unread[delta.index] = Joined(delta)
@@ -200,7 +200,7 @@ class StreamReader:
         return deltas
 
     async def next(self) -> list[Delta]:
-        """Return what is unread, at most one delta per answer, sleeping until there is something; empty at the end.
+        """Return what is unread, at most one delta per completion, sleeping until there is something; empty at the end.
 
         Raises:
             RequestTimeout: the reader's time is up.

@@ -22,7 +22,7 @@ from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest,
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.sequence_snapshot import SequenceSnapshot
-from pagedcore.requests.validation import require_one_answer, validate_ttl
+from pagedcore.requests.validation import require_one_completion, validate_ttl
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
 from pagedcore.sessions.kv_file import KVCopy
@@ -268,7 +268,7 @@ class Session:
         if prompt is None:
             return None
         params = params or self._params or SamplingParams()
-        require_one_answer(params)
+        require_one_completion(params)
         if self._request is None:
             return self._context.input_processor.process(prompt, params, self._options)
         known = list(self._request.sequences[0].token_ids)

@@ -200,7 +200,7 @@ def _params(values: Mapping[str, Any], rules: FileRules) -> SamplingParams:
     def made() -> SamplingParams:
         params = SamplingParams.from_mapping(values)
         validation.check_params_for_model(params, rules.vocab_size)
-        validation.require_one_answer(params)
+        validation.require_one_completion(params)
         return params
 
     return _refused("params", made)

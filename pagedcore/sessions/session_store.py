@@ -54,7 +54,7 @@ class SessionStore:
     def open_checked(self, params: SamplingParams | None, options: RequestOptions) -> Session:
         """Make a session of a caller's arguments. Errors as ``Engine.session``."""
         if params is not None:
-            validation.require_one_answer(params)
+            validation.require_one_completion(params)
             validation.check_params_for_model(params, self._rules.vocab_size)
         self._context.input_processor.check_options(options)
         return self._open(params, options)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pagedcore import errors
 from pagedcore.config import limits
+from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.sampling_params import SamplingParams
 
@@ -147,7 +148,7 @@ def test_chats_are_refused_or_valid(messages):
 @given(priority=anything)
 def test_priorities_are_refused_or_valid(priority):
     """What passes is an integer within the limit."""
-    refusal = refusal_of(validation.validate_priority, priority)
+    refusal = refusal_of(lambda one: RequestOptions(priority=one), priority)
     assert (refusal is None) == (type(priority) is int and abs(priority) <= limits.MAX_PRIORITY)
 
 

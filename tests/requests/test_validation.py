@@ -8,6 +8,7 @@ import pytest
 
 from pagedcore import errors
 from pagedcore.config import limits
+from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.sampling_params import SamplingParams
 
@@ -210,7 +211,7 @@ def test_a_request_has_to_fit_the_whole_pool():
 @pytest.mark.parametrize("priority", [-limits.MAX_PRIORITY, 0, limits.MAX_PRIORITY])
 def test_priorities_within_bounds_are_returned(priority):
     """Any integer up to the limit, of either sign."""
-    assert validation.validate_priority(priority) == priority
+    assert RequestOptions(priority=priority).priority == priority
 
 
 @pytest.mark.parametrize(
@@ -219,5 +220,5 @@ def test_priorities_within_bounds_are_returned(priority):
 def test_other_priorities_are_refused(priority):
     """Anything else is refused by name."""
     with pytest.raises(errors.InvalidRequest) as refusal:
-        validation.validate_priority(priority)
+        RequestOptions(priority=priority)
     assert refusal.value.what == "priority"
