@@ -108,7 +108,7 @@ class Scheduler:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence that grows to ``num_tokens`` positions fits the pool when alone."""
-        return self._blocks.blocks_for(num_tokens) <= self._blocks.num_blocks
+        return num_tokens <= self._blocks.num_blocks * self._blocks.block_size
 
     def require_room(self, num_tokens: int, num_sequences: int = 1) -> None:
         """Check that ``num_sequences`` sequences of up to ``num_tokens`` positions each can be added now.
@@ -117,12 +117,7 @@ class Scheduler:
             RequestTooLarge: one of them would not fit the pool even if it were alone.
             EngineOverloaded: the waiting queue has no room for them.
         """
-        if not self.can_ever_fit(num_tokens):
-            limit = self._blocks.num_blocks * self._blocks.block_size
-            raise RequestTooLarge(
-                "prompt and max_tokens", num_tokens, f"at most the {limit} positions of the KV pool",
-                "Ask for fewer tokens, or build the engine with more KV blocks.",
-            )
+        self._require_fit(num_tokens)
         self._waiting.require_room(num_sequences)
 
     def never_started(self) -> tuple[Sequence, ...]:
@@ -144,7 +139,7 @@ class Scheduler:
         """
         if sequence.status is not _WAITING:
             raise InternalError(f"add_sequence: sequence {sequence.sequence_id} is {sequence.status.value}")
-        self.require_room(sequence.max_total_tokens)
+        self._require_fit(sequence.max_total_tokens)
         self._waiting.push(sequence)
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -276,6 +271,14 @@ class Scheduler:
             if (new := self._advance(row, sampled)) is not None:
                 new_tokens.append(new)
         return new_tokens
+
+    def _require_fit(self, num_tokens: int) -> None:
+        if not self.can_ever_fit(num_tokens):
+            limit = self._blocks.num_blocks * self._blocks.block_size
+            raise RequestTooLarge(
+                "prompt and max_tokens", num_tokens, f"at most the {limit} positions of the KV pool",
+                "Ask for fewer tokens, or build the engine with more KV blocks.",
+            )
 
     def _plan(self, *, may_wait: bool) -> SchedulePlan:
         state = PlanState(self.rules, self.kv_cache, self._running.sequences, self._waiting.sequences)
