@@ -50,8 +50,8 @@ class KVCacheManager:
 
     def match(self, sequence: Sequence) -> PrefixMatch:
         """Find the longest beginning of a sequence that the device or the host holds."""
-        is_usable = self.host is not None and not self.host.is_stuck
-        return self.device.match(sequence, self.host.cache if is_usable and self.host is not None else None)
+        host = self.host
+        return self.device.match(sequence, host.cache if host is not None and not host.is_stuck else None)
 
     def find(self, sequence: Sequence) -> tuple[FoundBlocks, FoundBlocks]:
         """Find what the device and what the host holds of a sequence's positions, the last one left out."""

@@ -121,7 +121,7 @@ class Scheduler:
             RequestTooLarge: one of them would not fit the pool even if it were alone.
             EngineOverloaded: the waiting queue has no room for them.
         """
-        self._require_fitting(num_tokens)
+        self._require_fit(num_tokens)
         self._waiting.require_room(num_sequences)
 
     def never_started(self) -> tuple[Sequence, ...]:
@@ -148,15 +148,8 @@ class Scheduler:
         for sequence in sequences:
             if sequence.status is not _WAITING:
                 raise InternalError(f"add_sequence: sequence {sequence.sequence_id} is {sequence.status.value}")
-            self._require_fitting(sequence.num_prompt_tokens + sequence.max_tokens)
+            self._require_fit(sequence.num_prompt_tokens + sequence.max_tokens)
         self._waiting.push_all(sequences)
-
-    def _require_fitting(self, num_tokens: int) -> None:
-        if not self.can_ever_fit(num_tokens):
-            raise RequestTooLarge(
-                "prompt and max_tokens", num_tokens, f"at most the {self._num_pool_tokens} positions of the KV pool",
-                "Ask for fewer tokens, or build the engine with more KV blocks.",
-            )
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state; one that has finished stays as it is.
@@ -287,6 +280,14 @@ class Scheduler:
             if (new := self._advance(row, sampled)) is not None:
                 new_tokens.append(new)
         return new_tokens
+
+    def _require_fit(self, num_tokens: int) -> None:
+        if not self.can_ever_fit(num_tokens):
+            limit = self._blocks.num_blocks * self._blocks.block_size
+            raise RequestTooLarge(
+                "prompt and max_tokens", num_tokens, f"at most the {limit} positions of the KV pool",
+                "Ask for fewer tokens, or build the engine with more KV blocks.",
+            )
 
     def _plan(self, *, may_wait: bool) -> SchedulePlan:
         state = PlanState(self.rules, self.kv_cache, self._running.sequences, self._waiting.sequences)
