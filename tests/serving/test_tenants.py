@@ -32,9 +32,9 @@ POOLS = [128, 12]
 SALTS = [("a", "b"), ("a", None), (None, "b"), (b"a", b"A"), ("a", "salt a")]
 
 
-def what_is_told(told: Any) -> dict[str, Any]:
-    """All fields of a delta or an output, its random id and its times left out after a look at their form."""
-    fields = dataclasses.asdict(told)
+def figures_of(given: Any) -> dict[str, Any]:
+    """All fields of a delta or an output, without its random id and its times, whose form is checked."""
+    fields = dataclasses.asdict(given)
     assert re.fullmatch(r"[0-9a-f]{32}", fields.pop("request_id"))
     if "metrics" in fields:
         metrics = fields.pop("metrics")
@@ -55,7 +55,7 @@ async def look(engine: AsyncEngine, backend: PacedBackend, prompt: list[int], sa
     output = await wrap(engine, prompt, SCORED, salt)
     after = engine.stats()
     return {
-        "deltas": [what_is_told(delta) for delta in deltas], "output": what_is_told(output), "usage": output.usage,
+        "deltas": [figures_of(delta) for delta in deltas], "output": figures_of(output), "usage": output.usage,
         "steps": [(one.num_steps - two.num_steps, one.num_computed_tokens - two.num_computed_tokens,
                    one.num_preemptions - two.num_preemptions) for one, two in ((middle, before), (after, middle))],
     }
