@@ -13,6 +13,7 @@ import pytest
 from pagedcore import AsyncEngine, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidRequest, InvalidSalt
 from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore_asyncgen import create
 from support.engine_builders import make_engine
 from support.tenants import (
     BLOCK_SIZE,
@@ -173,6 +174,22 @@ async def test_refused_options_are_typed_at_every_door(engine: AsyncEngine, keyw
     with pytest.raises(kind):
         await engine.session(PARAMS, **keywords).open()
     assert engine.stats().num_prompt_tokens == 0
+
+
+async def test_the_plain_generator_takes_the_same_options() -> None:
+    """Its three ways of asking pass salt, label and priority on."""
+    finished, prompt = Finished(), prompt_with(SECRET)
+    with AsyncEngine(make_engine(num_kv_blocks=POOLS[0], scheduling_policy="priority")) as engine:
+        engine.observe(finished)
+        generate, options = create(engine), {"priority": 1, "request_id": "mine"}
+        for salt in ("a", "b"):
+            async for _ in generate(prompt, PARAMS, cache_salt=salt, **options):
+                pass
+            assert list(generate.sync(prompt, PARAMS, cache_salt=salt, **options))
+            await generate.complete(prompt, PARAMS, cache_salt=salt, **options)
+        engine.stats()
+    assert [one.num_cached_tokens > 0 for one in finished.outputs] == [False, True, True] * 2
+    assert {one.client_request_id for one in finished.outputs} == {"mine"}
 
 
 async def test_priorities_are_accepted_where_the_policy_has_them() -> None:
