@@ -28,10 +28,10 @@ from attention_cpu import Case, gather, ours, theirs
 from guest import interval, pairs
 from interleaved import markdown
 from matmul_cpu import HEAD, LAYER, Product, products
-from pagedcore_kernels.cpu.matmul.matmul import PackedMatmul
 from torch.nn.functional import linear
 
 from pagedcore.models.cpu.packed_linear import OneDnnMatmul
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 #: Rows of an output layer: one for each sequence, never a whole prompt.

@@ -43,7 +43,8 @@ def describe(value: object) -> str:
         return str(value) if abs(value) < 10**20 else f"an integer of {value.bit_length()} bits"
     if isinstance(value, str):
         return f"a string of {len(value)} characters"
-    return f"a value of type {type(value).__name__}"
+    kind = value if isinstance(value, type) else type(value)
+    return f"a value of type {kind.__name__}"
 
 
 class InvalidRequest(PagedcoreError, ValueError):

@@ -56,9 +56,9 @@ def _salt_bytes(salt: object) -> bytes:
     given = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else salt
     # Safety: a salt may be a secret, so the message has its type and size only.
     if not isinstance(given, bytes):
-        raise InvalidSalt("cache_salt", type(salt).__name__, "text or bytes")
+        raise InvalidSalt("cache_salt", type(salt), "text or bytes")
     if not 1 <= len(given) <= MAX_SALT_BYTES:
-        raise InvalidSalt("cache_salt", f"{len(given)} bytes", f"1 to {MAX_SALT_BYTES} bytes")
+        raise InvalidSalt("cache_salt", salt, f"1 to {MAX_SALT_BYTES} bytes")
     return b"salt " + given
 
 

@@ -4,7 +4,7 @@
     async for delta in generate("What is AI?"):
         print(delta.text, end="")
 
-Uses only public names of pagedcore. ``pagedcore/serving/async_engine.py`` says what happens when a reader leaves.
+Uses only public names of pagedcore. ``AsyncEngine`` defines what leaving a stream early does.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ __all__ = ["AsyncTextGenerator", "create"]
 
 
 class AsyncTextGenerator:
-    """A callable that answers prompts as async generators; all calls share one engine and are batched together.
+    """A callable that completes prompts as async generators; all calls share one engine and are batched together.
 
-    Every call is usable from any event loop, from several at once, or (``sync``) from none. Leaving a generator in
-    whatever way, or the cancellation of the task that reads it, aborts its request, whose blocks are free again
-    after the step in flight.
+    Every call is usable from any event loop, from several at once, or (``sync``) from none. Leaving a generator early,
+    or cancelling the task that reads it, aborts its request, whose blocks are free after the step in flight.
     """
 
     def __init__(self, engine: AsyncEngine, *, owns_engine: bool = True) -> None:
@@ -84,7 +83,7 @@ class AsyncTextGenerator:
 
 
 def create(model: Any, **settings: Any) -> AsyncTextGenerator:
-    """Build the adapter around a model, or around an ``AsyncEngine`` that somebody else owns.
+    """Build the adapter around a model, or around an ``AsyncEngine``, which its owner closes.
 
     Raises:
         InvalidConfig: as from ``AsyncEngine.from_pretrained``.

@@ -14,7 +14,7 @@ from pagedcore_bentoml.runner import PagedCoreRunner
 TIMEOUT_S: Final = 300
 """BentoML's limit for a whole response, and for the first byte of a stream, in seconds."""
 UNTRACED: Final = "/stream$"
-"""Requests without OpenTelemetry spans unless ``service`` says otherwise, as a regular expression of addresses."""
+"""Requests without OpenTelemetry spans unless ``service`` sets another, as a regular expression of addresses."""
 
 
 def create_service(

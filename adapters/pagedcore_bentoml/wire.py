@@ -46,14 +46,10 @@ LabelOfEach = Annotated[Any, WithJsonSchema({"description": "A list of labels, o
 
 
 class EndpointInput(IODescriptor):
-    """Fields of all endpoints."""
+    """Base of the inputs; BentoML maps positional arguments of a call to fields in their order."""
 
     # Safety: BentoML logs pydantic's errors, so these must not repeat a prompt or a salt.
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
-
-    priority: Priority = 0
-    timeout_s: Seconds = None
-    cache_salt: Salt = None
 
     @classmethod
     async def from_http_request(cls, request: Request, serde: Any) -> Any:
@@ -86,6 +82,9 @@ class PromptInput(EndpointInput):
 
     prompt: Prompt
     sampling: Sampling = None
+    priority: Priority = 0
+    timeout_s: Seconds = None
+    cache_salt: Salt = None
     request_id: Label = None
 
 
@@ -94,6 +93,9 @@ class ChatInput(EndpointInput):
 
     messages: Messages
     sampling: Sampling = None
+    priority: Priority = 0
+    timeout_s: Seconds = None
+    cache_salt: Salt = None
     request_id: Label = None
 
 
@@ -102,6 +104,9 @@ class BatchInput(EndpointInput):
 
     prompts: Prompts
     sampling: SamplingOfEach = None
+    priority: Priority = 0
+    timeout_s: Seconds = None
+    cache_salt: Salt = None
     request_id: LabelOfEach = None
 
 

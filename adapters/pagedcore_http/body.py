@@ -15,7 +15,7 @@ from pagedcore.errors import InvalidPrompt, UnknownParameter
 from pagedcore_http.refusals import RefusedAtTheDoor
 
 MAX_BODY_BYTES: Final = 2**20
-"""Bytes of a body unless the service says otherwise: a quarter of a million tokens of text."""
+"""Bytes of a body unless the service sets another limit: a quarter of a million tokens of text."""
 MAX_HEADER_BYTES: Final = 2**14
 """Bytes of all header names and values."""
 MAX_JSON_DEPTH: Final = 64

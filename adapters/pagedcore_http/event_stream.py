@@ -66,6 +66,8 @@ class EventStream(StreamingResponse):
     def __init__(self, events: AsyncGenerator[str, None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
+        # Why: the others are the framework's, added later, and belong to a refusal as well.
+        self._own_headers = frozenset(self.headers)
         self._events = events
         self._has_begun = False
         self._has_ended = False
@@ -91,7 +93,7 @@ class EventStream(StreamingResponse):
             refusal = refusal_of(error)
             if not self._has_begun:
                 refused = refusal.response()
-                refused.headers.update({k: v for k, v in self.headers.items() if k.startswith(("server", "x-bento"))})
+                refused.headers.update({k: v for k, v in self.headers.items() if k not in self._own_headers})
                 await refused(scope, receive, send)
                 return
             await self._send(frame(refusal.body, "error"), send)

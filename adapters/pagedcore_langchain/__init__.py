@@ -5,8 +5,8 @@
     chat = ChatPagedCore(model="demo", max_tokens=64)
     print(chat.invoke("What is 2 + 3?").content)
 
-Owns the two doors to LangChain and nothing of the engine; uses only public names of pagedcore. LangChain is imported
-when a model is first asked for. Read ``settings.py`` for what both models have in common, then ``chat.py``.
+Uses only public names of pagedcore. LangChain is imported when a model class is first used. Read ``settings.py`` for
+what both models have in common, then ``chat.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOMES: Final = {"ChatPagedCore": "pagedcore_langchain.chat", "PagedCoreLLM": "p
 
 
 def create_chat(model: Any, **settings: Any) -> ChatPagedCore:
-    """Build a chat model around a model, or around an ``AsyncEngine`` that somebody else owns.
+    """Build a chat model around a model, or around an ``AsyncEngine``, which its owner closes.
 
     Args:
         model: what ``AsyncEngine.from_pretrained`` takes, or an ``AsyncEngine``.

@@ -1,7 +1,7 @@
 """One event loop on a thread of its own, where blocking callers' batches run as tasks.
 
-Why: LangChain's own blocking batch asks from a handful of threads, or one after the other; as tasks, all of a batch is
-in the engine at once. Owns the thread; never knows what it runs.
+LangChain's own blocking batch uses a few threads, or calls one after the other; as tasks, all of a batch is in the
+engine at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """An event loop that is started when it is first needed and then stays; daemonic, so that it holds up no exit."""
+    """An event loop that starts at its first use and stays; its thread is a daemon, so that it delays no exit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ async def invoke_all(
     model: Runnable[LanguageModelInput, Any], inputs: Sequence[LanguageModelInput], config: Configs,
     return_exceptions: bool, call: dict[str, Any],
 ) -> list[Any]:
-    """Answer all inputs, in order; at most ``max_concurrency`` of the first config at once."""
+    """Return the outputs of all inputs, in order; at most ``max_concurrency`` of the first config at once."""
     if not inputs:
         return []
     configs = get_config_list(config, len(inputs))
@@ -40,11 +40,11 @@ async def _gather(tasks: list[asyncio.Task[Any]], return_exceptions: bool) -> li
     try:
         results = await asyncio.gather(*tasks, return_exceptions=return_exceptions)
     finally:
-        # Why: otherwise an error would be raised while the other inputs go on being answered for nobody.
+        # Why: after an error the other inputs would run on without a reader.
         for task in tasks:
             task.cancel()
     for result in results:
-        # Why: returned are errors of the inputs; a cancellation, for one, is not for the caller to find in a list.
+        # Why: the list holds errors of inputs; a cancellation is the caller's own.
         if isinstance(result, BaseException) and not isinstance(result, Exception):
             raise result
     return results

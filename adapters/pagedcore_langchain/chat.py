@@ -1,4 +1,4 @@
-"""``ChatPagedCore``: LangChain's chat model over the engine's chat door. Read ``settings.py`` for its fields."""
+"""``ChatPagedCore``: LangChain's chat model over chat messages. Read ``settings.py`` for its fields."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pagedcore_langchain.settings import PagedCoreSettings
 class ChatPagedCore(PagedCoreSettings, BaseChatModel):
     """A chat model whose calls, from any thread, task or chain, share one engine and are batched together.
 
-    ``batch``, ``generate`` and their asynchronous kin have all their inputs in flight at once. Send the whole history
-    with every call; nothing is kept between calls, and ``usage_metadata["input_token_details"]["cache_read"]`` says
-    how many of its tokens did not have to be computed again. Tools, structured output and images are not offered.
+    ``batch``, ``generate`` and their asynchronous forms have all their inputs in flight at once. Send the whole history
+    with every call; nothing is kept between calls, and ``usage_metadata["input_token_details"]["cache_read"]`` is the
+    number of its tokens that were found in the cache. Tools, structured output and images are not offered.
 
     Leaving a stream early aborts its request. After a plain ``break`` out of ``async for`` that happens when the
     generator is collected; with ``contextlib.aclosing`` at once. Errors are those of pagedcore.
@@ -35,7 +35,7 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
     model_config = PagedCoreSettings.model_config
 
     streaming: bool = False
-    """Tell callbacks each token also where the caller waits for the whole answer."""
+    """Pass each token to callbacks also where the caller waits for the whole completion."""
 
     @property
     @override

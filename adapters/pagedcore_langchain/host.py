@@ -1,4 +1,4 @@
-"""Who owns the engine behind a LangChain model: the model and all its copies together, or somebody else.
+"""Who owns the engine behind a LangChain model: the model and its copies together, or the caller.
 
 Builds the engine on first use and closes it if it built it; never sends a request. Knows nothing of LangChain.
 """
@@ -14,7 +14,7 @@ from pagedcore import AsyncEngine
 
 
 class EngineHost:
-    """One engine for a model, its copies, its bindings and its reconfigured variants, on whatever thread they run.
+    """One engine for a model, its copies, its bindings and its reconfigured variants, on any thread.
 
     Invariant: at most one engine is ever built, and only an engine that was built here is closed here.
     """

@@ -1,4 +1,4 @@
-"""Several requests at once, waited for on a thread or on an event loop; whoever stops waiting aborts them.
+"""Several requests at once, awaited on a thread or on an event loop; a caller that stops waiting aborts them.
 
 Owns the futures between their making and their end. Knows nothing of LangChain.
 """
@@ -21,7 +21,7 @@ Prompt = TypeVar("Prompt")
 def in_flight(
     submit: Callable[[Prompt], Future[RequestOutput]], prompts: Iterable[Prompt]
 ) -> Iterator[list[Future[RequestOutput]]]:
-    """Submit all prompts; on leaving, in whatever way, what is not done is aborted. Raises what ``submit`` does."""
+    """Submit all prompts; at the end of the block abort those that are not done. Raises as ``submit``."""
     futures: list[Future[RequestOutput]] = []
     try:
         futures.extend(map(submit, prompts))
@@ -48,7 +48,7 @@ def wait_for(futures: list[Future[RequestOutput]], timeout_s: float | None) -> l
 async def wait_for_on_loop(futures: list[Future[RequestOutput]], timeout_s: float | None) -> list[RequestOutput]:
     """Do the same on the running event loop."""
     if timeout_s is None and len(futures) == 1:
-        # Why: the calls of a batch come here one by one, and a gathering of one costs as much as one of many.
+        # Why: the calls of a batch arrive one by one, and gathering one costs as much as gathering many.
         return [_checked(await asyncio.wrap_future(futures[0]))]
     try:
         async with asyncio.timeout(timeout_s) as limit:

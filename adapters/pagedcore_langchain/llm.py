@@ -1,4 +1,4 @@
-"""``PagedCoreLLM``: LangChain's completion model over the engine's text door. Read ``settings.py`` for its fields."""
+"""``PagedCoreLLM``: LangChain's completion model over plain text. Read ``settings.py`` for its fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pagedcore_langchain.settings import PagedCoreSettings
 class PagedCoreLLM(PagedCoreSettings, BaseLLM):
     """A completion model whose calls, from any thread, task or chain, share one engine and are batched together.
 
-    ``batch``, ``generate`` and their asynchronous kin have all their inputs in flight at once. The prompt is taken as
+    ``batch``, ``generate`` and their asynchronous forms have all their inputs in flight at once. The prompt is taken as
     it is, without a chat template. ``generation_info`` has the finish reason, the usage and, if asked for, the
     log-probabilities. Leaving a stream early aborts its request, as with ``ChatPagedCore``.
     """

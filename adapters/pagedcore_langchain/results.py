@@ -1,4 +1,4 @@
-"""Answers of the engine in LangChain's words: generations, chunks, usage and metadata. Never talks to an engine."""
+"""Outputs of the engine as LangChain's types: generations, chunks, usage and metadata. Never calls an engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from pagedcore import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
 
 Spell = Callable[[int], TokenText]
-"""Says what a token stands for."""
+"""Returns what a token stands for."""
 _LEAST_LOGPROB: Final = -9999.0
-"""What OpenAI's format has for a token that is as good as impossible; JSON has no infinity."""
+"""OpenAI's value for an impossible token; JSON has no infinity."""
 
 
 def usage_metadata(usage: Usage) -> UsageMetadata:
-    """Write usage as LangChain does; "cache_read" is the part of the input that did not have to be computed."""
+    """Return LangChain's usage; "cache_read" is the part of the input that was found in the cache."""
     return UsageMetadata(
         input_tokens=usage.num_prompt_tokens,
         output_tokens=usage.num_output_tokens,
@@ -28,8 +28,8 @@ def usage_metadata(usage: Usage) -> UsageMetadata:
 
 
 def chat_result(output: RequestOutput, model: str, spell: Spell) -> ChatResult:
-    """Make one generation per answer; the first one carries the usage of them all, and what was asked of the prompt."""
-    generations = [_chat_generation(answer, model, spell) for answer in output.outputs]
+    """Return one generation per completion; the first one has the usage of all and the prompt's log-probabilities."""
+    generations = [_chat_generation(one, model, spell) for one in output.outputs]
     generations[0].generation_info = (generations[0].generation_info or {}) | _prompt_info(output, spell)
     usage = usage_metadata(output.usage)
     first = generations[0].message
@@ -38,17 +38,17 @@ def chat_result(output: RequestOutput, model: str, spell: Spell) -> ChatResult:
     return ChatResult(generations=generations, llm_output={"token_usage": _token_usage(usage), "model_name": model})
 
 
-def _chat_generation(answer: CompletionOutput, model: str, spell: Spell) -> ChatGeneration:
-    info = _info(answer.finish_reason, answer.logprobs or (), spell)
-    message = AIMessage(content=answer.text, response_metadata=_origin(model))
+def _chat_generation(completion: CompletionOutput, model: str, spell: Spell) -> ChatGeneration:
+    info = _info(completion.finish_reason, completion.logprobs or (), spell)
+    message = AIMessage(content=completion.text, response_metadata=_origin(model))
     return ChatGeneration(message=message, generation_info=info)
 
 
 def text_generations(output: RequestOutput, model: str, spell: Spell) -> list[Generation]:
-    """Make one generation per answer; the first one's info carries the usage of them all, and the prompt's."""
+    """Return one generation per completion; the first one's info has the usage of all, and the prompt's."""
     generations = [
-        Generation(text=answer.text, generation_info=_info(answer.finish_reason, answer.logprobs or (), spell))
-        for answer in output.outputs
+        Generation(text=one.text, generation_info=_info(one.finish_reason, one.logprobs or (), spell))
+        for one in output.outputs
     ]
     generations[0].generation_info = {
         **(generations[0].generation_info or {}), **_origin(model), "usage_metadata": usage_metadata(output.usage),
@@ -65,9 +65,9 @@ def llm_output(outputs: list[RequestOutput], model: str) -> dict[str, Any]:
 
 
 class Chunks:
-    """Turns the deltas of one answer into chunks, whose sum says what the whole answer would have said.
+    """Turns the deltas of one completion into chunks, whose sum is equal to the whole completion.
 
-    Invariant: log-probabilities of tokens whose text is still held back go out with the next chunk.
+    Invariant: log-probabilities of tokens without text yet are in the next chunk.
     """
 
     def __init__(self, model: str, spell: Spell) -> None:
@@ -76,10 +76,10 @@ class Chunks:
         self._logprobs: tuple[TokenLogprobs, ...] = ()
 
     def text(self, delta: Delta) -> GenerationChunk | None:
-        """Return the next chunk of a completion, or ``None`` if there is nothing to say yet.
+        """Return the next chunk of a completion, or ``None`` if it has no text yet.
 
         Raises:
-            RequestFailed: the answer ended with an error.
+            RequestFailed: the completion ended with an error.
         """
         info = self._next_info(delta)
         if info is None:
@@ -89,7 +89,7 @@ class Chunks:
         return GenerationChunk(text=delta.text, generation_info=info or None)
 
     def message(self, delta: Delta) -> ChatGenerationChunk | None:
-        """Return the next chunk of a chat answer, or ``None`` if there is nothing to say yet. Raises as ``text``."""
+        """Return the next chunk of a message, or ``None`` if it has no text yet. Raises as ``text``."""
         info = self._next_info(delta)
         if info is None:
             return None
@@ -121,14 +121,13 @@ def _info(finish_reason: str | None, logprobs: Iterable[TokenLogprobs], spell: S
     return info
 
 
-def _prompt_info(answered: RequestOutput | Delta, spell: Spell) -> dict[str, Any]:
-    if answered.prompt_logprobs is None:
+def _prompt_info(output: RequestOutput | Delta, spell: Spell) -> dict[str, Any]:
+    if output.prompt_logprobs is None:
         return {}
-    return {"prompt_logprobs": [None if one is None else _scored(one, spell) for one in answered.prompt_logprobs]}
+    return {"prompt_logprobs": [None if one is None else _scored(one, spell) for one in output.prompt_logprobs]}
 
 
 def _scored(token: TokenLogprobs, spell: Spell) -> dict[str, Any]:
-    """Say it in OpenAI's format, with the token's id as well."""
     top = [_token(token_id, logprob, spell) for token_id, logprob in token.top]
     return {**_token(token.token_id, token.logprob, spell), "top_logprobs": top}
 

@@ -1,7 +1,7 @@
 """What both models have in common: the fields a user sets and the engine behind them.
 
-Turns fields and call arguments into ``SamplingParams``; what these mean and whether they are allowed is decided by
-pagedcore, and a name it does not know is refused. Read ``chat.py`` and ``llm.py`` for the two doors.
+Turns fields and call arguments into ``SamplingParams`` and options; pagedcore validates them and refuses names that it
+does not know. Read ``chat.py`` and ``llm.py`` for the two models.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class PagedCoreSettings(BaseModel):
     engine_settings: dict[str, Any] = Field(default_factory=dict)
     """Fields of ``EngineConfig`` for the engine that this model builds."""
     max_tokens: int | None = None
-    """Most tokens of an answer; ``None``: as many as the context has room for."""
+    """Most tokens of a completion; ``None``: as many as the context has room for."""
     temperature: float = 0.0
     """0 always takes the most likely token."""
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    """Where the randomness starts; the same seed gives the same answer."""
+    """Seed of the random numbers; the same seed gives the same completion."""
     stop: list[str] | None = None
-    """An answer ends before the first of these texts."""
+    """A completion ends before the first of these texts."""
     logprobs: int | None = None
     """Report each token's log-probability and this many alternatives: ``response_metadata["logprobs"]["content"]`` of a
     message has them in OpenAI's format, and beside it are the ``prompt_logprobs`` that ``sampling`` may ask for."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Further fields of ``SamplingParams`` by name."""
     timeout: PositiveFloat | None = None
-    """Longest time for an answer, in seconds; then ``RequestTimeout``, and the request is aborted."""
+    """Longest time for a completion, in seconds; then ``RequestTimeout``, and the request is aborted."""
     wait_for_room: bool = True
     """Whether a request waits while the engine's queue is full; otherwise ``EngineOverloaded``."""
     priority: StrictInt = 0
@@ -91,7 +91,7 @@ class PagedCoreSettings(BaseModel):
 
     @classmethod
     def from_engine(cls, engine: AsyncEngine, **fields: Any) -> Self:
-        """Build a model on an engine that somebody else owns, shares and closes."""
+        """Build a model on an engine that its owner shares and closes."""
         return cls(host=EngineHost(None, {}, engine), **fields)
 
     @classmethod
@@ -130,7 +130,7 @@ class PagedCoreSettings(BaseModel):
 
     def _with_salt_of(self, keywords: dict[str, Any]) -> Self:
         """Move a call's salt from its keywords to a copy of this model: a completion model's callbacks see all
-        keywords, and its response cache tells calls apart by fields only."""
+        keywords, and its response cache distinguishes calls by fields only."""
         salt = hide_salt(keywords).get("cache_salt")
         keywords.pop("cache_salt", None)
         return self if salt is None else self.model_copy(update={"cache_salt": salt})

@@ -13,6 +13,7 @@ import pytest
 from pagedcore import AsyncEngine, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidRequest, InvalidSalt
 from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore_asyncgen import create
 from support.engine_builders import make_engine
 from support.tenants import (
     BLOCK_SIZE,
@@ -32,9 +33,9 @@ POOLS = [128, 12]
 SALTS = [("a", "b"), ("a", None), (None, "b"), (b"a", b"A"), ("a", "salt a")]
 
 
-def what_is_told(told: Any) -> dict[str, Any]:
-    """All fields of a delta or an output, its random id and its times left out after a look at their form."""
-    fields = dataclasses.asdict(told)
+def figures_of(given: Any) -> dict[str, Any]:
+    """All fields of a delta or an output, without its random id and its times, whose form is checked."""
+    fields = dataclasses.asdict(given)
     assert re.fullmatch(r"[0-9a-f]{32}", fields.pop("request_id"))
     if "metrics" in fields:
         metrics = fields.pop("metrics")
@@ -55,7 +56,7 @@ async def look(engine: AsyncEngine, backend: PacedBackend, prompt: list[int], sa
     output = await wrap(engine, prompt, SCORED, salt)
     after = engine.stats()
     return {
-        "deltas": [what_is_told(delta) for delta in deltas], "output": what_is_told(output), "usage": output.usage,
+        "deltas": [figures_of(delta) for delta in deltas], "output": figures_of(output), "usage": output.usage,
         "steps": [(one.num_steps - two.num_steps, one.num_computed_tokens - two.num_computed_tokens,
                    one.num_preemptions - two.num_preemptions) for one, two in ((middle, before), (after, middle))],
     }
@@ -173,6 +174,22 @@ async def test_refused_options_are_typed_at_every_door(engine: AsyncEngine, keyw
     with pytest.raises(kind):
         await engine.session(PARAMS, **keywords).open()
     assert engine.stats().num_prompt_tokens == 0
+
+
+async def test_the_plain_generator_takes_the_same_options() -> None:
+    """Its three ways of asking pass salt, label and priority on."""
+    finished, prompt = Finished(), prompt_with(SECRET)
+    with AsyncEngine(make_engine(num_kv_blocks=POOLS[0], scheduling_policy="priority")) as engine:
+        engine.observe(finished)
+        generate, options = create(engine), {"priority": 1, "request_id": "mine"}
+        for salt in ("a", "b"):
+            async for _ in generate(prompt, PARAMS, cache_salt=salt, **options):
+                pass
+            assert list(generate.sync(prompt, PARAMS, cache_salt=salt, **options))
+            await generate.complete(prompt, PARAMS, cache_salt=salt, **options)
+        engine.stats()
+    assert [one.num_cached_tokens > 0 for one in finished.outputs] == [False, True, True] * 2
+    assert {one.client_request_id for one in finished.outputs} == {"mine"}
 
 
 async def test_priorities_are_accepted_where_the_policy_has_them() -> None:

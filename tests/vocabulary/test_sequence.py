@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from pagedcore.errors import InternalError, RequestStateError
+from pagedcore.request_options import RequestOptions
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import LEGAL_MOVES, Sequence, SequenceStatus
@@ -15,7 +16,7 @@ from support.doubles import make_sequence
 
 
 def make_request(*sequences: Sequence) -> Request:
-    return Request("r", list(sequences), SamplingParams(), Mock())
+    return Request("r", list(sequences), SamplingParams(), RequestOptions(), Mock())
 
 
 @pytest.mark.parametrize(("old", "new"), list(product(SequenceStatus, SequenceStatus)))

@@ -189,3 +189,23 @@ def test_a_doors_own_http_exception_keeps_status_and_headers() -> None:
     refusal = refusal_of(HTTPException(401, "who are you?", {"WWW-Authenticate": "Bearer"}))
     assert (refusal.status, refusal.body["error"]["message"]) == (401, "who are you?")
     assert refusal.response().headers["www-authenticate"] == "Bearer"
+
+
+async def test_a_refused_stream_keeps_the_frameworks_headers() -> None:
+    """Headers that were added to the stream, such as a request's id, are on its refusal; the stream's own are not."""
+    messages: list[Any] = []
+
+    async def fail() -> AsyncGenerator[str, None]:
+        raise HTTPException(401, headers={"WWW-Authenticate": "Bearer"})
+        yield ""
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    stream = EventStream(fail())
+    stream.headers["x-request-id"] = "7"
+    await stream({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+    headers = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
+    assert (messages[0]["status"], headers["content-type"]) == (401, "application/json")
+    assert (headers["x-request-id"], headers["www-authenticate"]) == ("7", "Bearer")
+    assert "cache-control" not in headers
