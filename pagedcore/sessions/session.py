@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -171,8 +171,8 @@ class Session:
     def fork(self) -> Session:
         """Return a second session with the same tokens; both share blocks, and neither changes the other's.
 
-        A fork of a running turn has its completion so far, and ``ask(None)`` continues it. A file with parked KV stays
-        with the original.
+        A fork of a running turn has its completion so far, and ``ask(None)`` continues it. A file with parked KV and
+        the label (``request_id``) stay with the original.
 
         Raises:
             SessionStateError: the session is closed.
@@ -180,7 +180,9 @@ class Session:
         """
         sequence = self._require_open("fork")
         snapshot, root = (SequenceSnapshot.of(sequence), sequence.cache_root) if sequence is not None else (None, None)
-        return self._context.open_session(self._params, self._options, snapshot, root)
+        # Why: a label belongs to one request; the original keeps it.
+        options = replace(self._options, request_id=None)
+        return self._context.open_session(self._params, options, snapshot, root)
 
     def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
         """Write everything that decides how the session continues, for ``Engine.import_session``.

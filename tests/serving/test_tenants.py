@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from pagedcore import AsyncEngine, RequestOutput, SamplingParams
-from pagedcore.errors import InvalidRequest, InvalidSalt
+from pagedcore.errors import InvalidRequest, InvalidSalt, RequestTimeout
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore_asyncgen import create
+from support.doubles import VOCAB_SIZE, FlakyBackend
 from support.engine_builders import make_engine
 from support.tenants import (
     BLOCK_SIZE,
@@ -132,6 +134,27 @@ async def test_a_label_is_taken_within_its_salt_until_its_request_ends(engine: A
     for salt in ("a", "b", None):
         output = await asyncio.wrap_future(engine.submit([1], PARAMS, cache_salt=salt, request_id="mine"))
         assert output.client_request_id == "mine"
+
+
+async def test_a_label_is_free_again_however_its_request_ends() -> None:
+    """Refused, cancelled, failed, out of time, or left by its reader: only a live request keeps a label."""
+    backend = FlakyBackend(raise_on_step=3)
+    with AsyncEngine(make_engine(backend, max_num_seqs=1, max_num_waiting=1)) as engine:
+        endless = SamplingParams(max_tokens=40, ignore_eos=True)
+        failed = await asyncio.wrap_future(engine.submit([1], PARAMS, request_id="a"))
+        assert failed.outputs[0].finish_reason == "error"
+        with pytest.raises(InvalidRequest):
+            engine.submit([VOCAB_SIZE], PARAMS, request_id="a")
+        async with contextlib.aclosing(engine.generate([1], endless, request_id="a")) as deltas:
+            await anext(deltas)
+        with pytest.raises(RequestTimeout):
+            async for _ in engine.generate([1], endless, request_id="a", timeout_s=1e-6):
+                pass
+        cancelled = engine.submit([1], endless, request_id="a")
+        cancelled.cancel()
+        output = await asyncio.wrap_future(engine.submit([1], PARAMS, request_id="a", wait_for_room=True))
+        assert (output.client_request_id, output.outputs[0].finish_reason) == ("a", "length")
+        assert await engine.call(lambda inner: inner._requests._labels) == set()
 
 
 async def test_a_label_is_in_outputs_and_hooks_and_salts_are_not(engine: AsyncEngine) -> None:

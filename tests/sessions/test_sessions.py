@@ -466,6 +466,25 @@ def test_every_sequence_of_a_session_is_known_to_go_on(tmp_path: Path) -> None:
     assert not engine.add_request([1, 2], PARAMS).sequences[0].is_in_session
 
 
+def test_a_label_stays_with_its_session_when_a_fork_is_closed() -> None:
+    """A fork has no label, empty or not, so its end frees none; the label is free again when its session is closed."""
+    engine = make()
+    empty = engine.session(PARAMS, request_id="chat 1")
+    early = empty.fork()
+    ask(empty, 1, 2, 3)
+    ask(early, 1, 2, 3)
+    late = empty.fork()
+    ask(late, 4)
+    assert [one.output().client_request_id for one in (empty, early, late)] == ["chat 1", None, None]
+    early.close()
+    late.close()
+    with pytest.raises(InvalidRequest, match="request_id"):
+        engine.add_request([1], request_id="chat 1")
+    ask(empty, 5)
+    empty.close()
+    assert engine.add_request([1], request_id="chat 1").client_request_id == "chat 1"
+
+
 def test_a_fork_shares_also_where_strangers_may_not() -> None:
     """Without prefix caching requests share nothing, but a fork is of the same conversation."""
     engine = make(enable_prefix_caching=False)
