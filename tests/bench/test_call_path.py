@@ -1,0 +1,17 @@
+"""How often a request and a step change file, counted as ``benchmarks/call_path.py`` counts."""
+
+from __future__ import annotations
+
+import pytest
+from call_path import changes, measure
+
+
+@pytest.mark.parametrize(("what", "most"), [("accepted request", 19), ("decode step", 50)])
+def test_a_request_takes_few_detours(what: str, most: int) -> None:
+    """An accepted request changes file at most 19 times and a decode step 50 times, half of what they once did."""
+    assert 5 < len(measure()[what]) - 1 <= most
+
+
+def test_calls_within_a_file_are_no_changes() -> None:
+    """Only calls from one file into another count, and a file that is entered again counts again."""
+    assert changes(["a", "a", "b", "b", "a"]) == ["a", "b", "a"]
