@@ -134,7 +134,7 @@ class Table(Generic[T]):
             return False
         return True
 
-    def _forget(self, plugin: str) -> None:
+    def _remove_entries_of(self, plugin: str) -> None:
         self._entries = {name: entry for name, entry in self._entries.items() if entry.plugin != plugin}
 
 
@@ -177,7 +177,7 @@ class Registry:
             yield self
         except BaseException:
             for table in self.tables.values():
-                table._forget(plugin)
+                table._remove_entries_of(plugin)
             raise
         finally:
             for table in self.tables.values():

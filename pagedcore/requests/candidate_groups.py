@@ -123,7 +123,7 @@ class CandidateGroups:
         candidates[0].prompt_logprobs = first.prompt_logprobs
         return candidates
 
-    def open(self, request: Request, candidates: list[Sequence]) -> None:
+    def open_group(self, request: Request, candidates: list[Sequence]) -> None:
         """Begin the group of a request whose candidates the scheduler has accepted."""
         first, params = request.sequences[0], request.params
         group: CandidateGroup
@@ -139,11 +139,11 @@ class CandidateGroups:
         for candidate in candidates:
             self._open_text(group, candidate)
 
-    def find(self, request: Request) -> CandidateGroup | None:
+    def find_group(self, request: Request) -> CandidateGroup | None:
         """Return the group of a request whose completions are chosen at the end and have not been chosen."""
         return self._groups.get(request.request_id)
 
-    def close(self, request: Request, reason: FinishReason) -> None:
+    def close_group(self, request: Request, reason: FinishReason) -> None:
         """End a request's group, if there is one, and all its candidates."""
         group = self._groups.pop(request.request_id, None)
         for candidate in group.candidates if group is not None else ():
@@ -158,7 +158,7 @@ class CandidateGroups:
             next_tokens: of the step, by sequence id, ``None`` for every beam; beams that continue in place get theirs.
         """
         for group in groups:
-            if isinstance(group, Beams) and group.is_complete and self.find(group.request) is group:
+            if isinstance(group, Beams) and group.is_complete and self.find_group(group.request) is group:
                 self._choose_beams(group, next_tokens)
 
     def add_branches(self, groups: Iterable[CandidateGroup]) -> None:

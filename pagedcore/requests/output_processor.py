@@ -109,7 +109,7 @@ class OutputProcessor:
 
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""
-        self.groups.close(request, "abort")
+        self.groups.close_group(request, "abort")
         self._note_finished(self._end_all(request.sequences, "abort"))
 
     def _end_all(
@@ -123,7 +123,7 @@ class OutputProcessor:
                 if pending.group is None:
                     ended.append(self._end(pending, reason, error))
                 else:
-                    self.groups.close(pending.request, reason)
+                    self.groups.close_group(pending.request, reason)
                     ended += [self._end(one, reason, error) for one in self.texts.of(pending.request)]
         return ended
 
@@ -163,14 +163,14 @@ class OutputProcessor:
     def _deliver_if_decided(self, group: CandidateGroup, now_s: float) -> list[PendingOutput]:
         """Give a request its chosen completions, as soon as they can be chosen."""
         request = group.request
-        if self.groups.find(request) is not group or not group.is_decided:
+        if self.groups.find_group(request) is not group or not group.is_decided:
             return []
         results, pending = group.results(), self.texts.of(request)
         if len(results) < len(pending):
             error = InvalidLogits("the model allows fewer different completions than this request asks for")
-            self.groups.close(request, "error")
+            self.groups.close_group(request, "error")
             return [self._end(one, "error", error) for one in pending]
-        self.groups.close(request, "stop")
+        self.groups.close_group(request, "stop")
         request.metrics = replace(request.metrics, first_token_s=now_s)
         return [self._deliver(one, chosen) for one, chosen in zip(pending, results, strict=True)]
 

@@ -203,7 +203,7 @@ class RequestTable:
         for index, sequence in enumerate(request.sequences):
             texts.open(request, sequence, index)
         if candidates:
-            groups.open(request, candidates)
+            groups.open_group(request, candidates)
         self._outputs.counters.num_prompt_tokens += len(processed.token_ids)
 
     def _root(self, salt: bytes, request_id: str) -> bytes:

@@ -143,7 +143,7 @@ class AsyncEngine:
         """
         sink, commands = CompletionFuture(), self._commands
         self._accept(prompt, params, RequestOptions(**options), sink, wait_for_room)
-        sink.future.add_done_callback(lambda future: _abandon(commands, sink) if future.cancelled() else None)
+        sink.future.add_done_callback(lambda future: _cancel(commands, sink) if future.cancelled() else None)
         return sink.future
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> AsyncSession:
@@ -240,7 +240,7 @@ class AsyncEngine:
         timeout_s = validate_timeout(timeout_s)
         stream, commands = Stream(), self._commands
         self._accept(prompt, params, options, stream, wait_for_room)
-        return StreamReader(stream, lambda: _abandon(commands, stream), timeout_s)
+        return StreamReader(stream, lambda: _cancel(commands, stream), timeout_s)
 
     def _accept(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, sink: OutputSink, may_wait: bool
@@ -257,7 +257,7 @@ class AsyncEngine:
         """Read what a session's turn brings forth, which ``begin`` begins on the engine thread."""
         stream, commands = Stream(), self._commands
         self._send(lambda worker: worker.serve(begin, stream))
-        return StreamReader(stream, lambda: _abandon(commands, stream))
+        return StreamReader(stream, lambda: _cancel(commands, stream))
 
     async def call(self, function: Callable[[Engine], _T]) -> _T:
         """Run a short function on the engine thread, between two steps, and return its result.
@@ -275,10 +275,10 @@ class AsyncEngine:
             raise EngineClosed("this engine is closed; make a new one.")
 
 
-def _abandon(commands: Commands, sink: OutputSink) -> None:
+def _cancel(commands: Commands, sink: OutputSink) -> None:
     if not (isinstance(sink, Stream) and sink.has_ended):
-        sink.abandon()
-        commands.put(lambda worker: worker.abandon(sink))
+        sink.cancel()
+        commands.put(lambda worker: worker.cancel_sink(sink))
 
 
 def _close(commands: Commands, thread: threading.Thread, long_prompts: LongPrompts) -> None:

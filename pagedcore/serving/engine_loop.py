@@ -42,7 +42,7 @@ class Commands:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Command] = SimpleQueue()
-        # Why: re-entrant, because the garbage collector may abandon a stream while this thread is in ``put``.
+        # Why: re-entrant, because the garbage collector may cancel a stream while this thread is in ``put``.
         self._lock = threading.RLock()
         self.is_closed = False
         """Whether ``put`` takes no more."""
@@ -116,7 +116,7 @@ class EngineLoop:
 
     def accept(self, processed: ProcessedRequest, sink: OutputSink, may_wait: bool) -> None:
         """Take a request for a sink, queue it until there is room, or end the sink with the reason."""
-        if sink.is_abandoned:
+        if sink.is_cancelled:
             return
         has_room = not self._queued and self.engine.can_accept(processed.params.num_initial_sequences)
         if may_wait and not self._is_stopping and not has_room:
@@ -138,7 +138,7 @@ class EngineLoop:
         except Exception as error:  # the caller gets it, and the engine continues
             result.set_exception(error)
 
-    def abandon(self, sink: OutputSink) -> None:
+    def cancel_sink(self, sink: OutputSink) -> None:
         """Abort the request whose reader is gone."""
         if self._queued:
             self._queued = deque(queued for queued in self._queued if queued[1] is not sink)
@@ -202,7 +202,7 @@ class EngineLoop:
         for lost in wake([*sleeping, *waiters]):
             # Why: its loop was closed, so its reader will never come back to say that it left.
             if lost in sleeping:
-                self.abandon(sleeping[lost])
+                self.cancel_sink(sleeping[lost])
 
     def _complete(self, request: Request) -> Waiter | None:
         sink, last = self._sinks[request.request_id][1], self._take_deltas(request)

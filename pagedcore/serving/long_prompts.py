@@ -41,7 +41,7 @@ def is_long(prompt: Any) -> bool:
 class LongPrompts:
     """Prepares long prompts on a few threads, in order, and sends them on to the engine thread.
 
-    Invariant: a sink that was taken reaches the engine thread, ends with an error, or has been abandoned.
+    Invariant: a sink that was taken reaches the engine thread, ends with an error, or has been cancelled.
     """
 
     def __init__(self, commands: Commands, limit: int) -> None:
@@ -91,7 +91,7 @@ class LongPrompts:
 
     def _prepare(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink) -> ProcessedRequest | Exception:
         # Why: a prompt whose caller has left, or whose engine is closed, need not be tokenised.
-        if sink.is_abandoned or self._commands.is_closed:
+        if sink.is_cancelled or self._commands.is_closed:
             return _closed()
         try:
             return prepare()

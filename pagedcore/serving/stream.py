@@ -69,7 +69,7 @@ class Stream:
     Invariant: after ``end`` nothing is added.
     """
 
-    __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended", "is_abandoned")
+    __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended", "is_cancelled")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,12 +77,12 @@ class Stream:
         self._waiter: Waiter | None = None
         self._error: Exception | None = None
         self.has_ended = False
-        self.is_abandoned = False
+        self.is_cancelled = False
         """Whether its reader has left, which the engine may not know yet."""
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Mark that the reader has left."""
-        self.is_abandoned = True
+        self.is_cancelled = True
 
     def put(self, deltas: Iterable[Delta]) -> Waiter | None:
         """Add deltas, at least one; return the sleeping reader, if there is one, for the caller to ``wake``."""
@@ -140,11 +140,11 @@ class CompletionFuture:
         self._is_settled = False
 
     @property
-    def is_abandoned(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether its owner cancelled it, which the engine may not know yet."""
         return self.future.cancelled()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Cancel it, unless it is settled."""
         self.future.cancel()
 
@@ -170,18 +170,18 @@ OutputSink = Stream | CompletionFuture
 
 
 class StreamReader:
-    """The reader's end: iterate it, or await ``next``; closing or losing it calls ``abandon``.
+    """The reader's end: iterate it, or await ``next``; closing or losing it calls ``cancel``.
 
     With ``timeout_s`` reading ends with ``RequestTimeout`` that many seconds after the reader was made, unless the
     stream has ended by then.
     """
 
-    def __init__(self, stream: Stream, abandon: Callable[[], None], timeout_s: float | None = None) -> None:
+    def __init__(self, stream: Stream, cancel: Callable[[], None], timeout_s: float | None = None) -> None:
         self._stream = stream
         self._clock = MonotonicClock()
         self._timeout_s = timeout_s
         self._deadline_s = math.inf if timeout_s is None else self._clock.now() + timeout_s
-        self._finalizer = weakref.finalize(self, abandon)
+        self._finalizer = weakref.finalize(self, cancel)
         # Why: at interpreter exit the engine's own shutdown ends every request.
         self._finalizer.atexit = False
 

@@ -40,7 +40,7 @@ def engine() -> Iterator[AsyncEngine]:
 async def test_a_reader_that_has_read_everything_asks_no_more_of_the_engine(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only who leaves early has something to abandon; every command wakes the engine's thread."""
+    """Only who leaves early has something to cancel; every command wakes the engine's thread."""
     sent, put = list[engine_loop.Command](), engine_loop.Commands.put
 
     def note(commands: engine_loop.Commands, command: engine_loop.Command) -> bool:

@@ -122,7 +122,7 @@ def test_waking_a_closed_loop_or_a_cancelled_reader_is_harmless() -> None:
     assert awake.is_set()
 
 
-def test_a_lost_reader_abandons_its_request() -> None:
+def test_a_lost_reader_aborts_its_request() -> None:
     """Losing the last reference to a reader is as good as closing it, and happens once."""
     calls: list[int] = []
     reader = StreamReader(Stream(), lambda: calls.append(1))
