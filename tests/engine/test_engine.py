@@ -371,13 +371,13 @@ def in_pieces(engine: Engine, take_after: Callable[[int], bool]) -> dict[tuple[i
     requests = [engine.add_request(prompt, params) for prompt, params in wanted]
     numbers = {request.request_id: number for number, request in enumerate(requests)}
     found: dict[tuple[int, int], list[Delta]] = {}
-    untold: dict[PendingOutput, None] = {}
+    pending: dict[PendingOutput, None] = {}
     while engine.has_pending_requests():
-        untold.update(dict.fromkeys(engine.step_pending()))
+        pending.update(dict.fromkeys(engine.step_pending()))
         if take_after(engine.stats().num_steps) or not engine.has_pending_requests():
-            for delta in map(engine.take_delta, untold):
+            for delta in map(engine.take_delta, pending):
                 found.setdefault((numbers[delta.request_id], delta.index), []).append(delta)
-            untold.clear()
+            pending.clear()
     for request in requests:
         for answer in request.output().outputs:
             deltas = found[numbers[request.request_id], answer.index]
@@ -390,7 +390,7 @@ def in_pieces(engine: Engine, take_after: Callable[[int], bool]) -> dict[tuple[i
 
 
 @pytest.mark.parametrize("every", [1, 2, 7, 1000])
-def test_news_can_be_told_at_any_time(every: int) -> None:
+def test_deltas_can_be_taken_at_any_time(every: int) -> None:
     """However many steps a delta tells of, all of them together are the answer, and the last one has its end."""
     with Engine.from_pretrained("demo", num_kv_blocks=256) as engine:
         found = in_pieces(engine, lambda num_steps: num_steps % every == 0)

@@ -1,4 +1,4 @@
-"""When readers are told: a first delta at once, the rest together and not too often."""
+"""When output is due: a first delta at once, the rest together and not too often."""
 
 from __future__ import annotations
 
@@ -18,110 +18,110 @@ def request_of(num_answers: int = 1) -> Request:
     return Request("r", completions, params, RequestOptions(), owner=None)  # type: ignore[arg-type]
 
 
-def news_of(request: Request) -> list[PendingOutput]:
+def pending_of(request: Request) -> list[PendingOutput]:
     return [PendingOutput(request, sequence, index, None) for index, sequence in enumerate(request.sequences)]
 
 
-def expected(outbox: StreamFlusher, num_answers: int = 1) -> tuple[Stream, list[PendingOutput]]:
-    """A new request that somebody reads, and its news."""
+def expected(flusher: StreamFlusher, num_answers: int = 1) -> tuple[Stream, list[PendingOutput]]:
+    """A new request with a reader, and its pending output."""
     request, stream = request_of(num_answers), Stream()
-    outbox.expect(request, stream)
-    return stream, news_of(request)
+    flusher.expect(request, stream)
+    return stream, pending_of(request)
 
 
-def test_a_request_is_told_its_first_news_at_once_and_then_all_that_came_at_intervals() -> None:
-    """Later ones wait until the interval is over, and are told then even if nothing more came, once."""
+def test_first_output_is_due_at_once_and_later_output_at_intervals() -> None:
+    """Later output waits for the end of the interval; then it is due once, even if nothing was added since."""
     clock = FakeClock()
-    outbox = StreamFlusher(1.0, clock)
-    stream, news = expected(outbox)
-    outbox.add(news)
-    assert outbox.take_due() == {stream: news}
-    outbox.add(news)
+    flusher = StreamFlusher(1.0, clock)
+    stream, pending = expected(flusher)
+    flusher.add(pending)
+    assert flusher.take_due() == {stream: pending}
+    flusher.add(pending)
     clock.advance(0.5)
-    assert outbox.take_due() == {}
-    outbox.add(news)
+    assert flusher.take_due() == {}
+    flusher.add(pending)
     clock.advance(0.5)
-    assert outbox.take_due() == {stream: news}
+    assert flusher.take_due() == {stream: pending}
     clock.advance(5.0)
-    assert outbox.take_due() == {}
+    assert flusher.take_due() == {}
 
 
 def test_requests_that_began_apart_are_due_together() -> None:
-    """So that the loop of their readers wakes once for all of them; only the first news never wait."""
+    """The event loop of their readers wakes once for all of them; only the first output of a request never waits."""
     clock = FakeClock()
-    outbox = StreamFlusher(1.0, clock)
-    (early, its_news), (late, other_news) = expected(outbox), expected(outbox)
-    outbox.add(its_news)
-    assert list(outbox.take_due()) == [early]
+    flusher = StreamFlusher(1.0, clock)
+    (early, its_pending), (late, other_pending) = expected(flusher), expected(flusher)
+    flusher.add(its_pending)
+    assert list(flusher.take_due()) == [early]
     clock.advance(0.75)
-    outbox.add([*its_news, *other_news])
-    assert list(outbox.take_due()) == [late]
-    outbox.add(other_news)
+    flusher.add([*its_pending, *other_pending])
+    assert list(flusher.take_due()) == [late]
+    flusher.add(other_pending)
     clock.advance(0.25)
-    assert list(outbox.take_due()) == [early, late]
+    assert list(flusher.take_due()) == [early, late]
 
 
 def test_with_many_readers_the_interval_is_longer() -> None:
-    """Telling twice as many as one interval is meant for takes twice as long, so the next time is two intervals off."""
+    """With twice as many readers as an interval is meant for, the next output is due after two intervals."""
     clock = FakeClock()
-    outbox = StreamFlusher(1.0, clock)
-    all_news = [expected(outbox)[1] for _ in range(2 * READERS_PER_INTERVAL)]
+    flusher = StreamFlusher(1.0, clock)
+    all_pending = [expected(flusher)[1] for _ in range(2 * READERS_PER_INTERVAL)]
     due_after = []
     for seconds in (0.0, 1.0, 0.9, 0.2):
         clock.advance(seconds)
-        for news in all_news:
-            outbox.add(news)
-        due_after.append(len(outbox.take_due()))
-    assert due_after == [len(all_news), 0, 0, len(all_news)]
+        for pending in all_pending:
+            flusher.add(pending)
+        due_after.append(len(flusher.take_due()))
+    assert due_after == [len(all_pending), 0, 0, len(all_pending)]
 
 
-def test_each_answer_that_has_news_is_told_of() -> None:
-    """Of several answers of a request those are due that something was added to."""
+def test_each_completion_with_pending_output_is_due() -> None:
+    """Of several completions of a request, those are due that something was added to."""
     clock = FakeClock()
-    outbox = StreamFlusher(1.0, clock)
-    stream, (first, second, third) = expected(outbox, 3)
-    outbox.add([first, third])
-    assert outbox.take_due() == {stream: [first, third]}
-    outbox.add([second])
-    outbox.add([first, second])
+    flusher = StreamFlusher(1.0, clock)
+    stream, (first, second, third) = expected(flusher, 3)
+    flusher.add([first, third])
+    assert flusher.take_due() == {stream: [first, third]}
+    flusher.add([second])
+    flusher.add([first, second])
     clock.advance(1.0)
-    assert outbox.take_due() == {stream: [second, first]}
+    assert flusher.take_due() == {stream: [second, first]}
 
 
-def test_the_news_of_a_request_can_be_taken_out_of_turn() -> None:
-    """A request that ends takes its news along; nothing of it is due any more, and nothing more is expected of it."""
+def test_pending_output_of_a_request_can_be_taken_out_of_turn() -> None:
+    """A request that ends takes its pending output along; nothing of it is due later, and no more is expected."""
     clock = FakeClock()
-    outbox = StreamFlusher(1.0, clock)
-    (_, news), (other, its_news) = expected(outbox), expected(outbox)
-    request = news[0].request
-    outbox.add([*news, *its_news])
-    assert (outbox.take(request), outbox.take(request)) == (news, [])
-    assert outbox.take_due() == {other: its_news}
-    outbox.add(news)
+    flusher = StreamFlusher(1.0, clock)
+    (_, pending), (other, its_pending) = expected(flusher), expected(flusher)
+    request = pending[0].request
+    flusher.add([*pending, *its_pending])
+    assert (flusher.take(request), flusher.take(request)) == (pending, [])
+    assert flusher.take_due() == {other: its_pending}
+    flusher.add(pending)
     clock.advance(2.0)
-    assert outbox.take_due() == {}
+    assert flusher.take_due() == {}
 
 
-def test_what_nobody_reads_is_not_due() -> None:
-    """Neither is it counted as somebody to tell, nor kept for whoever might come."""
+def test_output_without_a_reader_is_not_due() -> None:
+    """It does not count as a reader, and it is not kept for a later one."""
     clock = FakeClock()
-    outbox = StreamFlusher(1.0, clock)
-    unread = [one for _ in range(9 * READERS_PER_INTERVAL) for one in news_of(request_of())]
-    outbox.add(unread)
-    stream, news = expected(outbox)
-    assert outbox.take_due() == {}
+    flusher = StreamFlusher(1.0, clock)
+    unread = [one for _ in range(9 * READERS_PER_INTERVAL) for one in pending_of(request_of())]
+    flusher.add(unread)
+    stream, pending = expected(flusher)
+    assert flusher.take_due() == {}
     clock.advance(1.0)
-    outbox.add([*unread, *news])
-    assert outbox.take_due() == {stream: news}
+    flusher.add([*unread, *pending])
+    assert flusher.take_due() == {stream: pending}
     clock.advance(1.0)
-    outbox.add([*unread, *news])
-    assert outbox.take_due() == {stream: news}
+    flusher.add([*unread, *pending])
+    assert flusher.take_due() == {stream: pending}
 
 
-def test_without_an_interval_every_step_is_told_of() -> None:
-    """An interval of nought holds nothing back."""
-    outbox = StreamFlusher(0.0, FakeClock())
-    stream, news = expected(outbox)
+def test_without_an_interval_output_is_due_after_every_step() -> None:
+    """An interval of 0 holds nothing back."""
+    flusher = StreamFlusher(0.0, FakeClock())
+    stream, pending = expected(flusher)
     for _ in range(3):
-        outbox.add(news)
-        assert outbox.take_due() == {stream: news}
+        flusher.add(pending)
+        assert flusher.take_due() == {stream: pending}
