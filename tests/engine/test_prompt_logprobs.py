@@ -18,10 +18,10 @@ from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
-from sessions.test_sessions import make
 from support.doubles import VOCAB_SIZE, FlakyBackend, ToyBackend, toy_answer, toy_logits
 from support.engine_builders import assert_all_free, make_engine, run
 from support.families import VOCAB, tiny_model
+from support.toy_sessions import make
 
 MODES = ("auto", "swap", "shrink", "recompute", "wait")
 SCORED = SamplingParams(max_tokens=6, prompt_logprobs=2, ignore_eos=True)

@@ -22,12 +22,9 @@ from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving import engine_loop
 from pagedcore.serving.async_engine import AsyncEngine
+from support.async_helpers import SlowBackend, broken_step, complete, params, wait_until
 from support.doubles import FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import make_engine
-
-
-def params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 
 @pytest.fixture
@@ -97,18 +94,6 @@ def test_an_idle_engine_keeps_no_helpers(monkeypatch: pytest.MonkeyPatch) -> Non
         wait_until(lambda: process.num_threads() <= without)
 
 
-async def answer(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> list[int]:
-    return [token async for delta in engine.generate(prompt, params(max_tokens)) for token in delta.token_ids]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Wait for another thread; fail after ``timeout_s`` seconds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.005)
-
-
 def is_idle(engine: AsyncEngine) -> bool:
     stats = engine.stats()
     return (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
@@ -117,7 +102,7 @@ def is_idle(engine: AsyncEngine) -> bool:
 async def test_a_hundred_concurrent_streams_get_their_own_answers(engine: AsyncEngine) -> None:
     """None lost, none mixed, and every block is back afterwards."""
     prompts = [[index % 20, index // 20] for index in range(100)]
-    answers = await asyncio.gather(*(answer(engine, prompt, 1 + index % 9) for index, prompt in enumerate(prompts)))
+    answers = await asyncio.gather(*(complete(engine, prompt, 1 + index % 9) for index, prompt in enumerate(prompts)))
     assert answers == [toy_answer(prompt, 1 + index % 9) for index, prompt in enumerate(prompts)]
     assert is_idle(engine)
 
@@ -132,7 +117,7 @@ def test_several_loops_and_no_loop_at_once(engine: AsyncEngine) -> None:
     results: dict[int, list[int]] = {}
 
     def on_a_loop(value: int) -> None:
-        results[value] = asyncio.run(answer(engine, [value], 12))
+        results[value] = asyncio.run(complete(engine, [value], 12))
 
     def on_no_loop(value: int) -> None:
         results[value] = [t for delta in engine.generate_sync([value], params(12)) for t in delta.token_ids]
@@ -150,13 +135,13 @@ async def test_bad_input_and_overload_reach_the_caller() -> None:
     """A refusal is raised at the first iteration, with its type; the engine goes on."""
     with AsyncEngine(make_engine(SlowBackend(), max_num_waiting=1, max_num_seqs=1)) as engine:
         with pytest.raises(PromptEmpty):
-            await answer(engine, [], 3)
-        first = asyncio.create_task(answer(engine, [1], 30))
+            await complete(engine, [], 3)
+        first = asyncio.create_task(complete(engine, [1], 30))
         await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 1)
-        second = asyncio.create_task(answer(engine, [2], 3))
+        second = asyncio.create_task(complete(engine, [2], 3))
         await asyncio.to_thread(wait_until, lambda: engine.stats().num_waiting == 1)
         with pytest.raises(EngineOverloaded):
-            await answer(engine, [3], 3)
+            await complete(engine, [3], 3)
         assert await first == toy_answer([1], 30)
         assert await second == toy_answer([2], 3)
 
@@ -170,7 +155,7 @@ async def test_answers_that_end_in_one_step_are_all_delivered(engine: AsyncEngin
     assert sum(len(delta.token_ids) for delta in deltas) == 6
     assert [delta.usage for delta in deltas if delta.usage is not None] == [Usage(2, 0, 6)]
     assert deltas[-1].usage is not None
-    assert await answer(engine, [7], 3) == toy_answer([7], 3)
+    assert await complete(engine, [7], 3) == toy_answer([7], 3)
 
 
 class PatientBackend(ToyBackend):
@@ -229,15 +214,7 @@ async def test_several_answers_of_a_failed_step_all_say_so() -> None:
         several = SamplingParams(max_tokens=5, n=3, ignore_eos=True, temperature=1.0)
         deltas = [delta async for delta in engine.generate([1], several)]
         assert sorted(delta.index for delta in deltas if delta.finish_reason == "error") == [0, 1, 2]
-        assert await answer(engine, [2], 5) == toy_answer([2], 5)
-
-
-class SlowBackend(ToyBackend):
-    """A toy whose forward takes a while, so that readers have time to leave."""
-
-    def forward(self, batch):  # type: ignore[no-untyped-def]
-        time.sleep(0.005)
-        return super().forward(batch)
+        assert await complete(engine, [2], 5) == toy_answer([2], 5)
 
 
 async def leave_by_closing(engine: AsyncEngine, after: int) -> None:
@@ -251,7 +228,7 @@ async def leave_by_closing(engine: AsyncEngine, after: int) -> None:
 
 
 async def leave_by_cancellation(engine: AsyncEngine, after: int) -> None:
-    task = asyncio.create_task(answer(engine, [1], 500))
+    task = asyncio.create_task(complete(engine, [1], 500))
     await asyncio.sleep(0.002 if after == 0 else 0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -281,7 +258,7 @@ async def leave_by_exception(engine: AsyncEngine, after: int) -> None:
 async def test_leaving_in_any_way_aborts_and_frees(leave: Callable[..., object], after: int) -> None:
     """Whether closed, cancelled, broken out of or failed, before or after the first token: the blocks come back."""
     with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200)) as engine:
-        neighbour = asyncio.create_task(answer(engine, [7], 30))
+        neighbour = asyncio.create_task(complete(engine, [7], 30))
         await leave(engine, after)  # type: ignore[misc]
         assert await neighbour == toy_answer([7], 30)
         await asyncio.to_thread(wait_until, lambda: is_idle(engine))
@@ -303,13 +280,13 @@ async def test_a_failed_step_is_told_to_its_readers_and_the_engine_goes_on() -> 
         deltas = [delta async for delta in engine.generate([1], params(5))]
         assert deltas[-1].finish_reason == "error"
         assert deltas[-1].error is not None
-        assert await answer(engine, [2], 5) == toy_answer([2], 5)
+        assert await complete(engine, [2], 5) == toy_answer([2], 5)
 
 
 async def test_closing_ends_every_stream_and_refuses_new_ones() -> None:
     """Readers in flight hear EngineClosed, the thread ends, and later calls are refused."""
     engine = AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200))
-    running = [asyncio.create_task(answer(engine, [value], 500)) for value in range(6)]
+    running = [asyncio.create_task(complete(engine, [value], 500)) for value in range(6)]
     await asyncio.sleep(0.03)
     await engine.aclose()
     await engine.aclose()
@@ -317,7 +294,7 @@ async def test_closing_ends_every_stream_and_refuses_new_ones() -> None:
     assert [type(result) for result in results] == [EngineClosed] * 6
     assert not engine.is_alive
     with pytest.raises(EngineClosed):
-        await answer(engine, [1], 1)
+        await complete(engine, [1], 1)
     with pytest.raises(EngineClosed):
         engine.stats()
 
@@ -361,7 +338,7 @@ async def test_a_request_that_was_removed_behind_its_readers_back_hurts_nobody_e
     async with (AsyncEngine(inner, stream_interval_s=0.02) as engine,
                 aclosing(engine.generate([1], params(500))) as stream):
         await anext(stream)
-        other = asyncio.ensure_future(answer(engine, [2], 20))
+        other = asyncio.ensure_future(complete(engine, [2], 20))
         await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 2)
         await engine.call(lambda inner: [(one.abort(), one.remove()) for one in list(inner.requests)[:1]])
         assert await other == toy_answer([2], 20)
@@ -371,7 +348,7 @@ async def test_a_request_that_a_call_has_added_has_no_reader() -> None:
     """It is answered like any other, for whoever added it, and the engine's own callers notice nothing."""
     async with AsyncEngine(make_engine()) as engine:
         request = await engine.call(lambda inner: inner.add_request([1], params(3)))
-        assert await answer(engine, [2], 8) == toy_answer([2], 8)
+        assert await complete(engine, [2], 8) == toy_answer([2], 8)
         assert await engine.call(lambda _: request.output().outputs[0].token_ids) == tuple(toy_answer([1], 3))
 
 
@@ -382,13 +359,9 @@ async def test_a_dying_engine_thread_tells_every_reader(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = AsyncEngine(inner)
     with pytest.raises(EngineClosed) as told:
-        await answer(engine, [1], 5)
+        await complete(engine, [1], 5)
     assert isinstance(told.value.__cause__, ZeroDivisionError)
     await asyncio.to_thread(wait_until, lambda: not engine.is_alive)
-
-
-def broken_step() -> None:
-    raise ZeroDivisionError
 
 
 def test_losing_the_engine_stops_its_thread() -> None:

@@ -21,7 +21,7 @@ from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.async_session import AsyncSession
 from pagedcore.sessions import kv_file
 from pagedcore.sessions.parking import ParkedFile
-from serving.test_async_engine import SlowBackend, wait_until
+from support.async_helpers import SlowBackend, wait_until
 from support.doubles import ToyBackend, toy_answer
 from support.engine_builders import make_engine
 

@@ -14,7 +14,7 @@ from pagedcore.errors import EngineClosed, InvalidLogits
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.health import IDLE_CHECK_S, MAX_FAILED_STEPS, Health, Progress
-from serving.test_async_engine import answer, broken_step, wait_until
+from support.async_helpers import broken_step, complete, wait_until
 from support.doubles import FakeClock, FlakyBackend, ToyBackend, ToyStore, toy_answer
 from support.engine_builders import make_engine
 
@@ -91,7 +91,7 @@ async def test_health_turns_bad_when_loop_thread_dies(monkeypatch: pytest.Monkey
     assert engine.health().status == "ready"
     monkeypatch.setattr(inner, "step_pending", broken_step)
     with pytest.raises(EngineClosed):
-        await answer(engine, [1], 5)
+        await complete(engine, [1], 5)
     assert engine.health().status == "dead"
     await asyncio.to_thread(wait_until, lambda: not engine.is_alive)
 
@@ -99,7 +99,7 @@ async def test_health_turns_bad_when_loop_thread_dies(monkeypatch: pytest.Monkey
 async def test_health_turns_bad_when_loop_thread_hangs(blocked: BlockedBackend) -> None:
     """A thread that exists but sits in one step is degraded, then dead, and ready again when it gets on."""
     with AsyncEngine(make_engine(blocked)) as engine:
-        hanging = asyncio.create_task(answer(engine, [1], 3))
+        hanging = asyncio.create_task(complete(engine, [1], 3))
         await asyncio.to_thread(
             wait_until, lambda: engine.health(degraded_after_s=0.05, dead_after_s=60.0).status == "degraded"
         )
@@ -122,7 +122,7 @@ async def test_waiting_for_blocks_on_their_way_is_no_progress() -> None:
     store.is_slow = store.is_hung = True
     prompt = [*([3] * 16), 1]
     async with AsyncEngine(engine) as running:
-        waiting = asyncio.create_task(answer(running, prompt, 3))
+        waiting = asyncio.create_task(complete(running, prompt, 3))
         await asyncio.to_thread(wait_until, lambda: bool(store.under_way))
         await asyncio.to_thread(
             wait_until, lambda: running.health(degraded_after_s=0.05, dead_after_s=60.0).status == "degraded"
@@ -148,7 +148,7 @@ async def test_a_model_that_fails_every_step_is_degraded() -> None:
     with AsyncEngine(make_engine(Broken())) as engine:
         for _ in range(MAX_FAILED_STEPS):
             assert engine.health().status == "ready"
-            await answer(engine, [1], 3)
+            await complete(engine, [1], 3)
         await asyncio.to_thread(wait_until, lambda: engine.health().status == "degraded")
 
 

@@ -10,7 +10,7 @@ import pytest
 from pagedcore.errors import SessionStateError
 from pagedcore.sessions.operation import Operation, run
 from pagedcore.sessions.session import Session
-from sessions.test_sessions import PARAMS, ask, flood, make
+from support.toy_sessions import PARAMS, ask, flood, make
 
 
 def parked_session() -> Session:

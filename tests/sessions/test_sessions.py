@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import pagedcore.sessions.session_store
-from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import (
     EngineClosed,
@@ -32,21 +31,7 @@ from pagedcore.sessions.parking import ParkedFile
 from pagedcore.sessions.session import Session
 from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, ToyStore, toy_answer
 from support.engine_builders import assert_all_free
-
-PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
-BLOCK = 4 * ToyBackend.kv_bytes_per_token
-
-
-def make(num_host_blocks: int = 24, clock: FakeClock | None = None, **settings: Any) -> Engine:
-    """A small engine with a host tier."""
-    defaults: dict[str, Any] = {
-        "num_kv_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64,
-        "host_kv_memory": num_host_blocks * BLOCK if num_host_blocks else None,
-        # Why: by the clock computing costs a toy model nothing, so that "auto" would copy nothing.
-        "preemption": "swap",
-        "check_invariants": True,
-    }
-    return Engine(build_components(ToyBackend(), **{**defaults, **settings}), clock)
+from support.toy_sessions import PARAMS, ask, flood, make
 
 
 @pytest.fixture
@@ -61,22 +46,6 @@ def full_disk() -> Iterator[None]:
 def store_of(engine: Engine) -> ToyStore:
     """The store that moves the engine's blocks."""
     return engine._components.store  # type: ignore[return-value]
-
-
-def ask(session: Session, *prompt: int) -> int:
-    """Give a turn, compare the answer with the oracle, and return what was found in a cache."""
-    known = [*session.token_ids, *prompt]
-    output = session.ask(list(prompt), PARAMS)
-    assert list(output.outputs[0].token_ids) == toy_answer(known, 5)
-    assert output.prompt_token_ids == tuple(known)
-    return output.num_cached_tokens
-
-
-def flood(engine: Engine) -> None:
-    """Use every block that can be had for something else."""
-    length = min(60, 4 * engine.stats().num_blocks - 2)
-    for start in range(12):
-        engine.generate([[(start * i * i + i // 3 + start) % 30 for i in range(length)]], SamplingParams(max_tokens=1))
 
 
 def test_turns_reuse_all_that_was_computed() -> None:

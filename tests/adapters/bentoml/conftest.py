@@ -18,7 +18,7 @@ pytest.importorskip("bentoml")
 from adapters.bentoml.asgi_caller import App, serving
 from adapters.bentoml.processes import Served, bentoml_serve
 from pagedcore.serving.async_engine import AsyncEngine
-from serving.test_async_engine import SlowBackend
+from support.async_helpers import SlowBackend
 from support.engine_builders import make_engine
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from adapters.bentoml.asgi_caller import App, serving
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.health import Health
 from pagedcore_bentoml import EventParser, PagedCoreRunner
-from serving.test_async_engine import SlowBackend
+from support.async_helpers import SlowBackend
 from support.doubles import FlakyBackend, toy_answer
 from support.engine_builders import make_engine
 

@@ -16,7 +16,7 @@ from langchain_core.output_parsers import StrOutputParser
 from pagedcore import AsyncEngine
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
-from serving.test_async_engine import wait_until
+from support.async_helpers import wait_until
 
 MODELS = [ChatPagedCore, PagedCoreLLM]
 ENDLESS = {"max_tokens": 1900, "sampling": {"ignore_eos": True}}
