@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.test_generate_oracle import NUM_TOKENS, generate_alone, make_prompts
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import DeviceUnavailable, InvalidConfig
 from pagedcore.execution import devices
@@ -19,6 +18,7 @@ from support.device_stand_in import StandInBackends, TokenMajorReference, use_st
 from support.doubles import ToyBackend
 from support.engine_builders import assert_all_free, run
 from support.families import tiny_model
+from support.generate_oracle import NUM_TOKENS, generate_alone, make_prompts
 
 SETTINGS: dict[str, Any] = {
     "device": "cuda", "max_num_batched_tokens": 7, "max_num_seqs": 3, "num_kv_blocks": 12, "block_size": 4,

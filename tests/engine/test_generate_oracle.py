@@ -5,29 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from pagedcore.engine.engine import Engine
 from pagedcore.sampling_params import SamplingParams
-from support.families import FAMILIES, VOCAB, tiny_model
-
-NUM_TOKENS = 12
-PROMPT_LENGTHS = (3, 19, 9)
-
-
-def make_prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(4)
-    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
-
-
-def generate_alone(model: Any, prompt: list[int]) -> list[int]:
-    """The tokens transformers generates for one prompt, end token included."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
-        )
-    return out[0, len(prompt) :].tolist()
+from support.families import FAMILIES, tiny_model
+from support.generate_oracle import NUM_TOKENS, generate_alone, make_prompts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
