@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture.sources import PACKAGES, ROOT, SEPARATE_PACKAGES
+from architecture.sources import PACKAGE_PARENTS, PACKAGES, ROOT, SEPARATE_PACKAGES, SOURCES
 
 hatchling = pytest.importorskip("hatchling.builders.wheel")
 
@@ -44,6 +44,17 @@ def test_the_wheel_has_no_leftovers(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".nbi", ".nbc"))]
     assert not [name for name in names if "/test" in name]
+
+
+def test_the_wheel_has_every_source_file(wheel: Path) -> None:
+    """No folder of ours has a name that git or the wheel leaves out, and every folder with code is a package."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    shipped = {
+        str(source.path.relative_to(parent)) for parent in PACKAGE_PARENTS for source in SOURCES
+        if source.package in PACKAGES and source.path.is_relative_to(parent / source.package)
+    }
+    assert shipped - names == set()
+    assert {f"{Path(name).parent}/__init__.py" for name in shipped} - names == set()
 
 
 def test_the_wheel_works_from_elsewhere(wheel: Path, tmp_path: Path) -> None:
