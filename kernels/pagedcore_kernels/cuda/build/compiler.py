@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cuda.build.toolchain import explain_link_failure, require_compiler
 from pagedcore_kernels.cuda.build.variants import Source, make_source
+from pagedcore_kernels.errors import InternalError, InvalidConfig
 
 #: Without fast math: the kernels name the approximations and fusions they want, and nothing else may move a rounding.
 FAST_MATH: Final = False

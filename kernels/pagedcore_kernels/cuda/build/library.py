@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagedcore_kernels.errors import MissingDependency
 from pagedcore_kernels.cuda.build.compiler import compile_kernel, parse_arch
 from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage, default_cache_directory
 from pagedcore_kernels.cuda.build.toolchain import compiler_versions, missing_compiler_parts
+from pagedcore_kernels.errors import MissingDependency
 
 
 class KernelLibrary:

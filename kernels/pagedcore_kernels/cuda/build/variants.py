@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pagedcore_kernels.errors import InvalidConfig
 from pagedcore_kernels.cuda.shapes import (
     NORM_VECTORS,
     ROW_THREADS,
@@ -20,6 +19,7 @@ from pagedcore_kernels.cuda.shapes import (
     AttentionShape,
     Format,
 )
+from pagedcore_kernels.errors import InvalidConfig
 
 ATTENTION_PARAMETERS: Final = "QQQQQQQQQQQQQIIIiiiiiff"
 """Letters of ``struct``: 12 addresses, the bytes from block to block, and the sizes that ``device/decode.py`` names."""
