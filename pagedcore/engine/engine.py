@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from itertools import count
 from typing import TYPE_CHECKING, Any, Unpack
 
 from pagedcore.engine.calibration import calibrate
@@ -21,7 +22,7 @@ from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest,
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.output_text import CompletionTexts, PendingOutput
 from pagedcore.requests.request import Request
-from pagedcore.requests.request_table import RequestTable, SequenceNumbers
+from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import EngineStats, StepStats
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVDirectory
@@ -55,12 +56,11 @@ class Engine:
         self._runner = components.runner
         self._hooks = components.hooks
         self._clock = clock if clock is not None else MonotonicClock()
-        numbers = SequenceNumbers()
-        texts = CompletionTexts(components.input_processor.tokenizer)
-        self._outputs = OutputProcessor(texts, scheduler, numbers.branch, components.hooks, self._clock)
+        texts, sequence_ids = CompletionTexts(components.input_processor.tokenizer), count(1)
+        self._outputs = OutputProcessor(texts, scheduler, sequence_ids, components.hooks, self._clock)
         self._requests = RequestTable(
-            self, components.input_processor, self._outputs, scheduler, numbers, kv_cache.device.hasher, self._clock,
-            seed=config.seed, shares_prefixes=config.enable_prefix_caching,
+            self, components.input_processor, self._outputs, scheduler, sequence_ids, self._clock, config.seed,
+            config.enable_prefix_caching,
         )
         self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
         self._has_host_cache = kv_cache.host is not None

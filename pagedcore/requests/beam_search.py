@@ -14,13 +14,12 @@ The rules are those of ``generate(num_beams=...)`` of transformers 5, for one pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Literal
 
-from pagedcore.outputs import TokenLogprobs
+from pagedcore.outputs import FinishReason, TokenLogprobs
 
 Continuations = ListOf[tuple[int, float]]
 """(token id, log-probability) pairs of what may follow one beam."""
@@ -53,9 +52,10 @@ class BeamRules:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A completion that has ended."""
+    """A completion that has ended and may be chosen."""
 
     token_ids: tuple[int, ...]
+    finish_reason: FinishReason
     score: float
     logprobs: tuple[TokenLogprobs, ...] = ()
 
@@ -114,7 +114,9 @@ class BeamSearch:
         """
         width = self._rules.width
         ranked = self._rank(continuations)
-        self._keep((one for one in ranked[:width] if self._ends(one)), continuations)
+        self.hypotheses += [self._end(one, continuations) for one in ranked[:width] if self._ends(one)]
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.hypotheses[width:]
         unended = [one for one in ranked if not self._ends(one)][:width]
         self._beams = [self._extend(one, continuations) for one in unended]
         self.is_done = not unended or self._cannot_improve()
@@ -136,13 +138,11 @@ class BeamSearch:
         num_tokens = len(self._beams[candidate.parent].token_ids) + 1
         return candidate.token_id in self._rules.stop_token_ids or num_tokens == self._rules.max_tokens
 
-    def _keep(self, ended: Iterable[_Candidate], continuations: ListOf[Continuations]) -> None:
-        for candidate in ended:
-            beam = self._extend(candidate, continuations)
-            score = self._rules.score(beam.log_probability, len(beam.token_ids))
-            self.hypotheses.append(Hypothesis(beam.token_ids, score, beam.logprobs))
-        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
-        del self.hypotheses[self._rules.width :]
+    def _end(self, candidate: _Candidate, continuations: ListOf[Continuations]) -> Hypothesis:
+        beam = self._extend(candidate, continuations)
+        reason: FinishReason = "stop" if candidate.token_id in self._rules.stop_token_ids else "length"
+        score = self._rules.score(beam.log_probability, len(beam.token_ids))
+        return Hypothesis(beam.token_ids, reason, score, beam.logprobs)
 
     def _extend(self, candidate: _Candidate, continuations: ListOf[Continuations]) -> _Beam:
         parent, num_top = self._beams[candidate.parent], self._rules.num_logprobs

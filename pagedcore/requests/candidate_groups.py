@@ -12,48 +12,35 @@ as usual, a round is one step and only beams that do not survive leave it. Read 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
-from pagedcore.outputs import FinishReason, TokenLogprobs
+from pagedcore.outputs import FinishReason
 from pagedcore.requests.beam_search import BeamRules, BeamSearch, Continuations, Hypothesis
 from pagedcore.requests.request import Request
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """One completion that was chosen."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    score: float
-    logprobs: tuple[TokenLogprobs, ...] = ()
+SEED_STRIDE: Final = 0x9E3779B97F4A7C15  # Why: odd, so that consecutive multiples do not meet modulo a power of two
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class BestOf:
     """Candidates that are computed as if all were returned, and ranked when all have ended."""
 
-    def __init__(self, request: Request, candidates: list[Sequence]) -> None:
-        self.request = request
-        self.candidates = candidates
-        self._num_known = len(candidates[0].token_ids)
+    request: Request
+    candidates: list[Sequence]
 
     @property
     def is_decided(self) -> bool:
         """Whether every candidate has ended."""
         return all(one.finish_reason is not None for one in self.candidates)
 
-    def results(self) -> list[Chosen]:
+    def results(self) -> list[Hypothesis]:
         """Return the ``n`` best, best first, the first of equal ones first."""
-        ranked = sorted(map(self._describe, self.candidates), key=lambda chosen: -chosen.score)
+        ranked = sorted(map(_describe, self.candidates), key=lambda chosen: -chosen.score)
         return ranked[: self.request.params.n]
-
-    def _describe(self, candidate: Sequence) -> Chosen:
-        reason, logprobs = candidate.finish_reason or "stop", tuple(candidate.logprobs)
-        mean = sum(one.logprob for one in logprobs) / len(logprobs)
-        return Chosen(tuple(candidate.token_ids[self._num_known :]), reason, mean, logprobs)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,10 +69,9 @@ class Beams:
         """Whether every beam of the round is computed."""
         return len(self.continuations_of) == len(self.candidates)
 
-    def results(self) -> list[Chosen]:
+    def results(self) -> list[Hypothesis]:
         """Return the ``n`` best hypotheses, best first."""
-        end_token_ids = self.request.sequences[0].end_token_ids
-        return [_choose(one, end_token_ids) for one in self.search.hypotheses[: self.request.params.n]]
+        return self.search.hypotheses[: self.request.params.n]
 
 
 CandidateGroup = BestOf | Beams
@@ -98,38 +84,28 @@ class CandidateGroups:
     """
 
     def __init__(
-        self, scheduler: Scheduler, branch: Callable[[Sequence, int], Sequence],
-        open_text: Callable[[CandidateGroup, Sequence], object], remove_text: Callable[[Sequence], None],
+        self, scheduler: Scheduler, sequence_ids: Iterator[int],
+        open_text: Callable[[Request, Sequence, int, CandidateGroup], object],
+        remove_text: Callable[[Sequence], None],
     ) -> None:
-        """Begin without groups.
-
-        Args:
-            scheduler: runs the candidates.
-            branch: makes a sequence that continues another with the seed of a given number.
-            open_text: begins the output of a candidate.
-            remove_text: removes it.
-        """
         self._scheduler = scheduler
-        self._branch = branch
+        self._sequence_ids = sequence_ids
         self._open_text = open_text
         self._remove_text = remove_text
         self._groups: dict[str, CandidateGroup] = {}
 
-    def make_candidates(self, request: Request) -> list[Sequence]:
-        """Return the sequences among which a request's completions will be chosen."""
-        first = request.sequences[0]
-        candidates = [self._branch(first, index) for index in range(request.params.num_initial_sequences)]
+    def open_group(self, request: Request) -> None:
+        """Let the sequences wait among which a request's completions will be chosen. Raises as ``add_sequences``."""
+        first, params = request.sequences[0], request.params
+        candidates = [
+            first.branch(next(self._sequence_ids), seed=seed_of(first.seed, index))
+            for index in range(params.num_initial_sequences)
+        ]
         # Why: what the first candidate learns of the prompt is the request's at once; the others have it computed.
         candidates[0].prompt_logprobs = first.prompt_logprobs
-        return candidates
-
-    def open_group(self, request: Request, candidates: list[Sequence]) -> None:
-        """Begin the group of a request whose candidates the scheduler has accepted."""
-        first, params = request.sequences[0], request.params
-        group: CandidateGroup
-        if params.beam_width == 1:
-            group = BestOf(request, candidates)
-        else:
+        self._scheduler.add_sequences(candidates)
+        group: CandidateGroup = BestOf(request, candidates)
+        if params.beam_width > 1:
             rules = BeamRules(
                 params.beam_width, first.max_tokens, params.min_tokens, first.end_token_ids, params.length_penalty,
                 params.early_stopping, params.logprobs, first.stop_token_ids - first.end_token_ids,
@@ -137,7 +113,7 @@ class CandidateGroups:
             group = Beams(request, BeamSearch(rules), candidates)
         self._groups[request.request_id] = group
         for candidate in candidates:
-            self._open_text(group, candidate)
+            self._open_text(request, candidate, 0, group)
 
     def find_group(self, request: Request) -> CandidateGroup | None:
         """Return the group of a request whose completions are chosen at the end and have not been chosen."""
@@ -174,6 +150,8 @@ class CandidateGroups:
     def _choose_beams(self, group: Beams, next_tokens: dict[int, int | None]) -> None:
         parents, chosen = group.candidates, list[Sequence]()
         survivors = group.search.advance([group.continuations_of[parent.sequence_id] for parent in parents])
+        if not survivors:
+            return
         for survivor in survivors:
             parent = parents[survivor.parent]
             # Why: a parent outside this step, or with a token already, needs a new branch.
@@ -182,22 +160,19 @@ class CandidateGroups:
                 chosen.append(parent)
             else:
                 chosen.append(self._add_beam(group, parent, survivor.token_id))
-        if survivors:
-            self._remove_beams([one for one in parents if one not in chosen], group, next_tokens)
-            group.candidates, group.continuations_of = chosen, {}
+        for parent in parents:
+            if parent not in chosen:
+                if parent.sequence_id in next_tokens:
+                    self._scheduler.cancel_branch(parent)
+                self._remove_candidate(group.request, parent)
+        group.candidates, group.continuations_of = chosen, {}
 
     def _add_beam(self, group: Beams, parent: Sequence, token_id: int) -> Sequence:
-        sequence = self._branch(parent, 0)
+        sequence = parent.branch(next(self._sequence_ids), seed=parent.seed)
         sequence.token_ids.append(token_id)
-        self._open_text(group, sequence)
+        self._open_text(group.request, sequence, 0, group)
         group.branches.append((sequence, parent))
         return sequence
-
-    def _remove_beams(self, parents: list[Sequence], group: Beams, next_tokens: dict[int, int | None]) -> None:
-        for parent in parents:
-            if parent.sequence_id in next_tokens:
-                self._scheduler.cancel_branch(parent)
-            self._remove_candidate(group.request, parent)
 
     def _remove_candidate(self, request: Request, sequence: Sequence) -> None:
         first = request.sequences[0]
@@ -208,6 +183,12 @@ class CandidateGroups:
         self._remove_text(sequence)
 
 
-def _choose(hypothesis: Hypothesis, end_token_ids: frozenset[int]) -> Chosen:
-    is_stopped = hypothesis.token_ids[-1] in end_token_ids
-    return Chosen(hypothesis.token_ids, "stop" if is_stopped else "length", hypothesis.score, hypothesis.logprobs)
+def _describe(candidate: Sequence) -> Hypothesis:
+    mean = sum(one.logprob for one in candidate.logprobs) / len(candidate.logprobs)
+    token_ids, reason = tuple(candidate.output_token_ids), candidate.finish_reason or "stop"
+    return Hypothesis(token_ids, reason, mean, tuple(candidate.logprobs))
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Return the seed of the sequence number ``index`` of a request with this seed."""
+    return (seed + index * SEED_STRIDE) % 2**63

@@ -5,14 +5,15 @@ The engine decides when; this module says what. Every way a request can end pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed
 from pagedcore.outputs import FinishReason, RequestOutput, TokenLogprobs
 from pagedcore.protocols import Clock
-from pagedcore.requests.candidate_groups import Beams, CandidateGroup, CandidateGroups, Chosen
+from pagedcore.requests.beam_search import Hypothesis
+from pagedcore.requests.candidate_groups import Beams, CandidateGroup, CandidateGroups
 from pagedcore.requests.output_text import CompletionTexts, PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
@@ -32,11 +33,9 @@ class RequestObserver(Protocol):
     @property
     def observes_requests(self) -> bool:
         """Whether there is any point in describing a request."""
-        ...
 
     def request_finished(self, output: RequestOutput) -> None:
         """Note that every completion of a request has finished."""
-        ...
 
 
 class OutputProcessor:
@@ -47,18 +46,15 @@ class OutputProcessor:
     """
 
     def __init__(
-        self, texts: CompletionTexts, scheduler: Scheduler, branch: Callable[[Sequence, int], Sequence],
-        observer: RequestObserver, clock: Clock,
+        self, texts: CompletionTexts, scheduler: Scheduler, sequence_ids: Iterator[int], observer: RequestObserver,
+        clock: Clock,
     ) -> None:
         self.texts = texts
-        self.groups = CandidateGroups(scheduler, branch, self._open_candidate, texts.remove)
+        self.groups = CandidateGroups(scheduler, sequence_ids, texts.open, texts.remove)
         self.counters = Counters()
         self._scheduler = scheduler
         self._observer = observer
         self._clock = clock
-
-    def _open_candidate(self, group: CandidateGroup, sequence: Sequence) -> None:
-        self.texts.open(group.request, sequence, group=group)
 
     def note_started(self, plan: SchedulePlan, now_s: float) -> None:
         """Stamp the requests that a plan starts."""
@@ -174,7 +170,7 @@ class OutputProcessor:
         request.metrics = replace(request.metrics, first_token_s=now_s)
         return [self._deliver(one, chosen) for one, chosen in zip(pending, results, strict=True)]
 
-    def _deliver(self, pending: PendingOutput, chosen: Chosen) -> PendingOutput:
+    def _deliver(self, pending: PendingOutput, chosen: Hypothesis) -> PendingOutput:
         sequence = pending.sequence
         sequence.score = chosen.score
         sequence.logprobs.extend(chosen.logprobs)

@@ -16,19 +16,15 @@ class RequestOwner(Protocol):
 
     def extend_request(self, request: Request, prompt: Any, params: SamplingParams | None) -> None:
         """Continue a finished request."""
-        ...
 
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks."""
-        ...
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now; unknown ids are no error."""
-        ...
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions as they stand."""
-        ...
 
 
 class Request:
@@ -86,11 +82,6 @@ class Request:
         """Log-probabilities of ``prompt_token_ids`` as far as they are known, if asked for; of the first, ``None``."""
         known = self.sequences[0].prompt_logprobs
         return None if known is None else (None, *known)
-
-    def begin_turn(self, params: SamplingParams, arrival_s: float) -> None:
-        """Note that the engine continues this request; callers use ``extend``."""
-        self.params = params
-        self.metrics = RequestMetrics(arrival_s)
 
     def take_new_tokens(self, index: int = 0) -> list[int]:
         """Return the tokens of completion ``index`` that were not taken yet; each token is returned once."""

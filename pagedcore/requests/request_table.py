@@ -8,64 +8,78 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Final
 
 from pagedcore.errors import InvalidMaxTokens, InvalidRequest, RequestStateError
-from pagedcore.kv_cache.block_hash import BlockHasher
+from pagedcore.outputs import FinishReason, RequestMetrics, TokenLogprobs
 from pagedcore.protocols import Clock
 from pagedcore.request_options import RequestOptions
+from pagedcore.requests.candidate_groups import SEED_STRIDE, seed_of
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.request import Request, RequestOwner
-from pagedcore.requests.sequence_snapshot import SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
 
-_SEED_STRIDE: Final = 0x9E3779B97F4A7C15  # Why: odd, so that consecutive multiples do not meet modulo a power of two
-_SEED_RANGE: Final = 2**63
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSnapshot:
+    """A sequence between two turns as plain values: enough to continue it in another request, engine or process.
+
+    The randomness of a completion is a function of seed and position, its text a function of its tokens, so neither a
+    sampler's nor a detokenizer's state is kept; both are made again.
+
+    Invariant: ``1 <= num_prompt_tokens <= len(token_ids)``.
+    """
+
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    """Tokens before the latest completion."""
+    params: SamplingParams
+    """Of the latest turn."""
+    max_tokens: int
+    """Most tokens of the latest completion."""
+    seed: int
+    finish_reason: FinishReason
+    """How the latest completion ended; "abort" for one that was cut off and can be completed."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """As far as they are known; they are in no file, and are computed again for a turn that asks for them."""
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> SequenceSnapshot:
+        """Copy a sequence; a completion that has not ended counts as cut off here."""
+        return cls(
+            token_ids=tuple(sequence.token_ids), num_prompt_tokens=sequence.num_prompt_tokens, params=sequence.params,
+            max_tokens=sequence.max_tokens, seed=sequence.seed, finish_reason=sequence.finish_reason or "abort",
+            logprobs=tuple(sequence.logprobs), prompt_logprobs=tuple(sequence.prompt_logprobs or ()),
+        )
 
 
-class SequenceNumbers:
-    """Numbers the sequences of one engine, and seeds those that continue another."""
-
-    def __init__(self) -> None:
-        self.ids = count(1)
-
-    def branch(self, sequence: Sequence, index: int) -> Sequence:
-        """Return a sequence that continues another one's tokens, with the seed number ``index``."""
-        return sequence.branch(next(self.ids), seed=(sequence.seed + index * _SEED_STRIDE) % _SEED_RANGE)
-
-
+@dataclass(eq=False)
 class RequestTable:
     """All requests that were accepted and not removed.
 
     Invariant: no two requests of one salt have the same label.
     """
 
-    def __init__(
-        self, owner: RequestOwner, inputs: InputProcessor, outputs: OutputProcessor, scheduler: Scheduler,
-        numbers: SequenceNumbers, hasher: BlockHasher, clock: Clock, *, seed: int, shares_prefixes: bool,
-    ) -> None:
-        self._owner = owner
-        self._inputs = inputs
-        self._outputs = outputs
-        self._scheduler = scheduler
-        self._numbers = numbers
-        self._hasher = hasher
-        self._clock = clock
-        self._seed = seed
-        self._shares_prefixes = shares_prefixes
-        self._by_id: dict[str, Request] = {}
-        self._labels: set[tuple[bytes, str]] = set()
-        self._num_arrivals = 0
+    owner: RequestOwner
+    inputs: InputProcessor
+    outputs: OutputProcessor
+    scheduler: Scheduler
+    sequence_ids: Iterator[int]
+    clock: Clock
+    seed: int
+    """Requests without a seed of their own are seeded from this one, by their arrival."""
+    shares_prefixes: bool
+    _by_id: dict[str, Request] = field(default_factory=dict, init=False)
+    _labels: set[tuple[bytes, str | None]] = field(default_factory=set, init=False)
+    _arrivals: Iterator[int] = field(default_factory=lambda: count(1), init=False)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(tuple(self._by_id.values()))
-
-    def __len__(self) -> int:
-        return len(self._by_id)
 
     def find(self, request_id: str) -> Request | None:
         """Return the request with exactly this id."""
@@ -78,38 +92,41 @@ class RequestTable:
             InvalidRequest: its label is taken; ``EngineOverloaded``: the waiting queue is full. Then nothing changed.
         """
         options, params = processed.options, processed.params
-        if options.request_id is not None and (options.salt, options.request_id) in self._labels:
+        label = (options.salt, options.request_id)
+        if label in self._labels:
             raise InvalidRequest(
                 "request_id", options.request_id, "a label that no request of the same salt has at present",
                 "Remove the other request first, or choose another label.",
             )
-        arrival, request_id = self._next_arrival(), secrets.token_hex(16)
-        seed = params.seed if params.seed is not None else self._seed + arrival * _SEED_STRIDE
-        root, arrival_s, sequences = self._root(options.salt, request_id), self._clock.now(), list[Sequence]()
-        for index in range(params.n):
-            sequences.append(Sequence(
-                next(self._numbers.ids), processed.token_ids, params, max_tokens=processed.max_tokens,
-                seed=(seed + index * _SEED_STRIDE) % _SEED_RANGE, stop_token_ids=processed.stop_token_ids,
-                priority=options.priority, arrival=arrival, cache_root=root,
-            ))
+        arrival, request_id = next(self._arrivals), secrets.token_hex(16)
+        seed = params.seed if params.seed is not None else self.seed + arrival * SEED_STRIDE
+        root, arrival_s = self._root(options.salt, request_id), self.clock.now()
+        sequences = [
+            Sequence(
+                next(self.sequence_ids), processed.token_ids, params, max_tokens=processed.max_tokens,
+                seed=seed_of(seed, index), stop_token_ids=processed.stop_token_ids, priority=options.priority,
+                arrival=arrival, cache_root=root,
+            )
+            for index in range(params.n)
+        ]
         if params.prompt_logprobs is not None:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.
             sequences[0].prompt_logprobs = []
-        request = Request(request_id, sequences, params, options, self._owner, arrival_s)
+        request = Request(request_id, sequences, params, options, self.owner, arrival_s)
         self._start(request, processed)
         self._by_id[request_id] = request
         if options.request_id is not None:
-            self._labels.add((options.salt, options.request_id))
+            self._labels.add(label)
         return request
 
     def begin_turn(self, request: Request, processed: ProcessedRequest) -> None:
         """Continue a finished request with what was processed for it. Raises as ``Request.extend``."""
         sequence = self.require_extensible(request)
-        self._scheduler.waiting.require_room(processed.params.num_initial_sequences)
-        request.begin_turn(processed.params, self._clock.now())
+        self.scheduler.waiting.require_room(processed.params.num_initial_sequences)
+        request.params, request.metrics = processed.params, RequestMetrics(self.clock.now())
         sequence.begin_turn(
             processed.token_ids, processed.params, max_tokens=processed.max_tokens,
-            stop_token_ids=processed.stop_token_ids, arrival=self._next_arrival(),
+            stop_token_ids=processed.stop_token_ids, arrival=next(self._arrivals),
         )
         self._start(request, processed)
 
@@ -117,8 +134,7 @@ class RequestTable:
         """Continue a finished request; see ``Request.extend``."""
         sequence = self.require_extensible(request)
         params = params if params is not None else request.params
-        processed = self._inputs.process_turn(prompt, list(sequence.token_ids), params, request.options)
-        self.begin_turn(request, processed)
+        self.begin_turn(request, self.inputs.process(prompt, params, request.options, list(sequence.token_ids)))
 
     def complete_turn(self, request: Request) -> None:
         """Continue a completion that was cut off: aborted, failed, or copied while it ran.
@@ -132,21 +148,19 @@ class RequestTable:
         sequence = self.require_extensible(request)
         if sequence.finish_reason not in ("abort", "error"):
             raise RequestStateError("complete", "complete", "cut off within a completion", "Give a prompt to go on.")
-        longest = self._inputs.max_model_len
+        longest = self.inputs.max_model_len
         if sequence.max_total_tokens > longest:
             raise InvalidMaxTokens(
                 "max_tokens", sequence.max_tokens, f"1 to {longest - sequence.num_prompt_tokens}",
                 "The completion was begun with a longer context. Give a prompt to go on.",
             )
-        self._scheduler.require_room(sequence.max_total_tokens)
-        request.begin_turn(request.params, self._clock.now())
-        sequence.reopen_turn(self._next_arrival())
-        self._scheduler.add_sequences([sequence])
-        self._outputs.texts.reopen(request, sequence)
+        self.scheduler.require_room(sequence.max_total_tokens)
+        request.metrics = RequestMetrics(self.clock.now())
+        sequence.reopen_turn(next(self._arrivals))
+        self.scheduler.add_sequences([sequence])
+        self.outputs.texts.reopen(request, sequence)
 
-    def adopt(
-        self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None
-    ) -> Request:
+    def adopt(self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None) -> Request:
         """Make a finished request with this past.
 
         Args:
@@ -156,9 +170,9 @@ class RequestTable:
         """
         request_id = secrets.token_hex(16)
         sequence = Sequence(
-            next(self._numbers.ids), list(snapshot.token_ids), snapshot.params, max_tokens=snapshot.max_tokens,
-            seed=snapshot.seed, stop_token_ids=self._inputs.stop_token_ids(snapshot.params), priority=options.priority,
-            arrival=self._next_arrival(),
+            next(self.sequence_ids), list(snapshot.token_ids), snapshot.params, max_tokens=snapshot.max_tokens,
+            seed=snapshot.seed, stop_token_ids=self.inputs.stop_token_ids(snapshot.params), priority=options.priority,
+            arrival=next(self._arrivals),
             cache_root=cache_root if cache_root is not None else self._root(options.salt, request_id),
         )
         sequence.move_to(SequenceStatus.FINISHED)
@@ -166,20 +180,18 @@ class RequestTable:
         sequence.logprobs = list(snapshot.logprobs)
         if snapshot.params.prompt_logprobs is not None:
             sequence.prompt_logprobs = list(snapshot.prompt_logprobs)
-        request = self._by_id[request_id] = Request(request_id, [sequence], snapshot.params, options, self._owner)
-        self._outputs.texts.reopen(request, sequence).finish_text()
+        request = self._by_id[request_id] = Request(request_id, [sequence], snapshot.params, options, self.owner)
+        self.outputs.texts.reopen(request, sequence).finish_text()
         return request
 
-    def remove(self, request: Request) -> bool:
-        """Remove a finished request; return whether it was known."""
+    def remove(self, request: Request) -> None:
+        """Remove a finished request; a second call does nothing."""
         if self._by_id.pop(request.request_id, None) is None:
-            return False
-        if request.options.request_id is not None:
-            self._labels.discard((request.options.salt, request.options.request_id))
+            return
+        self._labels.discard((request.options.salt, request.options.request_id))
         for sequence in request.sequences:
-            self._scheduler.remove_sequence(sequence)
-            self._outputs.texts.remove(sequence)
-        return True
+            self.scheduler.remove_sequence(sequence)
+            self.outputs.texts.remove(sequence)
 
     def require_extensible(self, request: Request) -> Sequence:
         """Return the one finished sequence of a request that may be continued.
@@ -197,22 +209,15 @@ class RequestTable:
 
     def _start(self, request: Request, processed: ProcessedRequest) -> None:
         """Let a turn wait: its own sequences, or the candidates among which its completions will be chosen."""
-        groups, texts = self._outputs.groups, self._outputs.texts
-        candidates = groups.make_candidates(request) if processed.has_candidates else []
-        self._scheduler.add_sequences(candidates or request.sequences)
+        if processed.params.has_candidates:
+            self.outputs.groups.open_group(request)
+        else:
+            self.scheduler.add_sequences(request.sequences)
         for index, sequence in enumerate(request.sequences):
-            texts.open(request, sequence, index)
-        if candidates:
-            groups.open_group(request, candidates)
-        self._outputs.counters.num_prompt_tokens += len(processed.token_ids)
+            self.outputs.texts.open(request, sequence, index)
+        self.outputs.counters.num_prompt_tokens += len(processed.token_ids)
 
     def _root(self, salt: bytes, request_id: str) -> bytes:
-        extras = {"salt": salt}
-        if not self._shares_prefixes:
-            # Why: a request's completions and turns still share with each other.
-            extras["request"] = request_id.encode()
-        return self._hasher.root(extras)
-
-    def _next_arrival(self) -> int:
-        self._num_arrivals += 1
-        return self._num_arrivals
+        # Why: without sharing, a request's completions and turns still share with each other.
+        own = {} if self.shares_prefixes else {"request": request_id.encode()}
+        return self.scheduler.kv_cache.device.hasher.root({"salt": salt, **own})

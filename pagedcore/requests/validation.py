@@ -6,16 +6,12 @@ It allocates nothing in proportion to what it refuses, and knows no engine. Limi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Final
 
 from pagedcore.config.field_rules import seconds
-from pagedcore.config.limits import (
-    MAX_CHAT_BYTES,
-    MAX_CHAT_MESSAGES,
-    MAX_PARKING_S,
-    MAX_TEXT_BYTES_PER_TOKEN,
-)
+from pagedcore.config.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_PARKING_S, MAX_TEXT_BYTES_PER_TOKEN
 from pagedcore.errors import (
     InvalidMaxTokens,
     InvalidMinTokens,
@@ -33,8 +29,11 @@ from pagedcore.sampling_params import SamplingParams
 
 _ENCODED_AT_ONCE = 4096
 _IDS_AT_ONCE = 16_384
-_TTL: Final = seconds(0, MAX_PARKING_S, above_low=True).or_none()
-_TIMEOUT: Final = seconds(0, above_low=True).or_none()
+
+validate_ttl: Final = partial(seconds(0, MAX_PARKING_S, above_low=True).or_none().check, "ttl_s")
+"""Checks for how many seconds parked KV is kept, and returns it. Raises ``InvalidRequest``."""
+validate_timeout: Final = partial(seconds(0, above_low=True).or_none().check, "timeout_s")
+"""Checks a time limit in seconds, and returns it. Raises ``InvalidRequest``."""
 
 
 def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) -> list[int]:
@@ -70,13 +69,13 @@ def _validate_ids(ids: list[int], vocab_size: int) -> None:
     if set(map(type, ids)) != {int}:
         wrong = next(token_id for token_id in ids if type(token_id) is not int)
         raise InvalidPrompt("prompt", wrong, "token ids: Python integers, no booleans or NumPy scalars")
-    for extreme in (min(ids), max(ids)):
-        _require_in_vocabulary("prompt", extreme, vocab_size)
+    _require_in_vocabulary("prompt", (min(ids), max(ids)), vocab_size)
 
 
-def _require_in_vocabulary(what: str, token_id: int, vocab_size: int) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise InvalidToken(what, token_id, f"token ids from 0 to {vocab_size - 1}")
+def _require_in_vocabulary(what: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidToken(what, token_id, f"token ids from 0 to {vocab_size - 1}")
 
 
 def validate_text(text: object, max_model_len: int) -> str:
@@ -140,20 +139,14 @@ def _count_text_bytes(what: str, text: object, room: int) -> int:
 
 def _count_utf8_bytes(what: str, text: str) -> int:
     num_bytes = 0
-    for start in range(0, len(text), _ENCODED_AT_ONCE):
-        encoded = _try_encode(text[start : start + _ENCODED_AT_ONCE])
-        if encoded is None:
-            raise InvalidText(what, text, "text that UTF-8 can encode", "It holds a lone surrogate.")
-        num_bytes += len(encoded)
-    return num_bytes
-
-
-def _try_encode(text: str) -> bytes | None:
-    # Safety: the codec's own error holds the text; it must not become the context of ours.
     try:
-        return text.encode()
+        for start in range(0, len(text), _ENCODED_AT_ONCE):
+            num_bytes += len(text[start : start + _ENCODED_AT_ONCE].encode())
+        return num_bytes
     except UnicodeEncodeError:
-        return None
+        pass
+    # Safety: raised out here, because the codec's own error holds the text; it must not become the context of this one.
+    raise InvalidText(what, text, "text that UTF-8 can encode", "It holds a lone surrogate.")
 
 
 def resolve_max_tokens(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
@@ -190,10 +183,8 @@ def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidSampling("top_k", params.top_k, f"0 (off) or 1 to {vocab_size}, the vocabulary")
     if params.beam_width > vocab_size:
         raise TooManySequences("beam_width", params.beam_width, f"1 (off) to {vocab_size}, the vocabulary")
-    for token_id in params.stop_token_ids:
-        _require_in_vocabulary("stop_token_ids", token_id, vocab_size)
-    for token_id in params.logit_bias or ():
-        _require_in_vocabulary("logit_bias", token_id, vocab_size)
+    _require_in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
+    _require_in_vocabulary("logit_bias", params.logit_bias or (), vocab_size)
 
 
 def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int, pool_tokens: int) -> None:
@@ -222,13 +213,3 @@ def require_one_completion(params: SamplingParams) -> None:
             "n, best_of or beam_width", params.num_sequences, "1 in a session",
             "Fork the session to try several continuations.",
         )
-
-
-def validate_ttl(ttl_s: object) -> float | None:
-    """Check for how many seconds parked KV is kept, and return it. Raises ``InvalidRequest``."""
-    return _TTL.check("ttl_s", ttl_s)
-
-
-def validate_timeout(timeout_s: object) -> float | None:
-    """Check a time limit in seconds and return it. Raises ``InvalidRequest``."""
-    return _TIMEOUT.check("timeout_s", timeout_s)

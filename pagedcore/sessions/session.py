@@ -20,8 +20,7 @@ from pagedcore.protocols import ModelFingerprint
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
-from pagedcore.requests.request_table import RequestTable
-from pagedcore.requests.sequence_snapshot import SequenceSnapshot
+from pagedcore.requests.request_table import RequestTable, SequenceSnapshot
 from pagedcore.requests.validation import require_one_completion, validate_ttl
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
@@ -271,10 +270,8 @@ class Session:
             return None
         params = params or self._params or SamplingParams()
         require_one_completion(params)
-        if self._request is None:
-            return self._context.input_processor.process(prompt, params, self._options)
-        known = list(self._request.sequences[0].token_ids)
-        return self._context.input_processor.process_turn(prompt, known, params, self._options)
+        known = list(self._request.sequences[0].token_ids) if self._request is not None else None
+        return self._context.input_processor.process(prompt, params, self._options, known)
 
     def _begin(self, prepared: ProcessedRequest | None) -> Request:
         request = self._request

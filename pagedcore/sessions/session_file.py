@@ -21,7 +21,7 @@ from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import ModelFingerprint
 from pagedcore.requests import validation
-from pagedcore.requests.sequence_snapshot import SequenceSnapshot
+from pagedcore.requests.request_table import SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVCopy, KVSpec, read_bounded, read_kv, replace_file, write_kv
 

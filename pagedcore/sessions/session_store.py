@@ -17,8 +17,7 @@ from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest
 from pagedcore.requests.request import Request
-from pagedcore.requests.request_table import RequestTable
-from pagedcore.requests.sequence_snapshot import SequenceSnapshot
+from pagedcore.requests.request_table import RequestTable, SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVCopy
 from pagedcore.sessions.parking import Parking
