@@ -27,8 +27,7 @@ from pagedcore.requests.stats import EngineStats, StepStats
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.parking import Parking
-from pagedcore.sessions.session import Session
-from pagedcore.sessions.session_store import SessionStore
+from pagedcore.sessions.session import Session, SessionStore
 
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents

@@ -21,7 +21,7 @@ from pagedcore.serving.long_prompts import is_long
 from pagedcore.serving.stream import StreamReader
 from pagedcore.sessions.operation import Done, Operation, Work, advance, run
 from pagedcore.sessions.parking import ParkedState
-from pagedcore.sessions.session import PrepareTurn, Session
+from pagedcore.sessions.session import Session
 
 if TYPE_CHECKING:
     from pagedcore.engine.engine import Engine
@@ -79,13 +79,13 @@ class AsyncSession:
     ) -> AsyncGenerator[Delta, None]:
         """Run a turn and yield its deltas. Arguments and errors as ``Session.ask``."""
 
-        def start(session: Session) -> tuple[Operation[Request], PrepareTurn]:
+        def start(session: Session) -> tuple[Operation[Request], Work, ParkedState | None]:
             turn = session.turn_operation(prompt, params)
-            return turn, next(turn)
+            return turn, next(turn), session.parked
 
-        turn, work = await self._call(start)
-        is_quick = work.file is None and not is_long(prompt)
-        result = work() if is_quick else await asyncio.to_thread(work)
+        turn, work, parked = await self._call(start)
+        is_slow = is_long(prompt) or (parked is not None and parked.tier == "disk")
+        result = await asyncio.to_thread(work) if is_slow else work()
         reader = self._engine.read_turn(lambda: run(turn, result))
         self._readers.add(reader)
         try:

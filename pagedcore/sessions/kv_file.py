@@ -30,6 +30,8 @@ _log = logging.getLogger("pagedcore")
 _HEADER_BYTES: Final = 4096
 """Upper bound of the header of these files."""
 _NAME: Final = b"pagedcore kv 1"
+_Bytes = npt.NDArray[np.uint8]
+_NOTHING: Final[tuple[_Bytes, _Bytes]] = (np.empty((0, 0), np.uint8), np.empty((0, 0), np.uint8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +39,7 @@ class KVCopy:
     """Copies of the blocks of a sequence's first positions, outside of every pool."""
 
     num_tokens: int
-    blocks: npt.NDArray[np.uint8]
+    blocks: _Bytes
     """Shape [N, block_bytes]; the last block may be partly filled."""
 
 
@@ -85,21 +87,16 @@ def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
 def read_kv(path: Path, spec: KVSpec) -> KVCopy | None:
     """Return the leading blocks of a file that match ``spec``; ``None``: none does, which the log says."""
     keys = spec.block_keys()
-    blocks = _read_blocks(path, len(keys), spec.block_bytes)
-    num_good = 0
-    if blocks is not None:
-        found = _checks(blocks[0], keys)
-        num_good = next((i for i, check in enumerate(found) if check != blocks[1][i].tobytes()), len(blocks[0]))
-    if blocks is None or num_good < len(blocks[0]):
+    blocks, checks = _read_blocks(path, len(keys), spec.block_bytes)
+    found = _checks(blocks, keys)
+    num_good = next((i for i, check in enumerate(found) if check != checks[i].tobytes()), len(blocks))
+    if num_good == 0 or num_good < len(blocks):
         _log.warning("KV file: %d of %d blocks can be used; the rest is computed again", num_good, len(keys))
-    if blocks is None or num_good == 0:
-        return None
-    return KVCopy(min(num_good * spec.block_size, len(spec.token_ids)), blocks[0][:num_good])
+    return KVCopy(min(num_good * spec.block_size, len(spec.token_ids)), blocks[:num_good]) if num_good else None
 
 
-def _read_blocks(
-    path: Path, num_blocks: int, block_bytes: int
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]] | None:
+def _read_blocks(path: Path, num_blocks: int, block_bytes: int) -> tuple[_Bytes, _Bytes]:
+    """Return the blocks of a file and their digests, of any values; none if it is no such file."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -108,16 +105,16 @@ def _read_blocks(
         tensors = load(read_bounded(path, num_blocks * (block_bytes + KEY_BYTES) + _HEADER_BYTES))
         blocks, checks = tensors["blocks"], tensors["checks"]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
-        return None
+        return _NOTHING
     count = len(blocks) if blocks.ndim else -1
     is_ours = (
         blocks.dtype == checks.dtype == np.uint8 and 0 < count <= num_blocks
         and blocks.shape == (count, block_bytes) and checks.shape == (count, KEY_BYTES)
     )
-    return (blocks, checks) if is_ours else None
+    return (blocks, checks) if is_ours else _NOTHING
 
 
-def _checks(blocks: npt.NDArray[np.uint8], keys: ListOf[bytes]) -> Iterator[bytes]:
+def _checks(blocks: _Bytes, keys: ListOf[bytes]) -> Iterator[bytes]:
     for block, key in zip(blocks, keys, strict=False):
         yield hashlib.sha256(key + block.tobytes()).digest()
 
@@ -160,14 +157,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     _flush(path.parent)
 
 
-def remove_file(path: Path) -> None:
-    """Remove a file if it exists; a failure is logged, not raised."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        _log.warning("KV file: it could not be removed (%s)", error.strerror)
-
-
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -184,7 +173,7 @@ class KVDirectory:
 
     def __init__(self, path: str | None) -> None:
         """Name the directory, which is made with the first file; ``None``: a private temporary one."""
-        self._given = Path(path) if path is not None else None
+        self._path = Path(path) if path is not None else None
         self._private: tempfile.TemporaryDirectory[str] | None = None
         self._files: set[Path] = set()
 
@@ -201,15 +190,22 @@ class KVDirectory:
         Raises:
             OSError: the directory cannot be made.
         """
-        path = self._make() / f"{secrets.token_hex(16)}.kv.safetensors"
+        if self._path is None:
+            self._private = tempfile.TemporaryDirectory(prefix="pagedcore-kv-", ignore_cleanup_errors=True)
+            self._path = Path(self._private.name)
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._path / f"{secrets.token_hex(16)}.kv.safetensors"
         self._files.add(path)
         return path
 
     def remove(self, path: Path) -> None:
-        """Remove a file; its writer removes it if it is being written now."""
+        """Remove a file if it exists; its writer removes it if it is being written now. A failure is only logged."""
         # Safety: in this order. Whichever comes last of this line and the writer's look at the set removes the file.
         self._files.discard(path)
-        remove_file(path)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("KV file: it could not be removed (%s)", error.strerror)
 
     def close(self) -> None:
         """Remove all files, and the directory if it is a private one; a second call does nothing."""
@@ -217,12 +213,4 @@ class KVDirectory:
             self.remove(path)
         if self._private is not None:
             self._private.cleanup()
-            self._private = None
-
-    def _make(self) -> Path:
-        if self._given is not None:
-            self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return self._given
-        if self._private is None:
-            self._private = tempfile.TemporaryDirectory(prefix="pagedcore-kv-", ignore_cleanup_errors=True)
-        return Path(self._private.name)
+            self._private = self._path = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,7 @@ from pagedcore.kv_cache.prefix_match import contents, find_blocks
 from pagedcore.protocols import CacheStore, Clock
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
-from pagedcore.sessions.kv_file import KVCopy, KVDirectory, KVSpec, read_kv, remove_file, write_kv
+from pagedcore.sessions.kv_file import KVCopy, KVDirectory, KVSpec, read_kv, write_kv
 from pagedcore.sessions.operation import Operation
 
 _log = logging.getLogger("pagedcore")
@@ -59,7 +58,7 @@ class ParkedFile:
             _log.warning("parking: the KV file could not be written (%s); only tokens are kept", error.strerror)
             return False
         if self.path not in self.directory:
-            remove_file(self.path)
+            self.directory.remove(self.path)
             return False
         return True
 
@@ -241,7 +240,8 @@ class Parking:
         for parked in list(self._parked.values()):
             if parked.state.expires_s is not None and parked.state.expires_s <= now:
                 self.free_kv(parked.sequence)
-        self._next_expiry_s = min(self._expiries(), default=math.inf)
+        expiries = (one.state.expires_s for one in self._parked.values())
+        self._next_expiry_s = min((one for one in expiries if one is not None), default=math.inf)
 
     def close(self) -> None:
         """Free all KV and remove all files; a second call does nothing."""
@@ -262,6 +262,3 @@ class Parking:
         expires_s = self._clock.now() + ttl_s
         self._next_expiry_s = min(self._next_expiry_s, expires_s)
         return expires_s
-
-    def _expiries(self) -> Iterator[float]:
-        return (one.state.expires_s for one in self._parked.values() if one.state.expires_s is not None)

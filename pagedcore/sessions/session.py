@@ -1,63 +1,41 @@
 """Conversations: a token list that grows by turns, and can wait, fork and leave the process between them.
 
-Owns the caller's handle. A session computes nothing itself: its turns are requests like any other, its blocks are
-those of the prefix cache, and ``parking`` keeps its KV between turns. What may need a file or a tokenizer is an
-operation without I/O (see ``operation``), which ``AsyncSession`` drives too.
+Owns the caller's handle, the bound on open sessions and their end with the engine. A session computes nothing itself:
+its turns are requests like any other, its blocks are those of the prefix cache, and ``parking`` keeps its KV between
+turns. What may need a file or a tokenizer is an operation without I/O (see ``operation``), for ``AsyncSession`` too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pagedcore.errors import InvalidRequest, RequestStateError, SessionStateError
+from pagedcore.config.limits import MAX_SESSIONS
+from pagedcore.errors import (
+    EngineClosed,
+    InvalidRequest,
+    InvalidSalt,
+    RequestStateError,
+    SessionStateError,
+    TooManySessions,
+)
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import ModelFingerprint
 from pagedcore.request_options import RequestOptions
+from pagedcore.requests import validation
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable, SequenceSnapshot
-from pagedcore.requests.validation import require_one_completion, validate_ttl
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
 from pagedcore.sessions.kv_file import KVCopy
 from pagedcore.sessions.operation import Operation, run
 from pagedcore.sessions.parking import ParkedFile, ParkedState, Parking
-from pagedcore.sessions.session_file import SessionSnapshot, write_session
-
-
-@dataclass(frozen=True, slots=True)
-class SessionContext:
-    """What the sessions of one engine use of it."""
-
-    accept: Callable[[ProcessedRequest], Request]
-    step: Callable[[], list[Delta]]
-    input_processor: InputProcessor
-    requests: RequestTable
-    parking: Parking
-    fingerprint: ModelFingerprint
-    open_session: Callable[
-        [SamplingParams | None, RequestOptions, SequenceSnapshot | None, bytes | None], Session
-    ]
-    """Makes a session of parameters, options, snapshot and cache root."""
-    remove_session: Callable[[Session], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareTurn:
-    """The work of a turn before it begins: tokenise its prompt, and read the file that the session is parked in."""
-
-    prepare: Callable[[], ProcessedRequest | None]
-    """Returns ``None`` where the latest completion is to be completed."""
-    file: ParkedFile | None
-
-    def __call__(self) -> tuple[ProcessedRequest | None, KVCopy | None]:
-        """Run it. Raises ``InvalidRequest`` if the turn is refused."""
-        return self.prepare(), self.file.read() if self.file is not None else None
+from pagedcore.sessions.session_file import SessionSnapshot, read_session, write_session
 
 
 class Session:
@@ -76,10 +54,9 @@ class Session:
     """
 
     def __init__(
-        self, context: SessionContext, params: SamplingParams | None, options: RequestOptions,
-        request: Request | None = None,
+        self, store: SessionStore, params: SamplingParams | None, options: RequestOptions, request: Request | None
     ) -> None:
-        self._context = context
+        self._store = store
         self._params = params
         self._options = options
         self._request = request
@@ -98,7 +75,7 @@ class Session:
     @property
     def parked(self) -> ParkedState | None:
         """Where the session is parked and how much KV is kept; ``None``: it is not parked."""
-        return self._context.parking.state(self._request.sequences[0]) if self._request is not None else None
+        return self._store.parking.state(self._request.sequences[0]) if self._request is not None else None
 
     def output(self) -> RequestOutput:
         """Describe the latest turn as it stands.
@@ -132,7 +109,7 @@ class Session:
         request = self.extend(prompt, params)
         try:
             while not request.is_done:
-                yield from (delta for delta in self._context.step() if delta.request_id == request.request_id)
+                yield from (delta for delta in self._store.step() if delta.request_id == request.request_id)
         finally:
             # Why: a caller that stops reading, for any reason, wants no further tokens of this turn.
             request.abort()
@@ -181,7 +158,7 @@ class Session:
         snapshot, root = (SequenceSnapshot.of(sequence), sequence.cache_root) if sequence is not None else (None, None)
         # Why: a label belongs to one request; the original keeps it.
         options = replace(self._options, request_id=None)
-        return self._context.open_session(self._params, options, snapshot, root)
+        return self._store.open(self._params, options, snapshot, root)
 
     def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
         """Write everything that decides how the session continues, for ``Engine.import_session``.
@@ -201,9 +178,9 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
-        self._context.remove_session(self)
+        self._store.sessions.discard(self)
         if self._request is not None:
-            self._context.parking.free_kv(self._request.sequences[0])
+            self._store.parking.free_kv(self._request.sequences[0])
             self._request.abort()
             self._request.remove()
 
@@ -213,26 +190,24 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def turn_operation(
-        self, prompt: Prompt | None, params: SamplingParams | None
-    ) -> Generator[PrepareTurn, Any, Request]:
-        """Return ``extend`` as an operation whose only work is one ``PrepareTurn``."""
+    def turn_operation(self, prompt: Prompt | None, params: SamplingParams | None) -> Operation[Request]:
+        """Return ``extend`` as an operation; its only work tokenises the prompt and reads the session's file."""
         sequence, num_known = self._require_idle("ask"), len(self.token_ids)
         if prompt is None and sequence is None:
             raise SessionStateError("ask", "empty", "cut off within a completion", "Give a prompt.")
-        file = self._context.parking.file_of(sequence) if sequence is not None else None
-        prepared, kv = yield PrepareTurn(partial(self._prepare, prompt, params), file)
+        file = self._store.parking.file_of(sequence) if sequence is not None else None
+        prepared, kv = yield partial(self._prepare, prompt, params, file)
         sequence = self._require_idle("ask")
         if len(self.token_ids) != num_known:
             raise SessionStateError("ask", "further on", "as it was when the turn was prepared", "Ask again.")
         if sequence is not None and kv is not None:
-            self._context.parking.load_kv(sequence, kv)
+            self._store.parking.load_kv(sequence, kv)
         self._request = self._begin(prepared)
         return self._request
 
     def park_operation(self, tier: Literal["host", "disk"], ttl_s: float | None) -> Operation[ParkedState]:
         """Return ``park`` as an operation."""
-        sequence, ttl_s, parking = self._require_idle("park"), validate_ttl(ttl_s), self._context.parking
+        sequence, ttl_s, parking = self._require_idle("park"), validation.validate_ttl(ttl_s), self._store.parking
         if tier not in ("host", "disk"):
             raise InvalidRequest("tier", tier, '"host" or "disk"')
         if sequence is None:
@@ -250,7 +225,7 @@ class Session:
 
     def resume_operation(self) -> Operation[int]:
         """Return ``resume`` as an operation."""
-        sequence, parking = self._require_idle("resume"), self._context.parking
+        sequence, parking = self._require_idle("resume"), self._store.parking
         if sequence is None:
             return 0
         if (file := parking.file_of(sequence)) is not None:
@@ -261,43 +236,44 @@ class Session:
     def export_operation(self, path: str | os.PathLike[str], include_kv: bool) -> Operation[None]:
         """Return ``export`` as an operation."""
         sequence = self._require_open("export")
-        file = self._context.parking.file_of(sequence) if sequence is not None and include_kv else None
+        file = self._store.parking.file_of(sequence) if sequence is not None and include_kv else None
         stored = (yield file.read) if file is not None else None
         yield partial(write_session, Path(path), self._snapshot(stored, include_kv=include_kv))
 
-    def _prepare(self, prompt: Prompt | None, params: SamplingParams | None) -> ProcessedRequest | None:
-        if prompt is None:
-            return None
-        params = params or self._params or SamplingParams()
-        require_one_completion(params)
-        known = list(self._request.sequences[0].token_ids) if self._request is not None else None
-        return self._context.input_processor.process(prompt, params, self._options, known)
+    def _prepare(
+        self, prompt: Prompt | None, params: SamplingParams | None, file: ParkedFile | None
+    ) -> tuple[ProcessedRequest | None, KVCopy | None]:
+        """Process a turn's prompt, ``None`` where the latest completion is continued; read the parked KV."""
+        processed = None
+        if prompt is not None:
+            params = params or self._params or SamplingParams()
+            validation.require_one_completion(params)
+            known = list(self._request.sequences[0].token_ids) if self._request is not None else None
+            processed = self._store.input_processor.process(prompt, params, self._options, known)
+        return processed, file.read() if file is not None else None
 
     def _begin(self, prepared: ProcessedRequest | None) -> Request:
         request = self._request
         if request is None:
             assert prepared is not None  # Invariant: an empty session has no completion to complete
-            request = self._context.accept(prepared)
+            request = self._store.accept(prepared)
             request.sequences[0].is_in_session = True
             return request
         if prepared is not None:
-            self._context.requests.begin_turn(request, prepared)
+            self._store.requests.begin_turn(request, prepared)
         else:
-            self._complete(request)
-        self._context.parking.unpark(request.sequences[0])
+            try:
+                self._store.requests.complete_turn(request)
+            except RequestStateError as error:
+                raise SessionStateError("ask", error.given, error.limit, "Give a prompt.") from None
+        self._store.parking.unpark(request.sequences[0])
         return request
-
-    def _complete(self, request: Request) -> None:
-        try:
-            self._context.requests.complete_turn(request)
-        except RequestStateError as error:
-            raise SessionStateError("ask", error.given, error.limit, "Give a prompt.") from None
 
     def _read_back(self, sequence: Sequence, file: ParkedFile, what: str) -> Operation[int]:
         """Put a file's KV where the next turn finds it; the file is removed if all of it is there."""
         kv: KVCopy | None = yield file.read
         self._require_idle(what)
-        parking = self._context.parking
+        parking = self._store.parking
         num_tokens = parking.load_kv(sequence, kv) if kv is not None else 0
         if num_tokens >= len(file.spec.token_ids) and parking.file_of(sequence) is file:
             parking.unpark(sequence)
@@ -305,12 +281,12 @@ class Session:
 
     def _snapshot(self, stored: KVCopy | None = None, *, include_kv: bool) -> SessionSnapshot:
         """Copy everything that ``export`` writes; ``stored`` may have more KV than the memories."""
-        parking, sequence = self._context.parking, self._require_open("export")
+        parking, sequence = self._store.parking, self._require_open("export")
         kv = parking.copy_kv(sequence) if sequence is not None and include_kv else None
         if stored is not None and (kv is None or kv.num_tokens < stored.num_tokens):
             kv = stored
         return SessionSnapshot(
-            model=self._context.fingerprint, params=self._params, priority=self._options.priority,
+            model=self._store.fingerprint, params=self._params, priority=self._options.priority,
             is_salted=self._options.cache_salt is not None,
             history=SequenceSnapshot.of(sequence) if sequence is not None else None, kv=kv,
             kv_spec=parking.spec(self.token_ids[: kv.num_tokens]) if kv is not None else None,
@@ -326,3 +302,71 @@ class Session:
         if self.is_answering:
             raise SessionStateError(what, "answering", "between two turns", "Step until is_answering is false.")
         return sequence
+
+
+@dataclass(eq=False)
+class SessionStore:
+    """The open sessions of one engine.
+
+    Invariant: a session is in the store from the time it was made until it or the engine is closed.
+    """
+
+    accept: Callable[[ProcessedRequest], Request]
+    step: Callable[[], list[Delta]]
+    input_processor: InputProcessor
+    requests: RequestTable
+    parking: Parking
+    fingerprint: ModelFingerprint
+    sessions: set[Session] = field(default_factory=set, init=False)
+    _is_closed: bool = field(default=False, init=False)
+
+    def __len__(self) -> int:
+        return len(self.sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self.sessions))
+
+    def open_checked(self, params: SamplingParams | None, options: RequestOptions) -> Session:
+        """Make a session of a caller's arguments. Errors as ``Engine.session``."""
+        if params is not None:
+            validation.require_one_completion(params)
+            validation.check_params_for_model(params, self.input_processor.vocab_size)
+        self.input_processor.check_options(options)
+        return self.open(params, options)
+
+    def read(self, path: str | os.PathLike[str]) -> SessionSnapshot:
+        """Read and check a session's files; callable from any thread. Errors as ``Engine.import_session``."""
+        return read_session(Path(path), self.fingerprint, self.input_processor, self.parking.spec)
+
+    def take_in(self, snapshot: SessionSnapshot, cache_salt: str | bytes | None) -> Session:
+        """Make a session of a file's contents. Errors as ``Engine.import_session``."""
+        options = RequestOptions(priority=snapshot.priority, cache_salt=cache_salt)
+        if snapshot.is_salted and cache_salt is None:
+            raise InvalidSalt("cache_salt", "None", "a salt, because the session was made with one")
+        return self.open(snapshot.params, options, snapshot.history, kv=snapshot.kv)
+
+    def open(
+        self, params: SamplingParams | None, options: RequestOptions, history: SequenceSnapshot | None = None,
+        cache_root: bytes | None = None, kv: KVCopy | None = None,
+    ) -> Session:
+        """Make a session; one with a history shares the blocks of ``cache_root`` and has ``kv`` put into the cache."""
+        if self._is_closed:
+            raise EngineClosed("this engine is closed; make a new one.")
+        if len(self.sessions) >= MAX_SESSIONS:
+            raise TooManySessions(MAX_SESSIONS)
+        request = None
+        if history is not None:
+            request = self.requests.adopt(history, options, cache_root)
+            request.sequences[0].is_in_session = True
+        session = Session(self, params, options, request)
+        self.sessions.add(session)
+        if request is not None and kv is not None:
+            self.parking.load_kv(request.sequences[0], kv)
+        return session
+
+    def close(self) -> None:
+        """Close all sessions and remove their files; a second call does nothing."""
+        for session in self:
+            session.close()
+        self._is_closed = True
+        self.parking.close()

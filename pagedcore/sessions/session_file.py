@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
@@ -21,6 +22,7 @@ from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import ModelFingerprint
 from pagedcore.requests import validation
+from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.requests.request_table import SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVCopy, KVSpec, read_bounded, read_kv, replace_file, write_kv
@@ -33,8 +35,11 @@ FORMAT: Final = "pagedcore session"
 VERSION: Final = 1
 _KV_SUFFIX: Final = ".kv.safetensors"
 _DIGEST: Final = matching(r"[0-9a-f]{64}", "a digest")
-_NAME: Final = matching(r"[\w.-]{1,64}", "a name")
+_MODEL: Final = {"architecture": matching(r"[\w.-]{1,64}", "a name"), "config": _DIGEST, "weights": _DIGEST}
 _REASON: Final = one_of("stop", "length", "abort", "error")
+
+DescribeKV = Callable[[tuple[int, ...]], KVSpec]
+"""Describes the KV of some tokens as this engine makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +56,6 @@ class SessionSnapshot:
     """``None`` before the first turn."""
     kv_spec: KVSpec | None = None
     kv: KVCopy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FileRules:
-    """What one engine accepts of a file."""
-
-    model: ModelFingerprint
-    vocab_size: int
-    max_model_len: int
-    describe_kv: Callable[[tuple[int, ...]], KVSpec]
-    """The KV of some tokens as this engine makes it."""
 
 
 def write_session(path: Path, snapshot: SessionSnapshot) -> None:
@@ -85,8 +79,10 @@ def write_session(path: Path, snapshot: SessionSnapshot) -> None:
         _kv_path(path).unlink(missing_ok=True)
 
 
-def read_session(path: Path, rules: FileRules) -> SessionSnapshot:
-    """Read and check a session's files; callable from any thread.
+def read_session(
+    path: Path, model: ModelFingerprint, inputs: InputProcessor, describe_kv: DescribeKV
+) -> SessionSnapshot:
+    """Read and check a session's files, for an engine with this model and these bounds; callable from any thread.
 
     Raises:
         InvalidSessionFile: the file is no session file, damaged, or of another version; or it has values that this
@@ -95,18 +91,19 @@ def read_session(path: Path, rules: FileRules) -> SessionSnapshot:
         OSError: there is no such file, or it cannot be read.
     """
     body = _read_body(path)
-    model = _model(_mapping(body, "model"))
-    if model != rules.model:
-        raise ModelMismatch(str(model), str(rules.model))
-    history = None if body.get("history") is None else _history(_mapping(body, "history"), rules)
-    params = None if body.get("params") is None else _params(_mapping(body, "params"), rules)
+    names = _mapping(body, "model")
+    made_with = ModelFingerprint(**{
+        name: rule.check(f"model.{name}", names.get(name), InvalidSessionFile) for name, rule in _MODEL.items()
+    })
+    if made_with != model:
+        raise ModelMismatch(str(made_with), str(model))
+    history = None if body.get("history") is None else _history(_mapping(body, "history"), inputs)
+    params = None if body.get("params") is None else _params(_mapping(body, "params"), inputs)
     priority, is_salted = _field(body, "priority", PRIORITY), _field(body, "is_salted", BOOLEAN)
     kv = None
     if history is not None and body.get("kv") is not None:
-        kv = _kv(path, _mapping(body, "kv"), history, rules)
-    return SessionSnapshot(
-        model=model, params=params, priority=priority, is_salted=is_salted, history=history, kv=kv,
-    )
+        kv = _kv(path, _mapping(body, "kv"), history, describe_kv)
+    return SessionSnapshot(model=model, params=params, priority=priority, is_salted=is_salted, history=history, kv=kv)
 
 
 def _kv_path(path: Path) -> Path:
@@ -114,37 +111,36 @@ def _kv_path(path: Path) -> Path:
 
 
 def _body_of(snapshot: SessionSnapshot) -> dict[str, Any]:
-    spec = snapshot.kv_spec
+    spec, kv, history = snapshot.kv_spec, snapshot.kv, snapshot.history
     return {
         "model": asdict(snapshot.model),
         "params": _plain(snapshot.params) if snapshot.params is not None else None,
         "priority": snapshot.priority,
         "is_salted": snapshot.is_salted,
-        "history": _plain_history(snapshot.history) if snapshot.history is not None else None,
-        "kv": None if spec is None or snapshot.kv is None else {
-            "num_tokens": snapshot.kv.num_tokens, "block_size": spec.block_size, "block_bytes": spec.block_bytes,
-            "kv_format": spec.kv_format, "block_digests": [key.hex() for key in spec.block_keys()],
+        "history": None if history is None else {
+            "token_ids": list(history.token_ids), "num_prompt_tokens": history.num_prompt_tokens,
+            "params": _plain(history.params), "max_tokens": history.max_tokens, "seed": history.seed,
+            "finish_reason": history.finish_reason,
+            # Why: as hexadecimal text every float comes back bit for bit, infinities included.
+            "logprobs": [
+                [one.token_id, one.logprob.hex(), [[token_id, value.hex()] for token_id, value in one.top]]
+                for one in history.logprobs
+            ],
+        },
+        "kv": None if spec is None or kv is None else {
+            "num_tokens": kv.num_tokens, **_form_of(spec), "block_digests": [key.hex() for key in spec.block_keys()],
         },
     }
 
 
-def _plain_history(history: SequenceSnapshot) -> dict[str, Any]:
-    return {
-        "token_ids": list(history.token_ids), "num_prompt_tokens": history.num_prompt_tokens,
-        "params": _plain(history.params), "max_tokens": history.max_tokens, "seed": history.seed,
-        "finish_reason": history.finish_reason,
-        # Why: as hexadecimal text every float comes back bit for bit, infinities included.
-        "logprobs": [
-            [one.token_id, one.logprob.hex(), [[token_id, value.hex()] for token_id, value in one.top]]
-            for one in history.logprobs
-        ],
-    }
+def _form_of(spec: KVSpec) -> dict[str, Any]:
+    return {"block_size": spec.block_size, "block_bytes": spec.block_bytes, "kv_format": spec.kv_format}
 
 
 def _plain(params: SamplingParams) -> dict[str, Any]:
     values = {field.name: getattr(params, field.name) for field in fields(params)}
-    bias = values["logit_bias"]
-    values["logit_bias"] = None if bias is None else {str(token_id): value for token_id, value in bias.items()}
+    if params.logit_bias is not None:
+        values["logit_bias"] = {str(token_id): value for token_id, value in params.logit_bias.items()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -189,41 +185,33 @@ def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-def _model(values: Mapping[str, Any]) -> ModelFingerprint:
-    rules = {"architecture": _NAME, "config": _DIGEST, "weights": _DIGEST}
-    return ModelFingerprint(**{
-        name: rule.check(f"model.{name}", values.get(name), InvalidSessionFile) for name, rule in rules.items()
-    })
-
-
-def _params(values: Mapping[str, Any], rules: FileRules) -> SamplingParams:
-    def made() -> SamplingParams:
+def _params(values: Mapping[str, Any], inputs: InputProcessor) -> SamplingParams:
+    with _refusals_of("params"):
         params = SamplingParams.from_mapping(values)
-        validation.check_params_for_model(params, rules.vocab_size)
+        validation.check_params_for_model(params, inputs.vocab_size)
         validation.require_one_completion(params)
-        return params
-
-    return _refused("params", made)
+    return params
 
 
-def _refused(what: str, make: Callable[[], _T]) -> _T:
-    """Make a value of a field; turn its own error into one of the file."""
+@contextmanager
+def _refusals_of(what: str) -> Iterator[None]:
+    """Turn the error of a field into one of the file."""
     try:
-        return make()
+        yield
     except InvalidRequest as error:
         raise InvalidSessionFile(f"{what}, {error.what}", error.given, error.limit, is_described=True) from None
 
 
-def _history(values: Mapping[str, Any], rules: FileRules) -> SequenceSnapshot:
-    given = values.get("token_ids")
-    # Why: one more than a prompt may have, because a history may fill the context; only its next turn is refused.
-    token_ids = _refused(
-        "token_ids", lambda: validation.validate_prompt_ids(given, rules.vocab_size, rules.max_model_len + 1)
-    )
+def _history(values: Mapping[str, Any], inputs: InputProcessor) -> SequenceSnapshot:
+    with _refusals_of("token_ids"):
+        # Why: one more than a prompt may have, because a history may fill the context; only its next turn is refused.
+        token_ids = validation.validate_prompt_ids(
+            values.get("token_ids"), inputs.vocab_size, inputs.max_model_len + 1
+        )
     num_prompt_tokens = _field(values, "num_prompt_tokens", integer(1, len(token_ids)))
     return SequenceSnapshot(
         token_ids=tuple(token_ids), num_prompt_tokens=num_prompt_tokens,
-        params=_params(_mapping(values, "params"), rules),
+        params=_params(_mapping(values, "params"), inputs),
         max_tokens=_field(values, "max_tokens", integer(max(1, len(token_ids) - num_prompt_tokens), MAX_COUNT)),
         seed=_field(values, "seed", integer(0, MAX_SEED)),
         finish_reason=_field(values, "finish_reason", _REASON),
@@ -243,12 +231,13 @@ def _logprobs(values: Any, num_output_tokens: int) -> tuple[TokenLogprobs, ...]:
         raise InvalidSessionFile("logprobs", values, "[token id, log-probability, [[id, value], ...]]") from None
 
 
-def _kv(path: Path, values: Mapping[str, Any], history: SequenceSnapshot, rules: FileRules) -> KVCopy | None:
+def _kv(
+    path: Path, values: Mapping[str, Any], history: SequenceSnapshot, describe_kv: DescribeKV
+) -> KVCopy | None:
     """Return the KV if it is of use here; only a contradiction between digests and tokens refuses the file."""
     num_tokens = _field(values, "num_tokens", integer(1, len(history.token_ids)))
-    spec = rules.describe_kv(history.token_ids[:num_tokens])
-    made = {name: values.get(name) for name in ("block_size", "block_bytes", "kv_format")}
-    if made != {"block_size": spec.block_size, "block_bytes": spec.block_bytes, "kv_format": spec.kv_format}:
+    spec = describe_kv(history.token_ids[:num_tokens])
+    if any(values.get(name) != value for name, value in _form_of(spec).items()):
         _log.info("session file: its KV was made in another form than this engine's; it is computed again")
         return None
     if values.get("block_digests") != [key.hex() for key in spec.block_keys()]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import pagedcore.sessions.session_store
+import pagedcore.sessions.session
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import (
     EngineClosed,
@@ -659,7 +659,7 @@ def test_what_may_be_asked_when() -> None:
 
 def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many sessions as the limit can be open; closing one makes room for the next."""
-    monkeypatch.setattr(pagedcore.sessions.session_store, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(pagedcore.sessions.session, "MAX_SESSIONS", 3)
     engine = make()
     sessions = [engine.session(PARAMS) for _ in range(2)]
     ask(sessions[0], 1, 2, 3)
