@@ -1,7 +1,7 @@
 """An engine on a thread of its own, usable from any event loop, from several at once, or from none.
 
 Owns the callers' side: commands go into a queue, output comes out of bounded streams or futures. No caller's loop ever
-runs engine code, and the engine needs no loop; what runs on the thread is in ``engine_thread.py``.
+runs engine code, and the engine needs no loop; what runs on the thread is in ``engine_loop``.
 """
 
 from __future__ import annotations
@@ -237,10 +237,9 @@ class AsyncEngine:
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, timeout_s: float | None,
         wait_for_room: bool,
     ) -> StreamReader:
-        timeout_s = validate_timeout(timeout_s)
-        stream, commands = Stream(), self._commands
+        timeout_s, stream = validate_timeout(timeout_s), Stream()
         self._accept(prompt, params, options, stream, wait_for_room)
-        return StreamReader(stream, lambda: _cancel(commands, stream), timeout_s)
+        return StreamReader(stream, partial(_cancel, self._commands, stream), timeout_s)
 
     def _accept(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, sink: OutputSink, may_wait: bool
@@ -255,9 +254,9 @@ class AsyncEngine:
 
     def read_turn(self, begin: Callable[[], Request]) -> StreamReader:
         """Read what a session's turn brings forth, which ``begin`` begins on the engine thread."""
-        stream, commands = Stream(), self._commands
+        stream = Stream()
         self._send(lambda worker: worker.serve(begin, stream))
-        return StreamReader(stream, lambda: _cancel(commands, stream))
+        return StreamReader(stream, partial(_cancel, self._commands, stream))
 
     async def call(self, function: Callable[[Engine], _T]) -> _T:
         """Run a short function on the engine thread, between two steps, and return its result.

@@ -34,11 +34,9 @@ class EngineAccess(Protocol):
 
     async def call(self, function: Callable[[Engine], _T]) -> _T:
         """Run a function on the engine thread."""
-        ...
 
     def read_turn(self, begin: Callable[[], Request]) -> StreamReader:
         """Begin a turn on the engine thread and read its deltas."""
-        ...
 
 
 class AsyncSession:

@@ -76,7 +76,7 @@ class Commands:
 class EngineLoop:
     """What runs on the thread: take commands, step, deliver.
 
-    Invariant: a sink is in ``_sinks`` exactly while its request is in the engine, in ``_queued`` before that.
+    Invariant: a sink is in ``_sinks`` exactly while its request runs in the engine, in ``_queued`` before that.
     """
 
     def __init__(self, engine: Engine, commands: Commands, flusher: StreamFlusher) -> None:
@@ -84,8 +84,7 @@ class EngineLoop:
         self.progress = Progress()
         self._flusher = flusher
         self._commands = commands
-        self._sinks: dict[str, tuple[Request, OutputSink]] = {}
-        self._kept: set[str] = set()
+        self._sinks: dict[Request, OutputSink] = {}
         self._queued: deque[tuple[ProcessedRequest, OutputSink]] = deque()
         self._is_stopping = False
 
@@ -122,12 +121,18 @@ class EngineLoop:
         if may_wait and not self._is_stopping and not has_room:
             self._queued.append((processed, sink))
             return
-        self._begin(lambda: self.engine.accept(processed), sink)
+        self.serve(lambda: self.engine.accept(processed), sink)
 
     def serve(self, begin: Callable[[], Request], sink: OutputSink) -> None:
-        """Begin a session's turn for a sink, or end the sink with the reason; its request stays when it is done."""
-        if (request := self._begin(begin, sink)) is not None:
-            self._kept.add(request.request_id)
+        """Begin a request or a session's turn for a sink, or end the sink with the reason."""
+        try:
+            request = begin()
+        except PagedcoreError as error:
+            wake([sink.end(error)])
+            return
+        self._sinks[request] = sink
+        if isinstance(sink, Stream):
+            self._flusher.expect(request, sink)
 
     def call(self, function: Callable[[Engine], _T], result: Future[_T]) -> None:
         """Settle a future with what a function of the engine returns or raises, unless it was cancelled."""
@@ -142,23 +147,12 @@ class EngineLoop:
         """Abort the request whose reader is gone."""
         if self._queued:
             self._queued = deque(queued for queued in self._queued if queued[1] is not sink)
-        for request, other in list(self._sinks.values()):
+        for request, other in list(self._sinks.items()):
             if other is sink:
                 # Why: a session may be closed by one task while another one reads its completion.
                 last = self._take_deltas(request)
                 request.abort()
-                wake([self._end_request(request, sink, last)])
-
-    def _begin(self, begin: Callable[[], Request], sink: OutputSink) -> Request | None:
-        try:
-            request = begin()
-        except PagedcoreError as error:
-            wake([sink.end(error)])
-            return None
-        self._sinks[request.request_id] = (request, sink)
-        if isinstance(sink, Stream):
-            self._flusher.expect(request, sink)
-        return request
+                wake([self._end_request(request, last)])
 
     def _accept_queued(self) -> None:
         while self._queued and self.engine.can_accept(self._queued[0][0].params.num_initial_sequences):
@@ -166,17 +160,13 @@ class EngineLoop:
 
     def _take_commands(self) -> None:
         if not self.engine.has_pending_requests():
-            self._wait()
+            if (command := self._commands.wait(IDLE_CHECK_S)) is not None:
+                command(self)
+                self._gather()
+            else:
+                self.engine.idle()
         for command in self._commands.take_all():
             command(self)
-
-    def _wait(self) -> None:
-        command = self._commands.wait(IDLE_CHECK_S)
-        if command is None:
-            self.engine.idle()
-            return
-        command(self)
-        self._gather()
 
     def _gather(self) -> None:
         """Let requests that come together begin together: those that missed a step need one more for their last tokens,
@@ -185,8 +175,7 @@ class EngineLoop:
         clock = MonotonicClock()
         end_s = clock.now() + GATHER_S
         while self.engine.has_pending_requests() and (time_left_s := end_s - clock.now()) > 0:
-            command = self._commands.wait(min(LULL_S, time_left_s))
-            if command is None:
+            if (command := self._commands.wait(min(LULL_S, time_left_s))) is None:
                 return
             command(self)
 
@@ -194,7 +183,7 @@ class EngineLoop:
         self._flusher.add(pending)
         # Why: several completions of a request may end in one step, and one that was added on this thread has no sink.
         ended = dict.fromkeys(one.request for one in pending if one.sequence.finish_reason is not None
-                              and one.request.is_done and one.request.request_id in self._sinks)
+                              and one.request.is_done and one.request in self._sinks)
         waiters, sleeping = [self._complete(request) for request in ended], dict[Waiter, Stream]()
         for stream, due in self._flusher.take_due().items():
             if (waiter := stream.put([one.take_delta() for one in due])) is not None:
@@ -205,28 +194,26 @@ class EngineLoop:
                 self.cancel_sink(sleeping[lost])
 
     def _complete(self, request: Request) -> Waiter | None:
-        sink, last = self._sinks[request.request_id][1], self._take_deltas(request)
-        if isinstance(sink, Stream):
+        last = self._take_deltas(request)
+        if isinstance(self._sinks[request], Stream):
             last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs)
-        return self._end_request(request, sink, last)
+        return self._end_request(request, last)
 
     def _take_deltas(self, request: Request) -> list[Delta]:
         return [one.take_delta() for one in self._flusher.take(request)]
 
-    def _end_request(self, request: Request, sink: OutputSink, last: list[Delta]) -> Waiter | None:
-        del self._sinks[request.request_id]
+    def _end_request(self, request: Request, last: list[Delta]) -> Waiter | None:
+        sink = self._sinks.pop(request)
         if isinstance(sink, CompletionFuture):
             sink.complete(request.output())
-        if request.request_id in self._kept:
-            self._kept.discard(request.request_id)
-        else:
+        if not request.sequences[0].is_in_session:
             request.remove()
         return sink.end(None, last)
 
     def _shut_down(self, cause: BaseException | None) -> None:
         error = EngineClosed("the engine was closed while this request was in flight.")
         error.__cause__ = cause
-        wake([sink.end(error, self._take_deltas(request)) for request, sink in self._sinks.values()])
+        wake([sink.end(error, self._take_deltas(request)) for request, sink in self._sinks.items()])
         wake([sink.end(error) for _, sink in self._queued])
         self._sinks.clear()
         self._queued.clear()

@@ -1,7 +1,7 @@
 """Whether an engine's thread is healthy: ready, degraded or dead, judged by its progress, not by its existence.
 
 Owns the marks that the thread leaves and what is read from them; it never looks at a request, and asking never waits
-for the thread. Who leaves the marks is in ``engine_thread.py``, who asks is ``AsyncEngine.health``.
+for the thread. Who leaves the marks is in ``engine_loop``, who asks is ``AsyncEngine.health``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class Progress:
 
     Invariant: every mark is one plain assignment, so that a reader needs no lock and a step pays for no lock.
     """
-
-    __slots__ = ("_clock", "_has_ended", "_last_s", "_num_failed_steps")
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock: Clock = clock if clock is not None else MonotonicClock()

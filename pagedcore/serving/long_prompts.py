@@ -1,7 +1,7 @@
 """Preparing long prompts on threads of their own, so that no caller's event loop stands still while one is tokenised.
 
 Owns those threads and what counts as long: a prompt that takes about a millisecond. Shorter ones take less time than
-handing them over. What preparing means is in ``intake.py``.
+handing them over. What preparing means is in ``input_processor``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,7 @@ class LongPrompts:
     """
 
     def __init__(self, commands: Commands, limit: int) -> None:
-        """Start no thread before there is something to do.
-
-        Args:
-            commands: of the engine thread.
-            limit: prompts that may wait here, or be prepared.
-        """
+        """Let at most ``limit`` prompts wait here or be prepared; no thread starts before there is one."""
         self._commands = commands
         self._limit = limit
         self._num_present = 0
@@ -78,25 +73,22 @@ class LongPrompts:
         self._threads.shutdown(wait=False)
 
     def _run(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, may_wait: bool) -> None:
-        prepared = self._prepare(prepare, sink)
+        prepared: ProcessedRequest | Exception
+        try:
+            # Why: a prompt whose caller has left, or whose engine is closed, need not be tokenised.
+            is_wanted = not (sink.is_cancelled or self._commands.is_closed)
+            prepared = prepare() if is_wanted else _closed()
+        except Exception as error:  # of any kind: the reader gets it
+            prepared = error
         # Why: before the sink learns anything, so that the next request of the same caller has its place.
         with self._lock:
             self._num_present -= 1
-        error = prepared if isinstance(prepared, Exception) else self._send_on(prepared, sink, may_wait)
-        if error is not None:
-            wake([sink.end(error)])
-
-    def _send_on(self, prepared: ProcessedRequest, sink: OutputSink, may_wait: bool) -> Exception | None:
-        return None if self._commands.put(lambda worker: worker.accept(prepared, sink, may_wait)) else _closed()
-
-    def _prepare(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink) -> ProcessedRequest | Exception:
-        # Why: a prompt whose caller has left, or whose engine is closed, need not be tokenised.
-        if sink.is_cancelled or self._commands.is_closed:
-            return _closed()
-        try:
-            return prepare()
-        except Exception as error:  # of any kind: the reader gets it
-            return error
+        if not isinstance(prepared, Exception):
+            processed = prepared
+            if self._commands.put(lambda worker: worker.accept(processed, sink, may_wait)):
+                return
+            prepared = _closed()
+        wake([sink.end(prepared)])
 
 
 def _closed() -> EngineClosed:

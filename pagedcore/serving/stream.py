@@ -1,8 +1,7 @@
 """The bounded hand-over between the engine thread and one reader, on any event loop or on none.
 
-Unread deltas of a completion are joined: a slow reader costs one delta per completion, whose size the request's own
-``max_tokens`` bounds; it never stalls a step. A reader that vanishes aborts its request. When deltas are made and
-handed over is in ``outbox.py``.
+Unread deltas of a completion are read as one: a slow reader costs what the request's own ``max_tokens`` bounds, and
+never stalls a step. A reader that vanishes aborts its request. When deltas are made is in ``stream_flusher``.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from itertools import chain
 
 from pagedcore.errors import RequestTimeout
 from pagedcore.outputs import Delta, RequestOutput
@@ -22,45 +23,17 @@ Waiter = asyncio.Future[None] | threading.Event
 """A reader that sleeps: on its event loop, or on its own thread."""
 
 
-class Joined:
-    """Consecutive deltas of one completion, to be joined into one."""
-
-    __slots__ = ("_last", "_logprobs", "_texts", "_token_ids")
-
-    def __init__(self, first: Delta) -> None:
-        self._last = first
-        self._texts = [first.text]
-        self._token_ids = [*first.token_ids]
-        self._logprobs = None if first.logprobs is None else [*first.logprobs]
-
-    def add(self, delta: Delta) -> None:
-        """Take the next delta in."""
-        self._last = delta
-        self._texts.append(delta.text)
-        self._token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            self._logprobs = self._logprobs or []
-            self._logprobs += delta.logprobs
-
-    def delta(self) -> Delta:
-        """Return all of them as one."""
-        last, logprobs = self._last, self._logprobs
-        if len(self._texts) == 1:
-            return last
-        return Delta(
-            last.request_id, last.index, "".join(self._texts), tuple(self._token_ids), last.finish_reason,
-            None if logprobs is None else tuple(logprobs), last.error, last.num_prompt_tokens, last.usage,
-            last.prompt_logprobs,
-        )
-
-
-def join(unread: dict[int, Joined], delta: Delta) -> None:
-    """Take the next delta into what is unread of each completion of a request, by index."""
-    joined = unread.get(delta.index)
-    if joined is None:
-        unread[delta.index] = Joined(delta)
-    else:
-        joined.add(delta)
+def join(deltas: list[Delta]) -> Delta:
+    """Return consecutive deltas of one completion as one."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return replace(
+        last, text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(logprobs)) if logprobs else None,
+    )
 
 
 class Stream:
@@ -73,7 +46,7 @@ class Stream:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unread: dict[int, Joined] = {}
+        self._unread: dict[int, list[Delta]] = {}
         self._waiter: Waiter | None = None
         self._error: Exception | None = None
         self.has_ended = False
@@ -98,7 +71,7 @@ class Stream:
 
     def _add(self, deltas: Iterable[Delta]) -> Waiter | None:
         for delta in deltas:
-            join(self._unread, delta)
+            self._unread.setdefault(delta.index, []).append(delta)
         waiter, self._waiter = self._waiter, None
         return waiter
 
@@ -120,11 +93,7 @@ class Stream:
             unread, self._unread = self._unread, {}
         if not unread and self._error is not None:
             raise self._error
-        return _as_deltas(unread)
-
-
-def _as_deltas(unread: dict[int, Joined]) -> list[Delta]:
-    return [joined.delta() for joined in unread.values()]
+        return [join(deltas) for deltas in unread.values()]
 
 
 class CompletionFuture:
@@ -148,21 +117,21 @@ class CompletionFuture:
         """Cancel it, unless it is settled."""
         self.future.cancel()
 
-    def complete(self, output: RequestOutput) -> None:
-        """Hand the output over; what was settled or cancelled before stays as it is."""
-        self._settle(lambda: self.future.set_result(output))
-
-    def end(self, error: Exception | None = None, _: Iterable[Delta] = ()) -> Waiter | None:
-        """Hand an error over if there is one; what was settled or cancelled before stays as it is."""
-        if error is not None:
-            self._settle(lambda: self.future.set_exception(error))
-        return None
-
-    def _settle(self, hand_over: Callable[[], None]) -> None:
+    def complete(self, outcome: RequestOutput | Exception) -> None:
+        """Hand the output or an error over; what was settled or cancelled before stays as it is."""
         # Why: from here on a cancellation comes too late, so it cannot meet a result half-way.
         if not self._is_settled and self.future.set_running_or_notify_cancel():
-            hand_over()
+            if isinstance(outcome, Exception):
+                self.future.set_exception(outcome)
+            else:
+                self.future.set_result(outcome)
         self._is_settled = True
+
+    def end(self, error: Exception | None = None, _: Iterable[Delta] = ()) -> Waiter | None:
+        """Hand an error over if there is one; there is never a reader to wake."""
+        if error is not None:
+            self.complete(error)
+        return None
 
 
 OutputSink = Stream | CompletionFuture

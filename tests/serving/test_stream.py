@@ -10,19 +10,16 @@ from dataclasses import replace
 import pytest
 
 from pagedcore.outputs import Delta, TokenLogprobs, Usage
-from pagedcore.serving.stream import Joined, Stream, StreamReader, wake
+from pagedcore.serving.stream import Stream, StreamReader, join, wake
 
 
 def delta(text: str, *token_ids: int, index: int = 0, reason: str | None = None) -> Delta:
     return Delta("r", index, text, token_ids, reason)  # type: ignore[arg-type]
 
 
-def joined(first: Delta, *others: Delta) -> Delta:
+def joined(*deltas: Delta) -> Delta:
     """Join deltas as a stream does."""
-    all_of_them = Joined(first)
-    for other in others:
-        all_of_them.add(other)
-    return all_of_them.delta()
+    return join(list(deltas))
 
 
 def test_joining_deltas_concatenates_text_and_tokens() -> None:
@@ -44,7 +41,7 @@ def test_joining_keeps_what_only_one_of_them_has() -> None:
 
 
 def test_unread_deltas_do_not_accumulate() -> None:
-    """However much is put, a reader that does not read costs one delta per answer."""
+    """However much is put, a reader that has not read gets one delta per answer."""
     stream = Stream()
     for token in range(1000):
         stream.put([delta("x", token)])
