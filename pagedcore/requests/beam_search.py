@@ -87,7 +87,8 @@ class _Candidate:
 class BeamSearch:
     """The state of one search between rounds.
 
-    Invariant: all beams have the same number of tokens, and no two have the same tokens.
+    Invariant: all beams have the same number of tokens, and no two have the same tokens; there is one in the first
+        round, later as many different ones as there are, up to ``width``.
     Invariant: at most ``width`` hypotheses are kept, best first, the earliest of equal ones first.
     """
 
@@ -96,11 +97,6 @@ class BeamSearch:
         self._beams = [_Beam((), 0.0)]
         self.hypotheses: list[Hypothesis] = []
         self.is_done = False
-
-    @property
-    def num_beams(self) -> int:
-        """Beams of the present round: one in the first, later as many different ones as there are, up to ``width``."""
-        return len(self._beams)
 
     def advance(self, continuations: ListOf[Continuations]) -> list[Survivor]:
         """Finish a round.

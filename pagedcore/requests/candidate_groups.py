@@ -56,18 +56,11 @@ class Beams:
     candidates: list[Sequence]
     continuations_of: dict[int, Continuations] = field(default_factory=dict)
     """What may follow each beam that was computed, by sequence id."""
-    branches: list[tuple[Sequence, Sequence]] = field(default_factory=list)
-    """(beam, parent) of those that have to be added to the scheduler."""
 
     @property
     def is_decided(self) -> bool:
         """Whether the search is done."""
         return self.search.is_done
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every beam of the round is computed."""
-        return len(self.continuations_of) == len(self.candidates)
 
     def results(self) -> list[Hypothesis]:
         """Return the ``n`` best hypotheses, best first."""
@@ -75,6 +68,8 @@ class Beams:
 
 
 CandidateGroup = BestOf | Beams
+Branch = tuple[Sequence, Sequence]
+"""A beam that is new to the scheduler, and its parent."""
 
 
 class CandidateGroups:
@@ -126,53 +121,48 @@ class CandidateGroups:
             self._scheduler.finish_sequence(candidate, reason)
             self._remove_candidate(request, candidate)
 
-    def choose_beams(self, groups: Iterable[CandidateGroup], next_tokens: dict[int, int | None]) -> None:
-        """Let every search whose round is complete choose its next beams, before the step is committed.
+    def choose_beams(self, group: CandidateGroup, next_tokens: dict[int, int | None]) -> list[Branch]:
+        """Let a search whose round is complete choose its next beams, before the step is committed.
 
         Args:
-            groups: those that had candidates in the step.
+            group: one that had candidates in the step.
             next_tokens: of the step, by sequence id, ``None`` for every beam; beams that continue in place get theirs.
+
+        Returns:
+            The other beams, to be added with ``add_branches``.
         """
-        for group in groups:
-            if isinstance(group, Beams) and group.is_complete and self.find_group(group.request) is group:
-                self._choose_beams(group, next_tokens)
-
-    def add_branches(self, groups: Iterable[CandidateGroup]) -> None:
-        """Let the beams wait that ``choose_beams`` made, once the step is committed."""
-        for group in groups:
-            if isinstance(group, Beams):
-                branches, group.branches = group.branches, []
-                for sequence, parent in branches:
-                    # Why: a prompt is looked up once; a beam that finds its parent's blocks is no further hit.
-                    sequence.num_cached_tokens = parent.num_cached_tokens
-                    self._scheduler.add_branch(sequence, parent)
-
-    def _choose_beams(self, group: Beams, next_tokens: dict[int, int | None]) -> None:
-        parents, chosen = group.candidates, list[Sequence]()
-        survivors = group.search.advance([group.continuations_of[parent.sequence_id] for parent in parents])
-        if not survivors:
-            return
-        for survivor in survivors:
+        branches, chosen, parents = list[Branch](), list[Sequence](), group.candidates
+        if not isinstance(group, Beams) or self.find_group(group.request) is not group:
+            return branches
+        if len(group.continuations_of) < len(parents):
+            return branches
+        for survivor in group.search.advance([group.continuations_of[parent.sequence_id] for parent in parents]):
             parent = parents[survivor.parent]
             # Why: a parent outside this step, or with a token already, needs a new branch.
             if next_tokens.get(parent.sequence_id, 0) is None:
                 next_tokens[parent.sequence_id] = survivor.token_id
                 chosen.append(parent)
             else:
-                chosen.append(self._add_beam(group, parent, survivor.token_id))
-        for parent in parents:
-            if parent not in chosen:
-                if parent.sequence_id in next_tokens:
-                    self._scheduler.cancel_branch(parent)
-                self._remove_candidate(group.request, parent)
-        group.candidates, group.continuations_of = chosen, {}
+                beam = parent.branch(next(self._sequence_ids), seed=parent.seed)
+                beam.token_ids.append(survivor.token_id)
+                self._open_text(group.request, beam, 0, group)
+                chosen.append(beam)
+                branches.append((beam, parent))
+        if not group.is_decided:
+            for parent in parents:
+                if parent not in chosen:
+                    if parent.sequence_id in next_tokens:
+                        self._scheduler.cancel_branch(parent)
+                    self._remove_candidate(group.request, parent)
+            group.candidates, group.continuations_of = chosen, {}
+        return branches
 
-    def _add_beam(self, group: Beams, parent: Sequence, token_id: int) -> Sequence:
-        sequence = parent.branch(next(self._sequence_ids), seed=parent.seed)
-        sequence.token_ids.append(token_id)
-        self._open_text(group.request, sequence, 0, group)
-        group.branches.append((sequence, parent))
-        return sequence
+    def add_branches(self, branches: Iterable[Branch]) -> None:
+        """Let the beams wait that ``choose_beams`` made, once the step is committed."""
+        for beam, parent in branches:
+            # Why: a prompt is looked up once; a beam that finds its parent's blocks is no further hit.
+            beam.num_cached_tokens = parent.num_cached_tokens
+            self._scheduler.add_branch(beam, parent)
 
     def _remove_candidate(self, request: Request, sequence: Sequence) -> None:
         first = request.sequences[0]

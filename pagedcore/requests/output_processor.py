@@ -76,12 +76,11 @@ class OutputProcessor:
                 if group is not None:
                     groups[group.request.request_id] = group
                 tokens[sequence.sequence_id] = _keep_sampled(group, sequence, token_id, logprobs)
-        if groups:
-            self.groups.choose_beams(groups.values(), tokens)
+        branches = [one for group in groups.values() for one in self.groups.choose_beams(group, tokens)]
         for new in self._scheduler.commit(plan, tokens):
             self._publish(new, now_s, pending)
         if groups:
-            self.groups.add_branches(groups.values())
+            self.groups.add_branches(branches)
             for group in groups.values():
                 pending += self._deliver_if_decided(group, now_s)
         return self._note_finished(pending)

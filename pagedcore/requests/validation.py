@@ -110,20 +110,14 @@ def validate_chat(messages: object, max_model_len: int | None = None) -> list[Ch
     if max_model_len is not None:
         room = min(room, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
     for index, message in enumerate(messages):
-        room -= _count_message_bytes(f"messages[{index}]", message, room)
+        if not isinstance(message, Mapping):
+            raise InvalidPrompt(f"messages[{index}]", message, "a mapping with a role and a content")
+        for key in ("role", "content"):
+            what, text = f"messages[{index}].{key}", message.get(key)
+            if not isinstance(text, str):
+                raise InvalidPrompt(what, text, "text")
+            room -= _count_text_bytes(what, text, room)
     return list(messages)
-
-
-def _count_message_bytes(what: str, message: object, room: int) -> int:
-    if not isinstance(message, Mapping):
-        raise InvalidPrompt(what, message, "a mapping with a role and a content")
-    num_bytes = 0
-    for key in ("role", "content"):
-        value = message.get(key)
-        if not isinstance(value, str):
-            raise InvalidPrompt(f"{what}.{key}", value, "text")
-        num_bytes += _count_text_bytes(f"{what}.{key}", value, room - num_bytes)
-    return num_bytes
 
 
 def _count_text_bytes(what: str, text: object, room: int) -> int:

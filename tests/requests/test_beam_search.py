@@ -43,11 +43,11 @@ def random_distributions(rng: random.Random, vocab_size: int, max_tokens: int) -
 def test_the_first_round_makes_as_many_beams_as_are_asked_for() -> None:
     """The likeliest tokens that do not end an answer become the beams, likeliest first."""
     found = search(width=3)
-    assert found.num_beams == 1
+    assert len(found._beams) == 1
     assert found.advance([[(5, -1.0), (STOP, -1.5), (7, -2.0), (6, -3.0)]]) == [
         Survivor(0, 5), Survivor(0, 7), Survivor(0, 6),
     ]
-    assert found.num_beams == 3
+    assert len(found._beams) == 3
     assert [one.token_ids for one in found.hypotheses] == [(STOP,)]
 
 
