@@ -12,8 +12,8 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar, Unpack
 
 from pagedcore.config.field_rules import invalid_setting, seconds
@@ -29,7 +29,7 @@ from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_session import AsyncSession
-from pagedcore.serving.engine_loop import Command, Commands, EngineLoop
+from pagedcore.serving.engine_loop import Commands, EngineLoop
 from pagedcore.serving.health import Health
 from pagedcore.serving.long_prompts import LongPrompts, is_long
 from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, StreamReader
@@ -94,11 +94,9 @@ class AsyncEngine:
         The very last delta also has ``usage``, the tokens that the request took, and ``prompt_logprobs`` if asked for.
 
         Args:
-            prompt: text, token ids, or chat messages.
-            params: sampling parameters; ``None`` means greedy up to the model's length.
+            prompt, params, **options: as for ``Engine.add_request``.
             timeout_s: longest time from here to the last delta, in seconds; ``None``: no limit.
             wait_for_room: wait when the waiting queue is full, first come, first served, instead of being refused.
-            **options: the fields of ``RequestOptions``: ``priority``, ``cache_salt``, ``request_id``.
 
         Raises:
             InvalidRequest: the request is refused, at the first iteration.
@@ -177,11 +175,9 @@ class AsyncEngine:
         Raises:
             EngineClosed: the engine was closed, or its thread did not answer within ``timeout_s`` seconds.
         """
-        replies: SimpleQueue[EngineStats] = SimpleQueue()
-        self._send(lambda worker: replies.put(worker.engine.stats()))
         try:
-            return replies.get(timeout=timeout_s)
-        except Empty:
+            return self._call(lambda engine: engine.stats()).result(timeout_s)
+        except TimeoutError:
             raise EngineClosed(f"the engine thread did not answer within {timeout_s} seconds.") from None
 
     def observe(self, plugin: object) -> None:
@@ -193,7 +189,7 @@ class AsyncEngine:
         """
         manager = PluginManager()
         manager.add(plugin, type(plugin).__name__)
-        self._send(lambda worker: worker.engine.hooks.add(manager))
+        self._commands.put(lambda worker: worker.engine.hooks.add(manager))
 
     def health(self, *, degraded_after_s: float = 10.0, dead_after_s: float = 60.0) -> Health:
         """Judge whether the engine makes progress, by the time since its last step or idle check; never waits.
@@ -250,12 +246,12 @@ class AsyncEngine:
             self._long_prompts.send(prepare, sink, may_wait)
             return
         prepared = prepare()
-        self._send(lambda worker: worker.accept(prepared, sink, may_wait))
+        self._commands.put(lambda worker: worker.accept(prepared, sink, may_wait))
 
     def read_turn(self, begin: Callable[[], Request]) -> StreamReader:
         """Read what a session's turn brings forth, which ``begin`` begins on the engine thread."""
         stream = Stream()
-        self._send(lambda worker: worker.serve(begin, stream))
+        self._commands.put(lambda worker: worker.serve(begin, stream))
         return StreamReader(stream, partial(_cancel, self._commands, stream))
 
     async def call(self, function: Callable[[Engine], _T]) -> _T:
@@ -265,23 +261,24 @@ class AsyncEngine:
             EngineClosed: the engine is closed.
             Exception: whatever the function raises.
         """
-        result: Future[_T] = Future()
-        self._send(lambda worker: worker.call(function, result))
-        return await asyncio.wrap_future(result)
+        return await asyncio.wrap_future(self._call(function))
 
-    def _send(self, command: Command) -> None:
-        if not self._commands.put(command):
-            raise EngineClosed("this engine is closed; make a new one.")
+    def _call(self, function: Callable[[Engine], _T]) -> Future[_T]:
+        result: Future[_T] = Future()
+        self._commands.put(lambda worker: worker.call(function, result))
+        return result
 
 
 def _cancel(commands: Commands, sink: OutputSink) -> None:
     if not (isinstance(sink, Stream) and sink.has_ended):
         sink.cancel()
-        commands.put(lambda worker: worker.cancel_sink(sink))
+        with suppress(EngineClosed):
+            commands.put(lambda worker: worker.cancel_sink(sink))
 
 
 def _close(commands: Commands, thread: threading.Thread, long_prompts: LongPrompts) -> None:
     long_prompts.close()
-    commands.put(EngineLoop.stop)
+    with suppress(EngineClosed):
+        commands.put(EngineLoop.stop)
     if thread is not threading.current_thread():
         thread.join()

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 class Commands:
     """What callers ask of the engine thread, in order.
 
-    Invariant: a command for which ``put`` returned True is carried out.
+    Invariant: a command that ``put`` took is carried out.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,16 @@ class Commands:
         self.is_closed = False
         """Whether ``put`` takes no more."""
 
-    def put(self, command: Command) -> bool:
-        """Hand a command over; False if the engine thread takes no more."""
+    def put(self, command: Command) -> None:
+        """Hand a command over.
+
+        Raises:
+            EngineClosed: the engine thread takes no more.
+        """
         with self._lock:
-            if not self.is_closed:
-                self._queue.put(command)
-            return not self.is_closed
+            if self.is_closed:
+                raise EngineClosed("this engine is closed; make a new one.")
+            self._queue.put(command)
 
     def wait(self, timeout_s: float) -> Command | None:
         """Return the next command, sleeping until there is one, but no longer than ``timeout_s`` seconds."""

@@ -73,22 +73,19 @@ class LongPrompts:
         self._threads.shutdown(wait=False)
 
     def _run(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, may_wait: bool) -> None:
-        prepared: ProcessedRequest | Exception
         try:
-            # Why: a prompt whose caller has left, or whose engine is closed, need not be tokenised.
-            is_wanted = not (sink.is_cancelled or self._commands.is_closed)
-            prepared = prepare() if is_wanted else _closed()
+            try:
+                # Why: a prompt whose caller has left, or whose engine is closed, need not be tokenised.
+                if sink.is_cancelled or self._commands.is_closed:
+                    raise _closed()
+                processed = prepare()
+            finally:
+                # Why: before the sink learns anything, so that the next request of the same caller has its place.
+                with self._lock:
+                    self._num_present -= 1
+            self._commands.put(lambda worker: worker.accept(processed, sink, may_wait))
         except Exception as error:  # of any kind: the reader gets it
-            prepared = error
-        # Why: before the sink learns anything, so that the next request of the same caller has its place.
-        with self._lock:
-            self._num_present -= 1
-        if not isinstance(prepared, Exception):
-            processed = prepared
-            if self._commands.put(lambda worker: worker.accept(processed, sink, may_wait)):
-                return
-            prepared = _closed()
-        wake([sink.end(prepared)])
+            wake([sink.end(error)])
 
 
 def _closed() -> EngineClosed:

@@ -40,9 +40,9 @@ async def test_a_reader_that_has_read_everything_asks_no_more_of_the_engine(
     """Only who leaves early has something to cancel; every command wakes the engine's thread."""
     sent, put = list[engine_loop.Command](), engine_loop.Commands.put
 
-    def note(commands: engine_loop.Commands, command: engine_loop.Command) -> bool:
+    def note(commands: engine_loop.Commands, command: engine_loop.Command) -> None:
         sent.append(command)
-        return put(commands, command)
+        put(commands, command)
 
     monkeypatch.setattr(engine_loop.Commands, "put", note)
     for max_tokens, is_left_early in ((3, False), (40, True)):
