@@ -270,10 +270,12 @@ class AsyncEngine:
 
 
 def _cancel(commands: Commands, sink: OutputSink) -> None:
-    if not (isinstance(sink, Stream) and sink.has_ended):
-        sink.cancel()
-        with suppress(EngineClosed):
-            commands.put(lambda worker: worker.cancel_sink(sink))
+    if isinstance(sink, Stream):
+        if sink.has_ended:
+            return
+        sink.is_cancelled = True
+    with suppress(EngineClosed):
+        commands.put(lambda worker: worker.cancel_sink(sink))
 
 
 def _close(commands: Commands, thread: threading.Thread, long_prompts: LongPrompts) -> None:

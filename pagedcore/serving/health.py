@@ -58,13 +58,7 @@ class Progress:
         self._has_ended = True
 
     def judge(self, *, is_alive: bool, degraded_after_s: float, dead_after_s: float) -> Health:
-        """Say how the thread does.
-
-        Args:
-            is_alive: whether the thread exists; existence alone proves nothing, its absence does.
-            degraded_after_s: seconds without progress after which an engine is degraded.
-            dead_after_s: seconds without progress after which waiting is pointless.
-        """
+        """Say how the thread does, if it exists (``is_alive``); limits as for ``AsyncEngine.health``."""
         silent_s, num_failed = self._clock.now() - self._last_s, self._num_failed_steps
         if self._has_ended or not is_alive:
             return Health("dead", "the engine thread has ended", silent_s, num_failed)

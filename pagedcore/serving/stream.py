@@ -53,10 +53,6 @@ class Stream:
         self.is_cancelled = False
         """Whether its reader has left, which the engine may not know yet."""
 
-    def cancel(self) -> None:
-        """Mark that the reader has left."""
-        self.is_cancelled = True
-
     def put(self, deltas: Iterable[Delta]) -> Waiter | None:
         """Add deltas, at least one; return the sleeping reader, if there is one, for the caller to ``wake``."""
         with self._lock:
@@ -112,10 +108,6 @@ class CompletionFuture:
     def is_cancelled(self) -> bool:
         """Whether its owner cancelled it, which the engine may not know yet."""
         return self.future.cancelled()
-
-    def cancel(self) -> None:
-        """Cancel it, unless it is settled."""
-        self.future.cancel()
 
     def complete(self, outcome: RequestOutput | Exception) -> None:
         """Hand the output or an error over; what was settled or cancelled before stays as it is."""

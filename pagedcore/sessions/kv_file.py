@@ -175,14 +175,8 @@ class KVDirectory:
         """Name the directory, which is made with the first file; ``None``: a private temporary one."""
         self._path = Path(path) if path is not None else None
         self._private: tempfile.TemporaryDirectory[str] | None = None
-        self._files: set[Path] = set()
-
-    def __len__(self) -> int:
-        """Return how many files were named and not removed."""
-        return len(self._files)
-
-    def __contains__(self, path: Path) -> bool:
-        return path in self._files
+        self.files: set[Path] = set()
+        """The files that were named and not removed."""
 
     def name_file(self) -> Path:
         """Return a path for a new file.
@@ -195,13 +189,13 @@ class KVDirectory:
             self._path = Path(self._private.name)
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._path / f"{secrets.token_hex(16)}.kv.safetensors"
-        self._files.add(path)
+        self.files.add(path)
         return path
 
     def remove(self, path: Path) -> None:
         """Remove a file if it exists; its writer removes it if it is being written now. A failure is only logged."""
         # Safety: in this order. Whichever comes last of this line and the writer's look at the set removes the file.
-        self._files.discard(path)
+        self.files.discard(path)
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -209,7 +203,7 @@ class KVDirectory:
 
     def close(self) -> None:
         """Remove all files, and the directory if it is a private one; a second call does nothing."""
-        for path in list(self._files):
+        for path in list(self.files):
             self.remove(path)
         if self._private is not None:
             self._private.cleanup()

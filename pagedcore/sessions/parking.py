@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -57,7 +57,7 @@ class ParkedFile:
         except OSError as error:
             _log.warning("parking: the KV file could not be written (%s); only tokens are kept", error.strerror)
             return False
-        if self.path not in self.directory:
+        if self.path not in self.directory.files:
             self.directory.remove(self.path)
             return False
         return True
@@ -74,31 +74,21 @@ class _Parked:
     file: ParkedFile | None = None
 
 
+@dataclass(eq=False)
 class Parking:
     """Parked sequences of one engine.
 
     Invariant: a sequence is in the ledger from the time it was parked until its next turn, its expiry or its end.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, transfers: KVTransfers, store: CacheStore | None, kv_format: str,
-        directory: KVDirectory, clock: Clock,
-    ) -> None:
-        self._kv_cache, self._blocks = scheduler.kv_cache, scheduler.kv_cache.device
-        self._moves = scheduler.moves
-        self._running = scheduler.running
-        self._transfers = transfers
-        self._store = store
-        self._kv_format = kv_format
-        self._directory = directory
-        self._clock = clock
-        self._parked: dict[int, _Parked] = {}
-        self._next_expiry_s = math.inf
-
-    @property
-    def num_files(self) -> int:
-        """Files that are there or being written."""
-        return len(self._directory)
+    scheduler: Scheduler
+    transfers: KVTransfers
+    store: CacheStore | None
+    kv_format: str
+    directory: KVDirectory
+    clock: Clock
+    _parked: dict[int, _Parked] = field(default_factory=dict, init=False)
+    _next_expiry_s: float = field(default=math.inf, init=False)
 
     def state(self, sequence: Sequence) -> ParkedState | None:
         """Return where a sequence is parked; ``None``: it is not."""
@@ -106,7 +96,7 @@ class Parking:
         parked = self._parked.get(sequence.sequence_id)
         if parked is None:
             return None
-        host = self._kv_cache.host
+        host = self.scheduler.kv_cache.host
         if parked.state.tier == "host" and host is not None and not host.blocks_kept_for((sequence.sequence_id,)):
             # Why: the transfer to the host can fail after ``park_on_host`` has returned.
             return self.park_tokens(sequence)
@@ -120,19 +110,19 @@ class Parking:
 
     def has_room_on_host(self, sequence: Sequence) -> bool:
         """Whether there is a host tier, and a further parked sequence may pin its blocks there."""
-        if (host := self._kv_cache.host) is None:
+        if (host := self.scheduler.kv_cache.host) is None:
             return False
         kept = host.blocks_kept_for(self._parked.keys())
         # Why: counted as if it shared no block, which saves a look-up of each.
-        needed = self._blocks.blocks_for(len(sequence.token_ids) - 1)
+        needed = self.scheduler.kv_cache.device.blocks_for(len(sequence.token_ids) - 1)
         return len(kept) + needed <= MAX_PARKED_HOST_SHARE * host.num_blocks
 
     def park_on_host(self, sequence: Sequence, ttl_s: float | None) -> ParkedState | None:
         """Pin a finished sequence's KV on the host; ``None`` if parked sequences have too little room there."""
         if not self.has_room_on_host(sequence):
             return None
-        num_tokens = self._moves.park(sequence)
-        self._transfers.advance()
+        num_tokens = self.scheduler.moves.park(sequence)
+        self.transfers.advance()
         return self._record(sequence, "host", num_tokens, ttl_s) if num_tokens else None
 
     def park_tokens(self, sequence: Sequence) -> ParkedState:
@@ -151,7 +141,7 @@ class Parking:
             is_kept = is_written and is_idle
         finally:
             if not is_kept:
-                self._directory.remove(file.path)
+                self.directory.remove(file.path)
         if not is_kept:
             return self.park_tokens(sequence) if is_idle else ParkedState("tokens", 0)
         self.free_kv(sequence)
@@ -162,11 +152,11 @@ class Parking:
         if kv is None:
             return None
         try:
-            path = self._directory.name_file()
+            path = self.directory.name_file()
         except OSError as error:
             _log.warning("parking: the directory for KV files cannot be made (%s)", error.strerror)
             return None
-        return ParkedFile(self._directory, path, self.spec(sequence.token_ids[: kv.num_tokens]), kv)
+        return ParkedFile(self.directory, path, self.spec(sequence.token_ids[: kv.num_tokens]), kv)
 
     def file_of(self, sequence: Sequence) -> ParkedFile | None:
         """Return the file that a sequence is parked in; ``None``: it is in none, or has expired."""
@@ -176,8 +166,8 @@ class Parking:
 
     def fetch_kv(self, sequence: Sequence) -> int:
         """Begin to copy a sequence's blocks from the host to the device; return positions, 0 without room."""
-        num_tokens = self._moves.fetch(sequence)
-        self._transfers.advance()
+        num_tokens = self.scheduler.moves.fetch(sequence)
+        self.transfers.advance()
         if num_tokens:
             del self._parked[sequence.sequence_id]
         return num_tokens
@@ -188,13 +178,13 @@ class Parking:
         Returns:
             Positions that are in the prefix cache now.
         """
-        cache, store = self._blocks.cache, self._store
-        here = find_blocks(self._blocks.hasher, sequence, kv.num_tokens, cache)
-        lacking = list(contents(self._blocks.hasher, sequence, kv.num_tokens))[len(here.block_ids) :]
+        blocks, store = self.scheduler.kv_cache.device, self.store
+        cache, here = blocks.cache, find_blocks(blocks.hasher, sequence, kv.num_tokens, blocks.cache)
+        lacking = list(contents(blocks.hasher, sequence, kv.num_tokens))[len(here.block_ids) :]
         for block_id in here.block_ids:
             cache.hold_block(block_id)
         # Why: every running sequence may need a block in the next step.
-        room = max(0, self._blocks.num_available_blocks - len(self._running))
+        room = max(0, blocks.num_available_blocks - len(self.scheduler.running))
         fresh = cache.allocate(min(len(lacking), room)) or []
         try:
             if store is not None and fresh:
@@ -209,33 +199,33 @@ class Parking:
 
     def copy_kv(self, sequence: Sequence) -> KVCopy | None:
         """Copy the KV of a sequence from the device or the host, whichever has more; ``None``: neither has any."""
-        here, there = self._kv_cache.find(sequence)
-        if self._store is None or not (here.num_tokens or there.num_tokens):
+        here, there = self.scheduler.kv_cache.find(sequence)
+        if self.store is None or not (here.num_tokens or there.num_tokens):
             return None
         if here.num_tokens >= there.num_tokens:
-            return KVCopy(here.num_tokens, self._store.read_blocks(here.block_ids))
-        return KVCopy(there.num_tokens, self._store.read_host_blocks(there.block_ids))
+            return KVCopy(here.num_tokens, self.store.read_blocks(here.block_ids))
+        return KVCopy(there.num_tokens, self.store.read_host_blocks(there.block_ids))
 
     def spec(self, token_ids: list[int] | tuple[int, ...]) -> KVSpec:
         """Describe the KV of these tokens as this engine makes it."""
-        block_bytes = self._store.block_bytes if self._store is not None else 0
-        return KVSpec(tuple(token_ids), self._blocks.block_size, block_bytes, self._kv_format)
+        block_bytes = self.store.block_bytes if self.store is not None else 0
+        return KVSpec(tuple(token_ids), self.scheduler.kv_cache.device.block_size, block_bytes, self.kv_format)
 
     def unpark(self, sequence: Sequence) -> None:
         """Remove a sequence and its file from the ledger; blocks pinned on the host stay until they are loaded."""
         parked = self._parked.pop(sequence.sequence_id, None)
         if parked is not None and parked.file is not None:
-            self._directory.remove(parked.file.path)
+            self.directory.remove(parked.file.path)
 
     def free_kv(self, sequence: Sequence) -> None:
         """Free all KV that is kept for a sequence, if it is parked."""
         if sequence.sequence_id in self._parked:
             self.unpark(sequence)
-            self._moves.free_on_host(sequence)
+            self.scheduler.moves.free_on_host(sequence)
 
     def expire(self) -> None:
         """Free the KV whose time is over."""
-        if self._next_expiry_s == math.inf or (now := self._clock.now()) < self._next_expiry_s:
+        if self._next_expiry_s == math.inf or (now := self.clock.now()) < self._next_expiry_s:
             return
         for parked in list(self._parked.values()):
             if parked.state.expires_s is not None and parked.state.expires_s <= now:
@@ -247,7 +237,7 @@ class Parking:
         """Free all KV and remove all files; a second call does nothing."""
         for parked in list(self._parked.values()):
             self.free_kv(parked.sequence)
-        self._directory.close()
+        self.directory.close()
 
     def _record(
         self, sequence: Sequence, tier: Tier, num_tokens: int, ttl_s: float | None, file: ParkedFile | None = None
@@ -259,6 +249,6 @@ class Parking:
     def _expiry(self, ttl_s: float | None) -> float | None:
         if ttl_s is None:
             return None
-        expires_s = self._clock.now() + ttl_s
+        expires_s = self.clock.now() + ttl_s
         self._next_expiry_s = min(self._next_expiry_s, expires_s)
         return expires_s

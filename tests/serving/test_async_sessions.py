@@ -309,7 +309,8 @@ async def interrupt(
         if engine.is_alive:
             await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 0)
             parked, num_files, broken = await engine.call(lambda engine: (
-                next(iter(engine.sessions)).parked, engine.sessions.parking.num_files, check(snapshot(engine.scheduler))
+                next(iter(engine.sessions)).parked, len(engine.sessions.parking.directory.files),
+                check(snapshot(engine.scheduler)),
             ))
             assert broken == []
             assert num_files == len(list((path / "kv").iterdir())) == int(parked is not None and parked.tier == "disk")

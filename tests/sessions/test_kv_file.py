@@ -113,7 +113,7 @@ def test_a_directory_leaves_nothing_behind(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "made" / "here").iterdir()} == {path.name for path in paths}
     directory.remove(paths[0])
     directory.remove(paths[0])
-    assert len(directory) == 7
+    assert len(directory.files) == 7
     directory.close()
     directory.close()
     assert list((tmp_path / "made" / "here").iterdir()) == []

@@ -100,7 +100,7 @@ def test_a_session_that_was_asked_while_its_file_is_written() -> None:
     session.extend([5])
     with pytest.raises(StopIteration) as end:
         operation.send(is_written)
-    assert (end.value.value.tier, session.parked, len(engine.sessions.parking._directory)) == ("tokens", None, 0)
+    assert (end.value.value.tier, session.parked, len(engine.sessions.parking.directory.files)) == ("tokens", None, 0)
 
 
 def test_an_operation_touches_no_file_itself(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_from_disk_to_the_host() -> None:
     assert session.park("host").tier == "disk"
     request.abort()
     assert session.park("host").tier == "host"
-    assert engine.sessions.parking.num_files == 0
+    assert len(engine.sessions.parking.directory.files) == 0
     flood(engine)
     assert ask(session, 4) == 18
 
@@ -269,7 +269,7 @@ def test_a_full_disk_costs_the_kv_alone(tmp_path: Path, full_disk: None) -> None
     session = engine.session(PARAMS)
     ask(session, 1, 2, 3)
     assert session.park("disk").tier == "tokens"
-    assert (engine.sessions.parking.num_files, list(tmp_path.iterdir())) == (0, [])
+    assert (len(engine.sessions.parking.directory.files), list(tmp_path.iterdir())) == (0, [])
     with pytest.raises(OSError, match="large"):
         session.export(tmp_path / "chat.json")
     assert list(tmp_path.iterdir()) == []
@@ -342,7 +342,7 @@ def test_the_keyboard_may_interrupt_any_file_and_any_step(
         assert not session.is_answering
         assert check(snapshot(engine.scheduler)) == []
         num_files = int((state := session.parked) is not None and state.tier == "disk")
-        assert len(list(kv_dir.glob("*"))) == engine.sessions.parking.num_files == num_files
+        assert len(list(kv_dir.glob("*"))) == len(engine.sessions.parking.directory.files) == num_files
         assert make().import_session(tmp_path / "chat.json").token_ids[:3] == (1, 2, 3)
         assert not list(tmp_path.glob(".*"))
         ask(session, 9)
@@ -385,7 +385,7 @@ def test_a_private_directory_goes_with_the_engine() -> None:
     session = engine.session(PARAMS)
     ask(session, 1, 2, 3)
     session.park("disk")
-    [path] = engine.sessions.parking._directory._files
+    [path] = engine.sessions.parking.directory.files
     assert path.parent.stat().st_mode & 0o777 == 0o700
     engine.close()
     assert not path.parent.exists()
