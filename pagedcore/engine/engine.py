@@ -19,8 +19,7 @@ from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore.request_options import OptionKeywords, RequestOptions
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
-from pagedcore.requests.output_processor import OutputProcessor
-from pagedcore.requests.output_text import CompletionTexts, PendingOutput
+from pagedcore.requests.output_processor import OutputProcessor, PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import EngineStats, StepStats
@@ -55,8 +54,8 @@ class Engine:
         self._runner = components.runner
         self._hooks = components.hooks
         self._clock = clock if clock is not None else MonotonicClock()
-        texts, sequence_ids = CompletionTexts(components.input_processor.tokenizer), count(1)
-        self._outputs = OutputProcessor(texts, scheduler, sequence_ids, components.hooks, self._clock)
+        tokenizer, sequence_ids = components.input_processor.tokenizer, count(1)
+        self._outputs = OutputProcessor(tokenizer, scheduler, sequence_ids, components.hooks, self._clock)
         self._requests = RequestTable(
             self, components.input_processor, self._outputs, scheduler, sequence_ids, self._clock, config.seed,
             config.enable_prefix_caching,
@@ -274,7 +273,7 @@ class Engine:
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
-        return self._outputs.texts.output_of(request)
+        return self._outputs.output_of(request)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and occupancy."""

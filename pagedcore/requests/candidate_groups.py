@@ -23,6 +23,7 @@ from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15  # Why: odd, so that consecutive multiples do not meet modulo a power of two
+SEED_RANGE: Final = 2**63
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +94,7 @@ class CandidateGroups:
         """Let the sequences wait among which a request's completions will be chosen. Raises as ``add_sequences``."""
         first, params = request.sequences[0], request.params
         candidates = [
-            first.branch(next(self._sequence_ids), seed=seed_of(first.seed, index))
+            first.branch(next(self._sequence_ids), seed=(first.seed + index * SEED_STRIDE) % SEED_RANGE)
             for index in range(params.num_initial_sequences)
         ]
         # Why: what the first candidate learns of the prompt is the request's at once; the others have it computed.
@@ -177,8 +178,3 @@ def _describe(candidate: Sequence) -> Hypothesis:
     mean = sum(one.logprob for one in candidate.logprobs) / len(candidate.logprobs)
     token_ids, reason = tuple(candidate.output_token_ids), candidate.finish_reason or "stop"
     return Hypothesis(token_ids, reason, mean, tuple(candidate.logprobs))
-
-
-def seed_of(seed: int, index: int) -> int:
-    """Return the seed of the sequence number ``index`` of a request with this seed."""
-    return (seed + index * SEED_STRIDE) % 2**63

@@ -31,6 +31,8 @@ class ProcessedRequest:
     options: RequestOptions
     max_tokens: int
     stop_token_ids: frozenset[int]
+    has_candidates: bool
+    """As ``SamplingParams.has_candidates``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,17 @@ class InputProcessor:
         if known is None:
             self.check_options(options)
         params, num_known = params or SamplingParams(), len(known or ())
+        stop_token_ids, has_candidates = self.stop_token_ids(params), params.has_candidates
+        num_initial, num_sequences = params.num_initial_sequences, params.num_sequences
         validation.check_params_for_model(params, self.vocab_size)
-        if (num_initial := params.num_initial_sequences) > self.max_num_waiting:
+        if num_initial > self.max_num_waiting:
             limit = f"up to max_num_waiting ({self.max_num_waiting})"
             raise TooManySequences("n" if params.n == num_initial else "best_of", num_initial, limit)
         if isinstance(prompt, str):
             validation.validate_text(prompt, self.max_model_len)
-            token_ids = self._require_tokenizer("text").encode(prompt, add_special_tokens=known is None)
+            if self.tokenizer is None:
+                raise _needs_tokenizer("text")
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens=known is None)
         else:
             token_ids = self._chat_ids(prompt, known) if _is_chat(prompt) else prompt  # type: ignore[assignment]
         validation.validate_prompt_ids(token_ids, self.vocab_size, self.max_model_len - num_known)
@@ -74,8 +80,8 @@ class InputProcessor:
         if params.max_tokens is None:
             longest = max(min(longest, self.num_pool_tokens), num_prompt + 1)
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
-        validation.check_fits_pool(num_prompt, max_tokens, params.num_sequences, self.num_pool_tokens)
-        return ProcessedRequest(list(token_ids), params, options, max_tokens, self.stop_token_ids(params))
+        validation.check_fits_pool(num_prompt, max_tokens, num_sequences, self.num_pool_tokens)
+        return ProcessedRequest(list(token_ids), params, options, max_tokens, stop_token_ids, has_candidates)
 
     def check_options(self, options: RequestOptions) -> None:
         """Refuse a priority that the scheduling policy would ignore.
@@ -110,13 +116,15 @@ class InputProcessor:
 
     def _chat_ids(self, messages: Any, known: list[int] | None) -> list[int]:
         messages = validation.validate_chat(messages, self.max_model_len)
-        tokenizer = self._require_tokenizer("chat messages")
-        return tokenizer.encode_chat(messages) if known is None else tokenizer.encode_chat_turn(messages, known)
-
-    def _require_tokenizer(self, kind: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidPrompt("prompt", kind, "token ids", "This engine has no tokenizer; pass tokenizer=... or ids.")
-        return self.tokenizer
+            raise _needs_tokenizer("chat messages")
+        if known is None:
+            return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_chat_turn(messages, known)
+
+
+def _needs_tokenizer(kind: str) -> InvalidPrompt:
+    return InvalidPrompt("prompt", kind, "token ids", "This engine has no tokenizer; pass tokenizer=... or ids.")
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -1,25 +1,26 @@
-"""Turns what happened to sequences into what callers see: pending output, finish reasons, errors.
+"""Turns what happened to sequences into what callers see: text, pending output, finish reasons, errors.
 
-The engine decides when; this module says what. Every way a request can end passes through here.
+The engine decides when; this module says what. Every way a request can end passes through here. All that the output
+side needs to know of a sequence is in one ``PendingOutput``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed
-from pagedcore.outputs import FinishReason, RequestOutput, TokenLogprobs
-from pagedcore.protocols import Clock
+from pagedcore.outputs import CompletionOutput, Delta, FinishReason, RequestOutput, TokenLogprobs
+from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
 from pagedcore.requests.candidate_groups import Beams, CandidateGroup, CandidateGroups
-from pagedcore.requests.output_text import CompletionTexts, PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
+from pagedcore.tokenizer.incremental_text import IncrementalText
 
 if TYPE_CHECKING:
     from pagedcore.execution.sampler import SampledTokens
@@ -38,6 +39,80 @@ class RequestObserver(Protocol):
         """Note that every completion of a request has finished."""
 
 
+@dataclass(slots=True, eq=False)
+class PendingOutput:
+    """One completion of a request on the way to its reader.
+
+    Invariant: its text is the concatenation of the texts of all its deltas, taken or not.
+    """
+
+    request: Request
+    sequence: Sequence
+    index: int
+    """Which of the request's completions it is."""
+    group: CandidateGroup | None
+    """Where the sequence is a candidate; ``None``: it is a completion itself."""
+    stream: IncrementalText | None = None
+    """Turns tokens into text, if there is a tokenizer, until the end."""
+    _parts: list[str] = field(default_factory=list)
+    _num_taken_parts: int = 0
+    _num_taken_tokens: int = 0
+
+    def begin_turn(self) -> None:
+        """Begin with no text."""
+        self.stream, self._parts, self._num_taken_parts, self._num_taken_tokens = None, [], 0, 0
+
+    def add_token(self, token_id: int) -> bool:
+        """Add the text that a committed token makes certain; return whether a stop string was met."""
+        if self.stream is None:
+            return False
+        delta = self.stream.push((token_id,))
+        self._parts.append(delta.text)
+        return delta.is_stopped
+
+    def finish_text(self) -> bool:
+        """Add the text that was held back until the end; return whether that met a stop string."""
+        stream, self.stream = self.stream, None
+        if stream is None:
+            return False
+        self._parts.append(stream.finish())
+        return stream.is_stopped
+
+    def mark_taken(self) -> None:
+        """Count everything there is as taken."""
+        self._num_taken_parts = len(self._parts)
+        self._num_taken_tokens = self.sequence.num_output_tokens
+
+    def take_delta(self) -> Delta:
+        """Return what was added since the last delta, with the end if the completion has ended."""
+        sequence, request = self.sequence, self.request
+        text = "".join(self._parts[self._num_taken_parts :])
+        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + self._num_taken_tokens :])
+        self._num_taken_parts = len(self._parts)
+        self._num_taken_tokens += len(token_ids)
+        reason = sequence.finish_reason
+        wants_logprobs = sequence.params.logprobs is not None and token_ids
+        logprobs = tuple(sequence.logprobs[-len(token_ids) :]) if wants_logprobs else None
+        error = request.error if reason == "error" else None
+        # Why: by position, because keywords would cost a quarter of the time, for every token of a step loop.
+        return Delta(
+            request.request_id, self.index, text, token_ids, reason, logprobs, error, sequence.num_prompt_tokens
+        )
+
+    def completion(self) -> CompletionOutput:
+        """Describe the completion as it stands."""
+        sequence = self.sequence
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self._parts),
+            token_ids=tuple(sequence.output_token_ids),
+            finish_reason=sequence.finish_reason,
+            logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
+            error=self.request.error if sequence.finish_reason == "error" else None,
+            score=sequence.score,
+        )
+
+
 class OutputProcessor:
     """The output side of one engine.
 
@@ -46,20 +121,71 @@ class OutputProcessor:
     """
 
     def __init__(
-        self, texts: CompletionTexts, scheduler: Scheduler, sequence_ids: Iterator[int], observer: RequestObserver,
+        self, tokenizer: Tokenizer | None, scheduler: Scheduler, sequence_ids: Iterator[int], observer: RequestObserver,
         clock: Clock,
     ) -> None:
-        self.texts = texts
-        self.groups = CandidateGroups(scheduler, sequence_ids, texts.open, texts.remove)
+        self.by_sequence: dict[int, PendingOutput] = {}
+        """By sequence id, from the time that the request was accepted until it is removed."""
+        self.groups = CandidateGroups(scheduler, sequence_ids, self.open_text, self.remove_text)
         self.counters = Counters()
+        self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._observer = observer
         self._clock = clock
 
+    def open_text(
+        self, request: Request, sequence: Sequence, index: int = 0, group: CandidateGroup | None = None
+    ) -> PendingOutput:
+        """Begin the completion of a turn, with no text; a beam needs none before it is chosen."""
+        pending = self.by_sequence.get(sequence.sequence_id)
+        if pending is None:
+            pending = self.by_sequence[sequence.sequence_id] = PendingOutput(request, sequence, index, group)
+        else:
+            pending.begin_turn()
+        if self._tokenizer is not None and not isinstance(group, Beams):
+            params = sequence.params
+            pending.stream = IncrementalText(self._tokenizer.new_detokenizer(), params.stop, params.min_tokens)
+        return pending
+
+    def reopen_text(self, request: Request, sequence: Sequence) -> PendingOutput:
+        """Begin a completion that has tokens already, all of them taken, with the text that they make certain."""
+        pending = self.open_text(request, sequence)
+        for token_id in sequence.output_token_ids:
+            pending.add_token(token_id)
+        pending.mark_taken()
+        return pending
+
+    def pending_of(self, request: Request) -> list[PendingOutput]:
+        """Return the pending output of a request's own sequences, in order; without text after their removal."""
+        return [
+            self.by_sequence.get(sequence.sequence_id) or PendingOutput(request, sequence, index, None)
+            for index, sequence in enumerate(request.sequences)
+        ]
+
+    def remove_text(self, sequence: Sequence) -> None:
+        """Remove a sequence, and with it what was not taken; one that is not here is no error."""
+        if (pending := self.by_sequence.pop(sequence.sequence_id, None)) is not None:
+            pending.begin_turn()
+            pending.mark_taken()
+
+    def output_of(self, request: Request) -> RequestOutput:
+        """Describe all completions of a request as they stand."""
+        num_preemptions = sum(sequence.num_preemptions for sequence in request.sequences)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            outputs=[pending.completion() for pending in self.pending_of(request)],
+            is_finished=request.is_done,
+            num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
+            metrics=replace(request.metrics, num_preemptions=num_preemptions),
+            prompt_logprobs=request.prompt_logprobs,
+            client_request_id=request.client_request_id,
+        )
+
     def note_started(self, plan: SchedulePlan, now_s: float) -> None:
         """Stamp the requests that a plan starts."""
         for sequence in plan.admitted:
-            request = self.texts.by_sequence[sequence.sequence_id].request
+            request = self.by_sequence[sequence.sequence_id].request
             if request.metrics.first_scheduled_s is None:
                 request.metrics = replace(request.metrics, first_scheduled_s=now_s)
 
@@ -72,7 +198,7 @@ class OutputProcessor:
             if token_id < 0:
                 pending += self._end_all([sequence], "error", InvalidLogits(_NO_LOGITS))
             elif sequence.finish_reason is None:
-                group = self.texts.by_sequence[sequence.sequence_id].group
+                group = self.by_sequence[sequence.sequence_id].group
                 if group is not None:
                     groups[group.request.request_id] = group
                 tokens[sequence.sequence_id] = _keep_sampled(group, sequence, token_id, logprobs)
@@ -98,7 +224,7 @@ class OutputProcessor:
         expired = [
             sequence
             for sequence in self._scheduler.never_started()
-            if self.texts.by_sequence[sequence.sequence_id].request.metrics.arrival_s < latest
+            if self.by_sequence[sequence.sequence_id].request.metrics.arrival_s < latest
         ]
         return self._note_finished(self._end_all(expired, "error", error))
 
@@ -114,12 +240,12 @@ class OutputProcessor:
         ended: list[PendingOutput] = []
         for sequence in sequences:
             if sequence.finish_reason is None:
-                pending = self.texts.by_sequence[sequence.sequence_id]
+                pending = self.by_sequence[sequence.sequence_id]
                 if pending.group is None:
                     ended.append(self._end(pending, reason, error))
                 else:
                     self.groups.close_group(pending.request, reason)
-                    ended += [self._end(one, reason, error) for one in self.texts.of(pending.request)]
+                    ended += [self._end(one, reason, error) for one in self.pending_of(pending.request)]
         return ended
 
     def _end(self, pending: PendingOutput, reason: FinishReason, error: Exception | None) -> PendingOutput:
@@ -141,7 +267,7 @@ class OutputProcessor:
 
     def _publish(self, new: NewToken, now_s: float, pending: list[PendingOutput]) -> None:
         """Add a token to its completion; a candidate's is not pending before it is chosen."""
-        one = self.texts.by_sequence[new.sequence.sequence_id]
+        one = self.by_sequence[new.sequence.sequence_id]
         if isinstance(one.group, Beams):
             return
         self.counters.num_generated_tokens += 1
@@ -160,7 +286,7 @@ class OutputProcessor:
         request = group.request
         if self.groups.find_group(request) is not group or not group.is_decided:
             return []
-        results, pending = group.results(), self.texts.of(request)
+        results, pending = group.results(), self.pending_of(request)
         if len(results) < len(pending):
             error = InvalidLogits("the model allows fewer different completions than this request asks for")
             self.groups.close_group(request, "error")
@@ -189,7 +315,7 @@ class OutputProcessor:
                 request.metrics = replace(request.metrics, finished_s=self._clock.now())
                 self.counters.num_finished += 1
                 if self._observer.observes_requests:
-                    self._observer.request_finished(self.texts.output_of(request))
+                    self._observer.request_finished(self.output_of(request))
         return pending
 
 

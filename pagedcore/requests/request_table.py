@@ -15,7 +15,7 @@ from pagedcore.errors import InvalidMaxTokens, InvalidRequest, RequestStateError
 from pagedcore.outputs import FinishReason, RequestMetrics, TokenLogprobs
 from pagedcore.protocols import Clock
 from pagedcore.request_options import RequestOptions
-from pagedcore.requests.candidate_groups import SEED_STRIDE, seed_of
+from pagedcore.requests.candidate_groups import SEED_RANGE, SEED_STRIDE
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.request import Request, RequestOwner
@@ -100,15 +100,13 @@ class RequestTable:
             )
         arrival, request_id = next(self._arrivals), secrets.token_hex(16)
         seed = params.seed if params.seed is not None else self.seed + arrival * SEED_STRIDE
-        root, arrival_s = self._root(options.salt, request_id), self.clock.now()
-        sequences = [
-            Sequence(
+        root, arrival_s, sequences = self._root(options.salt, request_id), self.clock.now(), list[Sequence]()
+        for index in range(params.n):
+            sequences.append(Sequence(
                 next(self.sequence_ids), processed.token_ids, params, max_tokens=processed.max_tokens,
-                seed=seed_of(seed, index), stop_token_ids=processed.stop_token_ids, priority=options.priority,
-                arrival=arrival, cache_root=root,
-            )
-            for index in range(params.n)
-        ]
+                seed=(seed + index * SEED_STRIDE) % SEED_RANGE, stop_token_ids=processed.stop_token_ids,
+                priority=options.priority, arrival=arrival, cache_root=root,
+            ))
         if params.prompt_logprobs is not None:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.
             sequences[0].prompt_logprobs = []
@@ -158,7 +156,7 @@ class RequestTable:
         request.metrics = RequestMetrics(self.clock.now())
         sequence.reopen_turn(next(self._arrivals))
         self.scheduler.add_sequences([sequence])
-        self.outputs.texts.reopen(request, sequence)
+        self.outputs.reopen_text(request, sequence)
 
     def adopt(self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None) -> Request:
         """Make a finished request with this past.
@@ -181,7 +179,7 @@ class RequestTable:
         if snapshot.params.prompt_logprobs is not None:
             sequence.prompt_logprobs = list(snapshot.prompt_logprobs)
         request = self._by_id[request_id] = Request(request_id, [sequence], snapshot.params, options, self.owner)
-        self.outputs.texts.reopen(request, sequence).finish_text()
+        self.outputs.reopen_text(request, sequence).finish_text()
         return request
 
     def remove(self, request: Request) -> None:
@@ -191,7 +189,7 @@ class RequestTable:
         self._labels.discard((request.options.salt, request.options.request_id))
         for sequence in request.sequences:
             self.scheduler.remove_sequence(sequence)
-            self.outputs.texts.remove(sequence)
+            self.outputs.remove_text(sequence)
 
     def require_extensible(self, request: Request) -> Sequence:
         """Return the one finished sequence of a request that may be continued.
@@ -209,12 +207,12 @@ class RequestTable:
 
     def _start(self, request: Request, processed: ProcessedRequest) -> None:
         """Let a turn wait: its own sequences, or the candidates among which its completions will be chosen."""
-        if processed.params.has_candidates:
+        if processed.has_candidates:
             self.outputs.groups.open_group(request)
         else:
             self.scheduler.add_sequences(request.sequences)
         for index, sequence in enumerate(request.sequences):
-            self.outputs.texts.open(request, sequence, index)
+            self.outputs.open_text(request, sequence, index)
         self.outputs.counters.num_prompt_tokens += len(processed.token_ids)
 
     def _root(self, salt: bytes, request_id: str) -> bytes:

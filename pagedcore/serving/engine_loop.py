@@ -19,7 +19,7 @@ from pagedcore.errors import EngineClosed, PagedcoreError, StepFailed
 from pagedcore.outputs import Delta
 from pagedcore.protocols import MonotonicClock
 from pagedcore.requests.input_processor import ProcessedRequest
-from pagedcore.requests.output_text import PendingOutput
+from pagedcore.requests.output_processor import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.serving.health import IDLE_CHECK_S, Progress
 from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, Waiter, wake

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from pagedcore.protocols import Clock
-from pagedcore.requests.output_text import PendingOutput
+from pagedcore.requests.output_processor import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.serving.stream import Stream
 

@@ -218,7 +218,7 @@ def test_an_aborted_contest_leaves_nothing(params: SamplingParams, num_steps: in
     run(engine)
     assert tokens_of(neighbour.output()) == [toy_answer([2], 9)]
     assert_all_free(engine)
-    assert engine._outputs.texts.by_sequence == {}
+    assert engine._outputs.by_sequence == {}
 
 
 @pytest.mark.parametrize("params", [beams(9, 3, n=2), SamplingParams(max_tokens=9, best_of=3, n=2, temperature=1.0)])

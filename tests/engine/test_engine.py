@@ -25,7 +25,7 @@ from pagedcore.errors import (
 )
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.plugins.hookspecs import hookimpl
-from pagedcore.requests.output_text import PendingOutput
+from pagedcore.requests.output_processor import PendingOutput
 from pagedcore.sampling_params import SamplingParams
 from support.doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagedcore.request_options import RequestOptions
-from pagedcore.requests.output_text import PendingOutput
+from pagedcore.requests.output_processor import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
