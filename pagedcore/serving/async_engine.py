@@ -29,11 +29,10 @@ from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_session import AsyncSession
-from pagedcore.serving.engine_loop import Commands, EngineLoop
+from pagedcore.serving.engine_loop import Commands, EngineLoop, StreamFlusher
 from pagedcore.serving.health import Health
 from pagedcore.serving.long_prompts import LongPrompts, is_long
 from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, StreamReader
-from pagedcore.serving.stream_flusher import StreamFlusher
 
 _STREAM_INTERVAL: Final = seconds(0, 1)
 STREAM_INTERVAL_S: Final = 0.05

@@ -1,7 +1,7 @@
 """The bounded hand-over between the engine thread and one reader, on any event loop or on none.
 
 Unread deltas of a completion are read as one: a slow reader costs what the request's own ``max_tokens`` bounds, and
-never stalls a step. A reader that vanishes aborts its request. When deltas are made is in ``stream_flusher``.
+never stalls a step. A reader that vanishes aborts its request. When deltas are made is in ``engine_loop``.
 """
 
 from __future__ import annotations

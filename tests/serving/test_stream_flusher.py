@@ -7,8 +7,8 @@ from pagedcore.requests.output_processor import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
+from pagedcore.serving.engine_loop import READERS_PER_INTERVAL, StreamFlusher
 from pagedcore.serving.stream import Stream
-from pagedcore.serving.stream_flusher import READERS_PER_INTERVAL, StreamFlusher
 from support.doubles import FakeClock
 
 
