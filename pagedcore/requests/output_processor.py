@@ -103,13 +103,9 @@ class PendingOutput:
         """Describe the completion as it stands."""
         sequence = self.sequence
         return CompletionOutput(
-            index=self.index,
-            text="".join(self._parts),
-            token_ids=tuple(sequence.output_token_ids),
-            finish_reason=sequence.finish_reason,
+            self.index, "".join(self._parts), tuple(sequence.output_token_ids), sequence.finish_reason,
             logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
-            error=self.request.error if sequence.finish_reason == "error" else None,
-            score=sequence.score,
+            error=self.request.error if sequence.finish_reason == "error" else None, score=sequence.score,
         )
 
 
@@ -172,14 +168,11 @@ class OutputProcessor:
         """Describe all completions of a request as they stand."""
         num_preemptions = sum(sequence.num_preemptions for sequence in request.sequences)
         return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            outputs=[pending.completion() for pending in self.pending_of(request)],
-            is_finished=request.is_done,
+            request.request_id, tuple(request.prompt_token_ids),
+            outputs=[pending.completion() for pending in self.pending_of(request)], is_finished=request.is_done,
             num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
             metrics=replace(request.metrics, num_preemptions=num_preemptions),
-            prompt_logprobs=request.prompt_logprobs,
-            client_request_id=request.client_request_id,
+            prompt_logprobs=request.prompt_logprobs, client_request_id=request.client_request_id,
         )
 
     def note_started(self, plan: SchedulePlan, now_s: float) -> None:

@@ -159,12 +159,9 @@ class RequestTable:
         self.outputs.reopen_text(request, sequence)
 
     def adopt(self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None) -> Request:
-        """Make a finished request with this past.
+        """Make a finished request with this past, which the caller has checked.
 
-        Args:
-            snapshot: checked by the caller.
-            options: of its further turns.
-            cache_root: whose blocks it shares; ``None``: those of all requests with the same salt.
+        It shares the blocks of ``cache_root``; ``None``: those of all requests with the same salt.
         """
         request_id = secrets.token_hex(16)
         sequence = Sequence(

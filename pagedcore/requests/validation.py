@@ -39,16 +39,11 @@ validate_timeout: Final = partial(seconds(0, above_low=True).or_none().check, "t
 def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) -> list[int]:
     """Check a prompt of token ids and return it as a new list.
 
-    Args:
-        token_ids: a list or tuple of Python integers.
-        vocab_size: ids are below this.
-        max_model_len: positions of the context; the completion needs at least one of them.
-
     Raises:
         InvalidPrompt: not a list or tuple, or an element is not exactly an ``int``.
         PromptEmpty: no token.
-        PromptTooLong: more than ``max_model_len - 1`` tokens.
-        InvalidToken: an id is not in the vocabulary.
+        PromptTooLong: more than ``max_model_len - 1`` tokens; the completion needs a position.
+        InvalidToken: an id is not from 0 to ``vocab_size - 1``.
     """
     if not isinstance(token_ids, list | tuple):
         raise InvalidPrompt("prompt", token_ids, "text, a list of token ids, or a list of chat messages",
@@ -89,16 +84,12 @@ def validate_text(text: object, max_model_len: int) -> str:
 
 
 def validate_chat(messages: object, max_model_len: int | None = None) -> list[ChatMessage]:
-    """Check chat messages before the template is rendered.
-
-    Args:
-        messages: mappings with a "role" and a "content" of text; further keys are passed to the template.
-        max_model_len: if given, all texts together are held to what this context could ever hold.
+    """Check chat messages before the template is rendered: "role" and "content" of each; other keys may be anything.
 
     Raises:
-        InvalidPrompt: not a list of such mappings, or too many of them.
+        InvalidPrompt: not a list of mappings with a "role" and a "content" of text, or too many of them.
         PromptEmpty: no message.
-        InvalidText: text that UTF-8 cannot encode, or too much of it.
+        InvalidText: text that UTF-8 cannot encode, or more than a context of ``max_model_len`` could ever hold.
     """
     if not isinstance(messages, list | tuple):
         raise InvalidPrompt("messages", messages, "a list of chat messages")
@@ -144,15 +135,10 @@ def _count_utf8_bytes(what: str, text: str) -> int:
 
 
 def resolve_max_tokens(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
-    """Return how many tokens the completion may have; nothing is clamped silently.
-
-    Args:
-        params: of the request; without ``max_tokens`` the completion gets the rest of the context.
-        num_prompt_tokens: positions before the completion, fewer than ``max_model_len``.
-        max_model_len: positions of the context.
+    """Return how many tokens the completion may have: without ``max_tokens`` the rest of the context.
 
     Raises:
-        InvalidMaxTokens: the context has less room than asked for.
+        InvalidMaxTokens: the context has less room than asked for; nothing is clamped silently.
         InvalidMinTokens: ``min_tokens`` is more than the result.
     """
     room = max_model_len - num_prompt_tokens

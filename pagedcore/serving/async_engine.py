@@ -55,9 +55,8 @@ class AsyncEngine:
 
         Args:
             engine: a new one.
-            stream_interval_s: a reader gets its first and last delta at once, and those between, joined, at
-                times this far apart, the same for all readers, and farther apart if those are more than fifty; 0 tells
-                of every delta.
+            stream_interval_s: a reader gets its first and last delta at once, and those between, joined, at times this
+                far apart, the same for all readers, and farther apart if those are more than fifty; 0: every delta.
 
         Raises:
             InvalidConfig: the interval is not a number of seconds from 0 to 1.

@@ -173,11 +173,7 @@ class Parking:
         return num_tokens
 
     def load_kv(self, sequence: Sequence, kv: KVCopy) -> int:
-        """Put copied blocks into the prefix cache, for the sequence's next turn, as far as the device has room.
-
-        Returns:
-            Positions that are in the prefix cache now.
-        """
+        """Put copied blocks into the prefix cache as far as the device has room; return the positions there now."""
         blocks, store = self.scheduler.kv_cache.device, self.store
         cache, here = blocks.cache, find_blocks(blocks.hasher, sequence, kv.num_tokens, blocks.cache)
         lacking = list(contents(blocks.hasher, sequence, kv.num_tokens))[len(here.block_ids) :]
@@ -230,8 +226,8 @@ class Parking:
         for parked in list(self._parked.values()):
             if parked.state.expires_s is not None and parked.state.expires_s <= now:
                 self.free_kv(parked.sequence)
-        expiries = (one.state.expires_s for one in self._parked.values())
-        self._next_expiry_s = min((one for one in expiries if one is not None), default=math.inf)
+        expiries = [one.state.expires_s for one in self._parked.values() if one.state.expires_s is not None]
+        self._next_expiry_s = min(expiries, default=math.inf)
 
     def close(self) -> None:
         """Free all KV and remove all files; a second call does nothing."""

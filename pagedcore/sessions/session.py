@@ -78,11 +78,7 @@ class Session:
         return self._store.parking.state(self._request.sequences[0]) if self._request is not None else None
 
     def output(self) -> RequestOutput:
-        """Describe the latest turn as it stands.
-
-        Raises:
-            SessionStateError: there was none yet.
-        """
+        """Describe the latest turn as it stands. Raises ``SessionStateError`` before the first one."""
         if self._request is None:
             raise SessionStateError("output", "empty", "asked something", "Give a prompt.")
         return self._request.output()
@@ -139,8 +135,7 @@ class Session:
     def resume(self) -> int:
         """Copy parked KV back to the device now, if there is room; the next turn does so in any case.
 
-        Returns:
-            Positions that the next turn finds; 0 if nothing was parked, or there is no room now.
+        Returns the positions that the next turn finds; 0 if nothing was parked, or there is no room now.
         """
         return run(self.resume_operation())
 
