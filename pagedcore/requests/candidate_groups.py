@@ -73,33 +73,29 @@ Branch = tuple[Sequence, Sequence]
 """A beam that is new to the scheduler, and its parent."""
 
 
+@dataclass(eq=False, repr=False)
 class CandidateGroups:
     """All candidate groups of one engine that are not decided.
 
     Invariant: candidates are removed with their group, and no sequence becomes a candidate later.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, sequence_ids: Iterator[int],
-        open_text: Callable[[Request, Sequence, int, CandidateGroup], object],
-        remove_text: Callable[[Sequence], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._sequence_ids = sequence_ids
-        self._open_text = open_text
-        self._remove_text = remove_text
-        self._groups: dict[str, CandidateGroup] = {}
+    scheduler: Scheduler
+    sequence_ids: Iterator[int]
+    open_text: Callable[[Request, Sequence, int, CandidateGroup], object]
+    remove_text: Callable[[Sequence], None]
+    _groups: dict[str, CandidateGroup] = field(default_factory=dict, init=False)
 
     def open_group(self, request: Request) -> None:
         """Let the sequences wait among which a request's completions will be chosen. Raises as ``add_sequences``."""
         first, params = request.sequences[0], request.params
         candidates = [
-            first.branch(next(self._sequence_ids), seed=(first.seed + index * SEED_STRIDE) % SEED_RANGE)
+            first.branch(next(self.sequence_ids), seed=(first.seed + index * SEED_STRIDE) % SEED_RANGE)
             for index in range(params.num_initial_sequences)
         ]
         # Why: what the first candidate learns of the prompt is the request's at once; the others have it computed.
         candidates[0].prompt_logprobs = first.prompt_logprobs
-        self._scheduler.add_sequences(candidates)
+        self.scheduler.add_sequences(candidates)
         group: CandidateGroup = BestOf(request, candidates)
         if params.beam_width > 1:
             rules = BeamRules(
@@ -109,7 +105,7 @@ class CandidateGroups:
             group = Beams(request, BeamSearch(rules), candidates)
         self._groups[request.request_id] = group
         for candidate in candidates:
-            self._open_text(request, candidate, 0, group)
+            self.open_text(request, candidate, 0, group)
 
     def find_group(self, request: Request) -> CandidateGroup | None:
         """Return the group of a request whose completions are chosen at the end and have not been chosen."""
@@ -119,18 +115,14 @@ class CandidateGroups:
         """End a request's group, if there is one, and all its candidates."""
         group = self._groups.pop(request.request_id, None)
         for candidate in group.candidates if group is not None else ():
-            self._scheduler.finish_sequence(candidate, reason)
+            self.scheduler.finish_sequence(candidate, reason)
             self._remove_candidate(request, candidate)
 
     def choose_beams(self, group: CandidateGroup, next_tokens: dict[int, int | None]) -> list[Branch]:
         """Let a search whose round is complete choose its next beams, before the step is committed.
 
-        Args:
-            group: one that had candidates in the step.
-            next_tokens: of the step, by sequence id, ``None`` for every beam; beams that continue in place get theirs.
-
-        Returns:
-            The other beams, to be added with ``add_branches``.
+        Beams that continue in place get their token in ``next_tokens`` of the step, by sequence id, where every beam
+        has ``None``; the others are returned, for ``add_branches``.
         """
         branches, chosen, parents = list[Branch](), list[Sequence](), group.candidates
         if not isinstance(group, Beams) or self.find_group(group.request) is not group:
@@ -144,16 +136,16 @@ class CandidateGroups:
                 next_tokens[parent.sequence_id] = survivor.token_id
                 chosen.append(parent)
             else:
-                beam = parent.branch(next(self._sequence_ids), seed=parent.seed)
+                beam = parent.branch(next(self.sequence_ids), seed=parent.seed)
                 beam.token_ids.append(survivor.token_id)
-                self._open_text(group.request, beam, 0, group)
+                self.open_text(group.request, beam, 0, group)
                 chosen.append(beam)
                 branches.append((beam, parent))
         if not group.is_decided:
             for parent in parents:
                 if parent not in chosen:
                     if parent.sequence_id in next_tokens:
-                        self._scheduler.cancel_branch(parent)
+                        self.scheduler.cancel_branch(parent)
                     self._remove_candidate(group.request, parent)
             group.candidates, group.continuations_of = chosen, {}
         return branches
@@ -163,15 +155,15 @@ class CandidateGroups:
         for beam, parent in branches:
             # Why: a prompt is looked up once; a beam that finds its parent's blocks is no further hit.
             beam.num_cached_tokens = parent.num_cached_tokens
-            self._scheduler.add_branch(beam, parent)
+            self.scheduler.add_branch(beam, parent)
 
     def _remove_candidate(self, request: Request, sequence: Sequence) -> None:
         first = request.sequences[0]
         first.num_preemptions += sequence.num_preemptions
         if first.num_cached_tokens is None:
             first.num_cached_tokens = sequence.num_cached_tokens
-        self._scheduler.remove_sequence(sequence)
-        self._remove_text(sequence)
+        self.scheduler.remove_sequence(sequence)
+        self.remove_text(sequence)
 
 
 def _describe(candidate: Sequence) -> Hypothesis:

@@ -56,8 +56,7 @@ class InputProcessor:
     ) -> ProcessedRequest:
         """Validate and resolve a new request, or a further turn after the tokens ``known``.
 
-        Raises:
-            InvalidRequest: the subclass names the input, the value and the limit.
+        Raises ``InvalidRequest``, whose subclass names the input, the value and the limit.
         """
         if known is None:
             self.check_options(options)
@@ -84,11 +83,7 @@ class InputProcessor:
         return ProcessedRequest(list(token_ids), params, options, max_tokens, stop_token_ids, has_candidates)
 
     def check_options(self, options: RequestOptions) -> None:
-        """Refuse a priority that the scheduling policy would ignore.
-
-        Raises:
-            InvalidRequest: the policy has no priorities.
-        """
+        """Raise ``InvalidRequest`` for a priority that the scheduling policy would ignore."""
         if options.priority and not self.has_priorities:
             raise InvalidRequest(
                 "priority", options.priority, "0 under this scheduling policy, which has no priorities",
@@ -100,11 +95,7 @@ class InputProcessor:
         return self.eos_token_ids.union(params.stop_token_ids)
 
     def token_text(self, token_id: int) -> TokenText:
-        """Return what a token stands for.
-
-        Raises:
-            InvalidRequest: it is not in the vocabulary.
-        """
+        """Return what a token stands for. Raises ``InvalidRequest`` outside of the vocabulary."""
         validation.validate_prompt_ids([token_id], self.vocab_size, 2)
         if self.tokenizer is None:
             return TokenText("", None)

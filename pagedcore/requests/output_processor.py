@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed
-from pagedcore.outputs import CompletionOutput, Delta, FinishReason, RequestOutput, TokenLogprobs
+from pagedcore.outputs import CompletionOutput, Delta, FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
 from pagedcore.requests.candidate_groups import Beams, CandidateGroup, CandidateGroups
@@ -39,7 +39,7 @@ class RequestObserver(Protocol):
         """Note that every completion of a request has finished."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class PendingOutput:
     """One completion of a request on the way to its reader.
 
@@ -194,7 +194,12 @@ class OutputProcessor:
                 group = self.by_sequence[sequence.sequence_id].group
                 if group is not None:
                     groups[group.request.request_id] = group
-                tokens[sequence.sequence_id] = _keep_sampled(group, sequence, token_id, logprobs)
+                if isinstance(group, Beams):
+                    # Why: its search chooses a beam's next token later, when every beam of the round is computed.
+                    group.continuations_of[sequence.sequence_id] = logprobs.top if logprobs is not None else ()
+                elif logprobs is not None:
+                    sequence.logprobs.append(logprobs)
+                tokens[sequence.sequence_id] = None if isinstance(group, Beams) else token_id
         branches = [one for group in groups.values() for one in self.groups.choose_beams(group, tokens)]
         for new in self._scheduler.commit(plan, tokens):
             self._publish(new, now_s, pending)
@@ -310,15 +315,3 @@ class OutputProcessor:
                 if self._observer.observes_requests:
                     self._observer.request_finished(self.output_of(request))
         return pending
-
-
-def _keep_sampled(
-    group: CandidateGroup | None, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
-) -> int | None:
-    """Keep what was sampled and return the sequence's next token; a beam's is chosen later, by its search."""
-    if isinstance(group, Beams):
-        group.continuations_of[sequence.sequence_id] = logprobs.top if logprobs is not None else ()
-        return None
-    if logprobs is not None:
-        sequence.logprobs.append(logprobs)
-    return token_id

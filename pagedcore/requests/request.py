@@ -112,11 +112,7 @@ class Request:
         return self._owner.abort_request(self.request_id)
 
     def remove(self) -> None:
-        """Remove this finished request and free its blocks.
-
-        Raises:
-            RequestStateError: it is still running; ``abort`` it first.
-        """
+        """Remove this finished request and free its blocks. Raises ``RequestStateError`` while it is running."""
         if not self.is_done:
             raise RequestStateError("remove", "running", "finished", "Call abort() first.")
         self._owner.remove_request(self)

@@ -58,7 +58,7 @@ class SequenceSnapshot:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RequestTable:
     """All requests that were accepted and not removed.
 
@@ -189,11 +189,7 @@ class RequestTable:
             self.outputs.remove_text(sequence)
 
     def require_extensible(self, request: Request) -> Sequence:
-        """Return the one finished sequence of a request that may be continued.
-
-        Raises:
-            RequestStateError: the request was removed, is running, or has several completions.
-        """
+        """Return the one sequence of a request. Raises ``RequestStateError`` if none or several could be continued."""
         if request.request_id not in self._by_id:
             raise RequestStateError("extend", "removed", "finished and kept", "Add a new request instead.")
         if not request.is_done:

@@ -74,11 +74,7 @@ def _require_in_vocabulary(what: str, token_ids: Iterable[int], vocab_size: int)
 
 
 def validate_text(text: object, max_model_len: int) -> str:
-    """Check text before it is tokenised.
-
-    Raises:
-        InvalidText: not a ``str``, not encodable as UTF-8, or longer than any text that could fit.
-    """
+    """Raise ``InvalidText`` for what is no ``str``, not encodable as UTF-8, or longer than any text that could fit."""
     _count_text_bytes("text", text, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
     return text  # type: ignore[return-value]  # Why: the line above refuses what is no str
 
@@ -168,11 +164,7 @@ def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int, pool_tokens: int) -> None:
-    """Check that a request fits the KV pool when it has the pool to itself, even if its sequences share nothing.
-
-    Raises:
-        RequestTooLarge: ``num_sequences * (num_prompt_tokens + max_tokens)`` is more than ``pool_tokens``.
-    """
+    """Raise ``RequestTooLarge`` if a request does not fit a KV pool of its own when its sequences share nothing."""
     cost = num_sequences * (num_prompt_tokens + max_tokens)
     if cost > pool_tokens:
         raise RequestTooLarge(
@@ -183,11 +175,7 @@ def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int,
 
 
 def require_one_completion(params: SamplingParams) -> None:
-    """Check that parameters ask for one completion, which a session can continue.
-
-    Raises:
-        TooManySequences: ``n``, ``best_of`` or ``beam_width`` is more than 1.
-    """
+    """Raise ``TooManySequences`` unless parameters ask for one completion, which a session can continue."""
     if params.num_sequences != 1:
         raise TooManySequences(
             "n, best_of or beam_width", params.num_sequences, "1 in a session",

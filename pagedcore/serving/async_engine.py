@@ -53,13 +53,9 @@ class AsyncEngine:
     def __init__(self, engine: Engine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> None:
         """Take over ``engine``: no other code may call it from now on.
 
-        Args:
-            engine: a new one.
-            stream_interval_s: a reader gets its first and last delta at once, and those between, joined, at times this
-                far apart, the same for all readers, and farther apart if those are more than fifty; 0: every delta.
-
-        Raises:
-            InvalidConfig: the interval is not a number of seconds from 0 to 1.
+        A reader gets its first and last delta at once, and those between, joined, at times ``stream_interval_s`` apart,
+        the same for all readers, and farther apart if those are more than fifty; 0: every delta. Raises
+        ``InvalidConfig`` if it is not a number of seconds from 0 to 1.
         """
         _STREAM_INTERVAL.check("stream_interval_s", stream_interval_s, invalid_setting)
         self._input_processor = engine.input_processor
@@ -158,8 +154,7 @@ class AsyncEngine:
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, a chat with its template, as ``generate`` would send them to the model.
 
-        Raises:
-            InvalidRequest: the prompt is refused; ``PromptTooLong`` if the context has no room for it and a completion.
+        Raises ``InvalidRequest``: ``PromptTooLong`` if the context has no room for the prompt and a completion.
         """
         return self._input_processor.process(prompt, SamplingParams(max_tokens=1), RequestOptions()).token_ids
 
@@ -170,8 +165,7 @@ class AsyncEngine:
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.
 
-        Raises:
-            EngineClosed: the engine was closed, or its thread did not answer within ``timeout_s`` seconds.
+        Raises ``EngineClosed`` if the engine was closed, or its thread did not answer within ``timeout_s`` seconds.
         """
         try:
             return self._call(lambda engine: engine.stats()).result(timeout_s)
@@ -181,9 +175,7 @@ class AsyncEngine:
     def observe(self, plugin: object) -> None:
         """Call the observing hooks of ``plugin`` from now on, on the engine thread; they must not block.
 
-        Raises:
-            InvalidConfig: the plugin has a hook that does not exist.
-            EngineClosed: the engine was closed.
+        Raises ``InvalidConfig`` if it has a hook that does not exist, and ``EngineClosed``.
         """
         manager = PluginManager()
         manager.add(plugin, type(plugin).__name__)
@@ -195,8 +187,8 @@ class AsyncEngine:
         While everybody waits for KV blocks that are on their way between the memories there is no step.
 
         Args:
-            degraded_after_s: longer than the longest step, or a long step looks like a standstill.
-            dead_after_s: when to give the engine up.
+            degraded_after_s: seconds, longer than the longest step, or a long step looks like a standstill.
+            dead_after_s: seconds after which waiting is pointless.
         """
         return self._progress.judge(
             is_alive=self._thread.is_alive(), degraded_after_s=degraded_after_s, dead_after_s=dead_after_s
@@ -253,11 +245,9 @@ class AsyncEngine:
         return StreamReader(stream, partial(_cancel, self._commands, stream))
 
     async def call(self, function: Callable[[Engine], _T]) -> _T:
-        """Run a short function on the engine thread, between two steps, and return its result.
+        """Run a short function on the engine thread, between two steps; return its result or raise its exception.
 
-        Raises:
-            EngineClosed: the engine is closed.
-            Exception: whatever the function raises.
+        Raises ``EngineClosed`` if the engine is closed.
         """
         return await asyncio.wrap_future(self._call(function))
 

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
@@ -50,11 +50,7 @@ class Commands:
         """Whether ``put`` takes no more."""
 
     def put(self, command: Command) -> None:
-        """Hand a command over.
-
-        Raises:
-            EngineClosed: the engine thread takes no more.
-        """
+        """Hand a command over. Raises ``EngineClosed`` if the engine thread takes no more."""
         with self._lock:
             if self.is_closed:
                 raise EngineClosed("this engine is closed; make a new one.")
@@ -79,6 +75,7 @@ class Commands:
         return self.take_all()
 
 
+@dataclass(eq=False, repr=False)
 class StreamFlusher:
     """Says when which pending output is due: a request's first at once, later output of all requests together, every
     ``interval_s``, or less often if there are more than ``READERS_PER_INTERVAL`` readers.
@@ -91,13 +88,12 @@ class StreamFlusher:
     Invariant: output waits for less than such an interval and the length of a step.
     """
 
-    def __init__(self, interval_s: float, clock: Clock) -> None:
-        self._interval_s = interval_s
-        self._clock = clock
-        self._next_s = -math.inf
-        self._readers: dict[Request, Stream] = {}
-        self._without_first: set[Request] = set()
-        self._pending: dict[Request, list[PendingOutput]] = {}
+    interval_s: float
+    clock: Clock
+    _next_s: float = field(default=-math.inf, init=False)
+    _readers: dict[Request, Stream] = field(default_factory=dict, init=False)
+    _without_first: set[Request] = field(default_factory=set, init=False)
+    _pending: dict[Request, list[PendingOutput]] = field(default_factory=dict, init=False)
 
     def expect(self, request: Request, stream: Stream) -> None:
         """Deliver a request's output to a stream from now on."""
@@ -113,10 +109,10 @@ class StreamFlusher:
 
     def take_due(self) -> dict[Stream, list[PendingOutput]]:
         """Take what is due; call it once after every step."""
-        now = self._clock.now()
+        now = self.clock.now()
         if now >= self._next_s:
             due = self._take(list(self._pending))
-            self._next_s = now + self._interval_s * max(1.0, len(due) / READERS_PER_INTERVAL)
+            self._next_s = now + self.interval_s * max(1.0, len(due) / READERS_PER_INTERVAL)
             return due
         return self._take([request for request in self._without_first if request in self._pending])
 
@@ -223,11 +219,11 @@ class EngineLoop:
 
     def _take_commands(self) -> None:
         if not self.engine.has_pending_requests():
-            if (command := self._commands.wait(IDLE_CHECK_S)) is not None:
+            if (command := self._commands.wait(IDLE_CHECK_S)) is None:
+                self.engine.idle()
+            else:
                 command(self)
                 self._gather()
-            else:
-                self.engine.idle()
         for command in self._commands.take_all():
             command(self)
 

@@ -82,8 +82,7 @@ class Stream:
     def take(self) -> list[Delta]:
         """Return unread deltas, empty at the end; call it when woken: then there are some, or it has ended.
 
-        Raises:
-            Exception: the error the stream ended with, after the last delta.
+        Raises the error that the stream ended with, after the last delta.
         """
         with self._lock:
             unread, self._unread = self._unread, {}
@@ -93,9 +92,7 @@ class Stream:
 
 
 class CompletionFuture:
-    """The output of one request on its way to a caller who wants no deltas: a future for any thread or loop.
-
-    Nothing is handed over, and no one is woken, before the request is done.
+    """The output of one request on its way to a caller who wants no deltas and is not woken before the end.
 
     Invariant: the future is settled once, with an output or an error, unless its owner cancelled it first.
     """

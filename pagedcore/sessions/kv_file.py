@@ -64,11 +64,7 @@ class KVSpec:
 
 
 def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
-    """Write a file, whole or not at all.
-
-    Raises:
-        OSError: it could not be written; no part of it is left behind.
-    """
+    """Write a file, whole or not at all. Raises ``OSError``; then no part of it is left behind."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -120,11 +116,7 @@ def _checks(blocks: _Bytes, keys: ListOf[bytes]) -> Iterator[bytes]:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Return the bytes of a file.
-
-    Raises:
-        OSError: it cannot be read, is no plain file, or has more than ``most`` bytes; nothing was allocated for it.
-    """
+    """Return the bytes of a plain file of at most ``most`` bytes. Raises ``OSError`` before anything is allocated."""
     # Safety: opening a pipe would wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
@@ -139,10 +131,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a new file, then rename it: ``path`` is the complete old file or the complete new one.
 
-    The file is readable by its owner only, and on the disk when this returns.
-
-    Raises:
-        OSError: it could not be written; ``path`` is as it was.
+    The file is readable by its owner only, and on the disk when this returns. Raises ``OSError``.
     """
     handle, name = tempfile.mkstemp(prefix=".pagedcore-", suffix=".part", dir=path.parent)
     os.close(handle)
@@ -179,11 +168,7 @@ class KVDirectory:
         """The files that were named and not removed."""
 
     def name_file(self) -> Path:
-        """Return a path for a new file.
-
-        Raises:
-            OSError: the directory cannot be made.
-        """
+        """Return a path for a new file. Raises ``OSError`` if the directory cannot be made."""
         if self._path is None:
             self._private = tempfile.TemporaryDirectory(prefix="pagedcore-kv-", ignore_cleanup_errors=True)
             self._path = Path(self._private.name)

@@ -74,7 +74,7 @@ class _Parked:
     file: ParkedFile | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Parking:
     """Parked sequences of one engine.
 

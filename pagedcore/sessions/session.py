@@ -115,16 +115,13 @@ class Session:
         return run(self.turn_operation(prompt, params))
 
     def park(self, tier: Literal["host", "disk"] = "host", ttl_s: float | None = None) -> ParkedState:
-        """Keep the KV of the session while it is idle.
+        """Keep the KV of the session while it is idle; return where it is, and of how many positions.
 
         Args:
             tier: "host" pins it in host memory, of which sessions may take half; "disk" writes it to a file and keeps
                 nothing in memory. What does not fit on the host goes to the disk, and what cannot be written there is
                 not kept.
             ttl_s: seconds after which the KV is freed; the session itself stays. ``None``: no limit.
-
-        Returns:
-            Where the KV is, and of how many positions.
 
         Raises:
             SessionStateError: a turn is under way, or the session is closed.
@@ -145,9 +142,7 @@ class Session:
         A fork of a running turn has its completion so far, and ``ask(None)`` continues it. A file with parked KV and
         the label (``request_id``) stay with the original.
 
-        Raises:
-            SessionStateError: the session is closed.
-            TooManySessions: as many as allowed are open.
+        Raises ``SessionStateError`` if the session is closed, ``TooManySessions`` if as many as allowed are open.
         """
         sequence = self._require_open("fork")
         snapshot, root = (SequenceSnapshot.of(sequence), sequence.cache_root) if sequence is not None else (None, None)
@@ -299,7 +294,7 @@ class Session:
         return sequence
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SessionStore:
     """The open sessions of one engine.
 

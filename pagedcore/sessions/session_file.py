@@ -61,9 +61,7 @@ class SessionSnapshot:
 def write_session(path: Path, snapshot: SessionSnapshot) -> None:
     """Write a session's files; the old file at ``path`` stays until the new one is complete.
 
-    Raises:
-        InvalidSessionFile: the file would be larger than one that is read; nothing was written.
-        OSError: a file could not be written.
+    Raises ``InvalidSessionFile`` if it would be too large to be read, before anything is written; ``OSError``.
     """
     body = _body_of(snapshot)
     text = json.dumps({"format": FORMAT, "version": VERSION, "checksum": _checksum(body), "body": body})
@@ -85,8 +83,7 @@ def read_session(
     """Read and check a session's files, for an engine with this model and these bounds; callable from any thread.
 
     Raises:
-        InvalidSessionFile: the file is no session file, damaged, or of another version; or it has values that this
-            engine does not accept.
+        InvalidSessionFile: it is no session file, damaged, of another version, or has values that are not accepted.
         ModelMismatch: it was made with another model.
         OSError: there is no such file, or it cannot be read.
     """
