@@ -40,11 +40,6 @@ class BeamRules:
     barred_token_ids: frozenset[int] = frozenset()
     """No candidates before ``min_tokens``, besides the stop tokens: with ``ignore_eos`` the model's end tokens."""
 
-    @property
-    def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens are enough: ``width`` of them neither stop nor are barred."""
-        return self.width + len(self.stop_token_ids | self.barred_token_ids)
-
     def score(self, log_probability: float, num_tokens: int) -> float:
         """Return what a completion of ``num_tokens`` tokens is ranked by."""
         return float(log_probability / num_tokens**self.length_penalty)
@@ -102,8 +97,8 @@ class BeamSearch:
         """Finish a round.
 
         Args:
-            continuations: for each beam of the round, in order, the likeliest tokens, best first: at least
-                ``BeamRules.num_candidates`` of them, or all possible ones if they are fewer.
+            continuations: for each beam of the round, in order, the likeliest tokens, best first: at least ``width``
+                that neither stop nor are barred (``Sequence.num_logprobs``), or all possible ones if they are fewer.
 
         Returns:
             The beams of the next round, in order; none when the search is done.

@@ -56,15 +56,12 @@ def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) 
     ids = list(token_ids)
     # Why: in pieces, because a caller's event loop cannot run during any one of these calls.
     for start in range(0, len(ids), _IDS_AT_ONCE):
-        _validate_ids(ids[start : start + _IDS_AT_ONCE], vocab_size)
+        some = ids[start : start + _IDS_AT_ONCE]
+        if set(map(type, some)) != {int}:
+            wrong = next(token_id for token_id in some if type(token_id) is not int)
+            raise InvalidPrompt("prompt", wrong, "token ids: Python integers, no booleans or NumPy scalars")
+        _require_in_vocabulary("prompt", (min(some), max(some)), vocab_size)
     return ids
-
-
-def _validate_ids(ids: list[int], vocab_size: int) -> None:
-    if set(map(type, ids)) != {int}:
-        wrong = next(token_id for token_id in ids if type(token_id) is not int)
-        raise InvalidPrompt("prompt", wrong, "token ids: Python integers, no booleans or NumPy scalars")
-    _require_in_vocabulary("prompt", (min(ids), max(ids)), vocab_size)
 
 
 def _require_in_vocabulary(what: str, token_ids: Iterable[int], vocab_size: int) -> None:
@@ -74,7 +71,7 @@ def _require_in_vocabulary(what: str, token_ids: Iterable[int], vocab_size: int)
 
 
 def validate_text(text: object, max_model_len: int) -> str:
-    """Raise ``InvalidText`` for what is no ``str``, not encodable as UTF-8, or longer than any text that could fit."""
+    """Return text. Raises ``InvalidText`` if it is no ``str``, not encodable as UTF-8, or longer than could fit."""
     _count_text_bytes("text", text, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
     return text  # type: ignore[return-value]  # Why: the line above refuses what is no str
 

@@ -72,9 +72,7 @@ class AsyncSession:
             pass
         return await self._call(lambda session: session.output())
 
-    async def stream(
-        self, prompt: Prompt | None, params: SamplingParams | None = None
-    ) -> AsyncGenerator[Delta, None]:
+    async def stream(self, prompt: Prompt | None, params: SamplingParams | None = None) -> AsyncGenerator[Delta, None]:
         """Run a turn and yield its deltas. Arguments and errors as ``Session.ask``."""
 
         def start(session: Session) -> tuple[Operation[Request], Work, ParkedState | None]:

@@ -152,7 +152,8 @@ class EngineLoop:
         cause: BaseException | None = None
         try:
             while not self._is_stopping:
-                self._accept_queued()
+                while self._queued and self.engine.can_accept(self._queued[0][0].params.num_initial_sequences):
+                    self.accept(*self._queued.popleft(), may_wait=False)
                 self._take_commands()
                 pending = self.engine.step_pending()
                 self._deliver(pending)
@@ -165,7 +166,7 @@ class EngineLoop:
             cause = error
             raise
         finally:
-            self.progress.thread_ended()
+            self.progress.has_ended = True
             self._shut_down(cause)
 
     def stop(self) -> None:
@@ -212,10 +213,6 @@ class EngineLoop:
                 last = self._take_deltas(request)
                 request.abort()
                 wake([self._end_request(request, last)])
-
-    def _accept_queued(self) -> None:
-        while self._queued and self.engine.can_accept(self._queued[0][0].params.num_initial_sequences):
-            self.accept(*self._queued.popleft(), may_wait=False)
 
     def _take_commands(self) -> None:
         if not self.engine.has_pending_requests():

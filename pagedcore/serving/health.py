@@ -43,7 +43,8 @@ class Progress:
         self._clock: Clock = clock if clock is not None else MonotonicClock()
         self._last_s = self._clock.now()
         self._num_failed_steps = 0
-        self._has_ended = False
+        self.has_ended = False
+        """Whether the thread is about to end, for whatever reason."""
 
     def step_ended(self, *, has_output: bool, has_failed: bool) -> None:
         """Note that a step, or a look around without one, is over, and what it brought."""
@@ -53,14 +54,10 @@ class Progress:
             self._num_failed_steps = 0
         self._last_s = self._clock.now()
 
-    def thread_ended(self) -> None:
-        """Note that the thread is about to end, for whatever reason."""
-        self._has_ended = True
-
     def judge(self, *, is_alive: bool, degraded_after_s: float, dead_after_s: float) -> Health:
         """Say how the thread does, if it exists (``is_alive``); limits as for ``AsyncEngine.health``."""
         silent_s, num_failed = self._clock.now() - self._last_s, self._num_failed_steps
-        if self._has_ended or not is_alive:
+        if self.has_ended or not is_alive:
             return Health("dead", "the engine thread has ended", silent_s, num_failed)
         if silent_s > degraded_after_s:
             status: HealthStatus = "dead" if silent_s > dead_after_s else "degraded"

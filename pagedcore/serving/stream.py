@@ -144,18 +144,16 @@ class StreamReader:
         self._finalizer.atexit = False
 
     def __iter__(self) -> Iterator[Delta]:
-        while deltas := self._next_on_this_thread():
+        while True:
+            time_left_s, waiter = self._check_time(), threading.Event()
+            deltas = self._stream.take_or_register(waiter)
+            if deltas is None:
+                if not waiter.wait(time_left_s):
+                    raise self._timed_out()
+                deltas = self._stream.take()
+            if not deltas:
+                return
             yield from deltas
-
-    def _next_on_this_thread(self) -> list[Delta]:
-        time_left_s = self._check_time()
-        waiter = threading.Event()
-        deltas = self._stream.take_or_register(waiter)
-        if deltas is None:
-            if not waiter.wait(time_left_s):
-                raise self._timed_out()
-            deltas = self._stream.take()
-        return deltas
 
     async def next(self) -> list[Delta]:
         """Return what is unread, at most one delta per completion, sleeping until there is something; empty at the end.
@@ -167,17 +165,17 @@ class StreamReader:
         time_left_s = self._check_time()
         waiter = asyncio.get_running_loop().create_future()
         deltas = self._stream.take_or_register(waiter)
-        if deltas is None:
-            await (waiter if time_left_s is None else self._sleep(waiter, time_left_s))
-            deltas = self._stream.take()
-        return deltas
-
-    async def _sleep(self, waiter: asyncio.Future[None], time_left_s: float) -> None:
-        try:
-            async with asyncio.timeout(time_left_s):
-                await waiter
-        except TimeoutError:
-            raise self._timed_out() from None
+        if deltas is not None:
+            return deltas
+        if time_left_s is None:
+            await waiter
+        else:
+            try:
+                async with asyncio.timeout(time_left_s):
+                    await waiter
+            except TimeoutError:
+                raise self._timed_out() from None
+        return self._stream.take()
 
     def _check_time(self) -> float | None:
         if self._timeout_s is None:

@@ -202,9 +202,7 @@ def _refusals_of(what: str) -> Iterator[None]:
 def _history(values: Mapping[str, Any], inputs: InputProcessor) -> SequenceSnapshot:
     with _refusals_of("token_ids"):
         # Why: one more than a prompt may have, because a history may fill the context; only its next turn is refused.
-        token_ids = validation.validate_prompt_ids(
-            values.get("token_ids"), inputs.vocab_size, inputs.max_model_len + 1
-        )
+        token_ids = validation.validate_prompt_ids(values.get("token_ids"), inputs.vocab_size, inputs.max_model_len + 1)
     num_prompt_tokens = _field(values, "num_prompt_tokens", integer(1, len(token_ids)))
     return SequenceSnapshot(
         token_ids=tuple(token_ids), num_prompt_tokens=num_prompt_tokens,
@@ -228,9 +226,7 @@ def _logprobs(values: Any, num_output_tokens: int) -> tuple[TokenLogprobs, ...]:
         raise InvalidSessionFile("logprobs", values, "[token id, log-probability, [[id, value], ...]]") from None
 
 
-def _kv(
-    path: Path, values: Mapping[str, Any], history: SequenceSnapshot, describe_kv: DescribeKV
-) -> KVCopy | None:
+def _kv(path: Path, values: Mapping[str, Any], history: SequenceSnapshot, describe_kv: DescribeKV) -> KVCopy | None:
     """Return the KV if it is of use here; only a contradiction between digests and tokens refuses the file."""
     num_tokens = _field(values, "num_tokens", integer(1, len(history.token_ids)))
     spec = describe_kv(history.token_ids[:num_tokens])

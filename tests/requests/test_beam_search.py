@@ -9,6 +9,8 @@ import random
 import pytest
 
 from pagedcore.requests.beam_search import BeamRules, BeamSearch, Survivor
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.sequence import Sequence
 
 STOP = 0
 Answer = tuple[int, ...]
@@ -132,13 +134,14 @@ def test_a_wide_search_finds_the_best_answer_there_is() -> None:
 
 
 def test_few_candidates_are_enough() -> None:
-    """Offering only ``num_candidates`` tokens of each beam changes nothing."""
+    """Offering only as many tokens of each beam as a step reports changes nothing."""
     rng = random.Random(7)
     for _ in range(20):
         distributions = random_distributions(rng, vocab_size=8, max_tokens=3)
         rules = BeamRules(2, 3, 0, frozenset({STOP, 1}))
+        beam = Sequence(0, [1], SamplingParams(beam_width=2), max_tokens=3, seed=0, stop_token_ids=rules.stop_token_ids)
         few = {
-            answer: dict(sorted(options.items(), key=lambda one: -one[1])[: rules.num_candidates])
+            answer: dict(sorted(options.items(), key=lambda one: -one[1])[: beam.num_logprobs])
             for answer, options in distributions.items()
         }
         assert run(BeamSearch(rules), few) == run(BeamSearch(rules), distributions)
