@@ -94,14 +94,10 @@ class BeamSearch:
         self.is_done = False
 
     def advance(self, continuations: ListOf[Continuations]) -> list[Survivor]:
-        """Finish a round.
+        """Finish a round; return the beams of the next one, in order, or none when the search is done.
 
-        Args:
-            continuations: for each beam of the round, in order, the likeliest tokens, best first: at least ``width``
-                that neither stop nor are barred (``Sequence.num_logprobs``), or all possible ones if they are fewer.
-
-        Returns:
-            The beams of the next round, in order; none when the search is done.
+        ``continuations`` has for each beam of the round, in order, the likeliest tokens, best first: at least ``width``
+        that neither stop nor are barred (``Sequence.num_logprobs``), or all possible ones if they are fewer.
         """
         width = self._rules.width
         ranked = self._rank(continuations)

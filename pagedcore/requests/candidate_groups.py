@@ -26,49 +26,35 @@ SEED_STRIDE: Final = 0x9E3779B97F4A7C15  # Why: odd, so that consecutive multipl
 SEED_RANGE: Final = 2**63
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BestOf:
-    """Candidates that are computed as if all were returned, and ranked when all have ended."""
+@dataclass(slots=True, eq=False, repr=False)
+class CandidateGroup:
+    """The sequences among which the completions of one request are chosen.
 
-    request: Request
-    candidates: list[Sequence]
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether every candidate has ended."""
-        return all(one.finish_reason is not None for one in self.candidates)
-
-    def results(self) -> list[Hypothesis]:
-        """Return the ``n`` best, best first, the first of equal ones first."""
-        ranked = sorted(map(_describe, self.candidates), key=lambda chosen: -chosen.score)
-        return ranked[: self.request.params.n]
-
-
-@dataclass(slots=True, eq=False)
-class Beams:
-    """A beam search and the sequences of its present round.
-
-    Invariant: ``candidates`` are the search's beams, in its order.
-    Invariant: a beam with continuations is computed; one without is waiting or running.
+    Invariant: with a search, ``candidates`` are its present beams, in its order; those with continuations are computed,
+        the others wait or run.
     """
 
     request: Request
-    search: BeamSearch
     candidates: list[Sequence]
+    search: BeamSearch | None = None
+    """``None``: the candidates are computed as if all were returned, and ranked when all have ended (``best_of``)."""
     continuations_of: dict[int, Continuations] = field(default_factory=dict)
     """What may follow each beam that was computed, by sequence id."""
 
     @property
     def is_decided(self) -> bool:
-        """Whether the search is done."""
-        return self.search.is_done
+        """Whether the search is done, or every candidate has ended."""
+        if self.search is not None:
+            return self.search.is_done
+        return all(one.finish_reason is not None for one in self.candidates)
 
     def results(self) -> list[Hypothesis]:
-        """Return the ``n`` best hypotheses, best first."""
-        return self.search.hypotheses[: self.request.params.n]
+        """Return the ``n`` best, best first, the first of equal ones first."""
+        if self.search is not None:
+            return self.search.hypotheses[: self.request.params.n]
+        return sorted(map(_describe, self.candidates), key=lambda one: -one.score)[: self.request.params.n]
 
 
-CandidateGroup = BestOf | Beams
 Branch = tuple[Sequence, Sequence]
 """A beam that is new to the scheduler, and its parent."""
 
@@ -96,13 +82,13 @@ class CandidateGroups:
         # Why: what the first candidate learns of the prompt is the request's at once; the others have it computed.
         candidates[0].prompt_logprobs = first.prompt_logprobs
         self.scheduler.add_sequences(candidates)
-        group: CandidateGroup = BestOf(request, candidates)
+        group = CandidateGroup(request, candidates)
         if params.beam_width > 1:
             rules = BeamRules(
                 params.beam_width, first.max_tokens, params.min_tokens, first.end_token_ids, params.length_penalty,
                 params.early_stopping, params.logprobs, first.stop_token_ids - first.end_token_ids,
             )
-            group = Beams(request, BeamSearch(rules), candidates)
+            group.search = BeamSearch(rules)
         self._groups[request.request_id] = group
         for candidate in candidates:
             self.open_text(request, candidate, 0, group)
@@ -125,9 +111,8 @@ class CandidateGroups:
         has ``None``; the others are returned, for ``add_branches``.
         """
         branches, chosen, parents = list[Branch](), list[Sequence](), group.candidates
-        if not isinstance(group, Beams) or self.find_group(group.request) is not group:
-            return branches
-        if len(group.continuations_of) < len(parents):
+        is_open, num_computed = self.find_group(group.request) is group, len(group.continuations_of)
+        if group.search is None or not is_open or num_computed < len(parents):
             return branches
         for survivor in group.search.advance([group.continuations_of[parent.sequence_id] for parent in parents]):
             parent = parents[survivor.parent]

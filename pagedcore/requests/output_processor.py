@@ -14,7 +14,7 @@ from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed
 from pagedcore.outputs import CompletionOutput, Delta, FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
-from pagedcore.requests.candidate_groups import Beams, CandidateGroup, CandidateGroups
+from pagedcore.requests.candidate_groups import CandidateGroup, CandidateGroups
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
@@ -138,7 +138,7 @@ class OutputProcessor:
             pending = self.by_sequence[sequence.sequence_id] = PendingOutput(request, sequence, index, group)
         else:
             pending.begin_turn()
-        if self._tokenizer is not None and not isinstance(group, Beams):
+        if self._tokenizer is not None and (group is None or group.search is None):
             params = sequence.params
             pending.stream = IncrementalText(self._tokenizer.new_detokenizer(), params.stop, params.min_tokens)
         return pending
@@ -194,12 +194,14 @@ class OutputProcessor:
                 group = self.by_sequence[sequence.sequence_id].group
                 if group is not None:
                     groups[group.request.request_id] = group
-                if isinstance(group, Beams):
+                if group is not None and group.search is not None:
                     # Why: its search chooses a beam's next token later, when every beam of the round is computed.
                     group.continuations_of[sequence.sequence_id] = logprobs.top if logprobs is not None else ()
-                elif logprobs is not None:
+                    tokens[sequence.sequence_id] = None
+                    continue
+                if logprobs is not None:
                     sequence.logprobs.append(logprobs)
-                tokens[sequence.sequence_id] = None if isinstance(group, Beams) else token_id
+                tokens[sequence.sequence_id] = token_id
         branches = [one for group in groups.values() for one in self.groups.choose_beams(group, tokens)]
         for new in self._scheduler.commit(plan, tokens):
             self._publish(new, now_s, pending)
@@ -266,7 +268,7 @@ class OutputProcessor:
     def _publish(self, new: NewToken, now_s: float, pending: list[PendingOutput]) -> None:
         """Add a token to its completion; a candidate's is not pending before it is chosen."""
         one = self.by_sequence[new.sequence.sequence_id]
-        if isinstance(one.group, Beams):
+        if one.group is not None and one.group.search is not None:
             return
         self.counters.num_generated_tokens += 1
         if one.add_token(new.token_id):

@@ -88,8 +88,7 @@ class RequestTable:
     def accept(self, processed: ProcessedRequest) -> Request:
         """Make a request with one sequence per completion and let it wait.
 
-        Raises:
-            InvalidRequest: its label is taken; ``EngineOverloaded``: the waiting queue is full. Then nothing changed.
+        Raises ``InvalidRequest`` if its label is taken, ``EngineOverloaded``; then nothing changed.
         """
         options, params = processed.options, processed.params
         label = (options.salt, options.request_id)

@@ -1,7 +1,7 @@
 """Checks prompts, and the parameters that depend on the prompt or the model, for every entry point.
 
-It allocates nothing in proportion to what it refuses, and knows no engine. Limits are in
-``limits.py``, the checks that need no model in ``sampling_params.py``; ``input_processor.py`` calls these in order.
+It allocates nothing in proportion to what it refuses, and knows no engine. Checks that need no model are in
+``sampling_params.py``; ``input_processor.py`` calls these in order.
 """
 
 from __future__ import annotations

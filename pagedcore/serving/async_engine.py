@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Final, TypeVar, Unpack
 
@@ -40,7 +40,7 @@ STREAM_INTERVAL_S: Final = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncEngine:
+class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]):
     """Continuous batching for concurrent callers.
 
     ``generate`` is a real async generator function: leaving it early in any way (``aclose``, cancellation, an
@@ -182,13 +182,10 @@ class AsyncEngine:
         self._commands.put(lambda worker: worker.engine.hooks.add(manager))
 
     def health(self, *, degraded_after_s: float = 10.0, dead_after_s: float = 60.0) -> Health:
-        """Judge whether the engine makes progress, by the time since its last step or idle check; never waits.
+        """Judge whether the engine makes progress, by the seconds since its last step or idle check; never waits.
 
-        While everybody waits for KV blocks that are on their way between the memories there is no step.
-
-        Args:
-            degraded_after_s: seconds, longer than the longest step, or a long step looks like a standstill.
-            dead_after_s: seconds after which waiting is pointless.
+        While everybody waits for KV blocks that are on their way between the memories there is no step. A long step
+        looks like a standstill if it takes more than ``degraded_after_s``; after ``dead_after_s`` waiting is pointless.
         """
         return self._progress.judge(
             is_alive=self._thread.is_alive(), degraded_after_s=degraded_after_s, dead_after_s=dead_after_s
@@ -207,14 +204,8 @@ class AsyncEngine:
         """Close without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
-    async def __aenter__(self) -> AsyncEngine:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    def __enter__(self) -> AsyncEngine:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

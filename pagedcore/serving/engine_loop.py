@@ -240,7 +240,12 @@ class EngineLoop:
         # Why: several completions of a request may end in one step, and one that was added on this thread has no sink.
         ended = dict.fromkeys(one.request for one in pending if one.sequence.finish_reason is not None
                               and one.request.is_done and one.request in self._sinks)
-        waiters, sleeping = [self._complete(request) for request in ended], dict[Waiter, Stream]()
+        waiters, sleeping = list[Waiter | None](), dict[Waiter, Stream]()
+        for request in ended:
+            last = self._take_deltas(request)
+            if isinstance(self._sinks[request], Stream):
+                last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs)
+            waiters.append(self._end_request(request, last))
         for stream, due in self._flusher.take_due().items():
             if (waiter := stream.put([one.take_delta() for one in due])) is not None:
                 sleeping[waiter] = stream
@@ -248,12 +253,6 @@ class EngineLoop:
             # Why: its loop was closed, so its reader will never come back to say that it left.
             if lost in sleeping:
                 self.cancel_sink(sleeping[lost])
-
-    def _complete(self, request: Request) -> Waiter | None:
-        last = self._take_deltas(request)
-        if isinstance(self._sinks[request], Stream):
-            last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs)
-        return self._end_request(request, last)
 
     def _take_deltas(self, request: Request) -> list[Delta]:
         return [one.take_delta() for one in self._flusher.take(request)]

@@ -55,9 +55,8 @@ class LongPrompts:
     def send(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, may_wait: bool) -> None:
         """Prepare a request on another thread and send it on; a refusal ends the sink with its error.
 
-        Raises:
-            EngineOverloaded: there are as many as may be, and it may not wait.
-            EngineClosed: after ``close``, or at the end of the interpreter.
+        Raises ``EngineOverloaded`` if there are as many as may be and it may not wait; ``EngineClosed`` after ``close``
+        or at the end of the interpreter.
         """
         with self._lock:
             if self._num_present >= self._limit and not may_wait:

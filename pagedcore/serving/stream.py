@@ -158,9 +158,7 @@ class StreamReader:
     async def next(self) -> list[Delta]:
         """Return what is unread, at most one delta per completion, sleeping until there is something; empty at the end.
 
-        Raises:
-            RequestTimeout: the reader's time is up.
-            Exception: the error the stream ended with, after the last delta.
+        Raises ``RequestTimeout`` when the reader's time is up, and what the stream ended with, after the last delta.
         """
         time_left_s = self._check_time()
         waiter = asyncio.get_running_loop().create_future()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from pagedcore.sessions.parking import ParkedFile, ParkedState, Parking
 from pagedcore.sessions.session_file import SessionSnapshot, read_session, write_session
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """One conversation with one engine, made by ``Engine.session``; usable on the engine's thread.
 
         with engine.session(SamplingParams(max_tokens=64)) as session:
@@ -173,9 +174,6 @@ class Session:
             self._store.parking.free_kv(self._request.sequences[0])
             self._request.abort()
             self._request.remove()
-
-    def __enter__(self) -> Session:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
