@@ -76,5 +76,5 @@ class StandInBackends:
 
 def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``device="cuda"`` mean the stand-in."""
-    card = Device("cuda", CPU, "stand-in", "bfloat16", lambda: 2**30, late_storage, "stand-in")
-    monkeypatch.setattr(devices, "_cuda_device", lambda name: card)
+    gpu = Device("cuda", CPU, "stand-in", "bfloat16", lambda: 2**30, late_storage, "stand-in")
+    monkeypatch.setattr(devices, "_cuda_device", lambda name: gpu)

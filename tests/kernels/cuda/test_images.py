@@ -61,7 +61,7 @@ def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path: Path) -> N
         ImageStore(tmp_path).read("copy", "sm_90")
 
 
-def test_cards_run_what_was_built_for_older_ones_of_their_generation(tmp_path: Path) -> None:
+def test_gpus_run_what_was_built_for_older_ones_of_their_generation(tmp_path: Path) -> None:
     """A prebuilt image for sm_80 serves sm_86, and one for sm_90 does not."""
     assert runs_on("sm_86")[:2] == ["sm_86", "sm_85"]
     ImageStore(tmp_path).write(image("sm_80"))
