@@ -123,7 +123,7 @@ def run_here(name: str, options: argparse.Namespace, make_gpu: Any) -> bool:
 
 
 def private_copy(kernels: Path, private: Path) -> Path:
-    """Copy the kernels to where nobody else can write, which is asked for before they are run."""
+    """Copy the kernels to a folder that only this user can write, which is asked for before they are run."""
     for file in kernels.rglob("*.kernel"):
         target = private / file.relative_to(kernels)
         target.parent.mkdir(exist_ok=True, mode=0o700)

@@ -54,7 +54,7 @@ class Problem:
         layer: its shape.
         rows: of the batch.
         block_stride: bytes from a block to the next; by default this layer's alone.
-        num_ctas: CTAs that the planner is told run at once.
+        num_ctas: CTAs that run at once, as the planner assumes.
     """
 
     def __init__(

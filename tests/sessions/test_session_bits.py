@@ -1,4 +1,4 @@
-"""The central promise for conversations: wherever they were in between, they go on with the same bytes."""
+"""The central promise for conversations: parked, exported or preempted, they continue with the same bytes."""
 
 from __future__ import annotations
 

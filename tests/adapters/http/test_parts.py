@@ -36,16 +36,16 @@ async def test_a_signal_waits_for_the_drain_and_a_second_one_does_not() -> None:
 
     before = signal.signal(signal.SIGTERM, hear)
     try:
-        everybody_left, told = asyncio.Event(), asyncio.Event()
+        everybody_left, was_notified = asyncio.Event(), asyncio.Event()
 
         async def drain() -> None:
-            told.set()
+            was_notified.set()
             await everybody_left.wait()
 
         farewell = DrainSignal(drain)
         farewell.install()
         signal.raise_signal(signal.SIGTERM)
-        await told.wait()
+        await was_notified.wait()
         assert heard == []
         signal.raise_signal(signal.SIGTERM)
         assert heard == [signal.SIGTERM]
@@ -59,7 +59,7 @@ async def test_a_signal_waits_for_the_drain_and_a_second_one_does_not() -> None:
 
 
 async def test_a_process_that_has_no_handler_ends_as_it_would_have() -> None:
-    """Where nobody is to be told afterwards, and on threads that get no signals, the signal is left alone."""
+    """Without a callback, and on threads that get no signals, the signal is left alone."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         DrainSignal(asyncio.Event().wait).install()
@@ -109,13 +109,13 @@ async def test_the_end_comes_with_the_last_piece() -> None:
 
 
 async def test_a_stream_of_other_events_ends_too() -> None:
-    """An endpoint of somebody's own that knows no "done" gets its end, empty."""
+    """A third party's endpoint that knows no "done" gets its end, empty."""
     mine = frame({"mine": 1}, "progress") + "data: event: done\n\n"
     assert await sent_for(mine, mine) == [(mine, True), (mine, True), ("", False)]
 
 
 async def test_a_drain_waits_for_open_calls_and_no_longer_than_its_timeout() -> None:
-    """Draining lets nobody in, ends when all have left, and gives up after its time."""
+    """Draining admits no request, ends when all have ended, and stops waiting after its time limit."""
     door = OpenCalls()
     with door.call():
         assert await door.drain(timeout_s=0.01) == 1

@@ -69,7 +69,7 @@ def test_gpus_run_what_was_built_for_older_ones_of_their_generation(tmp_path: Pa
 
 
 def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that nobody built, on a machine that cannot build it, names the extra and the command."""
+    """A kernel that was not built, on a machine that cannot build it, names the extra and the command."""
     monkeypatch.setattr(library, "missing_compiler_parts", lambda: ["numba-cuda", "nvidia-nvvm"])
     message = r"numba-cuda, nvidia-nvvm.*pagedcore\[cuda\].*kernels build --arch sm_90"
     with pytest.raises(MissingDependency, match=message):
