@@ -157,11 +157,27 @@ async def test_a_long_body_is_read_as_a_short_one(filler: Any) -> None:
             await read_fields(request_with(broken), ["prompt"], [], 2**20)
 
 
-def request_with(body: bytes) -> Request:
+def request_with(body: bytes, *headers: tuple[bytes, bytes]) -> Request:
     async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return Request({"type": "http", "headers": []}, receive)
+    return Request({"type": "http", "headers": list(headers)}, receive)
+
+
+@pytest.mark.parametrize("length", ["abc", "", "-5", "1_0", "\u0663", "7, 7"])
+async def test_a_length_that_is_no_number_is_refused(length: str) -> None:
+    """Servers check the header, others that embed the door may not: a 400 that names it, never an unforeseen error."""
+    request = request_with(b'{"a":1}', (b"content-length", length.encode("latin-1", "replace")))
+    with pytest.raises(RefusedAtTheDoor, match="content-length") as refused:
+        await read_fields(request, ["a"], [], 2**20)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-8-sig", "latin-1"])
+async def test_only_utf8_is_read(encoding: str) -> None:
+    """A body in another encoding is refused, although the parser could guess it: a filter before the door could not."""
+    with pytest.raises(RefusedAtTheDoor, match="UTF-8"):
+        await read_fields(request_with('{"a":"\u00e9"}'.encode(encoding)), ["a"], [], 2**20)
 
 
 PARTS = st.none() | st.binary(max_size=9) | st.text(max_size=9)
