@@ -54,10 +54,7 @@ class InputProcessor:
     def process(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, known: list[int] | None = None
     ) -> ProcessedRequest:
-        """Validate and resolve a new request, or a further turn after the tokens ``known``.
-
-        Raises ``InvalidRequest``, whose subclass names the input, the value and the limit.
-        """
+        """Validate and resolve a request, or a turn after the tokens ``known``. Raises as ``Engine.add_request``."""
         if known is None:
             self.check_options(options)
         params, num_known = params or SamplingParams(), len(known or ())

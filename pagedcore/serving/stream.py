@@ -80,10 +80,7 @@ class Stream:
         return self.take()
 
     def take(self) -> list[Delta]:
-        """Return unread deltas, empty at the end; call it when woken: then there are some, or it has ended.
-
-        Raises the error that the stream ended with, after the last delta.
-        """
+        """Return what is unread, for a reader that was woken; empty at the end. Raises the error of the end, if any."""
         with self._lock:
             unread, self._unread = self._unread, {}
         if not unread and self._error is not None:
