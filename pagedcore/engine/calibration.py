@@ -38,7 +38,6 @@ def calibrate(
         most_tokens: of a forward.
     """
     blocks, host = kv_cache.device, kv_cache.host
-    assert host is not None  # Invariant: asked before
     transfers.calibrate(costs, min(blocks.num_blocks, host.num_blocks))
     measured = measure_steps(backend, clock, blocks.block_size, min(blocks.num_blocks * blocks.block_size, most_tokens))
     costs.step = measured if measured is not None else costs.step

@@ -63,7 +63,7 @@ class Engine:
             seed=config.seed, shares_prefixes=config.enable_prefix_caching,
         )
         self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
-        self._has_host_cache = kv_cache.host is not None
+        self._has_host_cache = kv_cache.host.num_blocks > 0
         if self._has_host_cache and config.preemption == "auto":
             most_tokens = min(components.info.max_model_len, config.max_num_batched_tokens)
             calibrate(self._runner.backend, kv_cache, scheduler.costs, self._transfers, self._clock, most_tokens)

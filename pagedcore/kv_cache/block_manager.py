@@ -10,57 +10,46 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_hash import BlockHasher
-from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.eviction import EvictionPolicy, least_recently_used
-from pagedcore.kv_cache.memory_snapshot import BlockSnapshot, take_snapshot
-from pagedcore.kv_cache.prefix_cache import PrefixCache
+from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
+from pagedcore.kv_cache.prefix_cache import BlockMemory, PrefixCache
 from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, find_prefix
-from pagedcore.kv_cache.reservation import Copies, Demand, Growth, Reservation
+from pagedcore.kv_cache.reservation import Demand, Reservation
 from pagedcore.sequence import Sequence
 
 
-class BlockManager:
-    """Block tables of all sequences over one pool, and the prefix cache over its blocks.
+class _Growth(NamedTuple):
+    sequence_id: int
+    table: BlockTable
+    num_blocks_before: int
+
+
+class BlockManager(BlockMemory):
+    """Block tables of all sequences over the device's blocks.
 
     Invariant: a sequence without blocks has no table.
     Invariant: a block's references are the tables it is in, the transfers it is part of and the open reservation's
         copies that read it.
     """
 
-    __slots__ = ("_copies_blocks", "_pool", "_sources", "_tables", "block_size", "cache", "hasher", "num_blocks")
-
     def __init__(
         self, num_blocks: int, block_size: int, *, policy: EvictionPolicy = least_recently_used, secret: bytes = b"",
         copies_blocks: bool = True,
     ) -> None:
         """Start with every block free; arguments as ``KVCacheManager``."""
-        self.num_blocks = num_blocks
+        super().__init__(num_blocks, policy)
         self.block_size = block_size
         self._copies_blocks = copies_blocks
         self.hasher = BlockHasher(block_size, secret)
-        self._pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self._pool, policy)
         self._tables: dict[int, BlockTable] = {}
         self._sources: Counter[int] = Counter()
-
-    @property
-    def num_available_blocks(self) -> int:
-        """Blocks without a reference: free ones, and cached ones that would be evicted."""
-        return self._pool.num_available
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks with a reference."""
-        return self.num_blocks - self._pool.num_available
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks without a reference whose contents can be found."""
-        return self._pool.num_idle
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
@@ -79,15 +68,20 @@ class BlockManager:
             needed -= table.num_blocks
         return needed if needed > 0 else 0
 
+    def num_new_blocks(self, demand: Demand) -> int:
+        """Blocks that a demand needs besides what its sequence holds and its match shares."""
+        needed = self.num_blocks_needed(demand.sequence_id, demand.num_tokens)
+        return max(0, needed - len(demand.match.device_blocks))
+
     def own_blocks_of(self, sequence_id: int) -> list[int]:
         """Blocks that only this sequence holds, which would be available without it."""
         table = self._tables.get(sequence_id)
         held: list[int] = table.block_ids.tolist() if table is not None else []
-        return [block_id for block_id in held if self._pool.num_references(block_id) == 1]
+        return [block_id for block_id in held if self._pool.reference_counts[block_id] == 1]
 
     def is_held(self, block_id: int) -> bool:
         """Whether the block has a reference."""
-        return self._pool.num_references(block_id) > 0
+        return self._pool.reference_counts[block_id] > 0
 
     def table(self, sequence_id: int) -> BlockTable:
         """Return the table of a sequence that holds blocks.
@@ -108,8 +102,7 @@ class BlockManager:
     def allocate_blocks(self, shared: ListOf[int], num_new: int) -> tuple[int, ...] | None:
         """Hold ``shared`` and allocate ``num_new`` blocks behind them; or change nothing when too few are available."""
         # Why: what is shared must be held before anything is allocated, or it could be evicted for that.
-        for block_id in shared:
-            self.cache.hold_block(block_id)
+        self.hold_blocks(shared)
         new = self.cache.allocate(num_new)
         if new is None:
             self.free_references(shared)
@@ -124,7 +117,7 @@ class BlockManager:
         """
         demands = list(demands)
         held = [block_id for demand in demands for block_id in demand.match.held_blocks]
-        blocks = self.allocate_blocks(held, sum(map(self._num_new_blocks, demands)))
+        blocks = self.allocate_blocks(held, sum(map(self.num_new_blocks, demands)))
         return self._grow_tables(demands, blocks[len(held) :]) if blocks is not None else None
 
     def register(self, sequence: Sequence, num_tokens: int) -> None:
@@ -191,58 +184,46 @@ class BlockManager:
 
     def share_blocks(self, sequence: Sequence, found: FoundBlocks) -> None:
         """Give a sequence without blocks those that hold its first positions, which then count as computed."""
-        for block_id in found.block_ids:
-            self.cache.hold_block(block_id)
+        self.hold_blocks(found.block_ids)
         self.add_table(sequence.sequence_id, found.block_ids, found.num_tokens // self.block_size)
         sequence.num_computed_tokens = found.num_tokens
-
-    def free_references(self, block_ids: ListOf[int]) -> None:
-        """Free a reference to each block, last first."""
-        for block_id in reversed(block_ids):
-            self.cache.free_block(block_id)
 
     def snapshot(self, in_transfers: Iterable[int] = ()) -> BlockSnapshot:
         """Copy the bookkeeping for the state laws; ``in_transfers`` are the blocks that transfers hold."""
         tables = {sid: tuple(table.block_ids.tolist()) for sid, table in self._tables.items()}
         holds = Counter(block_id for table in tables.values() for block_id in table) + self._sources
         holds.update(in_transfers)
-        return BlockSnapshot(self.block_size, take_snapshot(self._pool, self.cache, holds), None, tables, {})
-
-    def _num_new_blocks(self, demand: Demand) -> int:
-        needed = self.num_blocks_needed(demand.sequence_id, demand.num_tokens)
-        return max(0, needed - len(demand.match.device_blocks))
+        return BlockSnapshot(self.block_size, self._snapshot(holds), None, tables, {})
 
     def _grow_tables(self, demands: list[Demand], block_ids: ListOf[int]) -> Reservation:
-        growths, copies, used = [], list[tuple[int, int]](), 0
+        growths, copies, fresh = [], list[tuple[int, int]](), iter(block_ids)
         for demand in demands:
-            new = block_ids[used : used + self._num_new_blocks(demand)]
-            used += len(new)
-            if demand.match.tail is not None:
-                copies.append((demand.match.tail[0], new[0]))
-            if new or demand.match.device_blocks:
-                growths.append(self._extend_table(demand, new))
-        self._sources.update(source for source, _ in copies)
-        return Reservation(growths, tuple(copies), self._undo_growth, self._free_sources)
-
-    def _extend_table(self, demand: Demand, block_ids: ListOf[int]) -> Growth:
-        table = self._tables.get(demand.sequence_id)
-        if table is None:
-            table = self._tables[demand.sequence_id] = BlockTable()
-        growth = Growth(demand.sequence_id, table, table.num_blocks)
-        if shared := demand.match.device_blocks:
-            table.append(shared)
+            match, new = demand.match, list(islice(fresh, self.num_new_blocks(demand)))
+            if match.tail is not None:
+                copies.append((match.tail[0], new[0]))
+            if not new and not match.device_blocks:
+                continue
+            table = self._tables.get(demand.sequence_id)
+            if table is None:
+                table = self._tables[demand.sequence_id] = BlockTable()
+            growths.append(_Growth(demand.sequence_id, table, table.num_blocks))
+            table.append((*match.device_blocks, *new))
             # Safety: a sequence that shares blocks never registers them again, should they have been evicted as wrong.
-            table.num_registered = len(shared)
-        table.append(block_ids)
-        return growth
+            table.num_registered += len(match.device_blocks)
+        sources = [source for source, _ in copies]
+        self._sources.update(sources)
+        return Reservation(
+            tuple(copies), partial(self._shorten_tables, growths), partial(self._free_sources, sources)
+        )
 
-    def _undo_growth(self, growth: Growth) -> None:
-        """Shorten a table to what it was, unless the sequence has been freed since."""
-        if self._tables.get(growth.sequence_id) is growth.table:
-            self._truncate(growth.sequence_id, growth.table, growth.num_blocks_before)
+    def _shorten_tables(self, growths: ListOf[_Growth]) -> None:
+        """Shorten tables to what they were, last first, except of sequences that have been freed since."""
+        for growth in reversed(growths):
+            if self._tables.get(growth.sequence_id) is growth.table:
+                self._truncate(growth.sequence_id, growth.table, growth.num_blocks_before)
 
-    def _free_sources(self, copies: Copies) -> None:
-        for source, _ in copies:
+    def _free_sources(self, sources: ListOf[int]) -> None:
+        for source in sources:
             self._sources[source] -= 1
             self.cache.free_block(source)
 

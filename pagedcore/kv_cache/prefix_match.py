@@ -49,13 +49,6 @@ class FoundBlocks:
     """Positions that they hold together."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Walk:
-    blocks: list[int]
-    tail: tuple[int, int] | None
-    num_tokens: int
-
-
 def contents(hasher: BlockHasher, sequence: Sequence, num_tokens: int, first_block: int = 0) -> Iterator[Content]:
     """Yield what each block of the first ``num_tokens`` positions holds; the last one may be partly filled."""
     size = hasher.block_size
@@ -88,24 +81,20 @@ def find_blocks(hasher: BlockHasher, sequence: Sequence, num_tokens: int, cache:
 
 def find_prefix(hasher: BlockHasher, sequence: Sequence, device: PrefixCache, host: PrefixCache | None) -> PrefixMatch:
     """Find what the device holds of a sequence, or what the host adds to it if it has more."""
-    limit = sequence.num_reusable_tokens
-    here = _walk(hasher, sequence, device, limit)
-    if host is not None:
-        there = _walk(hasher, sequence, host, limit)
-        if there.num_tokens > here.num_tokens:
-            blocks = there.blocks if there.tail is None else [*there.blocks, there.tail[0]]
-            return PrefixMatch(tuple(here.blocks), None, tuple(blocks[len(here.blocks) :]), there.num_tokens)
-    return PrefixMatch(tuple(here.blocks), here.tail, (), here.num_tokens)
+    here = _match_in(hasher, sequence, device)
+    there = _match_in(hasher, sequence, host) if host is not None else here
+    if there.num_tokens <= here.num_tokens:
+        return here
+    return PrefixMatch(
+        here.device_blocks, host_blocks=there.held_blocks[len(here.device_blocks) :], num_tokens=there.num_tokens
+    )
 
 
-def _walk(hasher: BlockHasher, sequence: Sequence, cache: PrefixCache, limit: int) -> _Walk:
-    size, blocks, parent_key = hasher.block_size, list[int](), sequence.cache_root
-    for content in contents(hasher, sequence, limit - limit % size):
-        block_id = cache.find(content)
-        if block_id is None:
-            break
-        blocks.append(block_id)
-        parent_key = content.key
-    start = len(blocks) * size
+def _match_in(hasher: BlockHasher, sequence: Sequence, cache: PrefixCache) -> PrefixMatch:
+    """Find what one memory holds, as if it were the device."""
+    size, limit = hasher.block_size, sequence.num_reusable_tokens
+    full = find_blocks(hasher, sequence, limit - limit % size, cache)
+    start, num_full = full.num_tokens, len(full.block_ids)
+    parent_key = sequence.block_keys[num_full - 1] if num_full else sequence.cache_root
     tail = cache.find_beginning(parent_key, tuple(sequence.token_ids[start : min(start + size, limit)]))
-    return _Walk(blocks, tail, start + (tail[1] if tail is not None else 0))
+    return PrefixMatch(full.block_ids, tail, num_tokens=start + (tail[1] if tail is not None else 0))

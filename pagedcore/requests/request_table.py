@@ -141,7 +141,7 @@ class RequestTable:
         self._scheduler.require_room(sequence.max_total_tokens)
         request.begin_turn(request.params, self._clock.now())
         sequence.reopen_turn(self._next_arrival())
-        self._scheduler.add_sequences([sequence])
+        self._scheduler.add_sequences(sequence)
         self._outputs.texts.reopen(request, sequence)
 
     def adopt(
@@ -199,7 +199,7 @@ class RequestTable:
         """Let a turn wait: its own sequences, or the candidates among which its completions will be chosen."""
         groups, texts = self._outputs.groups, self._outputs.texts
         candidates = groups.make_candidates(request) if processed.has_candidates else []
-        self._scheduler.add_sequences(candidates or request.sequences)
+        self._scheduler.add_sequences(*(candidates or request.sequences))
         for index, sequence in enumerate(request.sequences):
             texts.open(request, sequence, index)
         if candidates:

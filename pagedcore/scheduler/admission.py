@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
+from pagedcore.kv_cache.reservation import Demand
 from pagedcore.scheduler.plan import SwapIn
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.sequence import Sequence
@@ -25,6 +26,7 @@ class Admission:
         self._plan = state
         self._kv_cache = state.kv_cache
         self._blocks = state.blocks
+        self._host = state.kv_cache.host
         self._available = 0
         self._being_computed: set[bytes] = set()
 
@@ -72,8 +74,7 @@ class Admission:
 
     def _admit(self, candidate: Sequence, match: PrefixMatch | None) -> bool:
         """Admit, load or defer a candidate; return whether to continue with the next one."""
-        host = self._kv_cache.host
-        if host is not None and host.is_moving(candidate.sequence_id):
+        if self._host.is_moving(candidate.sequence_id):
             self._available -= self._blocks.blocks_for(self._promise(candidate))
             return self._available >= 0
         match = match if match is not None else self._match(candidate)
@@ -88,7 +89,7 @@ class Admission:
 
     def _is_worth_loading(self, candidate: Sequence, match: PrefixMatch) -> bool:
         """Whether to load: what is pinned for the candidate, or what takes less time to load than to compute."""
-        is_kept = self._kv_cache.host is not None and self._kv_cache.host.has_pins(candidate.sequence_id)
+        is_kept = candidate.sequence_id in self._host.pins
         return is_kept or self._plan.rules.preemption.is_worth_loading(len(match.host_blocks))
 
     def _start(self, candidate: Sequence, match: PrefixMatch) -> bool:
@@ -98,7 +99,7 @@ class Admission:
             start = candidate.num_computed_tokens if self._holds(candidate) else option.num_tokens
             num_tokens = min(len(candidate.token_ids) - start, plan.budget)
             num_tokens = plan.num_scorable_of(candidate, num_tokens)
-            needed = self._num_new_blocks(candidate, start + num_tokens, option)
+            needed = self._blocks.num_new_blocks(Demand(candidate.sequence_id, start + num_tokens, option))
             if num_tokens == 0:
                 plan.admitted.append(candidate)
                 return True
@@ -125,10 +126,6 @@ class Admission:
                 self._plan.free_holder(holder)
                 break
         return False
-
-    def _num_new_blocks(self, candidate: Sequence, num_tokens: int, match: PrefixMatch) -> int:
-        needed = self._blocks.num_blocks_needed(candidate.sequence_id, num_tokens)
-        return max(0, needed - len(match.device_blocks))
 
     def _promise(self, sequence: Sequence) -> int:
         """Positions that admission counts on."""

@@ -38,14 +38,20 @@ class PlanState:
     """
 
     def __init__(
-        self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence]
+        self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence],
+        *, may_wait: bool,
     ) -> None:
         self.rules = rules
         self.kv_cache = kv_cache
-        self.blocks = kv_cache.device
+        self.blocks, self.host = kv_cache.device, kv_cache.host
         self.running = list(running)
         self.waiting = list(waiting)
+        self.may_wait = may_wait
+        """Whether a running sequence may stall instead of others being preempted."""
         self.free = self.blocks.num_available_blocks
+        self.arriving = self.host.num_leaving_blocks
+        """Blocks that will be available after this step and are not promised yet."""
+        self.room_on_host = self.host.num_available_blocks
         self.budget = rules.max_num_batched_tokens
         self._num_scorable = rules.max_scored_tokens
         self.rows: dict[int, ScheduledRow] = {}

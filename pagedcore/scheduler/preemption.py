@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Final
 
+from pagedcore.kv_cache.host_cache import Direction
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import Preemption, PreemptionKind
 from pagedcore.sequence import Sequence
@@ -21,6 +23,9 @@ MAX_PREEMPTIONS: Final = 8
 """A sequence that was preempted so often is not chosen while another one can be."""
 WINDOW: Final = 8
 """Victims that are compared; the others are considered when these are not enough."""
+_KEEPING_FACTOR: Final = 2.0
+"""The cost of a background copy beside the transfer: booking its blocks, and the CPU caches it displaces.
+Measured with ``benchmarks/memory_pressure.py``: in all two to four times the transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +84,14 @@ class PreemptionRules:
 
     def is_worth_loading(self, num_blocks: int) -> bool:
         """Whether to load so many blocks that the host has, rather than to compute them."""
-        return self.mode != "auto" or self.costs.is_loading_cheaper(num_blocks, self.block_size)
+        return self.mode != "auto" or self.costs.loading_saves_s(num_blocks, self.block_size) >= 0
 
     def is_worth_keeping(self, num_blocks: int, share: float) -> bool:
         """Whether to copy so many finished blocks to the host, a share of which will be asked for again."""
-        return self.mode != "auto" or self.costs.is_keeping_cheaper(num_blocks, self.block_size, share)
+        if self.mode != "auto":
+            return True
+        copying_s = _KEEPING_FACTOR * self.costs.moves[Direction.OUT].seconds(num_blocks)
+        return copying_s <= share * self.costs.loading_saves_s(num_blocks, self.block_size)
 
     def _is_waiting_cheaper(self, shortage: Shortage, chosen: ListOf[Preemption]) -> bool:
         if shortage.num_steps_to_wait is None:
@@ -94,7 +102,7 @@ class PreemptionRules:
     def _cover(self, shortage: Shortage, victims: ListOf[Victim]) -> list[Preemption]:
         """Take the cheapest single victim that is enough, or else the cheapest by block until it is enough."""
         lacking = shortage.num_blocks
-        options = [(victim, self._cheapest(victim, lacking)) for victim in victims]
+        options = [(victim, min(self._options(victim, lacking), key=attrgetter("estimated_s"))) for victim in victims]
         # Why: the victims come last first, and sorting is stable, so the last one is chosen among equals.
         enough = [option for option in options if option[0].num_blocks >= lacking]
         if enough:
@@ -107,10 +115,6 @@ class PreemptionRules:
                 return chosen
         return []
 
-    def _cheapest(self, victim: Victim, lacking: int) -> Preemption:
-        options = list(self._options(victim, lacking))
-        return min(options, key=lambda preemption: preemption.estimated_s)
-
     def _options(self, victim: Victim, lacking: int) -> Iterable[Preemption]:
         if self.mode in ("auto", "swap") and victim.num_blocks_to_host is not None:
             seconds = self.costs.swap_s(victim.num_blocks_to_host, victim.num_held_blocks)
@@ -118,8 +122,7 @@ class PreemptionRules:
             if self.mode == "swap":
                 return
         num_computed = victim.sequence.num_computed_tokens
-        num_left = max(0, victim.num_held_blocks - lacking) * self.block_size
-        num_left = min(num_computed, num_left)
+        num_left = min(num_computed, max(0, victim.num_held_blocks - lacking) * self.block_size)
         # Why: shrinking frees the tail only, unless that is everything; without room on the host it is what is left.
         if num_left and self.mode != "recompute":
             lost_s = self.costs.shrink_s(num_computed - num_left, num_left)

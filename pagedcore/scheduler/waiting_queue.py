@@ -6,7 +6,7 @@ A full queue refuses new sequences; an accepted one stays until it is removed, a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pagedcore.errors import EngineOverloaded, InternalError
@@ -20,8 +20,6 @@ class PolicyOrder:
 
     Invariant: sorted by (key, sequence id), so that the order is total and the same in every run.
     """
-
-    __slots__ = ("_key", "_keys", "sequences")
 
     def __init__(self, key: OrderKey) -> None:
         self._key = key
@@ -71,8 +69,6 @@ class WaitingQueue(PolicyOrder):
     Invariant: ``num_never_started`` <= ``limit``.
     """
 
-    __slots__ = ("_never_started", "limit")
-
     def __init__(self, key: OrderKey, limit: int) -> None:
         super().__init__(key)
         self.limit = limit
@@ -97,11 +93,7 @@ class WaitingQueue(PolicyOrder):
         if self.num_never_started + num_sequences > self.limit:
             raise EngineOverloaded(self.num_never_started, self.limit)
 
-    def push(self, sequence: Sequence) -> None:
-        """Accept a new sequence. Raises as ``push_all``."""
-        self.push_all((sequence,))
-
-    def push_all(self, sequences: Collection[Sequence]) -> None:
+    def push(self, *sequences: Sequence) -> None:
         """Accept new sequences, or none of them.
 
         Raises:
@@ -121,6 +113,6 @@ class WaitingQueue(PolicyOrder):
         self._never_started.discard(sequence.sequence_id)
         return super().remove_sequence(sequence)
 
-    def never_started(self) -> Iterator[Sequence]:
-        """Iterate in order over the sequences that were not started since they were pushed."""
-        return (sequence for sequence in self if sequence.sequence_id in self._never_started)
+    def never_started(self) -> tuple[Sequence, ...]:
+        """Return in order the sequences that were not started since they were pushed."""
+        return tuple(sequence for sequence in self if sequence.sequence_id in self._never_started)

@@ -26,7 +26,7 @@ def own(num_tokens: int, max_tokens: int = 1, **more: int) -> Sequence:
 
 def start(scheduler: Scheduler, *sequences: Sequence) -> None:
     for sequence in sequences:
-        scheduler.add_sequence(sequence)
+        scheduler.add_sequences(sequence)
 
 
 def tokens_of(plan: SchedulePlan) -> dict[int, int]:
@@ -55,7 +55,7 @@ def put_running(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> 
 
 def put_waiting(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> Sequence:
     """Let a sequence wait that holds blocks, as one that was loaded from the host does."""
-    scheduler.add_sequence(sequence)
+    scheduler.add_sequences(sequence)
     give_blocks(scheduler, sequence, num_computed)
     return sequence
 
@@ -340,7 +340,7 @@ def test_a_swapped_sequence_is_loaded_and_starts_when_it_is_there() -> None:
     assert ([one.sequence for one in plan.swap_ins], plan.rows, plan.admitted) == ([sequence], (), ())
     (transfer,) = scheduler.make_room(plan)
     assert not scheduler.schedule().rows
-    assert scheduler.moves.in_flight
+    assert scheduler.kv_cache.host.has_awaited
     assert check(snapshot(scheduler)) == []
     scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert tokens_of(scheduler.schedule()) == {sequence.sequence_id: 1}
@@ -497,7 +497,7 @@ def test_what_is_already_coming_free_is_waited_for() -> None:
     assert plan.preempted
     transfers = scheduler.make_room(plan)
     again = scheduler.schedule()
-    assert (again.preempted, scheduler.moves.in_flight) == ((), True)
+    assert (again.preempted, scheduler.kv_cache.host.has_awaited) == ((), True)
     for transfer in transfers:
         scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert first.sequence_id in tokens_of(next_plan(scheduler))
@@ -548,6 +548,6 @@ def test_a_stall_is_reported_with_the_numbers() -> None:
     """If blocks were ever lost, the step says so at once where an endless wait would say nothing."""
     scheduler = make_scheduler(num_blocks=2, block_size=2)
     scheduler.kv_cache.device.reserve([Demand(10**9, 4)])
-    scheduler.add_sequence(own(2))
+    scheduler.add_sequences(own(2))
     with pytest.raises(InternalError, match="no progress: 0 running, 1 waiting, 0 of 2 blocks available"):
         scheduler.schedule()
