@@ -123,11 +123,7 @@ class Sequence:
         return other
 
     def move_to(self, status: SequenceStatus) -> None:
-        """Change the status.
-
-        Raises:
-            InternalError: the move is not in ``LEGAL_MOVES``.
-        """
+        """Change the status. Raises ``InternalError`` if the move is not in ``LEGAL_MOVES``."""
         if status not in LEGAL_MOVES[self.status]:
             raise InternalError(f"sequence {self.sequence_id}: {self.status.value} -> {status.value} is not legal")
         self.status = status

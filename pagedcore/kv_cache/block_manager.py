@@ -20,7 +20,7 @@ from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.eviction import EvictionPolicy, least_recently_used
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
 from pagedcore.kv_cache.prefix_cache import BlockMemory, PrefixCache
-from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, find_prefix
+from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, match_in
 from pagedcore.kv_cache.reservation import Demand, Reservation
 from pagedcore.sequence import Sequence
 
@@ -32,7 +32,7 @@ class _Growth(NamedTuple):
 
 
 class BlockManager(BlockMemory):
-    """Block tables of all sequences over the device's blocks.
+    """Block tables of all sequences over the device's blocks; arguments as ``KVCacheManager``.
 
     Invariant: a sequence without blocks has no table.
     Invariant: a block's references are the tables it is in, the transfers it is part of and the open reservation's
@@ -43,7 +43,6 @@ class BlockManager(BlockMemory):
         self, num_blocks: int, block_size: int, *, policy: EvictionPolicy = least_recently_used, secret: bytes = b"",
         copies_blocks: bool = True,
     ) -> None:
-        """Start with every block free; arguments as ``KVCacheManager``."""
         super().__init__(num_blocks, policy)
         self.block_size = block_size
         self._copies_blocks = copies_blocks
@@ -84,11 +83,7 @@ class BlockManager(BlockMemory):
         return self._pool.reference_counts[block_id] > 0
 
     def table(self, sequence_id: int) -> BlockTable:
-        """Return the table of a sequence that holds blocks.
-
-        Raises:
-            InternalError: it holds none.
-        """
+        """Return the table of a sequence. Raises ``InternalError`` if it holds no blocks."""
         try:
             return self._tables[sequence_id]
         except KeyError:
@@ -96,24 +91,15 @@ class BlockManager(BlockMemory):
 
     def match(self, sequence: Sequence, host: PrefixCache | None = None) -> PrefixMatch:
         """Find the longest beginning of a sequence that the device, or another memory beside it, holds."""
-        match = find_prefix(self.hasher, sequence, self.cache, host)
+        match = match_in(self.hasher, sequence, self.cache)
+        if host is not None:
+            match = match.extended_by(match_in(self.hasher, sequence, host))
         return match if self._copies_blocks else match.without_tail(self.block_size)
-
-    def allocate_blocks(self, shared: ListOf[int], num_new: int) -> tuple[int, ...] | None:
-        """Hold ``shared`` and allocate ``num_new`` blocks behind them; or change nothing when too few are available."""
-        # Why: what is shared must be held before anything is allocated, or it could be evicted for that.
-        self.hold_blocks(shared)
-        new = self.cache.allocate(num_new)
-        if new is None:
-            self.free_references(shared)
-            return None
-        return (*shared, *new)
 
     def reserve(self, demands: Iterable[Demand]) -> Reservation | None:
         """Let every table hold as many positions as asked for, or change nothing when the pool is too small.
 
-        Args:
-            demands: each sequence at most once.
+        No two demands are of one sequence.
         """
         demands = list(demands)
         held = [block_id for demand in demands for block_id in demand.match.held_blocks]
@@ -171,11 +157,7 @@ class BlockManager(BlockMemory):
         return tuple(table.block_ids.tolist())
 
     def add_table(self, sequence_id: int, block_ids: ListOf[int], num_registered: int) -> None:
-        """Make a table of blocks; the caller's references pass to it.
-
-        Raises:
-            InternalError: the sequence has one.
-        """
+        """Make a table; the caller's references pass to it. Raises ``InternalError`` if the sequence has one."""
         if sequence_id in self._tables:
             raise InternalError(f"sequence {sequence_id} holds blocks already")
         table = self._tables[sequence_id] = BlockTable()

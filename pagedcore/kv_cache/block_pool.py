@@ -38,11 +38,7 @@ class BlockPool:
         return taken
 
     def add_reference(self, block_id: int) -> None:
-        """Add a reference to a block that is referenced or idle.
-
-        Raises:
-            InternalError: it is free.
-        """
+        """Add a reference to a block that is referenced or idle. Raises ``InternalError`` if it is free."""
         if block_id in self.idle_blocks:
             self.idle_blocks.remove(block_id)
             self.num_available -= 1
@@ -51,11 +47,7 @@ class BlockPool:
         self.reference_counts[block_id] += 1
 
     def free_reference(self, block_id: int) -> bool:
-        """Remove one reference; return whether it was the last one, which leaves the block idle.
-
-        Raises:
-            InternalError: the block has no reference.
-        """
+        """Remove a reference; return whether the block is idle now. Raises ``InternalError`` if it has none."""
         self._require_referenced(block_id, "free_reference")
         self.reference_counts[block_id] -= 1
         if self.reference_counts[block_id] > 0:
@@ -65,11 +57,7 @@ class BlockPool:
         return True
 
     def free_idle_block(self, block_id: int) -> None:
-        """Make an idle block free.
-
-        Raises:
-            InternalError: it is not idle.
-        """
+        """Make an idle block free. Raises ``InternalError`` if it is not idle."""
         if block_id not in self.idle_blocks:
             raise InternalError(f"free_idle_block: block {block_id} is not idle")
         self.idle_blocks.remove(block_id)

@@ -1,10 +1,9 @@
 """The host's blocks, the sequences they are pinned for, and the transfers between host and device.
 
-A transfer holds a reference to every block it reads and every block it writes, so no block of it is given to another
-sequence before it has completed, in time, late or failed. Contents are registered only when they have arrived. One
-that takes too long is timed out: it keeps the blocks that it may still write to, and its result is discarded.
-``kv_cache_manager`` changes this and the device's tables together. Source: the state machine of vLLM's KV offloading
-and the race reports about it and SGLang's (prepare, complete, publish).
+A transfer holds a reference to every block it reads or writes until it has completed, in time, late or failed.
+Contents are registered when they have arrived. A transfer that takes too long is timed out: it keeps the blocks that
+it may still write to, and its result is discarded. Source: the state machine of vLLM's KV offloading and the race
+reports about it and SGLang's (prepare, complete, publish).
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ class BlockMove:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copies of whole blocks that start together and complete together.
-
-    Invariant: every block in it carries one reference of the transfer until it is popped.
-    """
+    """Copies of whole blocks that start together and complete together."""
 
     transfer_id: int
     direction: Direction
@@ -142,7 +138,7 @@ class HostCache(BlockMemory):
         self.free_pins(sequence_id)
         self._cancelled |= {one.transfer_id for one in self.in_flight.values() if one.sequence_id == sequence_id}
 
-    def allocate_blocks(self, known: ListOf[Content]) -> list[tuple[int, bool]] | None:
+    def allocate_contents(self, known: ListOf[Content]) -> list[tuple[int, bool]] | None:
         """Hold the blocks that have these contents and allocate the others, or change nothing without room.
 
         Returns:
@@ -150,12 +146,10 @@ class HostCache(BlockMemory):
         """
         present = [self.cache.find(content) for content in known]
         held = [block_id for block_id in present if block_id is not None]
-        self.hold_blocks(held)
-        fresh = self.cache.allocate(present.count(None))
-        if fresh is None:
-            self.free_references(held)
+        blocks = self.allocate_blocks(held, present.count(None))
+        if blocks is None:
             return None
-        places = iter(fresh)
+        places = iter(blocks[len(held) :])
         return [(block_id, False) if block_id is not None else (next(places), True) for block_id in present]
 
     def add_transfer(
@@ -194,8 +188,7 @@ class HostCache(BlockMemory):
     def pop_transfer(self, transfer_id: int) -> tuple[Transfer, bool, bool]:
         """Remove a transfer that has ended; return it, whether its sequence needs it, and whether it ended in time.
 
-        Raises:
-            InternalError: there is no such transfer.
+        Raises ``InternalError`` if it is not in flight.
         """
         transfer = self.in_flight.pop(transfer_id, None)
         if transfer is None:

@@ -58,18 +58,17 @@ class KVCacheManager:
         """Hand a sequence's table to a transfer to the host.
 
         Args:
-            sequence: has blocks for exactly its computed positions.
+            sequence: its table has blocks for exactly its computed positions.
             is_pinned: keep the copies for this sequence until it takes them back; else only while there is room.
 
         Returns:
-            ``None``, and nothing has changed, if the host is stuck or has too little room, or the sequence has no
-            blocks.
+            ``None``, with nothing changed: the host is stuck or has too little room, or there is no table.
         """
         device, host, num_tokens = self.device, self.host, sequence.num_computed_tokens
         if host.is_stuck or not device.num_blocks_of(sequence.sequence_id):
             return None
         known = list(contents(device.hasher, sequence, num_tokens))
-        places = host.allocate_blocks(known)
+        places = host.allocate_contents(known)
         if places is None:
             return None
         device.register_all(sequence)
@@ -99,18 +98,13 @@ class KVCacheManager:
         )
 
     def time_out_transfer(self, transfer_id: int) -> None:
-        """Time a transfer out: keep its write targets, free its sources; its sequence continues without it.
-
-        Raises:
-            InternalError: it is not in flight, or was timed out before.
-        """
+        """Let a sequence continue without a transfer. Raises as ``HostCache.time_out``."""
         self.device.free_references(self.host.time_out(transfer_id))
 
     def complete_transfer(self, transfer_id: int, *, is_ok: bool) -> tuple[Transfer, bool]:
         """Book the end of a transfer; return it, and whether its sequence now has what the transfer was for.
 
-        Raises:
-            InternalError: there is no such transfer.
+        Raises ``InternalError`` if it is not in flight.
         """
         device, host = self.device, self.host
         transfer, is_needed, is_in_time = host.pop_transfer(transfer_id)

@@ -155,17 +155,14 @@ class PrefixCache:
     def _evict(self, cached: CachedBlock) -> None:
         """Evict a block and everything that continues it, which could not be found without its parent."""
         for one in [*self._descendants(cached), cached]:
-            self._unregister(one)
+            parent_key = one.content.parent_key
+            del self._by_key[one.content.key], self._by_block[one.block_id]
+            self._children[parent_key].remove(one)
+            if not self._children[parent_key]:
+                del self._children[parent_key]
             if one.block_id in self._pool.idle_blocks:
-                self._count_idle_child(one.content.parent_key, -1)
+                self._count_idle_child(parent_key, -1)
                 self._pool.free_idle_block(one.block_id)
-
-    def _unregister(self, cached: CachedBlock) -> None:
-        parent_key = cached.content.parent_key
-        del self._by_key[cached.content.key], self._by_block[cached.block_id]
-        self._children[parent_key].remove(cached)
-        if not self._children[parent_key]:
-            del self._children[parent_key]
 
     def _descendants(self, cached: CachedBlock) -> list[CachedBlock]:
         """List all blocks that continue a block, ends first."""
@@ -246,6 +243,16 @@ class BlockMemory:
         """Add a reference to each block."""
         for block_id in block_ids:
             self.cache.hold_block(block_id)
+
+    def allocate_blocks(self, shared: ListOf[int], num_new: int) -> tuple[int, ...] | None:
+        """Hold ``shared`` and allocate ``num_new`` blocks behind them; or change nothing when too few are available."""
+        # Why: what is shared must be held before anything is allocated, or it could be evicted for that.
+        self.hold_blocks(shared)
+        new = self.cache.allocate(num_new)
+        if new is None:
+            self.free_references(shared)
+            return None
+        return (*shared, *new)
 
     def free_references(self, block_ids: ListOf[int]) -> None:
         """Free a reference to each block, last first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagedcore.kv_cache.block_hash import BlockHasher
 from pagedcore.kv_cache.prefix_cache import Content, PrefixCache
@@ -36,12 +37,18 @@ class PrefixMatch:
         """Return the part that needs no copy and no load."""
         return PrefixMatch(self.device_blocks, num_tokens=len(self.device_blocks) * block_size)
 
+    def extended_by(self, host: PrefixMatch) -> PrefixMatch:
+        """Return this match with what ``host``, found in the host's blocks, adds to it if it covers more."""
+        if host.num_tokens <= self.num_tokens:
+            return self
+        blocks = host.held_blocks[len(self.device_blocks) :]
+        return PrefixMatch(self.device_blocks, host_blocks=blocks, num_tokens=host.num_tokens)
+
 
 NO_MATCH = PrefixMatch()
 
 
-@dataclass(frozen=True, slots=True)
-class FoundBlocks:
+class FoundBlocks(NamedTuple):
     """Blocks of one memory that hold exactly the first positions of a sequence."""
 
     block_ids: tuple[int, ...]
@@ -67,7 +74,7 @@ def contents(hasher: BlockHasher, sequence: Sequence, num_tokens: int, first_blo
 def find_blocks(hasher: BlockHasher, sequence: Sequence, num_tokens: int, cache: PrefixCache) -> FoundBlocks:
     """Find the blocks of a memory that hold the first ``num_tokens`` positions of a sequence, as far as there are any.
 
-    Unlike ``find_prefix`` it takes no block that only begins like the sequence, so what is found may be kept for it.
+    Unlike ``match_in`` it takes no block that only begins like the sequence, so what is found may be kept for it.
     """
     block_ids, num_found = list[int](), 0
     for content in contents(hasher, sequence, num_tokens):
@@ -79,19 +86,8 @@ def find_blocks(hasher: BlockHasher, sequence: Sequence, num_tokens: int, cache:
     return FoundBlocks(tuple(block_ids), num_found)
 
 
-def find_prefix(hasher: BlockHasher, sequence: Sequence, device: PrefixCache, host: PrefixCache | None) -> PrefixMatch:
-    """Find what the device holds of a sequence, or what the host adds to it if it has more."""
-    here = _match_in(hasher, sequence, device)
-    there = _match_in(hasher, sequence, host) if host is not None else here
-    if there.num_tokens <= here.num_tokens:
-        return here
-    return PrefixMatch(
-        here.device_blocks, host_blocks=there.held_blocks[len(here.device_blocks) :], num_tokens=there.num_tokens
-    )
-
-
-def _match_in(hasher: BlockHasher, sequence: Sequence, cache: PrefixCache) -> PrefixMatch:
-    """Find what one memory holds, as if it were the device."""
+def match_in(hasher: BlockHasher, sequence: Sequence, cache: PrefixCache) -> PrefixMatch:
+    """Find the longest beginning of a sequence that one memory holds, as if that were the device."""
     size, limit = hasher.block_size, sequence.num_reusable_tokens
     full = find_blocks(hasher, sequence, limit - limit % size, cache)
     start, num_full = full.num_tokens, len(full.block_ids)

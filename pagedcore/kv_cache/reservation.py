@@ -23,7 +23,7 @@ class Demand:
 class Reservation:
     """Blocks of one step: kept by ``commit``, freed by ``cancel``.
 
-    Invariant: it closes once; closing it again the same way does nothing, the other way is an ``InternalError``.
+    Invariant: it closes once; closing it again the same way does nothing.
     Invariant: blocks of a sequence that was freed in between are left alone.
     """
 
@@ -34,20 +34,12 @@ class Reservation:
     _state: str = "open"
 
     def commit(self) -> None:
-        """Keep the blocks.
-
-        Raises:
-            InternalError: the reservation was cancelled.
-        """
+        """Keep the blocks. Raises ``InternalError`` if the reservation was cancelled."""
         if self._close("committed"):
             self._free_sources()
 
     def cancel(self) -> None:
-        """Take the blocks out of the tables and free them, last first.
-
-        Raises:
-            InternalError: the reservation was committed.
-        """
+        """Take the blocks out of the tables and free them, last first. Raises ``InternalError`` if it was committed."""
         if self._close("cancelled"):
             self._shorten_tables()
             self._free_sources()

@@ -60,6 +60,10 @@ class PlanState:
         self.freed: dict[int, Sequence] = {}
         self.swap_ins: list[SwapIn] = []
         self.num_stalled_rows = 0
+        self.available = 0
+        """Blocks that admission may still promise."""
+        self.being_computed: set[bytes] = set()
+        """Keys of the full blocks that this step completes."""
         self._adopted: set[int] = set()
         self._holders: list[Sequence] | None = None
 

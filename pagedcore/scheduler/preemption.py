@@ -42,16 +42,6 @@ class Victim:
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
-    """What the asker lacks, and what waiting would mean."""
-
-    num_blocks: int
-    num_steps_to_wait: int | None
-    """Steps until a sequence ends that needs no further block; ``None`` if there is none."""
-    num_running: int
-
-
-@dataclass(frozen=True, slots=True)
 class PreemptionRules:
     """How victims are chosen in one engine."""
 
@@ -61,25 +51,29 @@ class PreemptionRules:
     block_size: int
 
     def choose(
-        self, shortage: Shortage, victims: Callable[[], Iterable[Victim]], *, may_wait: bool
+        self, lacking: int, victims: Callable[[], Iterable[Victim]], *, may_wait: bool, num_steps_to_wait: int | None,
+        num_running: int,
     ) -> list[Preemption]:
         """Choose victims that cover a shortage; an empty list means that the asker waits.
 
         Args:
-            shortage: what is lacking.
+            lacking: blocks.
             victims: yields candidates, the one to preempt first in front.
             may_wait: whether another sequence can run while the asker waits.
+            num_steps_to_wait: until a sequence ends that needs no further block; ``None`` if there is none.
+            num_running: sequences, the asker included.
         """
         if may_wait and self.mode == "wait":
             return []
         source = victims()
         spared = (victim for victim in source if victim.sequence.num_preemptions < MAX_PREEMPTIONS)
-        chosen = self._cover(shortage, list(islice(spared, WINDOW)))
+        chosen = self._cover(lacking, list(islice(spared, WINDOW)))
         if not chosen:
             # Why: several small victims, or often preempted ones, are better than a standstill.
-            chosen = [] if may_wait else self._cover(shortage, list(victims()))
-        if may_wait and self.mode == "auto" and self._is_waiting_cheaper(shortage, chosen):
-            return []
+            chosen = [] if may_wait else self._cover(lacking, list(victims()))
+        if may_wait and self.mode == "auto" and num_steps_to_wait is not None:
+            wait_s = self.costs.wait_s(num_steps_to_wait, num_running, self.block_size)
+            return chosen if wait_s >= sum(one.estimated_s for one in chosen) else []
         return chosen
 
     def is_worth_loading(self, num_blocks: int) -> bool:
@@ -93,15 +87,8 @@ class PreemptionRules:
         copying_s = _KEEPING_FACTOR * self.costs.moves[Direction.OUT].seconds(num_blocks)
         return copying_s <= share * self.costs.loading_saves_s(num_blocks, self.block_size)
 
-    def _is_waiting_cheaper(self, shortage: Shortage, chosen: ListOf[Preemption]) -> bool:
-        if shortage.num_steps_to_wait is None:
-            return False
-        wait_s = self.costs.wait_s(shortage.num_steps_to_wait, shortage.num_running, self.block_size)
-        return wait_s < sum(one.estimated_s for one in chosen)
-
-    def _cover(self, shortage: Shortage, victims: ListOf[Victim]) -> list[Preemption]:
+    def _cover(self, lacking: int, victims: ListOf[Victim]) -> list[Preemption]:
         """Take the cheapest single victim that is enough, or else the cheapest by block until it is enough."""
-        lacking = shortage.num_blocks
         options = [(victim, min(self._options(victim, lacking), key=attrgetter("estimated_s"))) for victim in victims]
         # Why: the victims come last first, and sorting is stable, so the last one is chosen among equals.
         enough = [option for option in options if option[0].num_blocks >= lacking]

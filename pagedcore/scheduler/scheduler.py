@@ -156,13 +156,14 @@ class Scheduler:
         self._take_out(sequence)
         sequence.move_to(_FINISHED)
         sequence.finish_reason = "abort"
-        self.moves.free_branch(sequence)
+        self.moves.free_on_host(sequence)
+        self._blocks.free_and_evict_tail(sequence)
+        sequence.reset_computed()
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """Remove a finished sequence, and free what the host keeps for it; a second time does nothing.
 
-        Raises:
-            InternalError: it is not finished.
+        Raises ``InternalError`` if it is not finished.
         """
         if sequence.status is not _REMOVED:
             sequence.move_to(_REMOVED)
@@ -215,11 +216,7 @@ class Scheduler:
         return reservation.copies if reservation is not None else ()
 
     def rollback(self, plan: SchedulePlan) -> None:
-        """Undo ``reserve``: the step did not happen, admitted sequences wait where they waited.
-
-        Raises:
-            InternalError: ``plan`` is not in flight.
-        """
+        """Undo ``reserve``: admitted sequences wait where they waited. Raises ``InternalError`` if not in flight."""
         step = self._require_in_flight(plan)
         self._in_flight = None
         if step.reservation is not None:

@@ -17,20 +17,19 @@ from itertools import takewhile
 
 from pagedcore.scheduler.admission import Admission
 from pagedcore.scheduler.plan import Preemption, PreemptionKind, SchedulePlan
-from pagedcore.scheduler.plan_state import PlanState
-from pagedcore.scheduler.preemption import Shortage, Victim
+from pagedcore.scheduler.preemption import Victim
 from pagedcore.sequence import Sequence
 
 
-class StepPlanner(PlanState):
-    """Plans the running sequences of one step, and then lets ``Admission`` plan waiting ones; used once."""
+class StepPlanner(Admission):
+    """Plans the running sequences of one step, and then the waiting ones."""
 
     def plan(self) -> SchedulePlan:
         """Decide the step."""
         self._advance_running()
         # Why: the blocks that sequences are asked to free are for those that run already.
         if self.waiting and not self.preempted and not self.freed:
-            Admission(self).run()
+            self.admit_waiting()
         return SchedulePlan(
             tuple(self.rows.values()), tuple(self.admitted), tuple(self.preempted.values()),
             tuple(self.freed.values()), tuple(self.swap_ins), self.num_stalled_rows,
@@ -70,9 +69,9 @@ class StepPlanner(PlanState):
                 break
             self.arriving += self.free_holder(holder)
         if lacking > self.arriving:
-            shortage = Shortage(lacking - self.arriving, self._num_steps_to_wait(asker), len(self.running))
             chosen = self.rules.preemption.choose(
-                shortage, lambda: self._victims_for(asker), may_wait=self.may_wait
+                lacking - self.arriving, lambda: self._victims_for(asker), may_wait=self.may_wait,
+                num_steps_to_wait=self._num_steps_to_wait(asker), num_running=len(self.running),
             )
             for preemption in chosen:
                 self._preempt(preemption)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
-from pagedcore.kv_cache.prefix_match import FoundBlocks
 from pagedcore.scheduler.plan import Preemption, PreemptionKind, SchedulePlan
 from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.scheduler.retention import ReuseRate
@@ -78,8 +77,7 @@ class Swapping:
     def time_out_transfer(self, transfer_id: int) -> None:
         """Let a sequence continue without a transfer that takes too long; it counts as failed from now on.
 
-        Raises:
-            InternalError: there is no such transfer in flight, or it was timed out before.
+        Raises ``InternalError`` if it is not in flight, or was timed out before.
         """
         self._kv_cache.time_out_transfer(transfer_id)
         del self._moving[transfer_id]
@@ -88,8 +86,7 @@ class Swapping:
     def complete_transfer(self, transfer_id: int, seconds: float, *, is_ok: bool) -> None:
         """Book the end of a transfer that took so many seconds; one that was timed out only frees its blocks.
 
-        Raises:
-            InternalError: there is no such transfer in flight.
+        Raises ``InternalError`` if it is not in flight.
         """
         transfer, is_served = self._kv_cache.complete_transfer(transfer_id, is_ok=is_ok)
         sequence = self._moving.pop(transfer_id, None)
@@ -138,12 +135,6 @@ class Swapping:
                 return num_tokens
         return 0
 
-    def free_branch(self, sequence: Sequence) -> None:
-        """Free the blocks of a finished branch that no sequence continues."""
-        self.free_on_host(sequence)
-        self._blocks.free_and_evict_tail(sequence)
-        sequence.reset_computed()
-
     def free_on_host(self, sequence: Sequence) -> None:
         """Free what the host keeps for a sequence, and cancel its transfers."""
         self._open.pop(sequence.sequence_id, None)
@@ -161,18 +152,14 @@ class Swapping:
                 self._host.pin(sequence.sequence_id, there.block_ids)
                 num_tokens = there.num_tokens
             elif here.num_tokens:
-                num_tokens = self._copy_out(sequence, here)
+                self._blocks.share_blocks(sequence, here)
+                if self._begin_swap_out(sequence, is_pinned=True):
+                    num_tokens = here.num_tokens
+                self._blocks.free_blocks(sequence)
+                sequence.reset_computed()
         if num_tokens:
             self.parked.add(sequence.sequence_id)
         return num_tokens
-
-    def _copy_out(self, sequence: Sequence, here: FoundBlocks) -> int:
-        self._blocks.share_blocks(sequence, here)
-        is_moving = self._begin_swap_out(sequence, is_pinned=True)
-        if not is_moving:
-            self._blocks.free_blocks(sequence)
-        sequence.reset_computed()
-        return here.num_tokens if is_moving else 0
 
     def fetch(self, sequence: Sequence) -> int:
         """Begin to load what the host keeps of a finished sequence, for its next turn, and unpin it.

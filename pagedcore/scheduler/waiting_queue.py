@@ -37,11 +37,7 @@ class PolicyOrder:
         return isinstance(sequence, Sequence) and self._find(sequence) is not None
 
     def add_sequence(self, sequence: Sequence) -> None:
-        """Insert a sequence in order.
-
-        Raises:
-            InternalError: it is in it already.
-        """
+        """Insert a sequence in order. Raises ``InternalError`` if it is in it already."""
         key = (self._key(sequence), sequence.sequence_id)
         place = bisect_left(self._keys, key)
         if place < len(self._keys) and self._keys[place] == key:
@@ -85,20 +81,12 @@ class WaitingQueue(PolicyOrder):
         return self.limit - self.num_never_started
 
     def require_room(self, num_sequences: int) -> None:
-        """Check that so many new sequences can be pushed now.
-
-        Raises:
-            EngineOverloaded: they cannot.
-        """
+        """Raise ``EngineOverloaded`` unless so many new sequences can be pushed now."""
         if self.num_never_started + num_sequences > self.limit:
             raise EngineOverloaded(self.num_never_started, self.limit)
 
     def push(self, *sequences: Sequence) -> None:
-        """Accept new sequences, or none of them.
-
-        Raises:
-            EngineOverloaded: the queue has no room for all; nothing changed.
-        """
+        """Accept new sequences, or none of them. Raises ``EngineOverloaded`` if the queue has no room for all."""
         self.require_room(len(sequences))
         for sequence in sequences:
             self.add_sequence(sequence)

@@ -307,9 +307,9 @@ def overtaking(patch: Patch) -> None:
     admit = Admission._admit
 
     def polite(self: Admission, candidate: Sequence, match: PrefixMatch | None) -> bool:
-        available = self._available
+        available = self.available
         if not admit(self, candidate, match):
-            self._available = available
+            self.available = available
         return True
 
     patch.setattr(Admission, "_admit", polite)
