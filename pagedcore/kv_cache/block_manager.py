@@ -74,9 +74,7 @@ class BlockManager(BlockMemory):
 
     def own_blocks_of(self, sequence_id: int) -> list[int]:
         """Blocks that only this sequence holds, which would be available without it."""
-        table = self._tables.get(sequence_id)
-        held: list[int] = table.block_ids.tolist() if table is not None else []
-        return [block_id for block_id in held if self._pool.reference_counts[block_id] == 1]
+        return [block_id for block_id in self._blocks_of(sequence_id) if self._pool.reference_counts[block_id] == 1]
 
     def is_held(self, block_id: int) -> bool:
         """Whether the block has a reference."""
@@ -126,30 +124,22 @@ class BlockManager(BlockMemory):
 
     def free_blocks(self, sequence: Sequence, *, num_kept_tokens: int = 0) -> int:
         """Free the blocks behind the first ``num_kept_tokens``, last first; return how many. They stay cached."""
-        table = self._tables.get(sequence.sequence_id)
-        if table is None:
-            return 0
         self.register_all(sequence)
         sequence.num_computed_tokens = min(num_kept_tokens, sequence.num_computed_tokens)
-        return self._truncate(sequence.sequence_id, table, self.blocks_for(num_kept_tokens))
+        return self._truncate(sequence.sequence_id, self.blocks_for(num_kept_tokens))
 
     def evict_blocks(self, sequence_id: int, *, spares_shared: bool) -> int:
         """Free a sequence's blocks and evict what they hold, perhaps except shared ones; return how many."""
-        table = self._tables.get(sequence_id)
-        if table is None:
-            return 0
-        for block_id in self.own_blocks_of(sequence_id) if spares_shared else table.block_ids.tolist():
+        for block_id in self.own_blocks_of(sequence_id) if spares_shared else self._blocks_of(sequence_id):
             self.cache.evict_block(block_id)
-        return self._truncate(sequence_id, table, 0)
+        return self._truncate(sequence_id, 0)
 
     def free_and_evict_tail(self, sequence: Sequence) -> int:
         """Free a sequence's blocks and return how many; full blocks stay cached, the partly filled end is evicted."""
         table = self._tables.get(sequence.sequence_id)
-        if table is None:
-            return 0
-        for block_id in table.block_ids[table.num_registered :].tolist():
+        for block_id in table.block_ids[table.num_registered :].tolist() if table is not None else ():
             self.cache.evict_block(block_id)
-        return self._truncate(sequence.sequence_id, table, 0)
+        return self._truncate(sequence.sequence_id, 0)
 
     def take_table(self, sequence_id: int) -> tuple[int, ...]:
         """Remove a sequence's table and return its blocks; the references pass to the caller."""
@@ -202,7 +192,7 @@ class BlockManager(BlockMemory):
         """Shorten tables to what they were, last first, except of sequences that have been freed since."""
         for growth in reversed(growths):
             if self._tables.get(growth.sequence_id) is growth.table:
-                self._truncate(growth.sequence_id, growth.table, growth.num_blocks_before)
+                self._truncate(growth.sequence_id, growth.num_blocks_before)
 
     def _free_sources(self, sources: ListOf[int]) -> None:
         for source in sources:
@@ -217,7 +207,14 @@ class BlockManager(BlockMemory):
             if len(content.token_ids) == self.block_size:
                 table.num_registered += 1
 
-    def _truncate(self, sequence_id: int, table: BlockTable, num_blocks: int) -> int:
+    def _blocks_of(self, sequence_id: int) -> list[int]:
+        table = self._tables.get(sequence_id)
+        return table.block_ids.tolist() if table is not None else []
+
+    def _truncate(self, sequence_id: int, num_blocks: int) -> int:
+        table = self._tables.get(sequence_id)
+        if table is None:
+            return 0
         removed = table.truncate(num_blocks)
         for block_id in removed:
             self.cache.free_block(block_id)

@@ -82,7 +82,7 @@ class HostCache(BlockMemory):
         """Transfers that have not completed, by id; not for changing."""
         self._cancelled: set[int] = set()
         self._timed_out: set[int] = set()
-        self._transfer_ids = count(1)
+        self.transfer_ids = count(1)
 
     @property
     def has_awaited(self) -> bool:
@@ -152,14 +152,9 @@ class HostCache(BlockMemory):
         places = iter(blocks[len(held) :])
         return [(block_id, False) if block_id is not None else (next(places), True) for block_id in present]
 
-    def add_transfer(
-        self, direction: Direction, sequence_id: int, moves: tuple[BlockMove, ...], device_blocks: tuple[int, ...],
-        host_blocks: tuple[int, ...], num_tokens: int, *, is_pinned: bool = False,
-    ) -> Transfer:
-        """Book a transfer; the references to its blocks pass to it."""
-        number = next(self._transfer_ids)
-        transfer = Transfer(number, direction, sequence_id, moves, device_blocks, host_blocks, num_tokens, is_pinned)
-        self.in_flight[number] = transfer
+    def add_transfer(self, transfer: Transfer) -> Transfer:
+        """Book a transfer and return it; the references to its blocks pass to it."""
+        self.in_flight[transfer.transfer_id] = transfer
         return transfer
 
     def time_out(self, transfer_id: int) -> tuple[int, ...]:

@@ -79,10 +79,10 @@ class KVCacheManager:
             BlockMove(source, destination, content)
             for source, (destination, is_new), content in zip(device_blocks, places, known, strict=True) if is_new
         )
-        return host.add_transfer(
-            Direction.OUT, sequence.sequence_id, moves, device_blocks, tuple(block_id for block_id, _ in places),
-            num_tokens, is_pinned=is_pinned,
-        )
+        return host.add_transfer(Transfer(
+            next(host.transfer_ids), Direction.OUT, sequence.sequence_id, moves, device_blocks,
+            tuple(block_id for block_id, _ in places), num_tokens, is_pinned,
+        ))
 
     def begin_swap_in(self, sequence: Sequence, match: PrefixMatch) -> Transfer | None:
         """Start to load the host's part of a match, or change nothing when the device has too little room."""
@@ -93,9 +93,10 @@ class KVCacheManager:
         host.hold_blocks(match.host_blocks)
         known = list(contents(device.hasher, sequence, match.num_tokens))[num_shared:]
         moves = tuple(map(BlockMove, match.host_blocks, device_blocks[num_shared:], known))
-        return host.add_transfer(
-            Direction.IN, sequence.sequence_id, moves, device_blocks, match.host_blocks, match.num_tokens
-        )
+        return host.add_transfer(Transfer(
+            next(host.transfer_ids), Direction.IN, sequence.sequence_id, moves, device_blocks, match.host_blocks,
+            match.num_tokens,
+        ))
 
     def time_out_transfer(self, transfer_id: int) -> None:
         """Let a sequence continue without a transfer. Raises as ``HostCache.time_out``."""

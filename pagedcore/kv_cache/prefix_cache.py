@@ -207,10 +207,8 @@ def _place(siblings: ListOf[CachedBlock], token_ids: TokenIds) -> int:
 
 
 def _num_equal(some: TokenIds, others: TokenIds) -> int:
-    for place, (token_id, other) in enumerate(zip(some, others, strict=False)):
-        if token_id != other:
-            return place
-    return min(len(some), len(others))
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((place for place, (token_id, other) in pairs if token_id != other), min(len(some), len(others)))
 
 
 class BlockMemory:

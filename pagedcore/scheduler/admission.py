@@ -72,11 +72,17 @@ class Admission(PlanState):
         self.available -= self._num_promised(candidate, match)
         if self.available < 0:
             return False
+        if not match.host_blocks:
+            return self._start(candidate, match)
         # Why: what is pinned for the candidate is loaded, the rest only if that takes less time than to compute it.
         is_kept = candidate.sequence_id in self.host.pins
-        if match.host_blocks and (is_kept or self.rules.preemption.is_worth_loading(len(match.host_blocks))):
-            return self._load(candidate, match)
-        return self._start(candidate, match if not match.host_blocks else match.without_tail(self.blocks.block_size))
+        if not is_kept and not self.rules.preemption.is_worth_loading(len(match.host_blocks)):
+            return self._start(candidate, match.without_tail(self.blocks.block_size))
+        if len(match.host_blocks) + self.num_blocks_taken(match) > self.free:
+            return self._ask_holders(candidate)
+        # Why: one at a time. Room for a second load might be taken from what the second one found.
+        self.swap_ins.append(SwapIn(candidate, match))
+        return False
 
     def _start(self, candidate: Sequence, match: PrefixMatch) -> bool:
         # Why: if even the block to copy from would have to be evicted for it, its tokens are computed instead.
@@ -94,14 +100,6 @@ class Admission(PlanState):
                 self._note_being_computed(candidate, start)
                 return True
         return self._ask_holders(candidate)
-
-    def _load(self, candidate: Sequence, match: PrefixMatch) -> bool:
-        needed = len(match.host_blocks) + self.num_blocks_taken(match)
-        if needed > self.free:
-            return self._ask_holders(candidate)
-        # Why: one at a time. Room for a second load might be taken from what the second one found.
-        self.swap_ins.append(SwapIn(candidate, match))
-        return False
 
     def _ask_holders(self, candidate: Sequence) -> bool:
         # Invariant: all promises fit, so waiting sequences behind this one hold what is missing.

@@ -1,8 +1,7 @@
 """The cost of preempting: seconds of moving blocks, of computing them again, of letting a sequence wait.
 
-Begins with measurements at the start and learns from every step and transfer. Step times follow
-``fixed + tokens * per_token``, fitted by recursive least squares with forgetting; transfers follow
-``fixed + blocks * per_block`` the same way. Holds no clock: the engine and ``kv_transfers`` report what they measure.
+Begins with measurements at the start and learns from every step (``fixed + tokens * per_token`` seconds) and transfer
+(``fixed + blocks * per_block``), which the engine and ``kv_transfers`` measure.
 """
 
 from __future__ import annotations
@@ -60,9 +59,7 @@ class CostModel:
 
     step: Line = field(default_factory=lambda: Line(2e-3, 2e-4))
     """Seconds of a step by computed tokens."""
-    moves: dict[Direction, Line] = field(
-        default_factory=lambda: {direction: Line(2e-5, 5e-5) for direction in Direction}
-    )
+    moves: dict[Direction, Line] = field(default_factory=lambda: {way: Line(2e-5, 5e-5) for way in Direction})
     """Seconds of a transfer by blocks, each way."""
     loss_share: float = 0.5
     """Share of a shrunk sequence's cached rest that is evicted before it runs again, 0 to 1."""

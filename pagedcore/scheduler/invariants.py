@@ -61,11 +61,6 @@ class Snapshot:
     parked: frozenset[int] = frozenset()
     """Sequences that may have pins on the host although they neither wait nor run."""
 
-    @property
-    def sequences(self) -> tuple[SequenceState, ...]:
-        """All that wait or run."""
-        return self.waiting + self.running
-
 
 @dataclass(frozen=True, slots=True)
 class Violation:
@@ -99,11 +94,7 @@ class InvariantChecker:
         self._before: Snapshot | None = None
 
     def check(self) -> None:
-        """Check the present state.
-
-        Raises:
-            InternalError: a law is broken; the message names every one.
-        """
+        """Raise ``InternalError`` with every law that is broken now."""
         now = snapshot(self._scheduler)
         violations, self._before = check(now, self._before), now
         if violations:
@@ -144,8 +135,7 @@ def _s1(now: Snapshot) -> Iterator[Violation]:
 def _s2(now: Snapshot) -> Iterator[Violation]:
     for where, memory in _memories(now):
         for block, count in enumerate(memory.reference_counts):
-            if count != memory.holders.get(block, 0):
-                held = memory.holders.get(block, 0)
+            if count != (held := memory.holders.get(block, 0)):
                 yield Violation("S2", f"{where}block {block} has {count} references and {held} holders")
 
 
@@ -161,7 +151,7 @@ def _s3(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s4(now: Snapshot) -> Iterator[Violation]:
-    known = {state.sequence_id: (state.cache_root, state.token_ids) for state in now.sequences}
+    known = {state.sequence_id: (state.cache_root, state.token_ids) for state in now.waiting + now.running}
     contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
     for sequence_id, table in now.blocks.tables.items():
         root, tokens = known.get(sequence_id, (b"", ()))
@@ -172,7 +162,7 @@ def _s4(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s5(now: Snapshot) -> Iterator[Violation]:
-    for state in now.sequences:
+    for state in now.waiting + now.running:
         positions = max(state.num_computed_tokens, now.reserved.get(state.sequence_id, 0))
         needed = -(-positions // now.blocks.block_size)
         held = len(now.blocks.tables.get(state.sequence_id, ()))
@@ -181,7 +171,7 @@ def _s5(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s6(now: Snapshot) -> Iterator[Violation]:
-    places = Counter(state.sequence_id for state in now.sequences)
+    places = Counter(state.sequence_id for state in now.waiting + now.running)
     for sequence_id, times in places.items():
         if times > 1:
             yield Violation("S6", f"sequence {sequence_id} is in {times} places")
@@ -220,8 +210,8 @@ def _s8(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s9(now: Snapshot, before: Snapshot | None) -> Iterator[Violation]:
-    known_before = {state.sequence_id: state.token_ids for state in before.sequences} if before else {}
-    for state in now.sequences:
+    known_before = {state.sequence_id: state.token_ids for state in before.waiting + before.running} if before else {}
+    for state in now.waiting + now.running:
         num_known, computed = len(state.token_ids), state.num_computed_tokens
         if not 0 <= computed < num_known:
             yield Violation("S9", f"sequence {state.sequence_id}: {computed} computed of {num_known} known tokens")

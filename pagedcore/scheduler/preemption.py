@@ -1,8 +1,7 @@
 """Which sequences are preempted when a running one lacks blocks, and how: the cheapest choice that is expected to work.
 
 A pure choice over numbers from ``step_planner``; estimates come from ``cost_model``. A victim's tail can be freed, its
-blocks can move to the host or be computed again, or the asker can wait; memory pressure costs what the cheapest of
-them costs.
+blocks can move to the host or be computed again, or the asker can wait.
 """
 
 from __future__ import annotations

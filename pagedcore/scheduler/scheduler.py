@@ -100,22 +100,16 @@ class Scheduler:
         """Describe the present and count the past."""
         device, host, counters = self._blocks, self.kv_cache.host, self.counters
         return SchedulerStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_running=len(self.running), num_waiting=len(self.waiting),
             num_swapped=sum(sequence.sequence_id in host.pins for sequence in self.waiting),
-            num_blocks=device.num_blocks,
-            num_blocks_used=device.num_used_blocks,
-            num_blocks_cached=device.num_cached_blocks,
-            num_blocks_evicted=device.cache.num_evictions,
-            num_host_blocks=host.num_blocks,
-            num_host_blocks_used=host.num_used_blocks,
+            num_blocks=device.num_blocks, num_blocks_used=device.num_used_blocks,
+            num_blocks_cached=device.num_cached_blocks, num_blocks_evicted=device.cache.num_evictions,
+            num_host_blocks=host.num_blocks, num_host_blocks_used=host.num_used_blocks,
             num_host_blocks_cached=host.num_cached_blocks,
             num_preemptions=sum(counters.num_preemptions.values()),
             num_preemptions_by_kind={kind.value: count for kind, count in counters.num_preemptions.items()},
-            num_stalled_rows=counters.num_stalled_rows,
-            num_looked_up_tokens=counters.num_looked_up_tokens,
-            num_cached_tokens=counters.num_cached_tokens,
-            num_failed_transfers=counters.num_failed_transfers,
+            num_stalled_rows=counters.num_stalled_rows, num_failed_transfers=counters.num_failed_transfers,
+            num_looked_up_tokens=counters.num_looked_up_tokens, num_cached_tokens=counters.num_cached_tokens,
             preemption_estimate_error=self.costs.mean_relative_error,
         )
 
@@ -193,8 +187,7 @@ class Scheduler:
         Raises:
             InternalError: a step is in flight, or the plan is out of date (nothing changed).
         """
-        self._require_landed("make_room")
-        self._require_current(plan)
+        self._require_current("make_room", plan)
         return self.moves.carry_out(plan)
 
     def reserve(self, plan: SchedulePlan) -> tuple[tuple[int, int], ...]:
@@ -203,8 +196,7 @@ class Scheduler:
         Raises:
             InternalError: the plan asks for room or is out of date, or the pool is too small for it; nothing changed.
         """
-        self._require_landed("reserve")
-        self._require_current(plan)
+        self._require_current("reserve", plan)
         if plan.moves_blocks:
             raise InternalError("reserve: room has to be made first; ask for another plan then")
         # Why: a decode row rarely needs a block, and then there is nothing to reserve for it.
@@ -223,7 +215,7 @@ class Scheduler:
             step.reservation.cancel()
 
     def commit(self, plan: SchedulePlan, sampled: Mapping[int, int | None]) -> list[NewToken]:
-        """Book the step: its positions are computed, tokens are appended, ended sequences finish.
+        """Book the step: its positions are computed, ended sequences finish; return what was appended, row by row.
 
         Args:
             plan: what was reserved and has been computed.
@@ -231,9 +223,6 @@ class Scheduler:
                 while the step ran needs none; a row without usable logits is ended in this way. ``None`` for a
                 sequence that branches continue: it is computed and finishes without a reason, and what it computed
                 stays cached.
-
-        Returns:
-            What was appended, in the order of the rows.
 
         Raises:
             InternalError: ``plan`` is not in flight, or a sampled row has no token; nothing changed.
@@ -278,7 +267,8 @@ class Scheduler:
         if self._in_flight is not None:
             raise InternalError(f"{verb}: the step before was neither committed nor rolled back")
 
-    def _require_current(self, plan: SchedulePlan) -> None:
+    def _require_current(self, verb: str, plan: SchedulePlan) -> None:
+        self._require_landed(verb)
         is_current = (
             all(row.sequence.status is _RUNNING or row.sequence in plan.admitted for row in plan.rows)
             and all(one.sequence.status is _RUNNING for one in plan.preempted)

@@ -1,8 +1,7 @@
 """How blocks change hands outside a step: preemption, swapping, and what a finished sequence leaves.
 
-The scheduler's other half: it changes queues and block tables as a plan says, books transfers between the memories,
-and scores the estimates that preemptions were chosen by. It copies nothing; ``kv_transfers`` starts the transfers that
-are due and reports when they have completed, in any order, late, or failed.
+Changes queues and block tables as a plan says, books transfers between the memories, and scores the estimates that
+preemptions were chosen by. ``kv_transfers`` starts the transfers that are due and reports how they have ended.
 """
 
 from __future__ import annotations
@@ -138,7 +137,8 @@ class Swapping:
     def free_on_host(self, sequence: Sequence) -> None:
         """Free what the host keeps for a sequence, and cancel its transfers."""
         self._open.pop(sequence.sequence_id, None)
-        self._unpin(sequence)
+        self.parked.discard(sequence.sequence_id)
+        self._host.free_sequence(sequence.sequence_id)
 
     def park(self, sequence: Sequence) -> int:
         """Keep on the host what the memories hold of a finished sequence; return how many positions, 0 without room.
@@ -176,23 +176,19 @@ class Swapping:
             return 0
         if match.host_blocks and not self._book(sequence, self._kv_cache.begin_swap_in(sequence, match)):
             return 0
-        self._unpin(sequence)
+        self.free_on_host(sequence)
         return match.num_tokens
 
     def note_found(self, sequence: Sequence, num_tokens: int) -> None:
         """Take note that a sequence starts with ``num_tokens`` positions found."""
         self._reuse.want(sequence.block_keys[num_tokens // self._blocks.block_size :])
         self._note_looked_up(sequence, num_tokens)
-        if (decision := self._open.pop(sequence.sequence_id, None)) is not None:
+        if (decision := self._open.get(sequence.sequence_id)) is not None:
             decision.actual_s += self._rules.costs.compute_s(max(0, decision.num_computed_tokens - num_tokens))
             if num_left := decision.preemption.num_left_tokens:
                 self._rules.costs.observe_loss(max(0.0, 1 - num_tokens / num_left))
             self._rules.costs.score(decision.preemption.estimated_s, decision.actual_s)
-        self._unpin(sequence)
-
-    def _unpin(self, sequence: Sequence) -> None:
-        self.parked.discard(sequence.sequence_id)
-        self._host.free_sequence(sequence.sequence_id)
+        self.free_on_host(sequence)
 
     def _note_looked_up(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.num_cached_tokens is None:

@@ -57,7 +57,7 @@ def test_reserve_gives_every_row_its_slots_and_moves_no_sequence() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, prompt=5)
     plan = reserved_step(scheduler)
-    assert scheduler.kv_cache.device.table(sequence.sequence_id).capacity(2) == 6
+    assert scheduler.kv_cache.device.table(sequence.sequence_id).num_blocks == 3
     assert sequence.status is WAITING
     assert [row.sequence for row in scheduler.rows_in_flight] == [sequence]
     assert check(snapshot(scheduler)) == []
