@@ -95,10 +95,7 @@ class BlockManager(BlockMemory):
         return match if self._copies_blocks else match.without_tail(self.block_size)
 
     def reserve(self, demands: Iterable[Demand]) -> Reservation | None:
-        """Let every table hold as many positions as asked for, or change nothing when the pool is too small.
-
-        No two demands are of one sequence.
-        """
+        """Let tables hold the positions asked for, each table once, or change nothing if the pool is too small."""
         demands = list(demands)
         held = [block_id for demand in demands for block_id in demand.match.held_blocks]
         blocks = self.allocate_blocks(held, sum(map(self.num_new_blocks, demands)))

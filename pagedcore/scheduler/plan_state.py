@@ -1,6 +1,6 @@
 """The working state of one plan: what is planned so far, and the blocks, tokens and rows that are left for the rest.
 
-``step_planner`` plans the running sequences in it, ``admission`` the waiting ones. It reads queues and tables and
+``admission`` plans the waiting sequences on it, ``step_planner`` the running ones. It reads queues and tables and
 changes none of them.
 """
 
