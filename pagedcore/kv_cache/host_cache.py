@@ -14,6 +14,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
+from typing import NamedTuple
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.eviction import EvictionPolicy
@@ -28,8 +29,7 @@ class Direction(Enum):
     IN = "host to device"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMove:
+class BlockMove(NamedTuple):
     """One block to copy, and what it holds."""
 
     source: int

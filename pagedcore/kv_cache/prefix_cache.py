@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.eviction import EvictionPolicy
@@ -19,8 +20,7 @@ from pagedcore.kv_cache.memory_snapshot import Known, MemorySnapshot
 TokenIds = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """What a block holds, in terms of keys and tokens."""
 
     key: bytes
