@@ -227,6 +227,16 @@ def test_a_prefix_that_others_hold_costs_no_room() -> None:
     assert scheduler.schedule().admitted == ()
 
 
+def test_an_idle_prefix_costs_its_room_once_in_a_plan() -> None:
+    """Two sequences that start together on the same cached blocks fit where two copies of them would not."""
+    scheduler = make_scheduler(num_blocks=4, block_size=2)
+    keep(scheduler, [1, 2, 3, 4])
+    start(scheduler, make_sequence([1, 2, 3, 4, 5], 1), make_sequence([1, 2, 3, 4, 6], 1))
+    plan = run_step(scheduler)
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(4, 1), (4, 1)]
+    assert check(snapshot(scheduler)) == []
+
+
 def test_where_the_block_to_copy_from_would_have_to_go_its_tokens_are_computed() -> None:
     """A pool of exactly the sequence cannot hold source and copy at once: the full blocks are shared, the rest not."""
     scheduler = make_scheduler(num_blocks=2, block_size=2)
@@ -388,6 +398,16 @@ def test_idle_holders_are_freed_before_a_running_sequence_is_preempted() -> None
     scheduler.make_room(plan)
     assert (last.num_computed_tokens, first.num_computed_tokens) == (0, 2)
     assert check(snapshot(scheduler)) == []
+
+
+def test_each_running_sequence_that_lacks_room_gets_it_from_another_holder() -> None:
+    """The blocks of a holder are promised once: two askers free two holders, and neither has to wait a step longer."""
+    scheduler = make_scheduler(num_blocks=4, block_size=2, max_num_seqs=2, preemption="recompute")
+    for _ in range(2):
+        put_running(scheduler, own(3, 3), 2)
+    first, last = (put_waiting(scheduler, own(3, 1), 2) for _ in range(2))
+    plan = scheduler.schedule()
+    assert (plan.freed, plan.preempted) == ((last, first), ())
 
 
 def test_a_waiting_head_takes_blocks_of_those_behind_it() -> None:
