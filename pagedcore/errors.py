@@ -3,21 +3,12 @@
     PagedcoreError
       * InvalidRequest (ValueError)       the caller's: this call is refused, nothing was taken
           - InvalidPrompt  PromptEmpty  PromptTooLong  InvalidToken  InvalidText
-          - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed
-          - TooManySequences  TooManyLogprobs  UnknownParameter
-          - RequestTooLarge               can never fit the KV pool
-          - RequestStateError             the request is not in a state that allows the call
-          - SessionStateError             the session is not in a state that allows the call
-          - InvalidSessionFile            an exported session cannot be read, or is not one
-          - ModelMismatch                 an exported session is another model's
+          - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed  InvalidSalt
+          - TooManySequences  TooManyLogprobs  UnknownParameter  RequestTooLarge
+          - RequestStateError  SessionStateError  InvalidSessionFile  ModelMismatch
       * InvalidConfig (ValueError)        the operator's: the engine was not built
-          - ModelNotSupported             the architecture cannot run here, with the reason
-          - DeviceUnavailable             there is no such device here; the message says what is missing
-          - ModelTakenOver                an engine has the loaded model: it cannot be called, changed or handed over
-          - MissingDependency             an optional package is absent; the message names the extra
-          - MemoryBudgetExceeded          the budget shared with other engines has not that much left
-      * EngineOverloaded                  capacity: try again later
-      * TooManySessions                   capacity: close some first
+          - ModelNotSupported  ModelTakenOver  DeviceUnavailable  MissingDependency  MemoryBudgetExceeded
+      * EngineOverloaded  TooManySessions capacity: try again later, or close sessions first
       * RequestFailed                     one accepted request ended with finish_reason "error"
           - StepFailed  InvalidLogits  QueueTimeout
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
@@ -56,9 +47,11 @@ class InvalidRequest(PagedcoreError, ValueError):
         limit: what would have been accepted.
     """
 
-    def __init__(self, what: str, given: object, limit: str, advice: str = "") -> None:
-        self.what, self.given, self.limit = what, describe(given), limit
-        super().__init__(f"{what}: got {self.given}, allowed is {limit}." + (f" {advice}" if advice else ""))
+    _where = ""
+
+    def __init__(self, what: str, given: object, limit: str, advice: str = "", *, is_described: bool = False) -> None:
+        self.what, self.given, self.limit = what, str(given) if is_described else describe(given), limit
+        super().__init__(f"{self._where}{what}: got {self.given}, allowed is {limit}. {advice}".rstrip())
 
 
 class InvalidPrompt(InvalidRequest):
@@ -134,29 +127,23 @@ class RequestStateError(InvalidRequest):
         limit: the state it has to be in.
     """
 
+    _whose = "request"
+
     def __init__(self, what: str, state: str, needed: str, advice: str = "") -> None:
         self.what, self.given, self.limit = what, state, needed
-        ValueError.__init__(self, f"{what}: the request is {state}, it has to be {needed}. {advice}".rstrip())
+        ValueError.__init__(self, f"{what}: the {self._whose} is {state}, it has to be {needed}. {advice}".rstrip())
 
 
 class SessionStateError(RequestStateError):
     """The session is not in a state that allows this call."""
 
-    def __init__(self, what: str, state: str, needed: str, advice: str = "") -> None:
-        self.what, self.given, self.limit = what, state, needed
-        ValueError.__init__(self, f"{what}: the session is {state}, it has to be {needed}. {advice}".rstrip())
+    _whose = "session"
 
 
 class InvalidSessionFile(InvalidRequest):
     """A session file is damaged, is not one, or asks for more than this engine allows; nothing was taken from it."""
 
-    def __init__(
-        self, what: str, given: object, limit: str, advice: str = "", *, is_described: bool = False
-    ) -> None:
-        self.what, self.given, self.limit = what, str(given) if is_described else describe(given), limit
-        ValueError.__init__(
-            self, f"session file, {what}: got {self.given}, allowed is {limit}." + (f" {advice}" if advice else "")
-        )
+    _where = "session file, "
 
 
 class ModelMismatch(InvalidSessionFile):

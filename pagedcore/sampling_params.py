@@ -13,27 +13,9 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from pagedcore.config import field_rules
+from pagedcore import errors
+from pagedcore.config import field_rules, limits
 from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, integer, number
-from pagedcore.config.limits import (
-    MAX_COUNT,
-    MAX_LENGTH_PENALTY,
-    MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
-    MAX_SEQUENCES_PER_REQUEST,
-    MAX_TEMPERATURE,
-)
-from pagedcore.errors import (
-    InvalidMaxTokens,
-    InvalidMinTokens,
-    InvalidSampling,
-    InvalidSeed,
-    TooManyLogprobs,
-    TooManySequences,
-    UnknownParameter,
-)
 
 _T = TypeVar("_T")
 
@@ -148,19 +130,16 @@ class SamplingParams:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidMinTokens("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens} here")
+            raise errors.InvalidMinTokens("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens} here")
         if self.best_of is not None and self.best_of < self.n:
-            raise TooManySequences("best_of", self.best_of, f"n to {MAX_SEQUENCES_PER_REQUEST}, n is {self.n} here")
-        if self.beam_width > 1:
-            self._check_beams()
-
-    def _check_beams(self) -> None:
-        if self.n > self.beam_width:
-            raise TooManySequences("n", self.n, f"1 to beam_width, {self.beam_width} here")
-        for name in _NOT_WITH_BEAMS:
+            allowed = f"n to {limits.MAX_SEQUENCES_PER_REQUEST}, n is {self.n} here"
+            raise errors.TooManySequences("best_of", self.best_of, allowed)
+        if self.n > self.beam_width > 1:
+            raise errors.TooManySequences("n", self.n, f"1 to beam_width, {self.beam_width} here")
+        for name in _NOT_WITH_BEAMS if self.beam_width > 1 else ():
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
-                raise InvalidSampling(name, getattr(self, name), f"{default!r} where beam_width is above 1")
+                raise errors.InvalidSampling(name, getattr(self, name), f"{default!r} where beam_width is above 1")
 
     @property
     def num_beams(self) -> int:
@@ -193,10 +172,10 @@ class SamplingParams:
             InvalidRequest: as from the constructor.
         """
         if not isinstance(mapping, Mapping):
-            raise UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
+            raise errors.UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
         for name in mapping:
             if name not in _NAMES:
-                raise UnknownParameter("parameter name", name, f"one of {', '.join(_NAMES)}", _suggestion(name))
+                raise errors.UnknownParameter("parameter name", name, f"one of {', '.join(_NAMES)}", _suggestion(name))
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])
@@ -208,7 +187,8 @@ def _beam_width(num_beams: Any, beam_width: Any) -> int:
     wanted: int = check("num_beams", num_beams)
     # Why: ``dataclasses.replace`` passes every field, so a width of 1, the default, may not come from the caller.
     if check("beam_width", beam_width) not in (1, wanted):
-        raise TooManySequences("num_beams", num_beams, f"{beam_width}, as beam_width: both are the same parameter")
+        allowed = f"{beam_width}, as beam_width: both are the same parameter"
+        raise errors.TooManySequences("num_beams", num_beams, allowed)
     return wanted
 
 
@@ -223,26 +203,26 @@ _NOT_WITH_BEAMS: Final = (
     "logit_bias", "stop", "best_of",
 )
 _CHECKS: Final[Mapping[str, Check]] = {
-    "max_tokens": integer(1, MAX_COUNT).or_none().raising(InvalidMaxTokens),
-    "min_tokens": integer(0, MAX_COUNT).raising(InvalidMinTokens),
-    "temperature": number(0.0, MAX_TEMPERATURE).raising(InvalidSampling),
-    "top_k": integer(0, MAX_COUNT).raising(InvalidSampling),
-    "top_p": number(0.0, 1.0, above_low=True).raising(InvalidSampling),
-    "min_p": number(0.0, 1.0).raising(InvalidSampling),
-    "presence_penalty": number(-MAX_PENALTY, MAX_PENALTY).raising(InvalidSampling),
-    "frequency_penalty": number(-MAX_PENALTY, MAX_PENALTY).raising(InvalidSampling),
-    "repetition_penalty": number(0.0, MAX_REPETITION_PENALTY, above_low=True).raising(InvalidSampling),
+    "max_tokens": integer(1, limits.MAX_COUNT).or_none().raising(errors.InvalidMaxTokens),
+    "min_tokens": integer(0, limits.MAX_COUNT).raising(errors.InvalidMinTokens),
+    "temperature": number(0.0, limits.MAX_TEMPERATURE).raising(errors.InvalidSampling),
+    "top_k": integer(0, limits.MAX_COUNT).raising(errors.InvalidSampling),
+    "top_p": number(0.0, 1.0, above_low=True).raising(errors.InvalidSampling),
+    "min_p": number(0.0, 1.0).raising(errors.InvalidSampling),
+    "presence_penalty": number(-limits.MAX_PENALTY, limits.MAX_PENALTY).raising(errors.InvalidSampling),
+    "frequency_penalty": number(-limits.MAX_PENALTY, limits.MAX_PENALTY).raising(errors.InvalidSampling),
+    "repetition_penalty": number(0.0, limits.MAX_REPETITION_PENALTY, above_low=True).raising(errors.InvalidSampling),
     "logit_bias": field_rules.logit_bias,
     "stop": field_rules.stop_strings,
     "stop_token_ids": field_rules.token_ids,
-    "ignore_eos": BOOLEAN.raising(InvalidSampling),
-    "seed": integer(0, MAX_SEED).or_none().raising(InvalidSeed),
-    "n": integer(1, MAX_SEQUENCES_PER_REQUEST).raising(TooManySequences),
-    "best_of": integer(1, MAX_SEQUENCES_PER_REQUEST).or_none().raising(TooManySequences),
-    "beam_width": integer(1, MAX_SEQUENCES_PER_REQUEST).raising(TooManySequences),
-    "length_penalty": number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY).raising(InvalidSampling),
-    "early_stopping": EARLY_STOPPING.raising(InvalidSampling),
-    "logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
-    "prompt_logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
+    "ignore_eos": BOOLEAN.raising(errors.InvalidSampling),
+    "seed": integer(0, limits.MAX_SEED).or_none().raising(errors.InvalidSeed),
+    "n": integer(1, limits.MAX_SEQUENCES_PER_REQUEST).raising(errors.TooManySequences),
+    "best_of": integer(1, limits.MAX_SEQUENCES_PER_REQUEST).or_none().raising(errors.TooManySequences),
+    "beam_width": integer(1, limits.MAX_SEQUENCES_PER_REQUEST).raising(errors.TooManySequences),
+    "length_penalty": number(-limits.MAX_LENGTH_PENALTY, limits.MAX_LENGTH_PENALTY).raising(errors.InvalidSampling),
+    "early_stopping": EARLY_STOPPING.raising(errors.InvalidSampling),
+    "logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
+    "prompt_logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
 }
 _NAMES: Final = (*_CHECKS, "num_beams")
