@@ -1,6 +1,4 @@
-"""How code outside the core gets in: named tables of implementations and a few observing hooks.
+"""How code outside the core gets in: named tables of implementations, imported on first use, and observing hooks.
 
-Owns the hook specifications, the registry of named implementations, the plugin manager and ``expose``; never
-the implementations themselves, which are imported on first use. Read ``hookspecs.py`` first, then
-``manager.py``.
+Read ``hookspecs.py`` first, then ``manager.py``.
 """

@@ -1,12 +1,10 @@
 """Finds plugins, checks them one by one, and keeps a record of each: active, blocked or failed.
 
-Every engine gets a fresh manager, so that tests and engines do not share state. A third party's broken plugin
-is recorded and left out; a broken one that was handed over explicitly is an error. Never runs an observer:
-that is ``observers.py``.
+Every engine gets a fresh manager, so that engines share no state. A third party's broken plugin is recorded and left
+out; a broken one that was handed over explicitly is an error. Never runs an observer: that is ``observers.py``.
 
-An entry point is code of an installed distribution that runs when it is loaded. It is on by default, listed
-by ``pagedcore plugins``, and switched off by ``block``, ``entry_points=False`` or the environment variables
-below.
+An entry point is code of an installed distribution that runs when it is loaded. It is on by default, listed by
+``pagedcore plugins``, and switched off by ``block``, ``entry_points=False`` or the environment variables below.
 """
 
 from __future__ import annotations
@@ -81,14 +79,23 @@ class PluginManager:
             taken_by = self._records[name].distribution or "another plugin"
             raise InvalidConfig(f"plugin name {name!r} is taken by {taken_by}; rename or block one of them.")
         if name in self._blocked:
-            self._note(PluginRecord(name, distribution, version, "blocked", "switched off"))
+            self._records[name] = PluginRecord(name, distribution, version, "blocked", "switched off")
             return
         try:
-            self._register(plugin, name)
-        except (pluggy.PluginValidationError, TypeError, ValueError) as error:
-            raise InvalidConfig(f"plugin {name!r}: {error}") from error
+            hash(plugin)  # Why: Pluggy keeps plugins in sets when one of them is to be called alone
+            self._pluggy.register(plugin, name)
+            self._pluggy.check_pending()
+            if register := dict(self.callers("pagedcore_register")).get(name):
+                with self.registry.registering(name) as registry:
+                    register(registry=registry)
+        except Exception as error:
+            if self._pluggy.has_plugin(name):
+                self._pluggy.unregister(name=name)
+            if isinstance(error, pluggy.PluginValidationError | TypeError | ValueError):
+                raise InvalidConfig(f"plugin {name!r}: {error}") from error
+            raise
         hooks = tuple(sorted(caller.name for caller in self._pluggy.get_hookcallers(plugin) or ()))
-        self._note(PluginRecord(name, distribution, version, "active", hooks=hooks))
+        self._records[name] = PluginRecord(name, distribution, version, "active", hooks=hooks)
 
     def try_add(self, entry_point: EntryPoint) -> None:
         """Load and register a plugin found by name; every failure is noted and logged, never raised."""
@@ -101,36 +108,15 @@ class PluginManager:
             reason = f"{type(error).__name__}: {error}"
             # Why: two distributions may claim one name; the second record must not replace the first
             key = name if name not in self._records else f"{name} of {distribution}"
-            self._note(PluginRecord(key, distribution, version, "failed", reason))
+            self._records[key] = PluginRecord(key, distribution, version, "failed", reason)
             _log.warning("plugin %s was left out: %s", key, reason)
 
     def callers(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
         """Return a (plugin name, callable) for each active plugin that implements ``hook``, oldest first."""
-        implementations: list[pluggy.HookImpl] = getattr(self._pluggy.hook, hook).get_hookimpls()
-        names = {implementation.plugin_name for implementation in implementations}
-        return [(name, self._only(hook, plugin))
+        names = {implementation.plugin_name for implementation in getattr(self._pluggy.hook, hook).get_hookimpls()}
+        plugins = self._pluggy.get_plugins()
+        return [(name, self._pluggy.subset_hook_caller(hook, plugins - {plugin}))
                 for name, plugin in self._pluggy.list_name_plugin() if name in names]
-
-    def _only(self, hook: str, plugin: object) -> Callable[..., Any]:
-        others = [other for other in self._pluggy.get_plugins() if other is not plugin]
-        return self._pluggy.subset_hook_caller(hook, others)
-
-    def _register(self, plugin: object, name: str) -> None:
-        hash(plugin)  # Why: Pluggy keeps plugins in sets when one of them is to be called alone
-        try:
-            self._pluggy.register(plugin, name)
-            self._pluggy.check_pending()
-            callers = dict(self.callers("pagedcore_register"))
-            if name in callers:
-                with self.registry.registering(name) as registry:
-                    callers[name](registry=registry)
-        except Exception:
-            if self._pluggy.has_plugin(name):
-                self._pluggy.unregister(name=name)
-            raise
-
-    def _note(self, record: PluginRecord) -> None:
-        self._records[record.name] = record
 
 
 def create_plugin_manager(
@@ -156,3 +142,21 @@ def create_plugin_manager(
     for plugin in plugins:
         manager.add(plugin, getattr(plugin, "__name__", type(plugin).__name__))
     return manager
+
+
+def expose(name: str, /, *, model: Any, **settings: Any) -> Any:
+    """Build the adapter called ``name`` around a model: the way from a framework into an engine.
+
+    ``expose("async-generator", model="demo")`` returns a callable that produces async generators;
+    ``pagedcore plugins --table adapters`` lists the names.
+
+    Args:
+        name: an entry of the plugin table ``adapters``.
+        model: what ``Engine.from_pretrained`` takes.
+        settings: what the adapter takes; fields of ``EngineConfig`` among them.
+
+    Raises:
+        InvalidConfig: no adapter has that name, or a setting is refused.
+        MissingDependency: the adapter's framework is not installed; the message names the extra.
+    """
+    return create_plugin_manager().registry.adapters.load(name)(model, **settings)
