@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pagedcore.metrics.definitions import SCALARS, Histogram, Scalar
-from pagedcore.metrics.snapshot import Distribution, Snapshot
+from pagedcore.metrics.definitions import SCALARS, Distribution, Histogram, Scalar, Snapshot
 from pagedcore.requests.stats import EngineStats
 
 PREFIX = "pagedcore_"
@@ -33,10 +32,12 @@ class EngineCollector(Collector):
         snapshot = self._take()
         if snapshot is None:
             return
-        for one in SCALARS if snapshot.stats is not None else ():
-            yield from (_scalar(name, one, snapshot) for name in self._names(one))
+        model, stats = snapshot.info.model, snapshot.stats
+        for one in SCALARS:
+            if stats is not None:
+                yield from (_scalar(name, one, model, stats) for name in self._names(one))
         for histogram, values in snapshot.distributions:
-            yield from (_histogram(name, histogram, values, snapshot) for name in self._names(histogram))
+            yield from (_histogram(name, histogram, model, values) for name in self._names(histogram))
         yield _finished(PREFIX + "requests_finished", "finish_reason", snapshot)
         yield _info(PREFIX + "engine_info", asdict(snapshot.info), snapshot)
         if self._vllm_names:
@@ -56,20 +57,17 @@ def make_registry(take: Callable[[], Snapshot | None], vllm_names: bool) -> Coll
     return registry
 
 
-def _scalar(name: str, one: Scalar, snapshot: Snapshot) -> Metric:
-    stats: EngineStats | None = snapshot.stats
+def _scalar(name: str, one: Scalar, model: str, stats: EngineStats) -> Metric:
     kind = GaugeMetricFamily if one.kind == "gauge" else CounterMetricFamily
     family = kind(name, one.help, labels=["model_name"])
-    if stats is not None:
-        family.add_metric([snapshot.info.model], one.read(stats))
+    family.add_metric([model], one.read(stats))
     return family
 
 
-def _histogram(name: str, one: Histogram, values: Distribution, snapshot: Snapshot) -> Metric:
+def _histogram(name: str, one: Histogram, model: str, values: Distribution) -> Metric:
     upper = [*map(str, values.bounds), "+Inf"]
-    buckets = list(zip(upper, map(float, accumulate(values.counts)), strict=True))
     family = HistogramMetricFamily(name, one.help, labels=["model_name"])
-    family.add_metric([snapshot.info.model], buckets, values.total)
+    family.add_metric([model], list(zip(upper, map(float, accumulate(values.counts)), strict=True)), values.total)
     return family
 
 
@@ -81,8 +79,7 @@ def _finished(name: str, label: str, snapshot: Snapshot) -> Metric:
 
 
 def _info(name: str, facts: Mapping[str, object], snapshot: Snapshot) -> Metric:
-    shown = {"model_name": snapshot.info.model}
-    shown |= {key: str(value) for key, value in facts.items() if key != "model"}
-    family = GaugeMetricFamily(name, "What was chosen when the engine was built; always 1.", labels=list(shown))
-    family.add_metric(list(shown.values()), 1)
+    labels = {"model_name": snapshot.info.model, **{key: str(value) for key, value in facts.items() if key != "model"}}
+    family = GaugeMetricFamily(name, "What was chosen when the engine was built; always 1.", labels=list(labels))
+    family.add_metric(list(labels.values()), 1)
     return family
