@@ -1,5 +1,4 @@
-"""Measures what batching is worth, on the machine at hand.
+"""Measures what batching is worth, on the machine at hand; uses the engine by its public names.
 
-Owns workloads, the measuring loop and the report; never the engine, which it uses by its public names. Read
-``workloads.py``, then ``throughput.py``; ``pagedcore bench throughput`` is the door.
+Read ``workloads.py``, then ``throughput.py``; ``pagedcore bench throughput`` is the door.
 """

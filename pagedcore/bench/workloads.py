@@ -1,7 +1,7 @@
-"""Workloads: prompts as token ids and how many tokens to generate for each. The same ids on every machine.
+"""What is measured: workloads, prompts as token ids with the number of tokens to generate, and random weights.
 
-``w1``, ``w2``, ``w3`` draw from ``random.Random`` with fixed seeds, so that other engines can be given the very
-same tokens; their digests are recorded in the tests. Never runs anything; ``throughput.py`` does.
+``w1``, ``w2``, ``w3`` draw from ``random.Random`` with fixed seeds, so that other engines can be given the very same
+tokens on every machine; their digests are recorded in the tests. ``throughput.py`` runs them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pagedcore.errors import InvalidConfig
 
@@ -20,6 +20,18 @@ _PEER_IDS: Final = (300, 4000)
 _RAGGED_IDS: Final = (32, 256)
 """Half-open range of the token ids of "ragged": inside any model's vocabulary."""
 _LONGEST: Final = 256
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "tiny": {
+        "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "intermediate_size": 768, "vocab_size": 4096, "max_position_embeddings": 4096,
+    },
+    "qwen05b": {
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "intermediate_size": 4864, "vocab_size": 151936, "max_position_embeddings": 32768,
+    },
+}
+"""Of models with random weights, whose speed is that of real ones; "qwen05b" is that of Qwen2.5-0.5B."""
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +73,7 @@ def make_workload(name: str, max_model_len: int) -> Workload:
         InvalidConfig: there is no such workload, or the model's context is too short for it.
     """
     require_name(name)
-    workload = {"ragged": _ragged, "w1": _w1, "w2": _w2, "w3": _w3}[name](max_model_len)
+    workload = _ragged(max_model_len) if name == "ragged" else {"w1": _w1, "w2": _w2, "w3": _w3}[name]()
     _require_context(workload, max_model_len)
     return workload
 
@@ -114,18 +126,35 @@ def _ragged(max_model_len: int) -> Workload:
     return Workload("ragged", prompts, tuple(rng.randint(shortest, longest) for _ in prompts))
 
 
-def _w1(_: int) -> Workload:
+def _w1() -> Workload:
     prompt_lengths, output_lengths, rng = random.Random(0), random.Random(1), random.Random("tokens-w1-")
     lengths = [prompt_lengths.randint(16, _LONGEST) for _ in range(64)]
     outputs = tuple(output_lengths.randint(16, _LONGEST) for _ in range(64))
     return Workload("w1", tuple(_ids(rng, length) for length in lengths), outputs)
 
 
-def _w2(_: int) -> Workload:
+def _w2() -> Workload:
     rng = random.Random("tokens-w2-")
     prefix = _ids(rng, 512)
     return Workload("w2", tuple(prefix + _ids(rng, 16) for _ in range(32)), (32,) * 32)
 
 
-def _w3(_: int) -> Workload:
+def _w3() -> Workload:
     return Workload("w3", (_ids(random.Random("tokens-w3-"), 128),), (64,))
+
+
+def random_model(shape: str, dtype: str) -> Any:
+    """Build a Qwen2 model of ``shape`` with random weights, the same ones every time.
+
+    Raises:
+        InvalidConfig: there is no such shape.
+    """
+    if shape not in SHAPES:
+        raise InvalidConfig(f"random weights: got {shape!r}, allowed is one of {', '.join(SHAPES)}.")
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        Qwen2Config(tie_word_embeddings=True, **SHAPES[shape]), dtype=getattr(torch, dtype)
+    ).eval()

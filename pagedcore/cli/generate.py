@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedcore.cli.common import (
-    BackendOption,
-    BlocksOption,
-    DtypeOption,
-    LengthOption,
-    ModelOption,
-    SeqsOption,
-    open_engine,
-    stream_completion,
-)
+from pagedcore.cli import common
 from pagedcore.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -27,7 +18,7 @@ if TYPE_CHECKING:
 
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Any number of prompts.")] = None,
-    model: ModelOption = "demo",
+    model: common.ModelOption = "demo",
     prompts_file: Annotated[
         Path | None, typer.Option(help="A file with one prompt per line; - is standard input.", allow_dash=True)
     ] = None,
@@ -41,11 +32,11 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a completion; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same completion.")] = None,
-    dtype: DtypeOption = "auto",
-    max_num_seqs: SeqsOption = None,
-    blocks: BlocksOption = None,
-    max_model_len: LengthOption = None,
-    attention_backend: BackendOption = "auto",
+    dtype: common.DtypeOption = "auto",
+    max_num_seqs: common.SeqsOption = None,
+    blocks: common.BlocksOption = None,
+    max_model_len: common.LengthOption = None,
+    attention_backend: common.BackendOption = "auto",
 ) -> None:
     """Complete prompts given as arguments or in a file."""
     from pagedcore import SamplingParams
@@ -58,10 +49,10 @@ def generate(
         repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed,
     )
     inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in wanted]
-    with open_engine(model, dtype=dtype, max_num_seqs=max_num_seqs, num_kv_blocks=blocks,
+    with common.open_engine(model, dtype=dtype, max_num_seqs=max_num_seqs, num_kv_blocks=blocks,
                      max_model_len=max_model_len, attention_backend=attention_backend) as engine:
         if len(inputs) == 1 and not as_json:
-            stream_completion(engine, engine.add_request(inputs[0], params))
+            common.stream_completion(engine, engine.add_request(inputs[0], params))
         else:
             _batch(engine, wanted, inputs, params, as_json)
 
