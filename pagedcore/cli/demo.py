@@ -1,7 +1,7 @@
 """``pagedcore demo``: questions with known answers go through the demo model, and you watch the batch.
 
-Owns the run, its verdicts, and how they look: a live table on a terminal, one line per completion anywhere else. It
-is also the simplest complete example of the step loop: add requests, step, read what is new.
+A live table on a terminal, one line per completion anywhere else. It is also the simplest complete example of the step
+loop: add requests, step, read what is new.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pagedcore.cli.common import BlocksOption, DtypeOption, console, open_engine
 
 if TYPE_CHECKING:
-    from pagedcore import Delta, Engine, Request
+    from pagedcore import Engine, Request
     from pagedcore.demo_model.questions import DemoQuestion
 
 _MAX_TOKENS: Final = 64
@@ -85,10 +85,19 @@ class Run:
 
     def steps(self) -> Iterator[list[Line]]:
         """Step until every request has ended; yield the lines that each step finished."""
+        from pagedcore.demo_model.questions import is_correct
+
         by_id = {line.request.request_id: line for line in self.lines}
         while self.engine.has_pending_requests():
-            advanced = [_advance(by_id[delta.request_id], delta) for delta in self.engine.step()]
-            yield [line for line in advanced if line.is_right is not None]
+            finished = []
+            for delta in self.engine.step():
+                line = by_id[delta.request_id]
+                line.text += delta.text
+                line.num_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    line.is_right = is_correct(line.question, line.text)
+                    finished.append(line)
+            yield finished
             time.sleep(self.pause_s)
 
 
@@ -122,22 +131,10 @@ def start(engine: Engine, num_requests: int, seed: int) -> Run:
     ])
 
 
-def _advance(line: Line, delta: Delta) -> Line:
-    from pagedcore.demo_model.questions import is_correct
-
-    line.text += delta.text
-    line.num_tokens += len(delta.token_ids)
-    if delta.finish_reason is not None:
-        line.is_right = is_correct(line.question, line.text)
-    return line
-
-
 def show(run: Run, console: Console) -> None:
     """Run the demo to its end, live on a terminal, as plain lines otherwise."""
-    if console.is_terminal:
-        _show_live(run, console)
-    else:
-        _show_plain(run, console)
+    show_steps = _show_live if console.is_terminal else _show_plain
+    show_steps(run, console)
     console.print(run.verdict, style="bold green" if run.num_right == len(run.lines) else "bold red")
 
 
@@ -171,22 +168,19 @@ def frame(run: Run, num_rows: int) -> RenderableType:
 
 
 def _lines_table(lines: list[Line]) -> Table:
-    table = Table(expand=True, pad_edge=False)
-    table.add_column("#", justify="right", width=4)
-    table.add_column("state", width=10)
-    table.add_column("tokens", justify="right", width=6)
-    table.add_column("question", ratio=2, no_wrap=True)
-    table.add_column("completion so far", ratio=3, no_wrap=True)
+    table = Table(
+        Column("#", justify="right", width=4), Column("state", width=10), Column("tokens", justify="right", width=6),
+        Column("question", ratio=2, no_wrap=True), Column("completion so far", ratio=3, no_wrap=True),
+        expand=True, pad_edge=False,
+    )
     for line in lines:
-        table.add_row(str(line.number), _state(line), str(line.num_tokens), Text(_one_line(line.question.prompt)),
-                      Text(_one_line(line.text)))
+        if line.is_right is None:
+            state = Text(line.state, style=_COLOURS[line.state])
+        else:
+            state = Text("right", style="green") if line.is_right else Text("wrong", style="bold red")
+        texts = (Text(" ".join(text.split())) for text in (line.question.prompt, line.text))
+        table.add_row(str(line.number), state, str(line.num_tokens), *texts)
     return table
-
-
-def _state(line: Line) -> Text:
-    if line.is_right is None:
-        return Text(line.state, style=_COLOURS[line.state])
-    return Text("right", style="green") if line.is_right else Text("wrong", style="bold red")
 
 
 def _counters(run: Run, num_done: int) -> RenderableType:
@@ -199,7 +193,3 @@ def _counters(run: Run, num_done: int) -> RenderableType:
     totals = (f"running {stats.num_running}   waiting {stats.num_waiting}   step {stats.num_steps}   "
               f"{rate:.0f} tokens/s   preemptions {stats.num_preemptions}")
     return Group(table, Text(totals))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -25,9 +25,9 @@ def plugins(
     console().print(records_table(manager) if table is None else entries_table(manager.registry, table))
 
 
-def records_table(manager: PluginManager) -> RichTable:
+def records_table(manager: PluginManager, title: str | None = None) -> RichTable:
     """Lay out one row per plugin that was met."""
-    table = RichTable("plugin", "distribution", "version", "state", "hooks", "reason")
+    table = RichTable("plugin", "distribution", "version", "state", "hooks", "reason", title=title)
     for record in manager.records:
         table.add_row(record.name, record.distribution, record.version, record.state, ", ".join(record.hooks),
                       record.reason)
