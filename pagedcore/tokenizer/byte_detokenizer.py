@@ -1,7 +1,6 @@
 """Tokens to text for byte-level tokenizers, where every token is a fixed string of bytes.
 
-The tokenizer itself is not needed once the table is built. ``piece_detokenizer`` and ``stream_detokenizer`` are for
-other kinds of tokenizers; ``detokenizer_choice`` decides which one is exact for a given tokenizer.
+The tokenizer itself is not needed once the table is built. ``detokenizer_choice`` decides whether it is exact.
 """
 
 from __future__ import annotations
@@ -21,22 +20,13 @@ _UNFINISHED: Final = re.compile(
 )
 
 
-def _byte_of_character() -> dict[int, int]:
-    """Map the code points of the byte-level alphabet to their bytes, and all others below 256 to a non-byte.
-
-    The alphabet is that of GPT-2: printable Latin-1 characters stand for themselves, the other 68 bytes are numbered
-    from U+0100 on, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return (
-        {byte: byte for byte in printable}
-        | dict.fromkeys(hidden, 0xFFFF)
-        | {0x100 + index: byte for index, byte in enumerate(hidden)}
-    )
-
-
-_BYTE_OF_CHARACTER: Final = _byte_of_character()
+#: The alphabet of GPT-2: printable Latin-1 characters stand for themselves, the other 68 bytes are numbered from U+0100
+#: on, in order. Other code points below 256 are mapped to a non-byte.
+_PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN: Final = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF_CHARACTER: Final = (
+    dict.fromkeys(_HIDDEN, 0xFFFF) | {byte: byte for byte in _PRINTABLE} | dict(enumerate(_HIDDEN, 0x100))
+)
 
 
 def token_bytes(token: str) -> bytes:
@@ -67,11 +57,6 @@ class Utf8Decoder:
         self._errors = errors
         self._pending = b""
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether the bytes so far end within a character."""
-        return bool(self._pending)
-
     def push(self, data: bytes) -> str:
         """Return the characters that are certain.
 
@@ -89,11 +74,7 @@ class Utf8Decoder:
         return data.decode("utf-8", self._errors)
 
     def finish(self) -> str:
-        """Return U+FFFD for an unfinished character, or nothing.
-
-        Raises:
-            UnicodeDecodeError: with ``errors="strict"``, if a character is unfinished.
-        """
+        """Return U+FFFD for an unfinished character, or nothing. Raises as ``push``."""
         pending, self._pending = self._pending, b""
         return pending.decode("utf-8", self._errors)
 

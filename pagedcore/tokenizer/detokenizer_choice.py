@@ -39,12 +39,15 @@ def choose_detokenizer(
         added_ids: ids of special and other added tokens.
         backend: the ``tokenizers.Tokenizer`` behind it, if there is one.
     """
+    # Why: what depends on its neighbours is short: single bytes and characters, byte fallbacks, and added tokens.
+    short = [token_id for token_id, token in vocabulary.items() if len(token) <= 2 or byte_of_token(token) is not None]
+    ids = list(vocabulary)
     # Why: a fixed seed, so that two starts with one tokenizer choose alike.
     rng = random.Random(len(vocabulary))
-    samples = list(_random_completions(rng, list(vocabulary), _awkward_ids(vocabulary, added_ids)))
+    samples = list(_random_completions(rng, ids, [*short, *added_ids[:_MAX_ADDED]] or ids))
     expected = [decode(sample) for sample in samples]
     for factory in _candidates(decode, vocabulary, added_ids, backend):
-        if _is_exact(factory, samples, expected):
+        if all(_decode_stepwise(factory(), sample) == text for sample, text in zip(samples, expected, strict=True)):
             return factory
     return partial(StreamDetokenizer, decode, decode_at_end)
 
@@ -63,12 +66,6 @@ def _candidates(
     yield partial(StreamDetokenizer, decode, partial(WindowStepper, decode))
 
 
-def _awkward_ids(vocabulary: Mapping[int, str], added_ids: Sequence[int]) -> list[int]:
-    """Ids of tokens that meet their neighbours: single bytes and characters, byte fallbacks, and added tokens."""
-    short = [token_id for token_id, token in vocabulary.items() if len(token) <= 2 or byte_of_token(token) is not None]
-    return [*short, *added_ids[:_MAX_ADDED]] or list(vocabulary)
-
-
 def _random_completions(rng: random.Random, ids: list[int], awkward: list[int]) -> Iterator[list[int]]:
     lengths = [rng.randint(1, _SHORT) for _ in range(_NUM_SHORT)] + [_LONG] * _NUM_LONG
     for length in lengths if ids else ():
@@ -76,12 +73,9 @@ def _random_completions(rng: random.Random, ids: list[int], awkward: list[int]) 
         yield [rng.choice(awkward if rng.random() < share else ids) for _ in range(length)]
 
 
-def _is_exact(factory: DetokenizerFactory, samples: list[list[int]], expected: list[str]) -> bool:
+def _decode_stepwise(detokenizer: Detokenizer, token_ids: list[int]) -> str | None:
+    """Decode a completion token by token; ``None`` if the detokenizer finds that it is not exact."""
     try:
-        return all(_decode_stepwise(factory(), sample) == text for sample, text in zip(samples, expected, strict=True))
+        return "".join([*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.finish()])
     except InternalError:
-        return False
-
-
-def _decode_stepwise(detokenizer: Detokenizer, token_ids: list[int]) -> str:
-    return "".join([*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.finish()])
+        return None

@@ -28,12 +28,8 @@ class PieceTable(dict[int, "str | int | None"]):
     """What each token id adds to text that precedes it: a piece, a byte (int), or nothing at all (``None``).
 
     Filled on first use, with two or three one-shot decodings per id. All completions and threads share it: filling an
-    entry twice gives the same entry.
-
-    Args:
-        decode: the tokenizer's one-shot decoding.
-        vocabulary: token id to token.
-        anchor_id: a token of plain letters; what follows it is not at the start of the text.
+    entry twice gives the same entry. ``anchor_id`` is a token of plain letters: what follows it is not at the start of
+    the text.
     """
 
     def __init__(self, decode: Decode, vocabulary: Mapping[int, str], anchor_id: int) -> None:
@@ -47,9 +43,7 @@ class PieceTable(dict[int, "str | int | None"]):
             self._bytes, self._ids = {}, {}
 
     def __missing__(self, token_id: int) -> str | int | None:
-        piece = self._bytes.get(token_id)
-        value = self._text_of(token_id) if piece is None else piece
-        self[token_id] = value
+        value = self[token_id] = self._bytes[token_id] if token_id in self._bytes else self._text_of(token_id)
         return value
 
     def _has_byte_fallback(self) -> bool:
@@ -117,29 +111,32 @@ class PieceDetokenizer:
 
     def _start_run(self) -> None:
         self._run_ids: list[int] = []
-        self._run: list[str] = []
+        self._run = bytearray()
         self._strict = Utf8Decoder("strict")
         self._is_broken = False
 
     def _push_byte(self, token_id: int, byte: int) -> str:
         self._run_ids.append(token_id)
+        self._run.append(byte)
         if self._is_broken:
             return _REPLACEMENT
         try:
-            self._run.append(self._strict.push(bytes((byte,))))
+            self._strict.push(bytes((byte,)))
         except UnicodeDecodeError:
             self._is_broken = True
-            return self._settle(self._run_ids, _REPLACEMENT * len(self._run_ids))
+            return self._settle(self._run_ids, _REPLACEMENT * len(self._run))
         return ""
 
     def _end_run(self) -> str:
         """Return the text of the run that was not returned yet, and leave the run."""
-        run_ids, text, is_broken = self._run_ids, "".join(self._run), self._is_broken
-        is_unfinished = self._strict.is_unfinished
+        run_ids, run, is_broken = self._run_ids, self._run, self._is_broken
         self._start_run()
         if is_broken:
             return ""
-        return self._settle(run_ids, _REPLACEMENT * len(run_ids) if is_unfinished else text)
+        try:
+            return self._settle(run_ids, run.decode())
+        except UnicodeDecodeError:  # it ends within a character
+            return self._settle(run_ids, _REPLACEMENT * len(run))
 
     def _settle(self, token_ids: list[int], text: str) -> str:
         """Return the text of these tokens, as the one-shot decoding gives it if it is the first of the completion."""
