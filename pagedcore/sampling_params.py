@@ -10,32 +10,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 from pagedcore import errors
 from pagedcore.config import field_rules, limits
 from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, integer, number
 
-_T = TypeVar("_T")
 
-
-def _accept_num_beams(cls: type[_T]) -> type[_T]:
-    """Let the generated constructor take ``num_beams`` for ``beam_width``; it is no field of its own."""
-    generated: Any = cls.__init__
-
-    @wraps(generated)
-    def __init__(self: Any, *, num_beams: Any = None, **values: Any) -> None:
-        if num_beams is not None:
-            values["beam_width"] = _beam_width(num_beams, values.get("beam_width", 1))
-        generated(self, **values)
-
-    cls.__init__ = __init__  # type: ignore[method-assign]  # Why: this is what the decorator is for.
-    return cls
-
-
-@_accept_num_beams
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, init=False, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request; the names and meanings are the field's common ones.
 
@@ -97,38 +79,38 @@ class SamplingParams:
     """Report the same for the prompt's tokens, once per request (``RequestOutput.prompt_logprobs``), with this many
     of the likeliest tokens at each position, 0 to 20. Such a prompt is computed even if it is in the prefix cache."""
 
-    if TYPE_CHECKING:
-        # Why: more types are accepted than stored, and a dataclass declares one type per field.
-        def __init__(
-            self,
-            *,
-            max_tokens: int | None = None,
-            min_tokens: int = 0,
-            temperature: float = 0.0,
-            top_k: int = 0,
-            top_p: float = 1.0,
-            min_p: float = 0.0,
-            presence_penalty: float = 0.0,
-            frequency_penalty: float = 0.0,
-            repetition_penalty: float = 1.0,
-            logit_bias: Mapping[int, float] | None = None,
-            stop: str | Sequence[str] = (),
-            stop_token_ids: Sequence[int] = (),
-            ignore_eos: bool = False,
-            seed: int | None = None,
-            n: int = 1,
-            best_of: int | None = None,
-            beam_width: int = 1,
-            length_penalty: float = 1.0,
-            early_stopping: bool | Literal["never"] = False,
-            logprobs: int | None = None,
-            prompt_logprobs: int | None = None,
-            num_beams: int | None = None,
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
+    # Why: written out, because more types are accepted than stored, and ``num_beams`` is no field of its own.
+    def __init__(
+        self,
+        *,
+        max_tokens: int | None = None,
+        min_tokens: int = 0,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        seed: int | None = None,
+        n: int = 1,
+        best_of: int | None = None,
+        beam_width: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        num_beams: int | None = None,
+    ) -> None:
+        given = dict(locals())
+        if num_beams is not None:
+            given["beam_width"] = _beam_width(num_beams, beam_width)
         for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+            object.__setattr__(self, name, check(name, given[name]))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise errors.InvalidMinTokens("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens} here")
         if self.best_of is not None and self.best_of < self.n:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pagedcore.cli import common
 from pagedcore.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from pagedcore import Engine, SamplingParams
 
 
 def generate(
@@ -53,8 +50,12 @@ def generate(
                      max_model_len=max_model_len, attention_backend=attention_backend) as engine:
         if len(inputs) == 1 and not as_json:
             common.stream_completion(engine, engine.add_request(inputs[0], params))
-        else:
-            _batch(engine, wanted, inputs, params, as_json)
+            return
+        for text, output in zip(wanted, engine.generate(inputs, params), strict=True):
+            completion = output.outputs[0]
+            record = {"prompt": text, "text": completion.text, "num_tokens": len(completion.token_ids),
+                      "finish_reason": completion.finish_reason}
+            print(json.dumps(record, ensure_ascii=False) if as_json else f"{text}\n  {completion.text.strip()}")
 
 
 def _read_prompts(path: Path | None) -> list[str]:
@@ -65,11 +66,3 @@ def _read_prompts(path: Path | None) -> list[str]:
     except OSError as error:
         raise InvalidConfig(f"--prompts-file: cannot be read ({type(error).__name__}).") from None
     return [line for line in text.splitlines() if line.strip()]
-
-
-def _batch(engine: Engine, texts: list[str], inputs: list[Any], params: SamplingParams, as_json: bool) -> None:
-    for text, output in zip(texts, engine.generate(inputs, params), strict=True):
-        completion = output.outputs[0]
-        record = {"prompt": text, "text": completion.text, "num_tokens": len(completion.token_ids),
-                  "finish_reason": completion.finish_reason}
-        print(json.dumps(record, ensure_ascii=False) if as_json else f"{text}\n  {completion.text.strip()}")

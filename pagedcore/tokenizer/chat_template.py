@@ -22,12 +22,7 @@ _MAX_QUOTE: Final = 200
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[ChatMessage], *, tokenize: bool) -> Any:
-    """Render the messages up to where the assistant's completion begins.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        messages: from first to last; each with at least the keys its template reads, usually role and content.
-        tokenize: return token ids instead of text.
+    """Render the messages up to where the assistant's completion begins, as text or, with ``tokenize``, as token ids.
 
     Raises:
         InvalidPrompt: there is no message, one is not a mapping, the tokenizer has no template, or the template
@@ -35,18 +30,14 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[ChatMessage], *, toke
     """
     _check_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
-        raise InvalidPrompt(
-            "messages",
-            messages,
-            "text or token ids, because this tokenizer has no chat template",
-            "Pass the prompt as one text, or use a model made for chat.",
-        )
+        raise InvalidPrompt("messages", messages, "text or token ids, because this tokenizer has no chat template",
+                            "Pass the prompt as one text, or use a model made for chat.")
     plain = [dict(message) for message in messages]
     # Why: a template can raise any exception (a missing key, None + text), and each is caused by the prompt.
     try:
         return tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=tokenize, return_dict=False)
     except Exception as error:
-        advice = _own_words(str(error), _template_text(tokenizer)) or f"It failed with {type(error).__name__}."
+        advice = _own_words(str(error), tokenizer.chat_template) or f"It failed with {type(error).__name__}."
     # Safety: raised outside the handler, so that no chained exception carries the conversation.
     raise InvalidPrompt("messages", messages, _ACCEPTED, advice)
 
@@ -77,15 +68,11 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
             raise InvalidPrompt(f"messages[{index}]", message, "a mapping, usually with role and content")
 
 
-def _template_text(tokenizer: Any) -> str:
-    template = tokenizer.chat_template
-    return "\0".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
-
-
-def _own_words(message: str, template: str) -> str:
+def _own_words(message: str, template: object) -> str:
     """Return the longest beginning of an error message that the template itself contains, as a sentence."""
+    text = "\0".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
     message = message[:_MAX_QUOTE]
-    length = next((n for n in range(len(message), 0, -1) if message[:n] in template), 0)
+    length = next((n for n in range(len(message), 0, -1) if message[:n] in text), 0)
     if length < _MIN_QUOTE:
         return ""
     return f"The template says: {message[:length].strip()}{'' if length == len(message) else ' ...'}"
