@@ -1,8 +1,7 @@
 """The ports of the core, as protocols: model, tokenizer, clock, and those of the kernels. Imports no framework.
 
-``models/`` implements ``ModelBackend`` and ``pagedcore_kernels`` implements ``AttentionBackend``; anything of yours
-that has the same members can take their place. What a model backend, tokenizer or attention factory may offer beyond
-is declared here too, one protocol for each ability, and looked for with ``isinstance``:
+Anything of yours that has the same members can take the place of the shipped implementations. What a model backend,
+tokenizer or attention factory may offer beyond is one protocol for each ability, looked for with ``isinstance``:
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
     Tokenizer       NamesTokens
@@ -106,9 +105,8 @@ class CacheStore(Protocol):
     def poll_transfers(self, *, wait: bool) -> Sequence[tuple[int, bool]]:
         """Return (transfer id, success) of every transfer that ended since the last call, each once.
 
-        Args:
-            wait: block until there is at least one, for a twentieth of a second at most, so that the caller can
-                look at its clock. Without any in flight, return at once.
+        With ``wait``, block until there is at least one, for a twentieth of a second at most, so that the caller can
+        look at its clock. Without any in flight, return at once.
         """
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
@@ -249,11 +247,9 @@ class Tokenizer(DecodesTokens, Protocol):
         """Render the chat template, ending where the assistant's turn begins, and tokenise it."""
 
     def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
-        """Tokenise what the chat template puts between a conversation so far and the reply to ``messages``.
+        """Tokenise what the chat template puts between a conversation so far and the reply to the new ``messages``.
 
-        Args:
-            messages: the new messages only.
-            known_token_ids: everything before them; tells whether the last turn was closed by its end token.
+        ``known_token_ids``, everything before them, tell whether the last turn was closed by its end token.
         """
 
 

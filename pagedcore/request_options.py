@@ -1,7 +1,6 @@
 """What a caller may say of a request besides its prompt and its sampling parameters.
 
-Every door takes the fields of ``RequestOptions`` as keywords (``OptionKeywords``) and passes on one object: a further
-option is added in this file and used where it matters.
+Every door takes the fields of ``RequestOptions`` as keywords (``OptionKeywords``) and passes on one object.
 """
 
 from __future__ import annotations

@@ -108,7 +108,11 @@ class SamplingParams:
     ) -> None:
         given = dict(locals())
         if num_beams is not None:
-            given["beam_width"] = _beam_width(num_beams, beam_width)
+            given["beam_width"] = _CHECKS["beam_width"]("num_beams", num_beams)
+            # Why: ``dataclasses.replace`` passes every field, so the default width may not come from the caller.
+            if _CHECKS["beam_width"]("beam_width", beam_width) not in (1, num_beams):
+                allowed = f"{beam_width}, as beam_width: both are the same parameter"
+                raise errors.TooManySequences("num_beams", num_beams, allowed)
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, given[name]))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -162,16 +166,6 @@ class SamplingParams:
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])
         return cls(**values)
-
-
-def _beam_width(num_beams: Any, beam_width: Any) -> int:
-    check = _CHECKS["beam_width"]
-    wanted: int = check("num_beams", num_beams)
-    # Why: ``dataclasses.replace`` passes every field, so a width of 1, the default, may not come from the caller.
-    if check("beam_width", beam_width) not in (1, wanted):
-        allowed = f"{beam_width}, as beam_width: both are the same parameter"
-        raise errors.TooManySequences("num_beams", num_beams, allowed)
-    return wanted
 
 
 def _suggestion(name: Any) -> str:

@@ -57,7 +57,6 @@ class Conversation:
 
         Raises:
             InvalidRequest: the turn is refused, for one because the context is full; the conversation is as it was.
-            RequestFailed: the completion ended with an error.
         """
         message = {"role": "user", "content": text}
         if self.request is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -133,28 +134,21 @@ def start(engine: Engine, num_requests: int, seed: int) -> Run:
 
 def show(run: Run, console: Console) -> None:
     """Run the demo to its end, live on a terminal, as plain lines otherwise."""
-    show_steps = _show_live if console.is_terminal else _show_plain
-    show_steps(run, console)
-    console.print(run.verdict, style="bold green" if run.num_right == len(run.lines) else "bold red")
-
-
-def _show_live(run: Run, console: Console) -> None:
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        next_frame_s = 0.0
-        for _ in run.steps():
-            # Why: drawing costs more than a step of the demo model, so most steps are not drawn.
-            if run.elapsed_s >= next_frame_s:
-                live.update(frame(run, console.height - _FRAME_LINES), refresh=True)
-                next_frame_s = run.elapsed_s + 1 / _FRAMES_PER_S
-    console.print(_lines_table(run.lines))
-
-
-def _show_plain(run: Run, console: Console) -> None:
-    for finished in run.steps():
-        for line in finished:
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            next_frame_s = 0.0
+            for _ in run.steps():
+                # Why: drawing costs more than a step of the demo model, so most steps are not drawn.
+                if run.elapsed_s >= next_frame_s:
+                    live.update(frame(run, console.height - _FRAME_LINES), refresh=True)
+                    next_frame_s = run.elapsed_s + 1 / _FRAMES_PER_S
+        console.print(_lines_table(run.lines))
+    else:
+        for line in chain.from_iterable(run.steps()):
             mark = "right" if line.is_right else f"WRONG, expected {line.question.answer!r}"
             console.print(f"{line.number:>4}  {line.num_tokens:>3} tokens  {line.question.prompt!r} -> "
                           f"{line.text.strip()!r}  {mark}", markup=False, soft_wrap=True)
+    console.print(run.verdict, style="bold green" if run.num_right == len(run.lines) else "bold red")
 
 
 def frame(run: Run, num_rows: int) -> RenderableType:

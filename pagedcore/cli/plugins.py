@@ -35,11 +35,7 @@ def records_table(manager: PluginManager, title: str | None = None) -> RichTable
 
 
 def entries_table(registry: Registry, seam: str) -> RichTable:
-    """Lay out one row per entry of a table; finding out whether an entry is available imports it.
-
-    Raises:
-        InvalidConfig: there is no such table.
-    """
+    """Lay out one row per entry of a table; finding out whether an entry is available imports it."""
     entries = registry.find_table(seam)
     table = RichTable("name", "what", "plugin", "state", title=seam)
     for entry in entries:

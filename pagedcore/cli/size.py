@@ -34,9 +34,7 @@ class SizeReport:
     block_bytes: int
     """Over all layers, padding included."""
     bytes_per_token: int
-    """K and V without padding: 2 x layers x KV heads x head size x bytes, summed where layers differ.
-
-    It counts KV heads, not query heads (Ainslie et al. 2023)."""
+    """K and V without padding: 2 x layers x KV heads (Ainslie et al. 2023) x head size x bytes, summed over layers."""
     padding_bytes: int
     """Bytes of a block that hold no K or V."""
     blocks_per_sequence: int
@@ -102,7 +100,7 @@ def size_model(
         model: "demo", a directory, or a hub name.
         context: tokens of each sequence; ``None``: what the model was made for.
         concurrency: sequences at once; ``None``: the default of ``max_num_seqs``.
-        dtype: number format of weights and KV.
+        dtype: as in ``EngineConfig``.
         memory: bytes, text or a share of free memory, for weights and KV; ``None``: what is free now.
 
     Raises:

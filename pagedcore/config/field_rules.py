@@ -1,7 +1,6 @@
-"""What one field accepts, how it is stored, and what a refusal says: settings, sampling parameters, session files.
+"""What one field accepts, how it is stored, and what a refusal says.
 
-``EngineConfig``, ``SamplingParams``, ``validation.py`` and ``session_file.py`` say which field has which rule, and
-which error it raises.
+Its users say which field has which rule, and which error it raises.
 """
 
 from __future__ import annotations
@@ -116,10 +115,7 @@ _BIAS: Final = number(-limits.MAX_LOGIT_BIAS, limits.MAX_LOGIT_BIAS)
 
 
 class LogitBias(Mapping[int, float]):
-    """The numbers added to tokens' logits: an immutable mapping, so that parameters can be hashed.
-
-    Invariant: the entries never change; they were checked by the ``SamplingParams`` that hold them.
-    """
+    """The numbers added to tokens' logits: an immutable mapping, so that parameters can be hashed."""
 
     __slots__ = ("_entries",)
 

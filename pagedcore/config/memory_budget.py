@@ -145,7 +145,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class BudgetShare:
-    """So many bytes of a budget, for one engine; made by ``MemoryBudget.share``."""
+    """So many bytes of a budget, for one engine."""
 
     budget: MemoryBudget
     num_bytes: int

@@ -1,7 +1,4 @@
-"""Writes a snapshot as families of prometheus-client, under our names and, where there is one, under vLLM's.
-
-The only module that imports prometheus-client. Owns no value; a registry asks for a snapshot whenever it is read.
-"""
+"""Writes a snapshot as families of prometheus-client, under our names and, where there is one, under vLLM's."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pagedcore.metrics.definitions import SCALARS, Distribution, Histogram, Scalar, Snapshot
-from pagedcore.requests.stats import EngineStats
+from pagedcore.metrics.definitions import SCALARS, Histogram, Scalar, Snapshot
 
 PREFIX = "pagedcore_"
 VLLM_PREFIX = "vllm:"
@@ -32,12 +28,21 @@ class EngineCollector(Collector):
         snapshot = self._take()
         if snapshot is None:
             return
-        model, stats = snapshot.info.model, snapshot.stats
-        for one in SCALARS:
-            if stats is not None:
-                yield from (_scalar(name, one, model, stats) for name in self._names(one))
+        labels = [snapshot.info.model]
+        if snapshot.stats is not None:
+            for one in SCALARS:
+                kind = GaugeMetricFamily if one.kind == "gauge" else CounterMetricFamily
+                for name in self._names(one):
+                    family = kind(name, one.help, labels=["model_name"])
+                    family.add_metric(labels, one.read(snapshot.stats))
+                    yield family
         for histogram, values in snapshot.distributions:
-            yield from (_histogram(name, histogram, model, values) for name in self._names(histogram))
+            upper = [*map(str, values.bounds), "+Inf"]
+            buckets = list(zip(upper, map(float, accumulate(values.counts)), strict=True))
+            for name in self._names(histogram):
+                distribution = HistogramMetricFamily(name, histogram.help, labels=["model_name"])
+                distribution.add_metric(labels, buckets, values.total)
+                yield distribution
         yield _finished(PREFIX + "requests_finished", "finish_reason", snapshot)
         yield _info(PREFIX + "engine_info", asdict(snapshot.info), snapshot)
         if self._vllm_names:
@@ -55,20 +60,6 @@ def make_registry(take: Callable[[], Snapshot | None], vllm_names: bool) -> Coll
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(take, vllm_names))
     return registry
-
-
-def _scalar(name: str, one: Scalar, model: str, stats: EngineStats) -> Metric:
-    kind = GaugeMetricFamily if one.kind == "gauge" else CounterMetricFamily
-    family = kind(name, one.help, labels=["model_name"])
-    family.add_metric([model], one.read(stats))
-    return family
-
-
-def _histogram(name: str, one: Histogram, model: str, values: Distribution) -> Metric:
-    upper = [*map(str, values.bounds), "+Inf"]
-    family = HistogramMetricFamily(name, one.help, labels=["model_name"])
-    family.add_metric([model], list(zip(upper, map(float, accumulate(values.counts)), strict=True)), values.total)
-    return family
 
 
 def _finished(name: str, label: str, snapshot: Snapshot) -> Metric:

@@ -39,30 +39,26 @@ class PieceTable(dict[int, "str | int | None"]):
         named = {token_id: byte_of_token(token) for token_id, token in vocabulary.items() if token[:3] == "<0x"}
         self._bytes = {token_id: byte for token_id, byte in named.items() if byte is not None}
         self._ids = {byte: token_id for token_id, byte in self._bytes.items()}
-        if not self._has_byte_fallback():
+        letter_id = self._ids.get(ord("A"))
+        if letter_id is None or decode([anchor_id, letter_id]) != self._anchor_text + "A":
+            # Why: without byte fallback such tokens are text like all others.
             self._bytes, self._ids = {}, {}
 
     def __missing__(self, token_id: int) -> str | int | None:
         value = self[token_id] = self._bytes[token_id] if token_id in self._bytes else self._text_of(token_id)
         return value
 
-    def _has_byte_fallback(self) -> bool:
-        token_id = self._ids.get(ord("A"))
-        return token_id is not None and self.decode([self._anchor_id, token_id]) == self._anchor_text + "A"
-
     def _text_of(self, token_id: int) -> str | None:
         text = self.decode([self._anchor_id, token_id])
         if not text.startswith(self._anchor_text):
             raise InternalError(f"token {token_id} changes the text before it: this tokenizer is not made of pieces")
-        piece = text[len(self._anchor_text) :]
-        return None if not piece and self._is_transparent(token_id) else piece
-
-    def _is_transparent(self, token_id: int) -> bool:
-        """Whether the decoder drops the token before it joins bytes, as it drops special tokens."""
+        if piece := text[len(self._anchor_text) :]:
+            return piece
         lead, trail = self._ids.get(0xC3), self._ids.get(0xA9)
         if lead is None or trail is None:
-            return True
-        return self.decode([lead, token_id, trail]) == self.decode([lead, trail])
+            return None
+        # Why: what is dropped before bytes are joined, as special tokens are, does not end a run of them.
+        return None if self.decode([lead, token_id, trail]) == self.decode([lead, trail]) else ""
 
 
 class PieceDetokenizer:
