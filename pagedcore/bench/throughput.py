@@ -1,7 +1,7 @@
 """Runs a workload under a scheduling policy and measures it: the same engine, the same kernels, another policy.
 
 All requests arrive at once; the clock starts when the first is handed over and stops with the last token. A short
-warm-up comes before, so that no kernel is compiled while the clock runs. Read ``report.py`` for how it is shown.
+warm-up comes before, so that no kernel is compiled while the clock runs.
 """
 
 from __future__ import annotations
@@ -55,16 +55,10 @@ class Measurement:
 
 
 def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callable[[int], None]) -> Measurement:
-    """Run ``workload`` once and measure it.
+    """Run ``workload`` once under the engine's ``policy`` and measure it.
 
-    Args:
-        engine: with room for all requests in its waiting queue, and no others in it.
-        workload: what to run.
-        policy: the name of the engine's scheduling policy.
-        on_progress: called with the number of tokens generated in each step.
-
-    Raises:
-        InvalidRequest: a prompt does not fit the engine's model.
+    The engine has no other requests, and room for all of these in its waiting queue. ``on_progress`` is called with the
+    number of tokens generated in each step.
     """
     # Why: backwards, so that the prefix cache holds nothing of the workload afterwards.
     warm_up = [list(prompt[: -_WARM_UP_TOKENS - 1 : -1]) for prompt in workload.prompts[:2]]

@@ -1,10 +1,8 @@
 """Finds plugins, checks them one by one, and keeps a record of each: active, blocked or failed.
 
 Every engine gets a fresh manager, so that engines share no state. A third party's broken plugin is recorded and left
-out; a broken one that was handed over explicitly is an error. Never runs an observer: that is ``observers.py``.
-
-An entry point is code of an installed distribution that runs when it is loaded. It is on by default, listed by
-``pagedcore plugins``, and switched off by ``block``, ``entry_points=False`` or the environment variables below.
+out; a broken one that was handed over explicitly is an error. An entry point is code of an installed distribution that
+runs when it is loaded.
 """
 
 from __future__ import annotations
@@ -27,14 +25,7 @@ from pagedcore.plugins.registry import Registry
 
 _log = logging.getLogger(__name__)
 
-ENV_DISABLE: Final = "PAGEDCORE_DISABLE_PLUGINS"
-"""Comma-separated names of plugins to block."""
-ENV_NO_AUTOLOAD: Final = "PAGEDCORE_DISABLE_PLUGIN_AUTOLOAD"
-"""Any value but the empty one switches entry points off."""
-BUILTIN_NAME: Final = "builtin"
-"""Name of the plugin that registers what comes with pagedcore; it cannot be blocked."""
-
-PluginState = Literal["active", "blocked", "failed"]
+_BUILTIN: Final = "builtin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +35,9 @@ class PluginRecord:
     name: str
     distribution: str
     version: str
-    state: PluginState
+    state: Literal["active", "blocked", "failed"]
     reason: str = ""
-    """Why it is blocked or failed."""
     hooks: tuple[str, ...] = ()
-    """The hooks it implements."""
 
 
 class PluginManager:
@@ -66,7 +55,7 @@ class PluginManager:
 
     @property
     def records(self) -> list[PluginRecord]:
-        """One record per plugin met, in the order they were met."""
+        """One per plugin, in the order in which they were met."""
         return list(self._records.values())
 
     def add(self, plugin: object, name: str, *, distribution: str = "", version: str = "") -> None:
@@ -126,17 +115,18 @@ def create_plugin_manager(
 
     Args:
         plugins: modules or objects whose functions carry ``hookimpl``.
-        block: names of plugins to leave out; ``PAGEDCORE_DISABLE_PLUGINS`` adds to them.
-        entry_points: whether to load the entry points of the group ``pagedcore``; the environment variable
-            ``PAGEDCORE_DISABLE_PLUGIN_AUTOLOAD`` also switches them off.
+        block: names of plugins to leave out; the environment variable ``PAGEDCORE_DISABLE_PLUGINS`` adds more,
+            separated by commas. What comes with pagedcore cannot be blocked.
+        entry_points: whether to load the entry points of the group ``pagedcore``; any value of the environment variable
+            ``PAGEDCORE_DISABLE_PLUGIN_AUTOLOAD`` switches them off.
 
     Raises:
         InvalidConfig: one of ``plugins`` cannot be registered.
     """
-    disabled = map(str.strip, os.environ.get(ENV_DISABLE, "").split(","))
-    manager = PluginManager({*block, *disabled} - {BUILTIN_NAME})
-    manager.add(builtin, BUILTIN_NAME, distribution=PROJECT_NAME, version=__version__)
-    if entry_points and not os.environ.get(ENV_NO_AUTOLOAD):
+    disabled = map(str.strip, os.environ.get("PAGEDCORE_DISABLE_PLUGINS", "").split(","))
+    manager = PluginManager({*block, *disabled} - {_BUILTIN})
+    manager.add(builtin, _BUILTIN, distribution=PROJECT_NAME, version=__version__)
+    if entry_points and not os.environ.get("PAGEDCORE_DISABLE_PLUGIN_AUTOLOAD"):
         for found in sorted(entry_points_of(group=PROJECT_NAME), key=lambda found: found.name):
             manager.try_add(found)
     for plugin in plugins:

@@ -20,11 +20,9 @@ _OBSERVED: Final = ("pagedcore_engine_start", "pagedcore_engine_stop", "pagedcor
 
 
 class EngineHooks:
-    """Tells the observers of one manager what happens in one engine.
+    """Tells observers what happens in one engine.
 
-    The observers are those registered when this is made, or added later. One that raises is logged the first time,
-    its later failures are silent, the other observers are called all the same, and the engine never sees the
-    exception.
+    One that raises is logged the first time, its later failures are silent, and the others are called all the same.
 
     Invariant: no method raises because of an observer.
     """

@@ -93,11 +93,7 @@ class Table(Generic[T]):
         return list(self._entries)
 
     def find(self, name: str) -> Entry:
-        """Return the entry called ``name``.
-
-        Raises:
-            InvalidConfig: there is none; the message lists those there are.
-        """
+        """Return the entry called ``name``; raises ``InvalidConfig`` with the names there are if there is none."""
         if name not in self._entries:
             known = ", ".join(self.names) or "none"
             raise InvalidConfig(f"{self.seam}: {name!r} is not registered; known are {known}.")
@@ -146,11 +142,7 @@ class Registry:
         return dict(vars(self))
 
     def find_table(self, seam: str) -> Table[Any]:
-        """Return the table of a seam.
-
-        Raises:
-            InvalidConfig: there is none of that name; the message lists those there are.
-        """
+        """Return the table of a seam; raises ``InvalidConfig`` with the names there are if there is none."""
         if seam not in self.tables:
             raise InvalidConfig(f"table: {seam!r} does not exist; known are {', '.join(self.tables)}.")
         return self.tables[seam]

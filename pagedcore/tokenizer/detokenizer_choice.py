@@ -15,7 +15,7 @@ from pagedcore.errors import InternalError
 from pagedcore.protocols import Detokenizer
 from pagedcore.tokenizer.byte_detokenizer import ByteLevelDetokenizer, Decode, byte_table
 from pagedcore.tokenizer.piece_detokenizer import PieceDetokenizer, PieceTable, byte_of_token
-from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, WindowStepper, decode_at_end, decode_stream
+from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, decode_at_end, decode_stream, decode_window
 
 AnyDetokenizer = ByteLevelDetokenizer | PieceDetokenizer | StreamDetokenizer
 DetokenizerFactory = Callable[[], AnyDetokenizer]
@@ -63,7 +63,7 @@ def _candidates(
         yield partial(PieceDetokenizer, PieceTable(decode, vocabulary, anchor_id))
     if backend is not None:
         yield partial(StreamDetokenizer, decode, partial(decode_stream, backend))
-    yield partial(StreamDetokenizer, decode, partial(WindowStepper, decode))
+    yield partial(StreamDetokenizer, decode, partial(decode_window, decode))
 
 
 def _random_completions(rng: random.Random, ids: list[int], awkward: list[int]) -> Iterator[list[int]]:
