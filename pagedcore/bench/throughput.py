@@ -59,6 +59,9 @@ def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callab
 
     The engine has no other requests, and room for all of these in its waiting queue. ``on_progress`` is called with the
     number of tokens generated in each step.
+
+    Raises:
+        InvalidRequest: a prompt does not fit the engine's model.
     """
     # Why: backwards, so that the prefix cache holds nothing of the workload afterwards.
     warm_up = [list(prompt[: -_WARM_UP_TOKENS - 1 : -1]) for prompt in workload.prompts[:2]]

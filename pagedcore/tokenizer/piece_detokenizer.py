@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pagedcore.errors import InternalError
-from pagedcore.tokenizer.byte_detokenizer import Decode, Utf8Decoder
+from pagedcore.tokenizer.byte_detokenizer import Decode, split_unfinished
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT: Final = "\ufffd"
@@ -73,7 +73,7 @@ class PieceDetokenizer:
     Invariant: ``_run_ids`` is empty outside a byte run.
     """
 
-    __slots__ = ("_is_broken", "_opening", "_pieces", "_run", "_run_ids", "_strict")
+    __slots__ = ("_is_broken", "_opening", "_pieces", "_run", "_run_ids", "_unfinished")
 
     def __init__(self, pieces: PieceTable) -> None:
         self._pieces = pieces
@@ -108,7 +108,7 @@ class PieceDetokenizer:
     def _start_run(self) -> None:
         self._run_ids: list[int] = []
         self._run = bytearray()
-        self._strict = Utf8Decoder("strict")
+        self._unfinished = b""
         self._is_broken = False
 
     def _push_byte(self, token_id: int, byte: int) -> str:
@@ -116,8 +116,9 @@ class PieceDetokenizer:
         self._run.append(byte)
         if self._is_broken:
             return _REPLACEMENT
+        certain, self._unfinished = split_unfinished(self._unfinished + bytes((byte,)))
         try:
-            self._strict.push(bytes((byte,)))
+            certain.decode()
         except UnicodeDecodeError:
             self._is_broken = True
             return self._settle(self._run_ids, _REPLACEMENT * len(self._run))
