@@ -119,13 +119,7 @@ class RequestTooLarge(InvalidRequest):
 
 
 class RequestStateError(InvalidRequest):
-    """The request is not in a state that allows this call.
-
-    Attributes:
-        what: the call that was refused.
-        given: the state the request is in.
-        limit: the state it has to be in.
-    """
+    """The request is in the state ``given``; the call ``what`` is allowed in the state ``limit`` only."""
 
     _whose = "request"
 
@@ -135,7 +129,7 @@ class RequestStateError(InvalidRequest):
 
 
 class SessionStateError(RequestStateError):
-    """The session is not in a state that allows this call."""
+    """The session is in the state ``given``; the call ``what`` is allowed in the state ``limit`` only."""
 
     _whose = "session"
 
@@ -147,12 +141,7 @@ class InvalidSessionFile(InvalidRequest):
 
 
 class ModelMismatch(InvalidSessionFile):
-    """A session file was made with another model than this engine runs.
-
-    Attributes:
-        made_with: the model of the file, with the first digits of its digests.
-        running: the model of this engine.
-    """
+    """A session file was made with the model ``made_with``, and this engine runs ``running``."""
 
     def __init__(self, made_with: str, running: str) -> None:
         self.made_with, self.running = made_with, running
@@ -176,13 +165,7 @@ class DeviceUnavailable(InvalidConfig):
 
 
 class MemoryBudgetExceeded(InvalidConfig):
-    """A memory budget shared by several engines has less left than an engine asks for.
-
-    Attributes:
-        asked: bytes the engine needs at least.
-        left: bytes that are left.
-        total: bytes of the whole budget.
-    """
+    """An engine needs ``asked`` bytes of a shared memory budget at least; ``left`` of ``total`` bytes are left."""
 
     def __init__(self, asked: int, left: int, total: int) -> None:
         self.asked, self.left, self.total = asked, left, total
@@ -193,12 +176,7 @@ class MemoryBudgetExceeded(InvalidConfig):
 
 
 class EngineOverloaded(PagedcoreError):
-    """The waiting queue is full.
-
-    Attributes:
-        num_waiting: requests that wait now.
-        limit: the most that may wait.
-    """
+    """The waiting queue is full: ``num_waiting`` requests wait, ``limit`` is the most that may."""
 
     def __init__(self, num_waiting: int, limit: int) -> None:
         self.num_waiting, self.limit = num_waiting, limit
@@ -209,11 +187,7 @@ class EngineOverloaded(PagedcoreError):
 
 
 class TooManySessions(PagedcoreError):
-    """As many sessions are open as one engine keeps.
-
-    Attributes:
-        limit: the most that may be open.
-    """
+    """As many sessions are open as one engine keeps, which is ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -237,11 +211,7 @@ class QueueTimeout(RequestFailed):
 
 
 class RequestTimeout(PagedcoreError, TimeoutError):
-    """A completion was not ready within the time its caller gave it; the request was aborted.
-
-    Attributes:
-        timeout_s: the limit, in seconds.
-    """
+    """A completion was not ready within ``timeout_s`` seconds, as its caller asked; the request was aborted."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s

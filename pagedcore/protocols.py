@@ -38,11 +38,7 @@ ChatMessage = Mapping[str, Any]
 
 @runtime_checkable
 class ModelBackend(Protocol):
-    """A model that computes logits for ragged rows and keeps K/V in slots it owns.
-
-    ``is_schedule_invariant`` declares that a row's logits are the same bits in any batch and for any chunks of its
-    prompt; only then does preemption by recompute leave completions unchanged bit for bit.
-    """
+    """A model that computes logits for ragged rows and keeps K/V in slots it owns."""
 
     @property
     def vocab_size(self) -> int:
@@ -66,7 +62,9 @@ class ModelBackend(Protocol):
 
     @property
     def is_schedule_invariant(self) -> bool:
-        """See the class docstring."""
+        """Whether a row's logits are the same bits in any batch and for any chunks of its prompt: only then does
+        preemption by recompute leave completions unchanged bit for bit.
+        """
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make room for ``num_blocks`` blocks; called once, before the first forward."""

@@ -32,12 +32,18 @@ def chat(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with common.open_engine(model, dtype=dtype, num_kv_blocks=blocks, max_model_len=max_model_len) as engine:
-        conversation = Conversation(engine, params, system)
+        conversation, notes = Conversation(engine, params, system), common.error_console()
         while (line := _read_line()) is not None and line not in _LEAVE:
             if line == "/new":
                 conversation.restart()
             elif line:
-                _say(conversation, line)
+                try:
+                    conversation.say(line)
+                except InvalidRequest as error:
+                    notes.print(f"refused: {error} /new starts a new conversation.", style="red", markup=False)
+                    continue
+                if sys.stdin.isatty():
+                    notes.print(f"[dim]{conversation.num_reused_tokens} tokens reused[/]")
 
 
 class Conversation:
@@ -82,14 +88,3 @@ def _read_line() -> str | None:
         common.error_console().print("[bold cyan]you>[/] ", end="")
     line = sys.stdin.readline()
     return line.strip() if line else None
-
-
-def _say(conversation: Conversation, line: str) -> None:
-    notes = common.error_console()
-    try:
-        conversation.say(line)
-    except InvalidRequest as error:
-        notes.print(f"refused: {error} /new starts a new conversation.", style="red", markup=False)
-        return
-    if sys.stdin.isatty():
-        notes.print(f"[dim]{conversation.num_reused_tokens} tokens reused[/]")

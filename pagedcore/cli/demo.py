@@ -77,13 +77,6 @@ class Run:
         """Seconds since the first request was handed over."""
         return time.perf_counter() - self.started_s
 
-    @property
-    def verdict(self) -> str:
-        """The last line of the demo."""
-        stats, seconds = self.engine.stats(), self.elapsed_s
-        return (f"{self.num_right} of {len(self.lines)} answers right, {stats.num_generated_tokens} tokens in "
-                f"{stats.num_steps} steps and {seconds:.2f} s, {stats.num_preemptions} preemptions")
-
     def steps(self) -> Iterator[list[Line]]:
         """Step until every request has ended; yield the lines that each step finished."""
         from pagedcore.demo_model.questions import is_correct
@@ -148,7 +141,10 @@ def show(run: Run, console: Console) -> None:
             mark = "right" if line.is_right else f"WRONG, expected {line.question.answer!r}"
             console.print(f"{line.number:>4}  {line.num_tokens:>3} tokens  {line.question.prompt!r} -> "
                           f"{line.text.strip()!r}  {mark}", markup=False, soft_wrap=True)
-    console.print(run.verdict, style="bold green" if run.num_right == len(run.lines) else "bold red")
+    stats, seconds = run.engine.stats(), run.elapsed_s
+    console.print(f"{run.num_right} of {len(run.lines)} answers right, {stats.num_generated_tokens} tokens in "
+                  f"{stats.num_steps} steps and {seconds:.2f} s, {stats.num_preemptions} preemptions",
+                  style="bold green" if run.num_right == len(run.lines) else "bold red")
 
 
 def frame(run: Run, num_rows: int) -> RenderableType:

@@ -63,7 +63,7 @@ class SizeReport:
         """Keywords of ``Engine.from_pretrained`` for an engine of this size, or with the blocks that fit."""
         return {
             "dtype": self.dtype, "max_model_len": self.context, "max_num_seqs": self.concurrency,
-            "max_num_batched_tokens": _step_tokens(self.concurrency),
+            "max_num_batched_tokens": max(self.concurrency, EngineConfig().max_num_batched_tokens),
             "num_kv_blocks": max(1, min(self.num_blocks, self.num_blocks_that_fit)),
         }
 
@@ -111,9 +111,11 @@ def size_model(
     from pagedcore.models.loading import model_name, plan_backend
     from pagedcore.plugins.manager import create_plugin_manager
 
-    sequences = concurrency if concurrency is not None else EngineConfig().max_num_seqs
+    defaults = EngineConfig()
+    sequences = concurrency if concurrency is not None else defaults.max_num_seqs
+    # Why: a token budget in which every sequence can advance.
     config = EngineConfig(dtype=dtype, max_model_len=context, max_num_seqs=sequences,
-                          max_num_batched_tokens=_step_tokens(sequences))
+                          max_num_batched_tokens=max(sequences, defaults.max_num_batched_tokens))
     free_bytes = free_memory_bytes()
     given = parse_memory(memory, free_bytes=free_bytes, what="memory")
     plan = plan_backend(model, config, create_plugin_manager().registry.attention.load)
@@ -135,11 +137,6 @@ def size_model(
         num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
         context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
     )
-
-
-def _step_tokens(concurrency: int) -> int:
-    """A token budget in which every sequence can advance: the default, or more if that is less."""
-    return max(concurrency, EngineConfig().max_num_batched_tokens)
 
 
 def size(

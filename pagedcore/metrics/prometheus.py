@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -53,13 +52,6 @@ class EngineCollector(Collector):
     def _names(self, one: Scalar | Histogram) -> list[str]:
         has_alias = self._vllm_names and one.vllm_name
         return [PREFIX + one.name, VLLM_PREFIX + one.vllm_name] if has_alias else [PREFIX + one.name]
-
-
-def make_registry(take: Callable[[], Snapshot | None], vllm_names: bool) -> CollectorRegistry:
-    """Make a registry that shows the snapshots that ``take`` returns, and nothing else."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(take, vllm_names))
-    return registry
 
 
 def _finished(name: str, label: str, snapshot: Snapshot) -> Metric:

@@ -113,10 +113,14 @@ class EngineMetrics:
             MissingDependency: prometheus-client is not installed.
         """
         try:
-            from pagedcore.metrics.prometheus import make_registry
+            from prometheus_client import CollectorRegistry
+
+            from pagedcore.metrics.prometheus import EngineCollector
         except ImportError as error:
             raise MissingDependency("metrics: prometheus_client is missing. Install pagedcore[metrics].") from error
-        return make_registry(self.snapshot, vllm_names)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(EngineCollector(self.snapshot, vllm_names))
+        return registry
 
     def text(self, *, vllm_names: bool = True) -> str:
         """Return the metrics in Prometheus' text format, ``text/plain; version=0.0.4``. Raises as ``registry``."""
