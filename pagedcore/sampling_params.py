@@ -161,17 +161,14 @@ class SamplingParams:
             raise errors.UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
         for name in mapping:
             if name not in _NAMES:
-                raise errors.UnknownParameter("parameter name", name, f"one of {', '.join(_NAMES)}", _suggestion(name))
+                # Why: the advice names a known parameter; the caller's own text is never repeated.
+                close = difflib.get_close_matches(name[:32], _NAMES, n=1) if isinstance(name, str) else []
+                advice = f"Did you mean {close[0]}?" if close else ""
+                raise errors.UnknownParameter("parameter name", name, f"one of {', '.join(_NAMES)}", advice)
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])
         return cls(**values)
-
-
-def _suggestion(name: Any) -> str:
-    # Why: the advice names a known parameter; the caller's own text is never repeated.
-    close = difflib.get_close_matches(name[:32], _NAMES, n=1) if isinstance(name, str) else []
-    return f"Did you mean {close[0]}?" if close else ""
 
 
 _NOT_WITH_BEAMS: Final = (

@@ -73,9 +73,22 @@ def make_workload(name: str, max_model_len: int) -> Workload:
         InvalidConfig: there is no such workload, or the model's context is too short for it.
     """
     require_name(name)
-    workload = _ragged(max_model_len) if name == "ragged" else {"w1": _w1, "w2": _w2, "w3": _w3}[name]()
-    _require_context(workload, max_model_len)
-    return workload
+    rng = random.Random("ragged" if name == "ragged" else f"tokens-{name}-")
+    if name == "ragged":
+        longest = max(2, min(_LONGEST, max_model_len // 2))
+        shortest = max(1, longest // 16)
+        prompts = tuple(_ids(rng, rng.randint(shortest, longest), _RAGGED_IDS) for _ in range(64))
+        outputs = tuple(rng.randint(shortest, longest) for _ in prompts)
+    elif name == "w1":
+        prompt_lengths, output_lengths = random.Random(0), random.Random(1)
+        prompts = tuple(_ids(rng, prompt_lengths.randint(16, _LONGEST)) for _ in range(64))
+        outputs = tuple(output_lengths.randint(16, _LONGEST) for _ in prompts)
+    elif name == "w2":
+        prefix = _ids(rng, 512)
+        prompts, outputs = tuple(prefix + _ids(rng, 16) for _ in range(32)), (32,) * 32
+    else:
+        prompts, outputs = (_ids(rng, 128),), (64,)
+    return _fitting(Workload(name, prompts, outputs), max_model_len)
 
 
 def require_name(name: str) -> None:
@@ -96,51 +109,25 @@ def load_prompts(path: Path, num_outputs: int, max_model_len: int) -> Workload:
         raise InvalidConfig(f"prompts: the file cannot be read as JSON: {type(error).__name__}.") from None
     if not isinstance(prompts, list) or not prompts or not all(_are_token_ids(prompt) for prompt in prompts):
         raise InvalidConfig("prompts: the file needs a list of prompts, each a list of token ids.")
-    workload = Workload("file", tuple(map(tuple, prompts)), (num_outputs,) * len(prompts))
-    _require_context(workload, max_model_len)
-    return workload
+    return _fitting(Workload("file", tuple(map(tuple, prompts)), (num_outputs,) * len(prompts)), max_model_len)
 
 
 def _are_token_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def _require_context(workload: Workload, max_model_len: int) -> None:
+def _fitting(workload: Workload, max_model_len: int) -> Workload:
     needed = max(len(prompt) + more for prompt, more in zip(workload.prompts, workload.num_outputs, strict=True))
     if needed > max_model_len:
         raise InvalidConfig(
             f"workload: {workload.name!r} needs a context of {needed} tokens, this model has {max_model_len}; "
             "take another model or the workload ragged."
         )
+    return workload
 
 
 def _ids(rng: random.Random, count: int, bounds: tuple[int, int] = _PEER_IDS) -> tuple[int, ...]:
     return tuple(rng.randrange(*bounds) for _ in range(count))
-
-
-def _ragged(max_model_len: int) -> Workload:
-    rng = random.Random("ragged")
-    longest = max(2, min(_LONGEST, max_model_len // 2))
-    shortest = max(1, longest // 16)
-    prompts = tuple(_ids(rng, rng.randint(shortest, longest), _RAGGED_IDS) for _ in range(64))
-    return Workload("ragged", prompts, tuple(rng.randint(shortest, longest) for _ in prompts))
-
-
-def _w1() -> Workload:
-    prompt_lengths, output_lengths, rng = random.Random(0), random.Random(1), random.Random("tokens-w1-")
-    lengths = [prompt_lengths.randint(16, _LONGEST) for _ in range(64)]
-    outputs = tuple(output_lengths.randint(16, _LONGEST) for _ in range(64))
-    return Workload("w1", tuple(_ids(rng, length) for length in lengths), outputs)
-
-
-def _w2() -> Workload:
-    rng = random.Random("tokens-w2-")
-    prefix = _ids(rng, 512)
-    return Workload("w2", tuple(prefix + _ids(rng, 16) for _ in range(32)), (32,) * 32)
-
-
-def _w3() -> Workload:
-    return Workload("w3", (_ids(random.Random("tokens-w3-"), 128),), (64,))
 
 
 def random_model(shape: str, dtype: str) -> Any:

@@ -1,4 +1,4 @@
-"""Finds plugins, checks them one by one, and keeps a record of each: active, blocked or failed.
+"""Finds plugins, checks them one by one, keeps a record of each, and calls the observing hooks.
 
 Every engine gets a fresh manager, so that engines share no state. A third party's broken plugin is recorded and left
 out; a broken one that was handed over explicitly is an error. An entry point is code of an installed distribution that
@@ -13,19 +13,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from importlib.metadata import entry_points as entry_points_of
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pluggy
 
 from pagedcore._version import __version__
 from pagedcore.errors import InvalidConfig
 from pagedcore.plugins import builtin, hookspecs
-from pagedcore.plugins.hookspecs import PROJECT_NAME
+from pagedcore.plugins.hookspecs import PROJECT_NAME, EngineInfo
 from pagedcore.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    from pagedcore.outputs import RequestOutput
+    from pagedcore.requests.stats import StepStats
 
 _log = logging.getLogger(__name__)
 
 _BUILTIN: Final = "builtin"
+_OBSERVED: Final = ("pagedcore_engine_start", "pagedcore_engine_stop", "pagedcore_step", "pagedcore_request_finished")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,67 @@ class PluginManager:
         plugins = self._pluggy.get_plugins()
         return [(name, self._pluggy.subset_hook_caller(hook, plugins - {plugin}))
                 for name, plugin in self._pluggy.list_name_plugin() if name in names]
+
+
+class EngineHooks:
+    """Tells observers what happens in one engine.
+
+    One that raises is logged the first time, its later failures are silent, and the others are called all the same.
+
+    Invariant: no method raises because of an observer.
+    """
+
+    def __init__(self, manager: PluginManager, *, at_the_end: Callable[[], None] = lambda: None) -> None:
+        """Look up the observers of ``manager``; ``at_the_end`` is called after those of the engine's end."""
+        self._at_the_end = at_the_end
+        self._callers = {hook: manager.callers(hook) for hook in _OBSERVED}
+        self._reported: set[str] = set()
+        self._info: EngineInfo | None = None
+
+    def add(self, manager: PluginManager) -> None:
+        """Add the observers of another manager; if the engine has started, its start is reported to them first."""
+        added = EngineHooks(manager)
+        if self._info is not None:
+            added.engine_started(self._info)
+        for hook, callers in added._callers.items():
+            self._callers[hook] += callers
+
+    @property
+    def observes_steps(self) -> bool:
+        """Whether a step has an observer; if not, its statistics need not be built."""
+        return bool(self._callers["pagedcore_step"])
+
+    @property
+    def observes_requests(self) -> bool:
+        """Whether a finished request has an observer; if not, its output need not be built."""
+        return bool(self._callers["pagedcore_request_finished"])
+
+    def engine_started(self, info: EngineInfo) -> None:
+        """Tell that the engine is about to take requests."""
+        self._info = info
+        self._tell("pagedcore_engine_start", engine=info)
+
+    def engine_stopped(self, info: EngineInfo) -> None:
+        """Tell that the engine was closed, then carry out what its builder left for the end."""
+        self._tell("pagedcore_engine_stop", engine=info)
+        self._at_the_end()
+
+    def step_done(self, stats: StepStats) -> None:
+        """Tell what a step did."""
+        self._tell("pagedcore_step", stats=stats)
+
+    def request_finished(self, output: RequestOutput) -> None:
+        """Report a request whose completions have all finished."""
+        self._tell("pagedcore_request_finished", request=output)
+
+    def _tell(self, hook: str, **what: object) -> None:
+        for name, call in self._callers[hook]:
+            try:
+                call(**what)
+            except Exception:  # an observer must not be able to hurt the engine
+                if name not in self._reported:
+                    self._reported.add(name)
+                    _log.exception("plugin %s raised in a hook; later failures are not logged", name)
 
 
 def create_plugin_manager(

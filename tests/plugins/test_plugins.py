@@ -12,8 +12,7 @@ import pytest
 from pagedcore.errors import InvalidConfig, MissingDependency
 from pagedcore.plugins import manager as manager_module
 from pagedcore.plugins.hookspecs import hookimpl
-from pagedcore.plugins.manager import PluginManager, create_plugin_manager, expose
-from pagedcore.plugins.observers import EngineHooks
+from pagedcore.plugins.manager import EngineHooks, PluginManager, create_plugin_manager, expose
 from pagedcore.plugins.registry import Registry
 
 
