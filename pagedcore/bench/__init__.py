@@ -1,4 +1,1 @@
-"""Measures what batching is worth, on the machine at hand; uses the engine by its public names.
-
-Read ``workloads.py``, then ``throughput.py``; ``pagedcore bench throughput`` is the door.
-"""
+"""Measures what batching is worth, on the machine at hand; ``pagedcore bench throughput`` is the door."""

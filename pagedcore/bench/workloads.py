@@ -107,13 +107,11 @@ def load_prompts(path: Path, num_outputs: int, max_model_len: int) -> Workload:
         prompts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"prompts: the file cannot be read as JSON: {type(error).__name__}.") from None
-    if not isinstance(prompts, list) or not prompts or not all(_are_token_ids(prompt) for prompt in prompts):
+    are_token_ids = isinstance(prompts, list) and prompts and all(
+        isinstance(prompt, list) and set(map(type, prompt)) == {int} for prompt in prompts)
+    if not are_token_ids:
         raise InvalidConfig("prompts: the file needs a list of prompts, each a list of token ids.")
     return _fitting(Workload("file", tuple(map(tuple, prompts)), (num_outputs,) * len(prompts)), max_model_len)
-
-
-def _are_token_ids(prompt: object) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
 def _fitting(workload: Workload, max_model_len: int) -> Workload:

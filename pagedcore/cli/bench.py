@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pagedcore.cli import common
 from pagedcore.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from pagedcore import Engine
-    from pagedcore.bench.workloads import Workload
 
 _MAX_WAITING = 4096
 """All requests of a workload arrive at once, so the queue has to hold them."""
@@ -45,19 +41,24 @@ def throughput(
     """Run 64 ragged requests, or another workload, under each policy and compare."""
     from rich.progress import Progress
 
-    from pagedcore.bench import report
+    from pagedcore.bench import report, workloads
     from pagedcore.bench.throughput import measure
-    from pagedcore.bench.workloads import require_name
+    from pagedcore.execution.machine import this_machine
 
-    require_name(workload)
+    workloads.require_name(workload)
+    number_format = this_machine().default_dtype if dtype == "auto" else dtype
     measurements = []
     for policy in policies.split(","):
         with common.open_engine(
-            _model(model, random_weights, dtype), dtype=dtype, num_kv_blocks=blocks,
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            model if random_weights is None else workloads.random_model(random_weights, number_format), dtype=dtype,
+            num_kv_blocks=blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_waiting=_MAX_WAITING, attention_backend=attention_backend, scheduling_policy=policy,
         ) as engine, Progress(console=common.error_console(), transient=True) as progress:
-            chosen = _workload(engine, workload, prompts_json, output_tokens)
+            max_len = engine.stats().max_model_len
+            chosen = (workloads.make_workload(workload, max_len) if prompts_json is None
+                      else workloads.load_prompts(prompts_json, output_tokens, max_len))
+            if len(chosen.prompts) > _MAX_WAITING:
+                raise InvalidConfig(f"prompts: got {len(chosen.prompts)}, allowed is up to {_MAX_WAITING}.")
             task = progress.add_task(policy, total=chosen.num_output_tokens)
             measurements.append(measure(engine, chosen, policy, partial(progress.advance, task)))
             stats = engine.stats()
@@ -68,25 +69,3 @@ def throughput(
         json_file.write_text(json.dumps(report.as_data(chosen, measurements, **context)), encoding="utf-8")
     if plot is not None:
         report.save_plot(plot, chosen, measurements)
-
-
-def _model(model: str, random_weights: str | None, dtype: str) -> Any:
-    if random_weights is None:
-        return model
-    from pagedcore.bench.workloads import random_model
-    from pagedcore.execution.machine import this_machine
-
-    return random_model(random_weights, this_machine().default_dtype if dtype == "auto" else dtype)
-
-
-def _workload(engine: Engine, name: str, prompts_json: Path | None, output_tokens: int) -> Workload:
-    from pagedcore.bench.workloads import load_prompts, make_workload
-
-    stats = engine.stats()
-    if prompts_json is None:
-        chosen = make_workload(name, stats.max_model_len)
-    else:
-        chosen = load_prompts(prompts_json, output_tokens, stats.max_model_len)
-    if len(chosen.prompts) > _MAX_WAITING:
-        raise InvalidConfig(f"prompts: got {len(chosen.prompts)}, allowed is up to {_MAX_WAITING}.")
-    return chosen

@@ -154,7 +154,15 @@ def frame(run: Run, num_rows: int) -> RenderableType:
     done = [line for line in run.lines if line.is_right is not None]
     visible = (running + waiting)[: max(1, num_rows)]
     room = max(0, num_rows - len(visible))
-    return Group(_lines_table(done[len(done) - min(room, len(done)):] + visible), _counters(run, len(done)))
+    stats = run.engine.stats()
+    bars = Table.grid(padding=(0, 1))
+    bars.add_row("blocks in use", ProgressBar(stats.num_blocks, stats.num_blocks_used, width=40),
+                 f"{stats.num_blocks_used} of {stats.num_blocks}")
+    bars.add_row("answered", ProgressBar(len(run.lines), len(done), width=40), f"{len(done)} of {len(run.lines)}")
+    rate = stats.num_generated_tokens / max(run.elapsed_s, 1e-9)
+    totals = (f"running {stats.num_running}   waiting {stats.num_waiting}   step {stats.num_steps}   "
+              f"{rate:.0f} tokens/s   preemptions {stats.num_preemptions}")
+    return Group(_lines_table(done[len(done) - min(room, len(done)):] + visible), bars, Text(totals))
 
 
 def _lines_table(lines: list[Line]) -> Table:
@@ -171,15 +179,3 @@ def _lines_table(lines: list[Line]) -> Table:
         texts = (Text(" ".join(text.split())) for text in (line.question.prompt, line.text))
         table.add_row(str(line.number), state, str(line.num_tokens), *texts)
     return table
-
-
-def _counters(run: Run, num_done: int) -> RenderableType:
-    stats = run.engine.stats()
-    table = Table.grid(padding=(0, 1))
-    table.add_row("blocks in use", ProgressBar(stats.num_blocks, stats.num_blocks_used, width=40),
-                  f"{stats.num_blocks_used} of {stats.num_blocks}")
-    table.add_row("answered", ProgressBar(len(run.lines), num_done, width=40), f"{num_done} of {len(run.lines)}")
-    rate = stats.num_generated_tokens / max(run.elapsed_s, 1e-9)
-    totals = (f"running {stats.num_running}   waiting {stats.num_waiting}   step {stats.num_steps}   "
-              f"{rate:.0f} tokens/s   preemptions {stats.num_preemptions}")
-    return Group(table, Text(totals))

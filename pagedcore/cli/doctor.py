@@ -67,14 +67,12 @@ def choices(machine: Machine) -> dict[str, str]:
     from pagedcore import EngineConfig
     from pagedcore.models.loading import DEFAULT_ATTENTION
 
-    config = EngineConfig()
+    config, shown = EngineConfig(), ("scheduling_policy", "max_num_seqs", "max_num_batched_tokens")
     return {
         "device": "cpu",
         "dtype": machine.default_dtype,
         "attention_backend": DEFAULT_ATTENTION,
-        "scheduling_policy": config.scheduling_policy,
-        "max_num_seqs": str(config.max_num_seqs),
-        "max_num_batched_tokens": str(config.max_num_batched_tokens),
+        **{name: str(getattr(config, name)) for name in shown},
     }
 
 

@@ -159,16 +159,6 @@ def size(
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
         return
-    out = console()
-    out.print(report_table(report, is_given=memory is not None))
-    out.print(report.advice, soft_wrap=True)
-    if report.num_sequences_that_fit:
-        settings = ", ".join(f"{name}={value!r}" for name, value in report.settings.items())
-        out.print(f"Engine.from_pretrained(..., {settings})", markup=False, soft_wrap=True)
-
-
-def report_table(report: SizeReport, *, is_given: bool) -> Table:
-    """Lay out the sum, from one token to all sequences, and what fits."""
     tokens = f"{report.context:,} tokens"
     table = Table("what", Column("bytes", justify="right"), "how", title=f"{report.model}, {report.dtype}",
                   title_justify="left")
@@ -183,12 +173,18 @@ def report_table(report: SizeReport, *, is_given: bool) -> Table:
          f"{report.concurrency:,} x {tokens}, as the formula counts"),
         ("weights, about", report.weight_bytes,
          f"{report.num_parameters:,} parameters, {format_memory(report.weight_bytes)}"),
-        ("memory", report.memory, f"{format_memory(report.memory)} {'given' if is_given else 'free on this machine'}"),
+        ("memory", report.memory,
+         f"{format_memory(report.memory)} {'free on this machine' if memory is None else 'given'}"),
         ("room for KV", report.num_blocks_that_fit * report.block_bytes,
          f"{report.num_blocks_that_fit:,} blocks: {report.num_sequences_that_fit:,} sequences of {tokens} at once"),
     ):
         table.add_row(what, f"{num_bytes:,}", how)
-    return table
+    out = console()
+    out.print(table)
+    out.print(report.advice, soft_wrap=True)
+    if report.num_sequences_that_fit:
+        settings = ", ".join(f"{name}={value!r}" for name, value in report.settings.items())
+        out.print(f"Engine.from_pretrained(..., {settings})", markup=False, soft_wrap=True)
 
 
 def _token_sum(report: SizeReport) -> str:

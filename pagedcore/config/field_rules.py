@@ -1,7 +1,4 @@
-"""What one field accepts, how it is stored, and what a refusal says.
-
-Its users say which field has which rule, and which error it raises.
-"""
+"""What one field accepts, how it is stored, and what a refusal says; its users choose the error."""
 
 from __future__ import annotations
 

@@ -51,11 +51,6 @@ def longest_completion(request: RequestOutput) -> int:
     return max(len(one.token_ids) for one in request.outputs)
 
 
-def num_intervals(request: RequestOutput) -> int:
-    """How often a token of the request followed another one of the same completion."""
-    return sum(max(0, len(one.token_ids) - 1) for one in request.outputs)
-
-
 def token_interval_s(request: RequestOutput) -> float | None:
     """Seconds from one token to the next, on average over a request."""
     decode_s = between("first_token_s", "finished_s")(request)
@@ -104,7 +99,8 @@ REQUEST_HISTOGRAMS: Final = (
     Histogram("time_to_first_token_seconds", "seconds", "From arrival to the first token.",
               "time_to_first_token_seconds", between("arrival_s", "first_token_s")),
     Histogram("inter_token_latency_seconds", "seconds", "From a token to the next: each request's mean, once per pair.",
-              "inter_token_latency_seconds", token_interval_s, num_intervals),
+              "inter_token_latency_seconds", token_interval_s,
+              lambda request: sum(max(0, len(one.token_ids) - 1) for one in request.outputs)),
     Histogram("e2e_request_latency_seconds", "seconds", "From arrival to the end.",
               "e2e_request_latency_seconds", between("arrival_s", "finished_s")),
     Histogram("request_queue_time_seconds", "seconds", "From arrival to the first step.",

@@ -18,8 +18,6 @@ _UNFINISHED: Final = re.compile(
     rb"|\xE0[\xA0-\xBF]?|[\xE1-\xEC\xEE\xEF][\x80-\xBF]?|\xED[\x80-\x9F]?"
     rb"|\xF0(?:[\x90-\xBF][\x80-\xBF]?)?|[\xF1-\xF3][\x80-\xBF]{0,2}|\xF4(?:[\x80-\x8F][\x80-\xBF]?)?)\Z"
 )
-
-
 #: The alphabet of GPT-2: printable Latin-1 characters stand for themselves, the other 68 bytes are numbered from U+0100
 #: on, in order. Other code points below 256 are mapped to a non-byte.
 _PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))

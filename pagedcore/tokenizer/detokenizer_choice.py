@@ -20,10 +20,6 @@ from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, decode_at_
 AnyDetokenizer = ByteLevelDetokenizer | PieceDetokenizer | StreamDetokenizer
 DetokenizerFactory = Callable[[], AnyDetokenizer]
 
-_NUM_SHORT: Final = 384
-_SHORT: Final = 12
-_NUM_LONG: Final = 4
-_LONG: Final = 160
 #: Most added tokens that are tried; some models have thousands of reserved ones.
 _MAX_ADDED: Final = 256
 
@@ -67,7 +63,7 @@ def _candidates(
 
 
 def _random_completions(rng: random.Random, ids: list[int], awkward: list[int]) -> Iterator[list[int]]:
-    lengths = [rng.randint(1, _SHORT) for _ in range(_NUM_SHORT)] + [_LONG] * _NUM_LONG
+    lengths = [rng.randint(1, 12) for _ in range(384)] + [160] * 4
     for length in lengths if ids else ():
         share = rng.choice((0.0, 0.3, 0.7, 1.0))
         yield [rng.choice(awkward if rng.random() < share else ids) for _ in range(length)]

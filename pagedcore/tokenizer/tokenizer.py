@@ -46,9 +46,7 @@ class HFTokenizer:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str], trust_remote_code: bool = False) -> HFTokenizer:
-        """Load a tokenizer from a directory, or by its name on the hub if there is no such directory.
-
-        Nothing is fetched for a directory.
+        """Load a tokenizer from a directory, without fetching anything, or else by its name on the hub.
 
         Raises:
             InvalidConfig: there is no tokenizer, its files are damaged, or it needs code that is not trusted.
