@@ -76,8 +76,7 @@ class MemoryBudget:
     An engine that is given the budget draws what it can use of what is left; one that is given a share draws exactly
     that, in whole blocks; either is refused if the budget does not have it. Closing an engine, or losing the last
     reference to it, gives its bytes back. This is a ledger of reservations: bytes never move between engines that run.
-
-    Thread-safe.
+    It is thread-safe.
 
     Invariant: the leases that are out never add up to more than ``total_bytes``.
     """

@@ -1,4 +1,1 @@
-"""How code outside the core gets in: named tables of implementations, imported on first use, and observing hooks.
-
-Read ``hookspecs.py`` first, then ``manager.py``.
-"""
+"""How code outside the core gets in: named tables of implementations and observing hooks; see ``hookspecs.py``."""
