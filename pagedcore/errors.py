@@ -161,7 +161,7 @@ class ModelTakenOver(InvalidConfig):
 
 
 class DeviceUnavailable(InvalidConfig):
-    """This process has no device of the kind asked for; nothing was loaded."""
+    """This process has no device of the kind asked for; nothing was loaded, and the message says what is missing."""
 
 
 class MemoryBudgetExceeded(InvalidConfig):

@@ -15,6 +15,7 @@ from pagedcore.errors import InvalidBias, InvalidConfig, InvalidRequest, Invalid
 _T = TypeVar("_T")
 _LARGEST: Final = sys.float_info.max
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_DECIMAL: Final = re.compile(f"[0-9]{{1,{len(str(limits.MAX_COUNT))}}}")
 
 MakeError = Callable[[str, Any, str], Exception]
 """Makes the error for a field's name, its value, and what is allowed: ``InvalidRequest`` and most of its kinds."""
@@ -172,9 +173,5 @@ def with_integer_keys(bias: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return a bias with its decimal strings among the keys as integers; ``logit_bias`` refuses other keys."""
     if len(bias) > limits.MAX_LOGIT_BIAS_ENTRIES:
         return bias
-    return {_as_token_id(key): value for key, value in islice(bias.items(), limits.MAX_LOGIT_BIAS_ENTRIES)}
-
-
-def _as_token_id(key: Any) -> Any:
-    is_decimal = isinstance(key, str) and len(key) <= len(str(limits.MAX_COUNT)) and key.isascii() and key.isdigit()
-    return int(key) if is_decimal else key
+    entries = islice(bias.items(), limits.MAX_LOGIT_BIAS_ENTRIES)
+    return {int(key) if isinstance(key, str) and _DECIMAL.fullmatch(key) else key: value for key, value in entries}

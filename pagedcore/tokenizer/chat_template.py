@@ -21,18 +21,24 @@ _MIN_QUOTE: Final = 8
 _MAX_QUOTE: Final = 200
 
 
-def apply_chat_template(tokenizer: Any, messages: Sequence[ChatMessage], *, tokenize: bool) -> Any:
-    """Render the messages up to where the assistant's completion begins, as text or, with ``tokenize``, as token ids.
+def apply_chat_template(
+    tokenizer: Any, messages: Sequence[ChatMessage], *, tokenize: bool, before: Sequence[ChatMessage] = ()
+) -> Any:
+    """Render ``before`` and the messages up to where the assistant's completion begins, as text or as token ids.
 
     Raises:
         InvalidPrompt: there is no message, one is not a mapping, the tokenizer has no template, or the template
             refuses the conversation.
     """
-    _check_messages(messages)
+    if not messages:
+        raise InvalidPrompt("messages", 0, "at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidPrompt(f"messages[{index}]", message, "a mapping, usually with role and content")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidPrompt("messages", messages, "text or token ids, because this tokenizer has no chat template",
                             "Pass the prompt as one text, or use a model made for chat.")
-    plain = [dict(message) for message in messages]
+    plain = [dict(message) for message in (*before, *messages)]
     # Why: a template can raise any exception (a missing key, None + text), and each is caused by the prompt.
     try:
         return tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=tokenize, return_dict=False)
@@ -51,21 +57,12 @@ def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
     Raises:
         InvalidPrompt: as ``apply_chat_template``, or the place of the completion cannot be found.
     """
-    _check_messages(messages)
-    text: str = apply_chat_template(tokenizer, [*_BEFORE, *messages], tokenize=False)
+    text: str = apply_chat_template(tokenizer, messages, tokenize=False, before=_BEFORE)
     # Safety: a message that holds the stand-in as well must not choose where the conversation is cut.
     if text.count(_COMPLETION) != 1:
         limit = "text or token ids, because this chat template does not write an earlier completion exactly once"
         raise InvalidPrompt("messages", messages, limit)
     return text.partition(_COMPLETION)[2]
-
-
-def _check_messages(messages: Sequence[ChatMessage]) -> None:
-    if not messages:
-        raise InvalidPrompt("messages", 0, "at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidPrompt(f"messages[{index}]", message, "a mapping, usually with role and content")
 
 
 def _own_words(message: str, template: object) -> str:
