@@ -21,8 +21,7 @@ from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
-from pagedcore.plugins.manager import create_plugin_manager
-from pagedcore.plugins.observers import EngineHooks
+from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
 from pagedcore.protocols import DecodesTokens, ModelFingerprint, UsesTorchThreads
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.requests.stats import Counters, EngineStats

@@ -31,7 +31,7 @@ from pagedcore.sessions.session_store import SessionStore
 
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents
-    from pagedcore.plugins.observers import EngineHooks
+    from pagedcore.plugins.manager import EngineHooks
     from pagedcore.scheduler.invariants import InvariantChecker
     from pagedcore.scheduler.plan import SchedulePlan
 
