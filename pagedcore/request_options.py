@@ -58,4 +58,4 @@ def _salt_bytes(salt: object) -> bytes:
         raise InvalidSalt("cache_salt", type(salt), "text or bytes")
     if not 1 <= len(given) <= MAX_SALT_BYTES:
         raise InvalidSalt("cache_salt", salt, f"1 to {MAX_SALT_BYTES} bytes")
-    return b"salt " + given
+    return given
