@@ -99,14 +99,8 @@ def _with_scored(batch: RaggedBatch, rows: Seq[ScheduledRow]) -> RaggedBatch:
 
 
 def assemble(
-    token_ids: Int64Array,
-    starts: Int64Array,
-    counts: Int64Array,
-    *,
-    seq_ids: Int64Array,
-    tables: Seq[Int32Array],
-    block_size: int,
-    is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    token_ids: Int64Array, starts: Int64Array, counts: Int64Array, *, seq_ids: Int64Array, tables: Seq[Int32Array],
+    block_size: int, is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
 ) -> RaggedBatch:
     """Compute positions, slots and tables of rows that are given as plain arrays.
 
@@ -117,7 +111,7 @@ def assemble(
         seq_ids: [R] number of each row's sequence.
         tables: R arrays of block ids; a table may be longer than the row needs.
         block_size: tokens per block.
-        is_sampled: [R] whether the logits of the row's last token are wanted.
+        is_sampled: [R] whether the logits of the row's last token are wanted; ``None``: of all.
 
     Raises:
         InternalError: a table is too short for its row, or the tokens do not add up.
@@ -136,9 +130,8 @@ def assemble(
         # Why: matrix products of one row take another path than those of many, and round differently.
         token_ids, positions = np.repeat(token_ids, 2), np.repeat(positions, 2)
         slots = np.append(slots, -1)
-    return RaggedBatch(
-        token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, query_start[1:][is_sampled] - 1
-    )
+    ends = query_start[1:] if is_sampled is None else query_start[1:][is_sampled]
+    return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, ends - 1)
 
 
 def _stack_tables(tables: Seq[Int32Array], needed: Int64Array) -> Int32Array:

@@ -56,7 +56,14 @@ def read_blueprint(
     config = load_config(source, trust_remote_code=trust_remote_code)
     number_format = resolve_dtype(dtype)
     model = _tree_of(config, number_format, trust_remote_code)
-    shapes = kv_shapes(_layers_of(model))
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            shapes = kv_shapes(redirect_attention(model)[0])
+    except RuntimeError as error:  # what torch raises for an operation that needs numbers
+        raise ModelNotSupported(
+            f"model: what {config.model_type!r} computes depends on its weights, so that the configuration does not "
+            "show its size. Start an engine and look at Engine.stats().kv_bytes."
+        ) from error
     needs = requirements_of(attention_factory)
     size = block_size or needs.preferred_block_size(number_format)
     return Blueprint(
@@ -74,23 +81,8 @@ def _tree_of(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
             # Why: which expert a token goes to depends on numbers, and attention sees no more than the result's shape.
-            module.forward = _nothing_added
+            module.forward = lambda rows, *_, **__: torch.zeros_like(rows)
     return model
-
-
-def _nothing_added(rows: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return torch.zeros_like(rows)
-
-
-def _layers_of(model: Any) -> Any:
-    try:
-        with torch.device("meta"), torch.inference_mode():
-            return redirect_attention(model)[0]
-    except RuntimeError as error:  # what torch raises for an operation that needs numbers
-        raise ModelNotSupported(
-            f"model: what {model.config.model_type!r} computes depends on its weights, so that the "
-            "configuration does not show its size. Start an engine and look at Engine.stats().kv_bytes."
-        ) from error
 
 
 def _weight_bytes(model: Any, dtype: torch.dtype) -> int:

@@ -42,7 +42,8 @@ def resolve_backend(model: Any, config: EngineConfig, load: Loader) -> ModelBack
         DeviceUnavailable: the device is not here; nothing was loaded.
     """
     if config.model_backend == "auto" and isinstance(model, ModelBackend):
-        _require_no_device(config)
+        if config.device.startswith("cuda"):
+            raise InvalidConfig("device: got a GPU for a model backend of your own, which decides itself. Leave it.")
         return model
     name = DEFAULT_MODEL_BACKEND if config.model_backend == "auto" else config.model_backend
     backend = load("models", name)(model, config, load)
@@ -65,13 +66,30 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         InvalidConfig: it is none of these, or it cannot run here.
         DeviceUnavailable: the device is not here; nothing was loaded.
     """
-    if isinstance(model, str | os.PathLike):
-        return _take_over(lambda device: _loaded(model, config, device), config, load, is_private=True)
-    if is_pretrained_model(model):
-        return _take_over(lambda _: _converted(model, config.dtype), config, load, is_private=False)
-    raise InvalidConfig(
-        f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
-        "transformers, or an object with the members of ModelBackend."
+    is_named = isinstance(model, str | os.PathLike)
+    if not is_named and not is_pretrained_model(model):
+        raise InvalidConfig(
+            f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
+            "transformers, or an object with the members of ModelBackend."
+        )
+    from pagedcore.execution import devices
+    from pagedcore.models.pretrained import load_pretrained, resolve_dtype
+    from pagedcore.models.transformers_model import TransformersModel
+
+    # Why: all that can be refused without the model is, before it is loaded.
+    device = devices.find_device(config.device)
+    name = _attention_name(config, device.default_attention)
+    attention = load("attention", name)
+    _require_same_device(name, attention, device)
+    linears = _linears(config, device, load)
+    if is_named:
+        dtype = device.default_dtype if config.dtype == "auto" else config.dtype
+        model = load_pretrained(_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
+    elif config.dtype != "auto":
+        model = model.to(resolve_dtype(config.dtype))
+    return TransformersModel(
+        model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
+        linear_name=config.linear_backend, device=device,
     )
 
 
@@ -125,38 +143,6 @@ def _source(model: str | os.PathLike[str]) -> str:
     return os.fspath(DEMO_MODEL_DIR) if model == "demo" else os.fspath(model)
 
 
-def _converted(model: Any, dtype: str) -> Any:
-    """Return the model in the number format asked for; "auto" leaves it as it came."""
-    from pagedcore.models.pretrained import resolve_dtype
-
-    return model if dtype == "auto" else model.to(resolve_dtype(dtype))
-
-
-def _loaded(model: str | os.PathLike[str], config: EngineConfig, device: Device) -> Any:
-    from pagedcore.models.pretrained import load_pretrained
-
-    dtype = device.default_dtype if config.dtype == "auto" else config.dtype
-    return load_pretrained(_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
-
-
-def _take_over(
-    get_model: Callable[[Device], Any], config: EngineConfig, load: Loader, *, is_private: bool
-) -> TransformersModel:
-    """Find the device and the backends, and only then get the model."""
-    from pagedcore.execution import devices
-    from pagedcore.models.transformers_model import TransformersModel
-
-    device = devices.find_device(config.device)
-    name = _attention_name(config, device.default_attention)
-    attention = load("attention", name)
-    _require_same_device(name, attention, device)
-    linears = _linears(config, device, load)
-    return TransformersModel(
-        get_model(device), attention, block_size=config.block_size, is_private=is_private, attention_name=name,
-        linears=linears, linear_name=config.linear_backend, device=device,
-    )
-
-
 def _attention_name(config: EngineConfig, default: str) -> str:
     return default if config.attention_backend == "auto" else config.attention_backend
 
@@ -184,8 +170,3 @@ def _require_same_device(name: str, attention: AttentionFactory, device: Device)
             f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
             f"Leave it at 'auto', or set device={kinds[0]!r}."
         )
-
-
-def _require_no_device(config: EngineConfig) -> None:
-    if config.device.startswith("cuda"):
-        raise InvalidConfig("device: got a GPU for a model backend of your own, which decides itself. Leave it.")

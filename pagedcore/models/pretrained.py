@@ -49,7 +49,11 @@ def load_pretrained(
             name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
             local_files_only=is_local, trust_remote_code=trust_remote_code,
         )
-    _require_all_weights(report)
+    # Why: transformers fills gaps with random numbers.
+    if missing := sorted(report["missing_keys"]):
+        raise InvalidConfig(
+            f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
+        )
     loaded: PreTrainedModel = model
     return loaded
 
@@ -59,7 +63,14 @@ def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
     from transformers import AutoConfig
 
     name, is_local = os.fspath(source), Path(source).is_dir()
-    check_source(read_config(name, is_local), trust_remote_code)
+    raw = _read_config(name, is_local)
+    # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
+    if raw.get("auto_map") and not trust_remote_code:
+        raise ModelNotSupported(
+            "model: its configuration names code that is shipped with it (auto_map), and trust_remote_code is False. "
+            "Read that code and set trust_remote_code=True, or remove auto_map to use transformers' own architecture."
+        )
+    check_config(raw)
     with _as_refusals(name):
         config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=trust_remote_code)
         check_config(config.to_dict())
@@ -91,20 +102,8 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _require_all_weights(report: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with gaps, which transformers would fill with random numbers."""
-    if missing := sorted(report["missing_keys"]):
-        raise InvalidConfig(
-            f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
-        )
-
-
-def read_config(name: str, is_local: bool) -> Mapping[str, Any]:
-    """Return the raw ``config.json``; no code of the model runs.
-
-    Raises:
-        InvalidConfig: there is none.
-    """
+def _read_config(name: str, is_local: bool) -> Mapping[str, Any]:
+    """Return the raw ``config.json``; no code of the model runs."""
     from transformers import PretrainedConfig
 
     if is_local and not (Path(name) / "config.json").is_file():
@@ -114,21 +113,6 @@ def read_config(name: str, is_local: bool) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"model: its configuration could not be read ({_first_line(error, name)}).") from error
     return config
-
-
-def check_source(config: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Refuse what the configuration already rules out.
-
-    Raises:
-        ModelNotSupported: see ``supported_models.check_config``; or the model brings code that may not run.
-    """
-    # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
-    if config.get("auto_map") and not trust_remote_code:
-        raise ModelNotSupported(
-            "model: its configuration names code that is shipped with it (auto_map), and trust_remote_code is False. "
-            "Read that code and set trust_remote_code=True, or remove auto_map to use transformers' own architecture."
-        )
-    check_config(config)
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -115,13 +115,13 @@ def test_a_closed_engine_frees_its_pool() -> None:
 
     parts = build_components("demo", kv_cache_memory="1MiB", host_kv_memory="1MiB")
     backend: Any = parts.runner._backend
-    assert backend._storage.num_bytes == parts.kv_bytes
-    memory = [weakref.ref(tensor) for tensor in (backend._storage.pool, backend._storage._host)]
+    assert backend.cache_store.num_bytes == parts.kv_bytes
+    memory = [weakref.ref(tensor) for tensor in (backend.cache_store.pool, backend.cache_store._host)]
     engine = Engine(parts)
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
     engine.close()
     assert [tensor() for tensor in memory] == [None, None]
-    assert backend._storage is None
+    assert backend.cache_store is None
     backend.allocate_kv(1, 16)
 
 
@@ -147,7 +147,7 @@ def test_odd_blocks_are_counted_with_their_padding() -> None:
     parts = build_components(
         "demo", kv_cache_memory="1MiB", block_size=7, attention_backend="reference", dtype="float32"
     )
-    assert parts.runner._backend._storage.num_bytes == parts.kv_bytes <= 2**20  # type: ignore[attr-defined]
+    assert parts.runner._backend.cache_store.num_bytes == parts.kv_bytes <= 2**20  # type: ignore[attr-defined]
 
 
 def test_a_budget_gives_what_is_left_and_can_be_used() -> None:

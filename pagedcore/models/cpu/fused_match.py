@@ -9,7 +9,6 @@ a hook, means "not recognised", and the model runs through its own modules. It c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
@@ -38,39 +37,30 @@ _ACTIVATIONS: Final = {
 _MOVING_ANGLES: Final = frozenset({"dynamic", "longrope"})
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What a recognised model consists of."""
-
-    activation: str
-    """A key of ``pagedcore_kernels.cpu.layers.elementwise.ACTIVATIONS``."""
-    head_size: int
-    num_heads: int
-    num_kv_heads: int
-
-
-def recognise(
+def recognised_activation(
     model: Any, layers: Mapping[int, AttentionLayer], linears: LinearFactory = FASTEST
-) -> Structure | None:
-    """Return the structure of a model that the fused decoder computes, else ``None``.
+) -> str | None:
+    """Return the activation of a model that the fused decoder computes, a key of the kernels' ``ACTIVATIONS``.
 
     Args:
         model: a causal language model of transformers, on the CPU.
         layers: its attention layers by their own numbers.
         linears: has to support every product.
+
+    Returns:
+        ``None`` for a model that the fused decoder does not compute.
     """
-    family = _FAMILIES.get(model.config.model_type)
+    config = model.config
+    family = _FAMILIES.get(config.model_type)
     if family is None or not (_has_known_modules(model, family) and _has_known_layers(model, layers)):
         return None
-    first, config = layers[0], model.config
-    activation, class_name = _ACTIVATIONS.get(config.hidden_act, ("", ""))
+    activation, class_name = _ACTIVATIONS.get(config.hidden_act, (None, ""))
     fits = all(linears.supports(model.dtype, linear.in_features) for linear in _linears(model)) and can_compute(
-        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, head_size=first.key_head_size,
-        dtype=model.dtype,
+        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        head_size=layers[0].key_head_size, dtype=model.dtype,
     )
-    if not fits or {type(layer.mlp.act_fn).__name__ for layer in model.model.layers} != {class_name}:
-        return None
-    return Structure(activation, first.key_head_size, first.num_heads, first.num_kv_heads)
+    has_activation = {type(layer.mlp.act_fn).__name__ for layer in model.model.layers} == {class_name}
+    return activation if fits and has_activation else None
 
 
 def _has_known_modules(model: Any, family: str) -> bool:
@@ -86,19 +76,18 @@ def _has_known_modules(model: Any, family: str) -> bool:
         and type(body.layers) is nn.ModuleList
         and all(_is_known_layer(layer, family) for layer in body.layers)
     )
-    return known and all(_is_untouched(module) for module in model.modules()) and all(map(_is_linear, _linears(model)))
+    return known and all(_is_untouched(module) for module in model.modules()) and all(
+        type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in _linears(model)
+    )
 
 
 def _is_known_layer(layer: Any, family: str) -> bool:
     if not _is(layer, f"{family}DecoderLayer", _LAYER):
         return False
-    attention, has_head_norms = layer.self_attn, family == "Qwen3"
-    names = _ATTENTION | _HEAD_NORMS if has_head_norms else _ATTENTION
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    if not _is(attention, f"{family}Attention", names) or not _is(layer.mlp, f"{family}MLP", _MLP):
+    attention, head_norms = layer.self_attn, _HEAD_NORMS if family == "Qwen3" else set()
+    if not _is(attention, f"{family}Attention", _ATTENTION | head_norms) or not _is(layer.mlp, f"{family}MLP", _MLP):
         return False
-    if has_head_norms:
-        norms += [attention.q_norm, attention.k_norm]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, name) for name in head_norms)]
     return all(_is_norm(norm, family) for norm in norms)
 
 
@@ -119,10 +108,6 @@ def _is(module: Any, class_name: str, children: set[str]) -> bool:
 
 def _is_norm(module: Any, family: str) -> bool:
     return _is(module, f"{family}RMSNorm", set()) and set(dict(module.named_parameters())) == {"weight"}
-
-
-def _is_linear(module: Any) -> bool:
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
 
 
 def _is_untouched(module: nn.Module) -> bool:
