@@ -9,35 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 
 from pagedcore.errors import InternalError
+from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.protocols import Int32Array, Int64Array
 from pagedcore.scheduler.plan import ScheduledRow
-
-
-class BlockTable(Protocol):
-    """The ordered blocks of one sequence."""
-
-    @property
-    def block_ids(self) -> Int32Array:
-        """Shape [blocks]."""
-        ...
-
-
-class BlockTables(Protocol):
-    """What batch building needs from a block manager."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        ...
-
-    def table(self, sequence_id: int) -> BlockTable:
-        """Return the blocks of a sequence."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +40,7 @@ class RaggedBatch:
         return int(self.query_start[-1])
 
 
-def build_batch(rows: Seq[ScheduledRow], block_manager: BlockTables) -> RaggedBatch:
+def build_batch(rows: Seq[ScheduledRow], block_manager: BlockManager) -> RaggedBatch:
     """Flatten scheduled rows; logits are wanted of the last token of every sampled row, then of all scored positions.
 
     Args:
@@ -87,10 +65,8 @@ def build_batch(rows: Seq[ScheduledRow], block_manager: BlockTables) -> RaggedBa
         block_size=block_manager.block_size,
         is_sampled=starts + counts == known,
     )
-    return batch if all(one.prompt_logprobs is None for one in sequences) else _with_scored(batch, rows)
-
-
-def _with_scored(batch: RaggedBatch, rows: Seq[ScheduledRow]) -> RaggedBatch:
+    if all(one.prompt_logprobs is None for one in sequences):
+        return batch
     scored = [
         np.arange(first, first + len(row.scored_positions)) + row.scored_positions.start - row.start
         for first, row in zip(batch.query_start.tolist(), rows, strict=False)

@@ -114,7 +114,7 @@ def test_a_closed_engine_frees_its_pool() -> None:
     from pagedcore.engine.builder import build_components
 
     parts = build_components("demo", kv_cache_memory="1MiB", host_kv_memory="1MiB")
-    backend: Any = parts.runner._backend
+    backend: Any = parts.runner.backend
     assert backend.cache_store.num_bytes == parts.kv_bytes
     memory = [weakref.ref(tensor) for tensor in (backend.cache_store.pool, backend.cache_store._host)]
     engine = Engine(parts)
@@ -129,7 +129,7 @@ def test_closing_again_frees_nothing_of_the_next_engine() -> None:
     """A backend of one's own may serve one engine after another; one that is refused or closed twice does no harm."""
     from pagedcore.engine.builder import build_components
 
-    backend = build_components("demo", kv_cache_memory="1MiB").runner._backend
+    backend = build_components("demo", kv_cache_memory="1MiB").runner.backend
     with pytest.raises(ModelTakenOver, match="has its KV pool already"):
         Engine.from_pretrained(backend, kv_cache_memory="1MiB")
     backend.release_kv()  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def test_odd_blocks_are_counted_with_their_padding() -> None:
     parts = build_components(
         "demo", kv_cache_memory="1MiB", block_size=7, attention_backend="reference", dtype="float32"
     )
-    assert parts.runner._backend.cache_store.num_bytes == parts.kv_bytes <= 2**20  # type: ignore[attr-defined]
+    assert parts.runner.backend.cache_store.num_bytes == parts.kv_bytes <= 2**20  # type: ignore[attr-defined]
 
 
 def test_a_budget_gives_what_is_left_and_can_be_used() -> None:
