@@ -89,8 +89,7 @@ class CudaKVPool(KVPool):
             InvalidConfig: there is not one block, or the GPU lacks the memory for them.
         """
         super().__init__(layout, num_blocks, device)
-        self._outgoing, self._incoming = outgoing, incoming
-        self._pin = pin
+        self._outgoing, self._incoming, self._pin = outgoing, incoming, pin
         self._in_flight: list[tuple[int, Ticket]] = []
         self._end_pinning: Callable[[], object] | None = None
 
@@ -110,14 +109,6 @@ class CudaKVPool(KVPool):
         """Copy device blocks (source, destination); the device does so when it gets there."""
         for here, there in pairs:
             self.pool[there].copy_(self.pool[here])
-
-    def start_swap_out(self, transfer_id: int, pairs: BlockPairs) -> None:
-        """Begin to copy device blocks to host blocks."""
-        self._start(self._outgoing, transfer_id, self.pool, self._require_host(), pairs)
-
-    def start_swap_in(self, transfer_id: int, pairs: BlockPairs) -> None:
-        """Begin to copy host blocks to device blocks."""
-        self._start(self._incoming, transfer_id, self._require_host(), self.pool, pairs)
 
     def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
         """Return what has ended since the last call; with ``wait``, look again for a twentieth of a second."""
@@ -143,9 +134,8 @@ class CudaKVPool(KVPool):
     def _write_block(self, block_id: int, contents: npt.NDArray[np.uint8]) -> None:
         self.pool[block_id].copy_(torch.from_numpy(contents.copy()))
 
-    def _start(
-        self, copies: Copies, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs
-    ) -> None:
+    def _start(self, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) -> None:
+        copies = self._outgoing if source is self.pool else self._incoming
         runs = list(_runs(pairs))
 
         def copy() -> None:
