@@ -59,7 +59,7 @@ class FileMappings:
     """
 
     def __init__(self) -> None:
-        """Read /proc/self/maps: ``begin-end permissions offset device inode path``; nothing where there is no such file."""
+        """Read /proc/self/maps: ``begin-end permissions offset device inode path``; no ranges without such a file."""
         try:
             lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:

@@ -140,6 +140,24 @@ def test_closing_again_frees_nothing_of_the_next_engine() -> None:
     assert len(second.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) > 0
 
 
+def test_a_refused_slab_of_the_host_frees_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose host memory cannot be had keeps no pool either: the same backend makes the next engine."""
+    from pagedcore.engine.builder import build_components
+
+    def refuse(*_: object) -> None:
+        raise InvalidConfig("host_kv_memory: the driver did not pin it")
+
+    first = build_components("demo", kv_cache_memory="1MiB")
+    backend: Any = first.runner.backend
+    first.hooks.engine_stopped(first.info)
+    with monkeypatch.context() as patch:
+        patch.setattr("pagedcore.execution.kv_pool.KVPool.allocate_host", refuse)
+        with pytest.raises(InvalidConfig, match="did not pin"):
+            Engine.from_pretrained(backend, kv_cache_memory="1MiB", host_kv_memory="1MiB")
+    with Engine.from_pretrained(backend, kv_cache_memory="1MiB", host_kv_memory="1MiB") as engine:
+        assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) > 0
+
+
 def test_odd_blocks_are_counted_with_their_padding() -> None:
     """The bytes said are those of the layout also where a block is no multiple of its tokens."""
     from pagedcore.engine.builder import build_components
