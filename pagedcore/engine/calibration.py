@@ -1,7 +1,7 @@
 """Measures what a step costs before the first request: a few short prefills whose results are discarded.
 
 They write to blocks that hold nothing yet and are in no cache; no sequence and no counter knows of them. From
-the first step on the engine's own measurements correct what was learned here. Next: ``scheduling.cost_model``.
+the first step on the engine's own measurements correct what was learned here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ def calibrate(
     or the model fails. It then fails in its first step, whose requests report it.
 
     Args:
-        backend: computes a few prompts.
+        backend: computes a few prompts, of ``most_tokens`` at most.
         scheduler: says how much fits, and has the costs that are corrected.
         transfers: move a few blocks.
-        clock: measures.
-        most_tokens: of a forward.
     """
     blocks, host, costs = scheduler.kv_cache.device, scheduler.kv_cache.host, scheduler.costs
     assert host is not None  # Invariant: asked before

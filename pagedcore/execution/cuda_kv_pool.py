@@ -75,18 +75,12 @@ class CudaKVPool(KVPool):
         self, layout: BlockLayout, num_blocks: int, device: torch.device, *, outgoing: Copies, incoming: Copies,
         pin: Callable[[torch.Tensor], Unpin],
     ) -> None:
-        """Allocate the pool.
+        """Allocate the pool; see ``KVPool``.
 
         Args:
-            layout: of a block.
-            num_blocks: of the pool.
-            device: where the pool is.
             outgoing: carries blocks to the host; another queue than ``incoming``, because a bus has two directions.
             incoming: carries blocks from the host.
             pin: pins a tensor's memory for the GPU and returns what unpins it.
-
-        Raises:
-            InvalidConfig: there is not one block, or the GPU lacks the memory for them.
         """
         super().__init__(layout, num_blocks, device)
         self._outgoing, self._incoming, self._pin = outgoing, incoming, pin

@@ -74,13 +74,17 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         )
     from pagedcore.execution import devices
     from pagedcore.models.pretrained import load_pretrained, resolve_dtype
-    from pagedcore.models.transformers_model import TransformersModel
+    from pagedcore.models.transformers_model import TransformersModel, requirements_of
 
     # Why: all that can be refused without the model is, before it is loaded.
     device = devices.find_device(config.device)
     name = _attention_name(config, device.default_attention)
     attention = load("attention", name)
-    _require_same_device(name, attention, device)
+    if device.kind not in (kinds := requirements_of(attention).devices):
+        raise InvalidConfig(
+            f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
+            f"Leave it at 'auto', or set device={kinds[0]!r}."
+        )
     linears = _linears(config, device, load)
     if is_named:
         dtype = device.default_dtype if config.dtype == "auto" else config.dtype
@@ -99,10 +103,7 @@ def plan_backend(
     """Return what is known of ``model`` without its weights; errors as ``transformers_backend``."""
     from pagedcore.models.blueprint import read_blueprint
 
-    return read_blueprint(
-        _source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), dtype=config.dtype,
-        block_size=config.block_size, trust_remote_code=config.trust_remote_code,
-    )
+    return read_blueprint(_source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), config)
 
 
 def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
@@ -159,14 +160,3 @@ def _linears(config: EngineConfig, device: Device, load: Loader) -> LinearFactor
     if device.kind != "cpu":
         raise InvalidConfig(f"linear_backend: got {name!r}, allowed on {device.kind} is 'auto'.")
     return factory
-
-
-def _require_same_device(name: str, attention: AttentionFactory, device: Device) -> None:
-    from pagedcore.models.transformers_model import requirements_of
-
-    kinds = requirements_of(attention).devices
-    if device.kind not in kinds:
-        raise InvalidConfig(
-            f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
-            f"Leave it at 'auto', or set device={kinds[0]!r}."
-        )

@@ -44,14 +44,12 @@ class FusedPart(nn.Module):
 
     def __init__(self, whole: PackedLinear, begin: int, end: int) -> None:
         super().__init__()
-        self.whole = whole
-        self._range = begin, end
+        self.whole, self._outputs = whole, slice(begin, end)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [..., in] and return [..., end - begin]."""
-        begin, end = self._range
         product: torch.Tensor = self.whole(rows)
-        return product[..., begin:end]
+        return product[..., self._outputs]
 
 
 @dataclass(slots=True)
@@ -219,13 +217,11 @@ def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names:
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     whole = PackedLinear(weight, None if biases[0] is None else torch.cat(biases), factory)
-    begin = 0
+    end = 0
     for name, linear in zip(names, linears, strict=True):
-        end = begin + linear.out_features
+        begin, end = end, end + linear.out_features
         setattr(parent, name, FusedPart(whole, begin, end))
-        begin = end
-    for weight in weights:
-        on_unused(weight)
+        on_unused(linear.weight)
     return whole
 
 
