@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -141,17 +142,10 @@ class CudaKVPool(KVPool):
 
 def _runs(pairs: BlockPairs) -> Iterator[tuple[int, int, int]]:
     """Join pairs that are adjacent on both sides: (source, destination, blocks), one copy each."""
-    begin: tuple[int, int] | None = None
-    count = 0
-    for here, there in pairs:
-        if begin is not None and (here, there) == (begin[0] + count, begin[1] + count):
-            count += 1
-            continue
-        if begin is not None:
-            yield *begin, count
-        begin, count = (here, there), 1
-    if begin is not None:
-        yield *begin, count
+    # Why: along a run both numbers grow as the place in the list does.
+    for _, run in groupby(enumerate(pairs), key=lambda item: (item[1][0] - item[0], item[1][1] - item[0])):
+        first, *others = (pair for _, pair in run)
+        yield *first, 1 + len(others)
 
 
 def _unpin(unpin: Unpin, in_flight: list[tuple[int, Ticket]], slab: torch.Tensor) -> None:

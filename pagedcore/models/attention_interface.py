@@ -1,8 +1,7 @@
 """The one function through which every model's attention reaches the paged KV cache.
 
 Registers the key "pagedcore" with transformers' attention interface and keeps the step that is being computed. No mask
-function is registered under the key, so transformers hands over no mask. Owns nothing of a model. Read
-``attention_layers.py`` for what a layer needs to know, ``transformers_model.py`` for who runs steps.
+function is registered under the key, so transformers hands over no mask.
 
 The step is found through a context variable and not through the model's keyword arguments, because some architectures
 do not pass those on to the attention function. A context variable is the thread's own and is put back after each

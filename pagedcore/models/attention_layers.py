@@ -3,7 +3,6 @@
 Owns the record of one call per layer and its translation to the words of ``AttentionBackend``: shapes, scale, window,
 chunk, softcap, and whose K and V a layer reads. Shapes come from the call, never from the configuration, because
 architectures disagree on what their configuration means. Calls that paged attention would compute wrongly are refused.
-Read ``attention_interface.py`` for who calls this during a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The replaceable middle of a model: token ids and positions in, logits of chosen rows out, attention elsewhere.
 
 Owns the protocol and its general implementation, which calls the unmodified module tree with packed linear layers. A
-faster decoder for some architectures takes its place by having the same members. Read ``transformers_model.py`` next.
+faster decoder for some architectures takes its place by having the same members.
 """
 
 from __future__ import annotations

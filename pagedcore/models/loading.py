@@ -67,7 +67,9 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         DeviceUnavailable: the device is not here; nothing was loaded.
     """
     is_named = isinstance(model, str | os.PathLike)
-    if not is_named and not is_pretrained_model(model):
+    # Why: whoever has a loaded model has imported transformers.
+    transformers = sys.modules.get("transformers")
+    if not is_named and (transformers is None or not isinstance(model, transformers.PreTrainedModel)):
         raise InvalidConfig(
             f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
             "transformers, or an object with the members of ModelBackend."
@@ -132,12 +134,6 @@ def model_name(model: Any) -> str:
         path = Path(os.fspath(model))
         return path.name if path.is_dir() else os.fspath(model)
     return type(model).__name__
-
-
-def is_pretrained_model(model: Any) -> bool:
-    """Whether ``model`` is a loaded model of transformers; does not import transformers."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _source(model: str | os.PathLike[str]) -> str:

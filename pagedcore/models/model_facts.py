@@ -1,6 +1,6 @@
 """What a model's configuration says about its limits: the longest context and the tokens that end a completion.
 
-Owns the reading of fields that architectures name differently. Read ``transformers_model.py`` next.
+Owns the reading of fields that architectures name differently.
 """
 
 from __future__ import annotations

@@ -2,21 +2,24 @@
 
 Owns the twelve tokens, the schedules they go through and the comparison. It catches what no other check knows:
 an architecture that keeps state, ignores positions, or bends attention in a way that never reaches the attention
-function. It also finds out whether results depend on the schedule bit for bit. Read ``transformers_model.py`` next.
+function. It also finds out whether results depend on the schedule bit for bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from pagedcore.errors import ModelNotSupported
-from pagedcore.execution.ragged_batch import RaggedBatch, assemble
+from pagedcore.execution.ragged_batch import assemble
 from pagedcore.protocols import RaggedRows
+
+Forward = Callable[[RaggedRows], torch.Tensor]
 
 _NUM_TOKENS: Final = 12
 _CHUNK: Final = 7
@@ -43,7 +46,7 @@ class SelfTest:
         """Blocks that the test needs; those of a sequence run backwards."""
         self._tables = np.split(np.arange(self.num_blocks, dtype=np.int32)[::-1], _NUM_SEQUENCES)
 
-    def check(self, forward: Callable[[RaggedRows], torch.Tensor]) -> bool:
+    def check(self, forward: Forward) -> bool:
         """Compare the paged path, in two chunks, with the expected logits.
 
         Args:
@@ -55,23 +58,21 @@ class SelfTest:
         Raises:
             ModelNotSupported: they differ by more than rounding; the message says where and by how much.
         """
-        def run(*rows: tuple[int, int, int]) -> torch.Tensor:
-            return forward(self._batch(*rows))
-
+        run = partial(self._run, forward)
         chunked = torch.cat([run((0, 0, _CHUNK)), run((0, _CHUNK, _NUM_TOKENS))])
         self._compare(chunked)
         whole = run((1, 0, 5), (2, 0, _NUM_TOKENS), (3, 0, _NUM_TOKENS - 1))
         decoded = run((1, 5, 6), (3, _NUM_TOKENS - 1, _NUM_TOKENS))
         return torch.equal(chunked, whole[5 : 5 + _NUM_TOKENS]) and torch.equal(chunked[-1], decoded[-1])
 
-    def _batch(self, *rows: tuple[int, int, int]) -> RaggedBatch:
-        """Build a batch of (sequence, start, end) of the tokens, with the logits of every token wanted."""
+    def _run(self, forward: Forward, *rows: tuple[int, int, int]) -> torch.Tensor:
+        """Compute a batch of (sequence, start, end) of the tokens, with the logits of every token wanted."""
         ids, starts, ends = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
         batch = assemble(
             np.concatenate([self._tokens[start:end] for _, start, end in rows]), starts, ends - starts,
             seq_ids=ids, tables=[self._tables[i] for i in ids], block_size=self._block_size,
         )
-        return dataclasses.replace(batch, logits_rows=np.arange(batch.num_tokens))
+        return forward(dataclasses.replace(batch, logits_rows=np.arange(batch.num_tokens)))
 
     def _compare(self, actual: torch.Tensor) -> None:
         """Compare per token: the distance of the logits, relative to their spread around their mean."""

@@ -3,7 +3,7 @@
 Everything here looks at a configuration or at an idle module tree; nothing is loaded or computed. A refusal is better
 than a completion that is silently wrong: state-space layers, for example, run without an error on a ragged batch and
 mix its sequences. Every check raises ``ModelNotSupported`` with the architecture's name and the reason, unless it says
-otherwise. Read ``attention_layers.py`` for the checks on a running model, ``self_test.py`` for the last one.
+otherwise. ``attention_layers.py`` has the checks on a running model, ``self_test.py`` the last one.
 """
 
 from __future__ import annotations

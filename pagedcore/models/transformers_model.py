@@ -175,21 +175,18 @@ class TransformersModel:
         """Whether products, attention and model were seen to give the same bits under every schedule tried."""
 
     def _settle_decoder(self, test: SelfTest) -> bool:
-        """Run the self-test, and again with a slower decoder if it fails with one that has such a fallback."""
-        try:
-            return self._is_reproducible(test)
-        except ModelNotSupported:
-            fallback = self._decoder.fallback()
-            if fallback is None:
-                raise
-            self._decoder = fallback
-            return self._is_reproducible(test)
-
-    def _is_reproducible(self, test: SelfTest) -> bool:
-        """Run the self-test on a small pool of its own and return its result."""
+        """Run the self-test on a small pool of its own, and again with a slower decoder if it fails with one that has
+        such a fallback; return its result.
+        """
         storage = self._device.new_storage(self.layout(self.block_size), test.num_blocks)
         attention = self._attention_factory(storage.layout, storage.pool)
-        return test.check(lambda batch: self._compute(attention, batch))
+        try:
+            return test.check(lambda batch: self._compute(attention, batch))
+        except ModelNotSupported:
+            if (fallback := self._decoder.fallback()) is None:
+                raise
+            self._decoder = fallback
+            return self._settle_decoder(test)
 
 
 class _PlainRequirements:

@@ -116,7 +116,7 @@ class FusedLayer:
 
 
 class RotaryAngles:
-    """Cosines and sines by position, as ``RotaryWriter`` reads them: a table that grows with the longest context seen.
+    """Cosines and sines by position, as ``RotaryEmbedding`` reads them, up to the longest context seen.
 
     Every variant whose angles depend on the position alone works, because the model's own module computes them.
 

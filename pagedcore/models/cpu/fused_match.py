@@ -2,8 +2,7 @@
 
 Owns the comparison of a model with what its architecture is known to be: classes, names of submodules, plain linear
 layers, activation, rotary embedding. Anything unexpected, such as an adapter around a linear layer, one more norm, or
-a hook, means "not recognised", and the model runs through its own modules. It changes nothing. Read
-``fused_decoder.py`` next.
+a hook, means "not recognised", and the model runs through its own modules. It changes nothing.
 """
 
 from __future__ import annotations

@@ -33,49 +33,6 @@ _WIDE: Final = 32768
 _NUM_ROWS_WIDE: Final = (2, 3, 8, 17, 33, 64)
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is rearranged for the product that runs here.
-
-    Invariant: the product runs over two rows or more; a lone row is doubled and the copy dropped, so that a row's
-    result does not depend on whether it was alone.
-    """
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, factory: LinearFactory | None = None
-    ) -> None:
-        """Pack a weight of shape [out, in]; neither tensor is kept.
-
-        Args:
-            weight: of a format that the factory supports, any strides.
-            bias: shape [out], or ``None``.
-            factory: makes what multiplies; ``None``: the fastest here.
-        """
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        #: What computes; may be called directly with two rows or more, [M, in] and contiguous.
-        self.multiply: Matmul = (factory or FASTEST)(weight.detach(), None if bias is None else bias.detach())
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The packed weight: some modules ask their layers' weights for number format and device, all that is left."""
-        return self.multiply.weight
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply ``rows`` [..., in] and return [..., out]."""
-        flat = rows.reshape(-1, self.in_features).contiguous()
-        if flat.shape[0] == 1:
-            return self.multiply(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
-        return self.multiply(flat).view(*rows.shape[:-1], self.out_features)
-
-    def use_huge_pages(self) -> None:
-        """Move the weight into huge pages, where the system has them."""
-        move_to_huge_pages(*self.multiply.memory)
-
-    def extra_repr(self) -> str:
-        """Describe the layer's shape and what computes it."""
-        return f"{self.in_features}, {self.out_features}, {type(self.multiply).__name__}"
-
-
 class OneDnnMatmul:
     """A product by oneDNN, with the weight in its own arrangement.
 
@@ -122,6 +79,41 @@ class _Fastest:
 
 FASTEST: Final[LinearFactory] = _Fastest()
 """What ``linear_backend="auto"`` means."""
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is rearranged for the product that runs here.
+
+    Invariant: the product runs over two rows or more; a lone row is doubled and the copy dropped, so that a row's
+    result does not depend on whether it was alone.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, factory: LinearFactory = FASTEST) -> None:
+        """Pack a weight [out, in], in a format of the factory's and any strides, and a bias [out]; neither is kept."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        #: What computes; may be called directly with two rows or more, [M, in] and contiguous.
+        self.multiply: Matmul = factory(weight.detach(), None if bias is None else bias.detach())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The packed weight: some modules ask their layers' weights for number format and device, all that is left."""
+        return self.multiply.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [..., in] and return [..., out]."""
+        flat = rows.reshape(-1, self.in_features).contiguous()
+        if flat.shape[0] == 1:
+            return self.multiply(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
+        return self.multiply(flat).view(*rows.shape[:-1], self.out_features)
+
+    def use_huge_pages(self) -> None:
+        """Move the weight into huge pages, where the system has them."""
+        move_to_huge_pages(*self.multiply.memory)
+
+    def extra_repr(self) -> str:
+        """Describe the layer's shape and what computes it."""
+        return f"{self.in_features}, {self.out_features}, {type(self.multiply).__name__}"
 
 
 @dataclass(frozen=True, slots=True)
