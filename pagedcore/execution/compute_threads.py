@@ -11,7 +11,6 @@ import time
 from typing import Final
 
 from pagedcore.execution.thread_choice import ThreadChoice, Way
-from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore_kernels.cpu.runtime.cores import num_usable_cores
 from pagedcore_kernels.cpu.runtime.team_memory import NUM_SLOTS
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads_of_torch
@@ -22,22 +21,18 @@ _engine_numbers: Final = itertools.count()
 class ComputeThreads:
     """How many threads one engine computes with, step by step; used by one thread at a time."""
 
-    def __init__(
-        self, most_threads: int | None = None, *, computes_in_torch: bool = False, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, most_threads: int | None = None, *, computes_in_torch: bool = False) -> None:
         """Take a place in the team.
 
         Args:
             most_threads: at most so many; ``None``: as many as torch uses. Never more than the cores there are.
             computes_in_torch: whether torch does enough of a step's work to need its own threads; then all steps run on
                 those, kernels too, and their number does not change.
-            clock: measures the steps.
         """
         # Slot 0 is for kernels that run outside of any engine.
         self._slot = 1 + next(_engine_numbers) % (NUM_SLOTS - 1)
         self._most_threads, self._num_cores = most_threads, num_usable_cores()
         self._computes_in_torch = computes_in_torch
-        self._clock: Clock = clock if clock is not None else MonotonicClock()
         self._choice = ThreadChoice((Way(1),))
         self._contexts: dict[Way, Computing] = {}
         self._present_most = self._num_tokens = 0
@@ -52,7 +47,7 @@ class ComputeThreads:
 
     def __enter__(self) -> None:
         self._follow_host()
-        self._begin_s, self._begin_cpu_s = self._clock.now(), time.thread_time()
+        self._begin_s, self._begin_cpu_s = time.monotonic(), time.thread_time()
         self.last_way = self._choice.choose(self._num_tokens, self._begin_s)
         self._context = self._contexts[self.last_way]
         self._context.__enter__()
@@ -61,7 +56,7 @@ class ComputeThreads:
         self._context.__exit__()
         # Why: a step that failed says nothing about the cost of a step.
         if kind is None:
-            end_s = self._clock.now()
+            end_s = time.monotonic()
             cost_s = end_s - self._begin_s
             core_share = min(1.0, (time.thread_time() - self._begin_cpu_s) / cost_s) if cost_s > 0 else 1.0
             self._choice.observe(self._num_tokens, end_s, cost_s, core_share)
