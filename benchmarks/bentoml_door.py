@@ -3,7 +3,7 @@
     python benchmarks/bentoml_door.py [--rounds 9] [--model DIRECTORY | --model-size 80m]
 
 ``bentoml serve`` runs in processes of its own, and so does its client, ``bentoml_client.py``; on a machine of two cores
-both take from what the engine has. The bare engine is a second one in the server's process that nobody observes, and it
+both take from what the engine has. The bare engine is a second one in the server's process without observers, and it
 steps on the thread of the first while that has nothing to do: from one process to the next the same engine's speed
 differs by two per cent. Read ``door_measuring.py`` for how the sides are compared.
 """

@@ -1,6 +1,6 @@
-"""How long the host takes to cut a step's attention into work for a card: python benchmarks/cuda_plan.py
+"""How long the host takes to cut a step's attention into work for a GPU: python benchmarks/cuda_plan.py
 
-Needs no card. Prints the best of many runs, for decode batches and a mixed one.
+Needs no GPU. Prints the best of many runs, for decode batches and a mixed one.
 """
 
 from __future__ import annotations

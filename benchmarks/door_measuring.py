@@ -124,7 +124,7 @@ def run_bare(engine: Engine, requests: list[Any], answer_of: Callable[[Completio
 
 
 def run_bare_behind(engine: AsyncEngine, requests: list[Any], answer_of: Callable[[CompletionOutput], Any]) -> Run:
-    """Do so with the engine behind a door while nobody else asks it anything, on the thread that it has anyway.
+    """Do so with the engine behind a door while it has no other request, on the thread that it has anyway.
 
     Why: a second engine on a second thread would bring helper threads of its own, which slow down both.
     """

@@ -1,7 +1,7 @@
-"""Everything there is to find out on a card, unattended: python benchmarks/gpu.py --out RESULTS [STAGE ...]
+"""Everything there is to find out on a GPU, unattended: python benchmarks/gpu.py --out RESULTS [STAGE ...]
 
 First, on any machine with pagedcore[cuda]:   python benchmarks/gpu.py build --kernels KERNELS
-Then, where the card is (it needs torch of any build, NumPy, pytest and cuda-bindings, no compiler):
+Then, where the GPU is (it needs torch of any build, NumPy, pytest and cuda-bindings, no compiler):
                                               python benchmarks/gpu.py --kernels KERNELS --out RESULTS
 
 Each stage runs in a process of its own for at most ten minutes and writes RESULTS/STAGE.json and STAGE.md after every
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import gpu_stages as stages  # noqa: E402
-from gpu_card import CudaCard  # noqa: E402
+from gpu_device import CudaDevice  # noqa: E402
 
 from pagedcore_kernels.cuda.build.images import ImageStore, source_digest  # noqa: E402
 
@@ -33,7 +33,7 @@ STAGES = ("correctness", "stress", "sanitizer", "decode", "prefill", "gaps", "sw
 STAGE_S = 600
 
 
-def main(arguments: list[str] | None = None, make_card: Any = CudaCard) -> int:
+def main(arguments: list[str] | None = None, make_gpu: Any = CudaDevice) -> int:
     """Run stages; returns 0 if each of them came to its end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="*", help=f"build, or any of: {', '.join(STAGES)}; all of these by default")
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None, make_card: Any = CudaCard) -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     run = run_here if options.here else run_apart
-    done = [run(name, options, make_card) for name in wanted]
+    done = [run(name, options, make_gpu) for name in wanted]
     summarise(options.out, wanted)
     return 0 if all(done) else 1
 
@@ -83,8 +83,8 @@ def _build_one(store: ImageStore, name: str, arch: str, build_image: Any) -> Non
         print(f"{store.directory.name}/{name}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 
-def run_apart(name: str, options: argparse.Namespace, make_card: Any) -> bool:
-    """Run a stage in a process of its own: a fault of the card ends that process and not the next stage."""
+def run_apart(name: str, options: argparse.Namespace, make_gpu: Any) -> bool:
+    """Run a stage in a process of its own: a fault of the GPU ends that process and not the next stage."""
     command = [sys.executable, __file__, name, "--here", "--out", str(options.out), "--kernels", str(options.kernels)]
     command += ["--small"] * options.small
     try:
@@ -94,7 +94,7 @@ def run_apart(name: str, options: argparse.Namespace, make_card: Any) -> bool:
         return False
 
 
-def run_here(name: str, options: argparse.Namespace, make_card: Any) -> bool:
+def run_here(name: str, options: argparse.Namespace, make_gpu: Any) -> bool:
     """Run a stage and write what it finds, an error included."""
     head: dict[str, Any] = {"stage": name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "failure": "not at its end",
                             "python": platform.python_version(), "torch": stages.torch.__version__,
@@ -110,9 +110,9 @@ def run_here(name: str, options: argparse.Namespace, make_card: Any) -> bool:
     try:
         with tempfile.TemporaryDirectory(prefix="pagedcore-gpu-") as folder:
             kernels = private_copy(options.kernels, Path(folder))
-            card = make_card([kernels])
-            head |= card.describe()
-            measure(name, card, report, argparse.Namespace(**vars(options) | {"kernels": kernels}), make_card)
+            gpu = make_gpu([kernels])
+            head |= gpu.describe()
+            measure(name, gpu, report, argparse.Namespace(**vars(options) | {"kernels": kernels}), make_gpu)
         head["failure"] = ""
     except Exception as error:
         head["failure"] = f"{type(error).__name__}: {error}"
@@ -123,7 +123,7 @@ def run_here(name: str, options: argparse.Namespace, make_card: Any) -> bool:
 
 
 def private_copy(kernels: Path, private: Path) -> Path:
-    """Copy the kernels to where nobody else can write, which is asked for before they are run."""
+    """Copy the kernels to a folder that only this user can write, which is asked for before they are run."""
     for file in kernels.rglob("*.kernel"):
         target = private / file.relative_to(kernels)
         target.parent.mkdir(exist_ok=True, mode=0o700)
@@ -131,22 +131,22 @@ def private_copy(kernels: Path, private: Path) -> Path:
     return private
 
 
-def measure(name: str, card: Any, report: stages.Report, options: argparse.Namespace, make_card: Any) -> None:
+def measure(name: str, gpu: Any, report: stages.Report, options: argparse.Namespace, make_gpu: Any) -> None:
     """Call a stage with what it needs."""
     sizes = stages.SMALL if options.small else stages.FULL
     if name == "sanitizer":
         script = [__file__, "correctness", "--here", "--small", "--kernels", str(options.kernels),
                   "--out", str(options.out / "under-sanitizer")]
-        stages.sanitizer(card, sizes, report, script)
+        stages.sanitizer(gpu, sizes, report, script)
     elif name == "sweeps":
         def deeper(depth: int) -> Any:
             folder = options.kernels / f"ring-{depth}"
-            is_built = ImageStore(folder).read(sizes.layer.kernel("decode"), card.arch) is not None
-            return make_card([folder, options.kernels]) if is_built else None
+            is_built = ImageStore(folder).read(sizes.layer.kernel("decode"), gpu.arch) is not None
+            return make_gpu([folder, options.kernels]) if is_built else None
 
-        stages.sweeps(card, sizes, report, deeper)
+        stages.sweeps(gpu, sizes, report, deeper)
     else:
-        getattr(stages, name)(card, sizes, report)
+        getattr(stages, name)(gpu, sizes, report)
 
 
 def write(out: Path, name: str, result: dict[str, Any], *, keep_rows: bool = False) -> None:

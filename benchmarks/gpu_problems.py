@@ -1,7 +1,7 @@
-"""One step's attention as buffers on a card: the batch, its work lists and the arguments of the launches.
+"""One step's attention as buffers on a GPU: the batch, its work lists and the arguments of the launches.
 
 The same planner, formats and parameter order as ``pagedcore_kernels.cuda.attention.backend``, without torch on the
-card, and with the knobs that measurements turn. Read ``gpu_stages.py`` for who does.
+GPU, and with the knobs that measurements turn. Read ``gpu_stages.py`` for who does.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Problem:
     """A batch of rows of (tokens, positions before them) over a pool of random numbers with scattered blocks.
 
     Args:
-        card: where it goes.
+        gpu: where it goes.
         layer: its shape.
         rows: of the batch.
         block_stride: bytes from a block to the next; by default this layer's alone.
-        num_ctas: CTAs that the planner is told run at once.
+        num_ctas: CTAs that run at once, as the planner assumes.
     """
 
     def __init__(
-        self, card: Any, layer: Layer, rows: Sequence[tuple[int, int]], *, block_stride: int = 0, num_ctas: int = 0
+        self, gpu: Any, layer: Layer, rows: Sequence[tuple[int, int]], *, block_stride: int = 0, num_ctas: int = 0
     ) -> None:
-        self.card, self.layer, self.rows = card, layer, list(rows)
+        self.gpu, self.layer, self.rows = gpu, layer, list(rows)
         self.block_stride = block_stride or layer.block_bytes
         self._plan = step_plan([n for n, _ in rows], [past for _, past in rows])
         needed = -(-self._plan.kv_lens // BLOCK)
@@ -71,9 +71,9 @@ class Problem:
         described = np.stack([self._plan.query_start[:-1], self._plan.query_lens, self._plan.kv_lens,
                               np.zeros(len(rows), np.int64)], axis=1).astype(np.int32)
         self.num_blocks, self.num_tokens = int(needed.sum()), int(self._plan.query_lens.sum())
-        self.pool = random_bf16(card, self.num_blocks * self.block_stride)
-        self._tables, self._described = card.upload(tables), card.upload(described)
-        self._query = random_bf16(card, self.output_bytes)
+        self.pool = random_bf16(gpu, self.num_blocks * self.block_stride)
+        self._tables, self._described = gpu.upload(tables), gpu.upload(described)
+        self._query = random_bf16(gpu, self.output_bytes)
         self._width = tables.shape[1]
         self.cut(num_ctas)
 
@@ -94,16 +94,16 @@ class Problem:
 
     def cut(self, num_ctas: int = 0, shuffle_seed: int | None = None) -> WorkLists:
         """Cut the work again, for so many CTAs; with a seed the decode items are in random order."""
-        target = num_ctas or self.card.num_sms * CTAS_PER_SM
+        target = num_ctas or self.gpu.num_sms * CTAS_PER_SM
         lists = make_work_lists(self._plan, Visibility(self.layer.group), self.layer.kv_heads, target)
         decode: npt.NDArray[np.int32] = lists.decode
         if shuffle_seed is not None:
             decode = np.random.default_rng(shuffle_seed).permutation(decode)
         self.lists = lists
         slots = max(1, lists.num_partials * self.layer.kv_heads)
-        self.partials = self.card.alloc(slots * partial_bytes(self.layer.head_size))
-        self.counters = self.card.upload(np.zeros(slots, np.int32))
-        self._items = {"decode": self.card.upload(decode), "prefill": self.card.upload(lists.prefill)}
+        self.partials = self.gpu.alloc(slots * partial_bytes(self.layer.head_size))
+        self.counters = self.gpu.upload(np.zeros(slots, np.int32))
+        self._items = {"decode": self.gpu.upload(decode), "prefill": self.gpu.upload(lists.prefill)}
         self._counts = {"decode": len(decode), "prefill": len(lists.prefill)}
         return lists
 
@@ -112,7 +112,7 @@ class Problem:
         layer = self.layer
         families = [family for family in ("prefill", "decode") if self._counts[family]]
         for family in families:
-            self.card.prepare(layer.kernel(family))
+            self.gpu.prepare(layer.kernel(family))
         values = self.pool.at(layer.block_bytes // 2)
         row = layer.head_size * _BF16
         launches = [
@@ -125,18 +125,18 @@ class Problem:
 
         def run() -> None:
             for launch in launches:
-                self.card.launch(*launch)
+                self.gpu.launch(*launch)
 
         return run
 
 
-def random_bf16(card: Any, nbytes: int) -> Any:
+def random_bf16(gpu: Any, nbytes: int) -> Any:
     """A buffer of normally distributed bfloat16; a large one repeats 64 MiB of them."""
     numbers = np.random.default_rng(7).standard_normal(min(nbytes, _CHUNK) // _BF16, np.float32)
-    chunk = card.upload((numbers.view(np.uint32) >> 16).astype(np.uint16))
+    chunk = gpu.upload((numbers.view(np.uint32) >> 16).astype(np.uint16))
     if nbytes <= _CHUNK:
         return chunk
-    buffer = card.alloc(nbytes)
+    buffer = gpu.alloc(nbytes)
     for start in range(0, nbytes, _CHUNK):
-        card.copy(buffer.at(start), chunk, min(_CHUNK, nbytes - start))
+        gpu.copy(buffer.at(start), chunk, min(_CHUNK, nbytes - start))
     return buffer

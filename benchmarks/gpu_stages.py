@@ -1,4 +1,4 @@
-"""What is measured on a card: each stage takes a card, sizes and a report, and adds rows to the report as it gets them.
+"""What is measured on a GPU: each stage takes a GPU, sizes and a report, and adds rows to the report as it gets them.
 
 A stage raises nothing for a result that is wrong or slow: it is a row like any other, and ``ok`` says so. Read
 ``gpu.py`` for how stages are run, ``gpu_problems.py`` for what they launch.
@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from cuda_plan import BLOCK
-from gpu_card import HardwareDriver, host_us, median
+from gpu_device import HardwareDriver, host_us, median
 from gpu_problems import Layer, Problem
 
 from pagedcore_kernels.cuda.build.variants import COPY_NAME, attention_name, write_name
@@ -39,7 +39,7 @@ STAGE_DEPTHS = (3, 4)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything: as measured on a card, or as small as control flow allows."""
+    """How much of everything: as measured on a GPU, or as small as control flow allows."""
 
     all_cases: bool
     stress_runs: int
@@ -53,7 +53,7 @@ class Sizes:
     copy_bytes: int
     repeats: int
     launches: int
-    """At once, few enough for the card's queue."""
+    """At once, few enough for the GPU's queue."""
 
 
 FULL = Sizes(
@@ -84,8 +84,8 @@ class Report:
         self._save(self)
 
 
-def correctness(card: Any, sizes: Sizes, report: Report) -> None:
-    """Every case of the execute gate, its launches taken to the card: float64, options, the same bits however cut."""
+def correctness(gpu: Any, sizes: Sizes, report: Report) -> None:
+    """Every case of the execute gate, its launches taken to the GPU: float64, options, the same bits however cut."""
     from kernels.cuda import cuda_cases, test_execute
 
     errors: list[float] = []
@@ -97,7 +97,7 @@ def correctness(card: Any, sizes: Sizes, report: Report) -> None:
     inner = test_execute.relative_error
     with (
         torch.inference_mode(), patch.object(test_execute, "relative_error", noted),
-        patch.object(cuda_cases, "SimulatedDriver", lambda **how: HardwareDriver(card, **how)),
+        patch.object(cuda_cases, "SimulatedDriver", lambda **how: HardwareDriver(gpu, **how)),
     ):
         for label, check in _checks(test_execute, sizes.all_cases):
             errors.clear()
@@ -124,32 +124,32 @@ def _checks(gate: Any, all_cases: bool) -> Iterator[tuple[str, Callable[[], None
         yield name.replace("_", " "), getattr(gate, f"test_{name}")
 
 
-def stress(card: Any, sizes: Sizes, report: Report) -> None:
+def stress(gpu: Any, sizes: Sizes, report: Report) -> None:
     """The merge of split contexts, again and again: every result has the bits of the first, counters end at zero."""
-    with card.memory():
-        problem = Problem(card, sizes.layer, sizes.stress_rows)
+    with gpu.memory():
+        problem = Problem(gpu, sizes.layer, sizes.stress_rows)
         size = problem.output_bytes
-        outputs = card.alloc(size * sizes.stress_burst)
+        outputs = gpu.alloc(size * sizes.stress_burst)
         problem.cut(1)
         problem.runner(outputs)()
-        expected = card.download(outputs)[:size]
+        expected = gpu.download(outputs)[:size]
         done, wrong, begin = 0, 0, time.perf_counter()
         while done < sizes.stress_runs:
-            with card.memory():
-                cut = problem.cut((1, 2, 4, 8)[done // sizes.stress_burst % 4] * card.num_sms, shuffle_seed=done)
-                card.zero(outputs)
+            with gpu.memory():
+                cut = problem.cut((1, 2, 4, 8)[done // sizes.stress_burst % 4] * gpu.num_sms, shuffle_seed=done)
+                gpu.zero(outputs)
                 for i in range(sizes.stress_burst):
                     problem.runner(outputs.at(i * size))()
-                found = card.download(outputs).reshape(sizes.stress_burst, size)
+                found = gpu.download(outputs).reshape(sizes.stress_burst, size)
                 wrong += int((found != expected).any(axis=1).sum())
-                counters_left = int(np.count_nonzero(card.download(problem.counters)))
+                counters_left = int(np.count_nonzero(gpu.download(problem.counters)))
             done += sizes.stress_burst
             if counters_left or done % (200 * sizes.stress_burst) == 0 or done >= sizes.stress_runs:
                 report.add(runs=done, wrong_bits=wrong, partials=cut.num_partials, counters_left=counters_left,
                            ok=not wrong and not counters_left, seconds=time.perf_counter() - begin)
 
 
-def sanitizer(card: Any, sizes: Sizes, report: Report, script: list[str]) -> None:
+def sanitizer(gpu: Any, sizes: Sizes, report: Report, script: list[str]) -> None:
     """compute-sanitizer's memcheck, racecheck and synccheck over the short correctness stage."""
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).is_file():
@@ -167,41 +167,41 @@ def sanitizer(card: Any, sizes: Sizes, report: Report, script: list[str]) -> Non
             report.add(tool=name, ok=False, rc=None, seconds=time.perf_counter() - begin, end="not done in time")
 
 
-def copy_gbs(card: Any, sizes: Sizes) -> float:
-    """Gigabytes per second of a copy on the card, read and written bytes together."""
-    with card.memory():
-        source, target = card.alloc(sizes.copy_bytes), card.alloc(sizes.copy_bytes)
-        card.zero(source)
-        times = card.time_ms(lambda: card.copy(target, source, sizes.copy_bytes), sizes.repeats)
+def copy_gbs(gpu: Any, sizes: Sizes) -> float:
+    """Gigabytes per second of a copy on the GPU, read and written bytes together."""
+    with gpu.memory():
+        source, target = gpu.alloc(sizes.copy_bytes), gpu.alloc(sizes.copy_bytes)
+        gpu.zero(source)
+        times = gpu.time_ms(lambda: gpu.copy(target, source, sizes.copy_bytes), sizes.repeats)
     return 2 * sizes.copy_bytes / median(times) / 1e6
 
 
-def decode(card: Any, sizes: Sizes, report: Report) -> None:
-    """Bytes of K and V per second of decode steps, against a copy on the same card in the same run."""
-    copied = copy_gbs(card, sizes)
-    report.add(batch="copy on the card", gb_per_s=copied)
+def decode(gpu: Any, sizes: Sizes, report: Report) -> None:
+    """Bytes of K and V per second of decode steps, against a copy on the same GPU in the same run."""
+    copied = copy_gbs(gpu, sizes)
+    report.add(batch="copy on the GPU", gb_per_s=copied)
     for sequences, context in sizes.decode:
-        with card.memory():
-            problem = Problem(card, sizes.layer, [(1, context - 1)] * sequences)
-            report.add(batch=f"{sequences} x {context}", **_decode_row(card, sizes, problem, copied))
+        with gpu.memory():
+            problem = Problem(gpu, sizes.layer, [(1, context - 1)] * sequences)
+            report.add(batch=f"{sequences} x {context}", **_decode_row(gpu, sizes, problem, copied))
 
 
-def _decode_row(card: Any, sizes: Sizes, problem: Problem, copied: float) -> dict[str, Any]:
-    times = card.time_ms(problem.runner(card.alloc(problem.output_bytes)), sizes.repeats)
+def _decode_row(gpu: Any, sizes: Sizes, problem: Problem, copied: float) -> dict[str, Any]:
+    times = gpu.time_ms(problem.runner(gpu.alloc(problem.output_bytes)), sizes.repeats)
     speed = problem.kv_bytes / median(times) / 1e6
     return {"us": median(times) * 1e3, "fastest_us": min(times) * 1e3, "gb_per_s": speed,
             "share_of_copy": speed / copied, "ok": speed >= GOAL_OF_COPY * copied}
 
 
-def prefill(card: Any, sizes: Sizes, report: Report) -> None:
+def prefill(gpu: Any, sizes: Sizes, report: Report) -> None:
     """Arithmetic per second of causal prompts, against torch's flash attention and matrix product in the same run."""
     peers = TorchPeers.find(report)
     if peers is not None:
         report.add(batch="matrix product 8192 x 8192 x 8192, torch", tflop_per_s=peers.matmul_tflops())
     for length in sizes.prefill:
-        with card.memory():
-            problem = Problem(card, sizes.layer, [(length, 0)])
-            times = card.time_ms(problem.runner(card.alloc(problem.output_bytes)), sizes.repeats)
+        with gpu.memory():
+            problem = Problem(gpu, sizes.layer, [(length, 0)])
+            times = gpu.time_ms(problem.runner(gpu.alloc(problem.output_bytes)), sizes.repeats)
             own = problem.flops / median(times) / 1e9
             row: dict[str, Any] = {"batch": f"prompt of {length}", "us": median(times) * 1e3, "tflop_per_s": own}
         if peers is not None:
@@ -211,14 +211,14 @@ def prefill(card: Any, sizes: Sizes, report: Report) -> None:
 
 
 class TorchPeers:
-    """What torch's own kernels reach on the same card."""
+    """What torch's own kernels reach on the same GPU."""
 
     @classmethod
     def find(cls, report: Report) -> TorchPeers | None:
         """Return them if torch has CUDA, else note why there are none."""
         if torch.version.cuda is not None and torch.cuda.is_available():
             return cls()
-        report.note(f"torch {torch.__version__} cannot use the card: no comparison with its flash attention and matrix "
+        report.note(f"torch {torch.__version__} cannot use the GPU: no comparison with its flash attention and matrix "
                     "product; the other figures do not need it")
         return None
 
@@ -252,14 +252,14 @@ class TorchPeers:
         return median(times)
 
 
-def gaps(card: Any, sizes: Sizes, report: Report) -> None:
-    """What a launch costs: on the host, on the card back to back, and replayed as a graph."""
-    with card.memory():
-        nothing, times = card.upload(np.full(2, -1, np.int32)), []
-        card.prepare(COPY_NAME)
+def gaps(gpu: Any, sizes: Sizes, report: Report) -> None:
+    """What a launch costs: on the host, on the GPU back to back, and replayed as a graph."""
+    with gpu.memory():
+        nothing, times = gpu.upload(np.full(2, -1, np.int32)), []
+        gpu.prepare(COPY_NAME)
 
         def launch() -> None:
-            card.launch(COPY_NAME, 1, (nothing, nothing, nothing, 16, 1))
+            gpu.launch(COPY_NAME, 1, (nothing, nothing, nothing, 16, 1))
 
         def burst() -> None:
             for _ in range(100):
@@ -267,38 +267,38 @@ def gaps(card: Any, sizes: Sizes, report: Report) -> None:
 
         for _ in range(sizes.repeats):
             times.append(host_us(launch, sizes.launches))
-            card.synchronize()  # Why: a full queue would make the host wait for the card.
+            gpu.synchronize()  # Why: a full queue would make the host wait for the GPU.
         report.add(what="host, one launch", us=median(times), fastest_us=min(times))
-        report.add(what="card, one of 100 launches back to back", us=median(card.time_ms(burst, sizes.repeats)) * 10)
-        replay = card.graph_of(burst)
-        report.add(what="card, one of 100 launches of a graph", us=median(card.time_ms(replay, sizes.repeats)) * 10)
+        report.add(what="GPU, one of 100 launches back to back", us=median(gpu.time_ms(burst, sizes.repeats)) * 10)
+        replay = gpu.graph_of(burst)
+        report.add(what="GPU, one of 100 launches of a graph", us=median(gpu.time_ms(replay, sizes.repeats)) * 10)
         report.add(what="host, one graph of 100 launches", us=host_us(replay, min(20, sizes.launches)))
-        card.synchronize()
+        gpu.synchronize()
 
 
-def sweeps(card: Any, sizes: Sizes, report: Report, deeper: Callable[[int], Any]) -> None:
+def sweeps(gpu: Any, sizes: Sizes, report: Report, deeper: Callable[[int], Any]) -> None:
     """Decode under other splits, other distances between pages and other depths of the ring of tiles.
 
-    ``deeper`` returns the card with decode kernels of another depth, or ``None`` where they were not built.
+    ``deeper`` returns the GPU with decode kernels of another depth, or ``None`` where they were not built.
     """
-    copied = copy_gbs(card, sizes)
+    copied = copy_gbs(gpu, sizes)
     for sequences, context in sizes.decode:
         batch, rows = f"{sequences} x {context}", [(1, context - 1)] * sequences
-        with card.memory():
-            problem = Problem(card, sizes.layer, rows)
+        with gpu.memory():
+            problem = Problem(gpu, sizes.layer, rows)
             for per_sm in (1, CTAS_PER_SM, 4, 8, 16):
-                problem.cut(per_sm * card.num_sms)
+                problem.cut(per_sm * gpu.num_sms)
                 report.add(what="CTAs per multiprocessor", value=per_sm, batch=batch,
-                           **_decode_row(card, sizes, problem, copied))
+                           **_decode_row(gpu, sizes, problem, copied))
         for layers in (1, 8, 32):
             stride = layers * sizes.layer.block_bytes
             if sequences * -(-context // BLOCK) * stride > sizes.copy_bytes * 8:
                 report.note(f"page stride of {layers} layers, {batch}: left out, the pool would be too large")
                 continue
-            with card.memory():
-                problem = Problem(card, sizes.layer, rows, block_stride=stride)
+            with gpu.memory():
+                problem = Problem(gpu, sizes.layer, rows, block_stride=stride)
                 report.add(what="layers from page to page", value=layers, batch=batch,
-                           **_decode_row(card, sizes, problem, copied))
+                           **_decode_row(gpu, sizes, problem, copied))
     for stages in STAGE_DEPTHS:
         other = deeper(stages)
         if other is None:

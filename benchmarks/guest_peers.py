@@ -27,7 +27,7 @@ WORKLOADS = ("brief", "burst")
 
 
 class Peer:
-    """An engine that does the work it is told to do."""
+    """An engine that runs a given amount of work."""
 
     def __init__(self, name: str, python: str, model: str, *, own_session: bool) -> None:
         self.name = name

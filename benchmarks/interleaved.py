@@ -1,7 +1,7 @@
 """Repeats ways of doing the same thing in turn, A B C D, B C D A, ..., and compares them pair by pair.
 
 A machine that others use too is slow for a while and fast for a while. What ran in the same round ran under nearly the
-same conditions, so ratios are taken within rounds, and their median and spread are told.
+same conditions, so ratios are taken within rounds, and their median and spread are reported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 def turns(ways: Sequence[str], num_rounds: int) -> Iterator[list[str]]:
-    """Yield the ways in order, each round one place further, so that nobody always comes first."""
+    """Yield the ways in order, each round one place further, so that none always comes first."""
     for number in range(num_rounds):
         start = number % len(ways)
         yield [*ways[start:], *ways[:start]]

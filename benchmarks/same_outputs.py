@@ -126,7 +126,7 @@ def digest_of(model: str) -> str:
                     digest.update(struct.pack("<qd", token_id, logprob))
         digest.update(repr((answer.token_ids, answer.text, answer.finish_reason)).encode())
     if not num_preemptions:
-        raise SystemExit(f"{model}: nobody was preempted, so this proves less than it says")
+        raise SystemExit(f"{model}: no request was preempted, so this proves less than it says")
     return digest.hexdigest()
 
 

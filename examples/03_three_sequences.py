@@ -1,6 +1,6 @@
 """Three sequences of 10, 20 and 30 tokens in one batch: as one finishes, the batch shrinks and its blocks are free.
 
-Nothing is padded and nobody waits for anybody: step 11 computes two tokens, step 21 one.
+Nothing is padded and no request waits for another: step 11 computes two tokens, step 21 one.
 """
 
 from itertools import groupby

@@ -17,7 +17,7 @@ async def turn(chat: ChatPagedCore, history: list[BaseMessage], text: str) -> No
     history.append(HumanMessage(text))
     print(f"you> {text}\nmodel> ", end="")
     answer = None
-    # aclosing: whoever leaves this loop early aborts the request at once.
+    # aclosing: leaving this loop early aborts the request at once.
     async with aclosing(chat.astream(history)) as chunks:
         async for chunk in chunks:
             print(chunk.content, end="", flush=True)

@@ -65,7 +65,10 @@ def _require_json(request: Request) -> None:
 
 async def _read(request: Request, max_bytes: int) -> bytes:
     # Safety: a body that is announced as too large is refused unread, any other is counted while it arrives.
-    announced = int(request.headers.get("content-length", "0")[:20])
+    length = request.headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()):
+        raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "content-length", length, "a number of bytes")
+    announced = int(length[:20])
     if announced > max_bytes:
         raise _too_large(announced, max_bytes)
     body = bytearray()
@@ -114,7 +117,8 @@ def _parse(body: bytes, pauses: _Pauses | None = None) -> dict[str, Any]:
         "parse_int": pauses.integer, "parse_float": pauses.real, "object_pairs_hook": pauses.object
     }  # fmt: skip
     try:
-        fields = json.loads(body or b"{}", parse_constant=_refuse_constant, **hooks)
+        # Safety: decoded here, because the parser would take UTF-16 and UTF-32 too, which no filter before us reads.
+        fields = json.loads(body.decode() or "{}", parse_constant=_refuse_constant, **hooks)
     except (ValueError, RecursionError):
         # Safety: from None, because the parser's own message repeats the text.
         raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", len(body), "JSON text in UTF-8") from None

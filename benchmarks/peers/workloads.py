@@ -36,7 +36,7 @@ class Workload:
 def workload(name: str) -> Workload:
     """Return a workload by name.
 
-    ``w1``: 64 ragged requests. ``w2``: 32 requests with a shared prefix of 512 tokens that nobody has seen;
+    ``w1``: 64 ragged requests. ``w2``: 32 requests with a shared prefix of 512 tokens that no cache has seen;
     ``w2p``: the same after one request with that prefix. ``w3``: one stream; ``brief``: a short one. ``burst``: 16
     short requests at once. ``warm``: four small ones. ``w3@1`` is of the same shape with other tokens.
     """

@@ -9,7 +9,7 @@ MAX_BYTES = 16_384
 
 @hookimpl
 def pagedcore_register(registry):
-    """Add this adapter by name; ``create`` is imported when somebody asks for it."""
+    """Add this adapter by name; ``create`` is imported when it is first used."""
     registry.adapters.add("wsgi", "pagedcore_wsgi:create", summary="POST a prompt, read the answer as it comes")
 
 

@@ -39,6 +39,8 @@ Examples:
 
 Exit status: 0 nothing found; 1 a fault, an unsupported instruction or an unnoticed mutant; 2 wrong input.
 """
+MAX_ELEMENTS = 2**27
+"""Elements of an array argument, a gigabyte of float64; a typing error does not exhaust the memory."""
 _ARRAY = re.compile(r"([usbf]+\d+)\[(\d+(?:,\d+)*)\](?:=(.*))?")
 _TYPES = ("u8", "s8", "u16", "s16", "f16", "bf16", "u32", "s32", "f32", "u64", "s64", "f64")
 
@@ -156,6 +158,8 @@ def parse_argument(text: str) -> Argument:
         if kind not in _TYPES:
             raise LaunchError(f"{text}: type {kind} is not known; the types are {', '.join(_TYPES)}")
         sizes = tuple(int(size) for size in shape.split(","))
+        if math.prod(sizes) > MAX_ELEMENTS:
+            raise LaunchError(f"{text}: {math.prod(sizes)} elements; at most {MAX_ELEMENTS} are allowed")
         return _content(kind, content or "0", math.prod(sizes), text).reshape(sizes)
     return _number(text, text)
 

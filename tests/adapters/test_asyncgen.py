@@ -1,4 +1,4 @@
-"""The async generator: what its deltas carry, whose loop it needs (nobody's), and what becomes of leavers."""
+"""The async generator: what its deltas carry, which loop it needs (any), and how abandoned requests end."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Gate(ToyBackend):
 
     def forward(self, batch):  # type: ignore[no-untyped-def]
         self._entered.release()
-        assert self.is_open or self._allowed.acquire(timeout=20), "nobody let this step through"
+        assert self.is_open or self._allowed.acquire(timeout=20), "no test let this step through"
         return super().forward(batch)
 
     def let_through(self, num_steps: int) -> None:
@@ -250,7 +250,7 @@ class Closed(Leaving):
         self._tick()
 
     def reach_mid_stream(self) -> None:
-        """Return when the first delta has been read; nobody waits for the next one."""
+        """Return when the first delta has been read; no reader waits for the next one."""
         self.seen.append(self.loop.run_until_complete(self.task))  # type: ignore[func-returns-value, arg-type]
 
     def leave(self) -> None:
@@ -284,7 +284,7 @@ MID_STREAM = [CancelledTask, CancelledComplete, LoopClosed, Closed, Collected, C
     ("way", "num_steps"), [*((way, 0) for way in BEFORE_ANY_TOKEN), *((way, 3) for way in MID_STREAM)]
 )
 def test_blocks_are_back_after_the_step_in_flight(way: type[Leaving], num_steps: int) -> None:
-    """Whoever leaves, in whatever way, before the first token or later: the next step does not compute for them."""
+    """A reader leaves, in any way, before the first token or later: the next step does not compute for it."""
     with gated_engine() as (gate, engine):
         leaving = way(AsyncTextGenerator(engine))
         leaving.start()

@@ -256,7 +256,7 @@ def test_a_contest_that_is_never_started_times_out_once() -> None:
 
 @pytest.mark.parametrize("num_top", [0, 2, 20])
 def test_the_tokens_of_beams_have_their_log_probabilities(num_top: int) -> None:
-    """Each returned token has the model's own, and the best at its place; they sum to the score, which nobody changed.
+    """Each returned token has the model's own, and the best at its place; they sum to the score, which nothing changed.
 
     Beams are preempted, dropped and branched on the way.
     """

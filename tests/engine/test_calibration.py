@@ -1,4 +1,4 @@
-"""What an engine measures before its first request: enough to choose by, in little time, and nobody notices."""
+"""What an engine measures before its first request: enough to choose by, in little time, without a visible effect."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_small_engines_are_measured_within_their_bounds(settings: dict[str, Any]
 
 
 def test_a_model_that_fails_is_left_for_its_first_step() -> None:
-    """An engine starts all the same; whoever asks first is told."""
+    """The engine starts all the same; the first request gets the error."""
 
     class Broken(ToyBackend):
         def forward(self, batch: RaggedRows) -> FloatArray:

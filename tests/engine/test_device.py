@@ -1,4 +1,4 @@
-"""Engines on a card: the whole path on a stand-in made of the CPU, and the refusals where there is no card."""
+"""Engines on a GPU: the whole path on a stand-in made of the CPU, and the refusals where there is no GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_attention_backend_names_its_layout(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without CUDA in torch, or without a card, the error says which, and the model is not even looked for."""
+    """Without CUDA in torch, or without a GPU, the error says which, and the model is not even looked for."""
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(DeviceUnavailable, match=r"built without CUDA.*pagedcore\[cuda\].*pagedcore doctor"):
         Engine.from_pretrained("no such model", device="cuda")
@@ -73,8 +73,8 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypat
         Engine.from_pretrained("no such model", device="cuda:1")
 
 
-def test_a_card_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says how many cards there are."""
+def test_a_gpu_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says how many GPUs there are."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -83,7 +83,7 @@ def test_a_card_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_device_and_attention_backend_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of the CPU are never given addresses of a card, and the other way round."""
+    """Kernels of the CPU are never given addresses of a GPU, and the other way round."""
     use_stand_in(monkeypatch)
     with pytest.raises(InvalidConfig, match="'numba-cpu' computes on cpu, the model on cuda"):
         Engine.from_pretrained("demo", device="cuda", attention_backend="numba-cpu")
@@ -91,7 +91,7 @@ def test_device_and_attention_backend_must_fit(monkeypatch: pytest.MonkeyPatch) 
         Engine.from_pretrained(ToyBackend(), device="cuda")
 
 
-def test_a_cards_kernels_need_a_card() -> None:
+def test_kernels_for_cuda_need_a_gpu() -> None:
     """The CUDA backend on the CPU is refused by name, before weights are loaded."""
     pytest.importorskip("cuda.bindings")
     with pytest.raises(InvalidConfig, match="'numba-cuda' computes on cuda, the model on cpu"):

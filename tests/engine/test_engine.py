@@ -95,7 +95,7 @@ def test_extending_continues_as_if_the_conversation_had_been_one_prompt() -> Non
 
 
 def test_a_kept_request_gives_its_blocks_to_running_work_and_still_extends() -> None:
-    """Finished requests never block running ones; what they lose is recomputed when they go on."""
+    """Finished requests never block running ones; what they lose is recomputed when they continue."""
     engine = make_engine(num_kv_blocks=4, block_size=4)
     kept = engine.add_request([1, 2, 3], params(5))
     run(engine)
@@ -123,7 +123,7 @@ def test_several_answers_of_one_request_differ_only_by_their_seeds() -> None:
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "decode", "finished", "removed"])
 def test_aborting_in_every_state_returns_all_blocks(when: str) -> None:
-    """Abort is idempotent, frees everything at once, and hurts nobody else."""
+    """Abort is idempotent, frees everything at once, and affects no other request."""
     engine = make_engine(max_num_seqs=2, max_num_batched_tokens=4)
     other = engine.add_request([5, 6], params(6))
     request = engine.add_request([1] * 10, params(4))
@@ -197,7 +197,7 @@ def test_absent_max_tokens_means_what_fits() -> None:
 
 
 def test_waiting_too_long_is_a_queue_timeout() -> None:
-    """A request that was not started within queue_timeout_s ends with that error; a started one goes on."""
+    """A request that was not started within queue_timeout_s ends with that error; a started one continues."""
     clock = FakeClock()
     engine = Engine(build_components(ToyBackend(), num_kv_blocks=16, block_size=4, max_num_seqs=1, queue_timeout_s=5.0,
                              max_num_batched_tokens=8), clock)
@@ -336,20 +336,20 @@ def test_priority_runs_the_more_important_request_first() -> None:
 
 
 def test_a_request_with_several_answers_finishes_once() -> None:
-    """Answers that end in the same step are one finished request, told to observers once, with all its texts."""
-    told: list[RequestOutput] = []
+    """Answers that end in the same step are one finished request, reported to observers once, with all its texts."""
+    reported: list[RequestOutput] = []
 
     class Watcher:
         @hookimpl
         def pagedcore_request_finished(self, request: RequestOutput) -> None:
-            told.append(request)
+            reported.append(request)
 
     engine = make_engine(plugins=[Watcher()])
     request = engine.add_request([1, 2, 3], SamplingParams(n=3, max_tokens=5, ignore_eos=True, temperature=1.0))
     run(engine)
     assert engine.stats().num_finished == 1
-    assert [output.outputs for output in told] == [request.output().outputs]
-    assert all(len(answer.token_ids) == 5 for answer in told[0].outputs)
+    assert [output.outputs for output in reported] == [request.output().outputs]
+    assert all(len(answer.token_ids) == 5 for answer in reported[0].outputs)
 
 
 def test_what_happens_meanwhile_is_told_afterwards() -> None:
@@ -357,9 +357,9 @@ def test_what_happens_meanwhile_is_told_afterwards() -> None:
     with make_engine(num_kv_blocks=64) as engine:
         request = engine.add_request([1], params(30))
         engine.generate([[2]], params(5), show_progress=False)
-        told = [token for _ in range(25) for delta in engine.step() for token in delta.token_ids]
+        streamed = [token for _ in range(25) for delta in engine.step() for token in delta.token_ids]
         assert request.is_done
-    assert told == toy_answer([1], 30)
+    assert streamed == toy_answer([1], 30)
 
 
 def in_pieces(engine: Engine, take_after: Callable[[int], bool]) -> dict[tuple[int, int], list[Delta]]:

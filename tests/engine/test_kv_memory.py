@@ -110,7 +110,7 @@ def test_two_models_share_a_budget_and_answer_right() -> None:
 
 
 def test_a_closed_engine_frees_its_pool() -> None:
-    """The memory itself goes, the host's too, although whoever closed the engine still holds it."""
+    """The memory itself goes, the host's too, although the caller still holds the closed engine."""
     from pagedcore.engine.builder import build_components
 
     parts = build_components("demo", kv_cache_memory="1MiB", host_kv_memory="1MiB")
@@ -200,7 +200,7 @@ def test_an_engine_that_could_not_start_keeps_nothing() -> None:
 
 
 def test_an_engine_that_was_lost_gives_its_bytes_back() -> None:
-    """Closing is the rule; an engine nobody holds any more is closed enough."""
+    """Closing is the rule; an engine without references frees its memory too."""
     budget = MemoryBudget(100 * BLOCK)
     engine = toy(kv_cache_memory=budget)
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))

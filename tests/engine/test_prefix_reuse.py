@@ -93,7 +93,7 @@ def test_any_salt_within_the_size_is_only_bytes(salt: Any, engine: Engine) -> No
 
 
 def test_without_prefix_caching_requests_share_nothing_and_turns_still_do() -> None:
-    """Equal prompts are computed each time; a request that goes on still has its own blocks."""
+    """Equal prompts are computed each time; a request that continues still has its own blocks."""
     engine = make_engine(enable_prefix_caching=False)
     assert [ask(engine, PROMPT), ask(engine, PROMPT)] == [0, 0]
     request = engine.add_request(PROMPT, params(3))

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of the model alone, each told once, whatever company and memory there are."""
+"""Log-probabilities of prompts: those of the model alone, each delivered once, in any batch and any memory."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def ask_several(engine: Engine, params: list[SamplingParams]) -> list[Request]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_small_pool_changes_no_entry(mode: str) -> None:
-    """Preempted within the prompt or the answer, in every way, each position is told once, with the same value."""
+    """Preempted within the prompt or the answer, in every way, each position is delivered once, with the same value."""
     engine = make_engine(num_kv_blocks=13, max_num_seqs=5, max_num_batched_tokens=7, preemption=mode,
                          host_kv_memory=64 * 12, max_num_waiting=32)
     longer = SamplingParams(max_tokens=20, ignore_eos=True, prompt_logprobs=1)
@@ -124,7 +124,7 @@ def test_a_small_pool_changes_no_entry(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_a_prompt_that_is_interrupted_goes_on_where_it_was(mode: str) -> None:
-    """Preempted in mid-prompt, what was told stays; what was computed and kept is not computed again for it."""
+    """Preempted in mid-prompt, what was delivered stays; what was computed and kept is not computed again for it."""
     backend = CountingBackend()
     engine = make_engine(backend, num_kv_blocks=12, max_num_batched_tokens=6, max_num_seqs=2, preemption=mode,
                          host_kv_memory=64 * 32, scheduling_policy="priority")
@@ -132,13 +132,13 @@ def test_a_prompt_that_is_interrupted_goes_on_where_it_was(mode: str) -> None:
     for _ in range(12):
         engine.step()
     second = engine.add_request([5, 6] * 14, SamplingParams(max_tokens=1, prompt_logprobs=1))
-    told, was_interrupted = 0, False
+    num_delivered, was_interrupted = 0, False
     while engine.has_pending_requests():
         engine.step()
         known = len(second.prompt_logprobs or ())
-        assert known >= told
-        was_interrupted |= second.sequences[0].num_preemptions > 0 and 1 < told < 28
-        told = known
+        assert known >= num_delivered
+        was_interrupted |= second.sequences[0].num_preemptions > 0 and 1 < num_delivered < 28
+        num_delivered = known
     assert was_interrupted
     assert first.is_done
     assert_toy_scored(second)
@@ -174,15 +174,15 @@ def test_entries_are_the_same_bits_however_the_prompt_is_computed() -> None:
     settings: list[dict[str, Any]] = [
         {}, {"max_num_batched_tokens": 8, "max_num_seqs": 8}, {"num_kv_blocks": 6}, {"max_num_seqs": 1}
     ]
-    told = []
+    delivered = []
     for one in settings:
         with Engine.from_pretrained(tiny_model("llama"), block_size=16, **{"num_kv_blocks": 32, **one}) as engine:
-            told.append([output.prompt_logprobs for output in engine.generate(prompts, params)])
-    assert all(one == told[0] for one in told)
+            delivered.append([output.prompt_logprobs for output in engine.generate(prompts, params)])
+    assert all(one == delivered[0] for one in delivered)
 
 
 def test_what_is_cached_is_computed_again_and_serves_others() -> None:
-    """A reported prompt finds nothing and is told in full; whoever asks nothing finds what it computed."""
+    """A reported prompt finds nothing and is delivered in full; a request that does not ask for it finds its blocks."""
     backend = CountingBackend()
     engine = make_engine(backend, num_kv_blocks=32)
     prompt = [5, 9, 4, 3] * 4
@@ -211,7 +211,7 @@ def test_two_that_report_the_same_prompt_do_not_wait_for_each_other() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_blocks", [24, 64])
 def test_several_answers_report_their_prompt_once(way: str, num_blocks: int) -> None:
-    """With n, best_of and beams the prompt is computed and told once, and the answers are those of who does not ask."""
+    """With n, best_of and beams the prompt is computed and delivered once; completions are those without the option."""
     prompt = [7, 3, 9] * 5
     params: dict[str, Any] = {"max_tokens": 5, "seed": 2, "ignore_eos": True, **WAYS[way]}
     outputs, counts = [], []
@@ -230,7 +230,7 @@ def test_several_answers_report_their_prompt_once(way: str, num_blocks: int) -> 
 
 
 def test_further_turns_report_everything_before_the_answer() -> None:
-    """A turn that asks as the one before did computes only what was not told; one that asks anew computes it all."""
+    """A turn that asks as the one before computes only what was not delivered; one that asks anew computes all."""
     backend = CountingBackend()
     engine = make_engine(backend, num_kv_blocks=32)
     request = engine.add_request([5, 9, 4] * 3, SCORED)
@@ -249,7 +249,7 @@ def test_further_turns_report_everything_before_the_answer() -> None:
 
 
 def test_sessions_report_across_parking_forks_and_completion() -> None:
-    """Parked or forked, cut off in mid-prompt and completed, every entry of the conversation is told."""
+    """Parked or forked, cut off in mid-prompt and completed, every entry of the conversation is delivered."""
     with make() as engine, engine.session(SCORED) as session:
         session.ask([5, 9, 4, 3, 7])
         session.park("host")
@@ -316,7 +316,7 @@ class PlainTokenizer:
         return "".join({0: "", 1: "\ufffd"}.get(token_id, chr(95 + token_id)) for token_id in token_ids)
 
     def new_detokenizer(self) -> None:
-        """Nobody is to ask for one here."""
+        """Fail: no test here asks for one."""
 
 
 def test_every_engine_can_say_what_a_token_stands_for() -> None:

@@ -60,7 +60,7 @@ COMPANIES: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def alone(request: pytest.FixtureRequest) -> tuple[str, dict[int, Any]]:
-    """Every request answered with nobody else in the engine."""
+    """The completions of requests that run alone in the engine."""
     results: dict[int, Any] = {}
     for i in ALL:
         results |= play(request.param, [i])[0]
@@ -116,7 +116,7 @@ def ask_twice(dtype: str, **settings: Any) -> tuple[list[Any], Any]:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def cold(request: pytest.FixtureRequest) -> tuple[str, list[Any]]:
-    """The answers of an engine in which nobody finds anything and nobody lacks a block."""
+    """The completions of an engine without prefix hits and without memory pressure."""
     return request.param, ask_twice(request.param, enable_prefix_caching=False)[0]
 
 

@@ -1,4 +1,4 @@
-"""Transfers that never end, or end too late: their sequences go on, and nobody gets memory they may still write to."""
+"""Transfers that never end, or end too late: their sequences continue; their write targets are not given out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def params(max_tokens: int) -> SamplingParams:
 
 
 class Lab:
-    """An engine whose store stands still when it is told to, and a clock that moves a second in every step."""
+    """An engine whose store stalls on command, and a clock that moves a second in every step."""
 
     def __init__(self, **settings: Any) -> None:
         defaults: dict[str, Any] = {
@@ -76,7 +76,7 @@ class Lab:
         return request.output().num_cached_tokens
 
     def flood(self) -> None:
-        """Use every block of the device for somebody else's."""
+        """Use every block of the device for the tokens of another request."""
         for start in range(3):
             self.ask([20 + start] * 28)
 
@@ -175,7 +175,7 @@ def test_without_the_blocks_of_a_load_everybody_waits_for_its_end(is_ok: bool) -
 
 @pytest.mark.parametrize("num_steps", [0, int(MAX_TRANSFER_S) + 2])
 def test_leaving_while_a_transfer_hangs(num_steps: int) -> None:
-    """Aborted before or after the deadline, nobody's blocks are freed early or twice, and the late end is harmless."""
+    """Aborted before or after the deadline, no block is freed early or twice, and the late end is harmless."""
     lab, requests = swapped_to_nowhere()
     for _ in range(num_steps):
         lab.step()

@@ -23,7 +23,7 @@ from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 
 GUARD_BYTES = 1 << 22
-"""Bytes behind an array that nobody may touch."""
+"""Bytes behind an array that no kernel may touch."""
 LENGTHS = [(1, 70), (37, 37), (5, 41), (1, 1), (1, 200), (2, 3)]
 NUM_BLOCKS = 32
 SHAPES = [Shape(3, 2, 32, 16, 16, torch.bfloat16), Shape(2, 1, 16, 16, 16, torch.float32)]

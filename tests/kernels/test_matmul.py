@@ -195,7 +195,7 @@ def test_other_weights_are_refused(dtype: torch.dtype, num_inputs: int) -> None:
 
 @pytest.mark.parametrize("given", ["", "+sse2,-avx512f"], ids=["none", "others"])
 def test_code_for_another_processor_is_not_tried(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """Numba told to compile for less than this processor would not know the instructions.
+    """Numba configured to compile for less than this processor would not know the instructions.
 
     ``NUMBA_CPU_NAME=generic`` makes it none; with any other name Numba still names all instructions of this processor.
     """

@@ -30,7 +30,7 @@ def test_kv_of_other_products_is_not_trusted(monkeypatch: pytest.MonkeyPatch, is
 
 
 def test_kv_of_widened_pairs_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba may be told to do without the instructions for bfloat16: products then have other bits."""
+    """Numba may be configured to do without the instructions for bfloat16: products then have other bits."""
     monkeypatch.setattr(packed, "has_fused_vectors", lambda: True)
     monkeypatch.setattr(packed, "may_use_tiles", lambda: False)
     formats = set()

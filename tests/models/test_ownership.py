@@ -96,10 +96,10 @@ def test_a_second_engine_is_refused() -> None:
     """A model belongs to the engine that took it, also when that one is closed; the first engine is not disturbed."""
     model, first = taken_over("llama")
     with first:
-        with pytest.raises(ModelTakenOver, match="an engine has taken it over"):
+        with pytest.raises(ModelTakenOver, match="Load the model once more, or share that engine"):
             Engine.from_pretrained(model, **SMALL)
         assert error_of_a_request(first) is None
-    with pytest.raises(ModelTakenOver, match="an engine has taken it over"):
+    with pytest.raises(ModelTakenOver, match="Load the model once more, or share that engine"):
         Engine.from_pretrained(model, **SMALL)
 
 

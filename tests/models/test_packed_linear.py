@@ -79,7 +79,7 @@ def test_originals_are_freed_one_after_the_other() -> None:
 
 
 def test_a_tied_embedding_keeps_its_weight() -> None:
-    """The output layer is packed by itself; nobody is told that the shared weight is free."""
+    """The output layer is packed by itself; the shared weight is not reported as free."""
     model = tiny_model("llama", tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     unused: list[torch.Tensor] = []

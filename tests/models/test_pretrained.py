@@ -121,7 +121,7 @@ def test_a_name_that_is_no_directory_is_not_found_offline(monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InvalidConfig, match="could not be read"):
-        load_pretrained("nobody/no-such-model")
+        load_pretrained("no-such-owner/no-such-model")
 
 
 def test_a_directory_becomes_a_backend(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_loaded_model_is_taken_over_in_its_own_format() -> None:
 
 
 def test_a_loaded_model_with_mapped_weights_leaves_others_alone(tmp_path: Path) -> None:
-    """Weights that somebody else still has are as they were after a model was taken over."""
+    """Weights that the caller still holds are as they were after a model was taken over."""
     model = load_pretrained(save(tmp_path), dtype="float32")
     shared = model.model.layers[0].mlp.up_proj.weight
     with torch.no_grad():

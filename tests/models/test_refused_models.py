@@ -180,7 +180,7 @@ def test_calls_that_cannot_be_paged_are_refused(calls: list[AttentionCall], reas
 
 
 def test_a_layer_without_a_number_is_refused() -> None:
-    """K and V of a layer that cannot be told from the others have no place."""
+    """K and V of a layer that cannot be distinguished from the others have no place."""
     with pytest.raises(ModelNotSupported, match="number"):
         _record(object())
 

@@ -30,7 +30,7 @@ class Policy:
 
 
 class Observer:
-    """A plugin that writes down what it is told."""
+    """A plugin that records the calls of its hooks."""
 
     __name__ = "observer"
 
@@ -173,7 +173,7 @@ def test_a_clashing_entry_point_leaves_nothing_behind(monkeypatch: pytest.Monkey
 
 
 def test_a_misspelt_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook that nobody calls is an error for an explicit plugin and a record for an entry point."""
+    """A hook that is never called is an error for an explicit plugin and a record for an entry point."""
 
     class Misspelt:
         @hookimpl

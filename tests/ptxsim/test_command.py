@@ -132,7 +132,7 @@ def test_arrays_can_be_random_or_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "f32[]", "f32[a]", "f33[4]", "pred[4]", "u8[4]=300", "u8[4]=1.5", "s32[4]=a",
-                                  "u8[4]=-1", "f32[4]=1,", "f32[-1]"])
+                                  "u8[4]=-1", "f32[4]=1,", "f32[-1]", "f32[999999,999999]=random", "u8[134217729]"])
 def test_wrong_arguments_are_refused(text: str) -> None:
     """What describes neither a number nor an array is refused, quoting it."""
     with pytest.raises(LaunchError, match=re.escape(text)):

@@ -145,7 +145,7 @@ def test_few_candidates_are_enough() -> None:
 
 
 def test_where_everything_stops_the_search_ends() -> None:
-    """Without a candidate that goes on there is no further round, however few hypotheses there are."""
+    """Without a candidate that continues there is no further round, however few hypotheses there are."""
     found = search(width=3, stop_token_ids=frozenset({0, 1}))
     assert found.advance([[(0, -0.5), (1, -1.0)]]) == []
     assert found.is_done

@@ -212,7 +212,7 @@ def test_one_step_at_a_time() -> None:
 
 
 def test_a_plan_that_is_out_of_date_is_refused_and_changes_nothing() -> None:
-    """Somebody was aborted between planning and reserving: plan again."""
+    """A request is aborted between planning and reserving: plan again."""
     scheduler = make_scheduler()
     aborted = add(scheduler)
     add(scheduler)
@@ -319,7 +319,7 @@ def test_a_sequence_that_never_ran_leaves_no_trace() -> None:
 @pytest.mark.parametrize("reason", ["abort", "error", "stop"])
 @pytest.mark.parametrize("close", ["commit", "rollback"])
 def test_finishing_in_flight_frees_at_once_and_the_others_continue(close: str, reason: FinishReason) -> None:
-    """Whoever leaves while the step runs takes no part in its result; its blocks are free before it is closed."""
+    """A sequence removed while the step runs takes no part in its result; its blocks are free before it is closed."""
     scheduler = make_scheduler()
     running, admitted, staying = add(scheduler), own(2, 3), own(2, 3)
     run_step(scheduler)

@@ -132,7 +132,7 @@ def test_several_loops_and_no_loop_at_once(engine: AsyncEngine) -> None:
 
 
 async def test_bad_input_and_overload_reach_the_caller() -> None:
-    """A refusal is raised at the first iteration, with its type; the engine goes on."""
+    """A refusal is raised at the first iteration, with its type; the engine keeps running."""
     with AsyncEngine(make_engine(SlowBackend(), max_num_waiting=1, max_num_seqs=1)) as engine:
         with pytest.raises(PromptEmpty):
             await complete(engine, [], 3)
@@ -147,7 +147,7 @@ async def test_bad_input_and_overload_reach_the_caller() -> None:
 
 
 async def test_answers_that_end_in_one_step_are_all_delivered(engine: AsyncEngine) -> None:
-    """Of several answers each gets its reason, the request's usage comes once and last, and the engine goes on."""
+    """Of several answers each gets its reason, the request's usage comes once and last; the engine keeps running."""
     several = SamplingParams(max_tokens=3, n=2, ignore_eos=True, temperature=1.0, seed=1)
     deltas = [delta async for delta in engine.generate([1, 2], several)]
     reasons = {delta.index: delta.finish_reason for delta in deltas if delta.finish_reason is not None}
@@ -159,7 +159,7 @@ async def test_answers_that_end_in_one_step_are_all_delivered(engine: AsyncEngin
 
 
 class PatientBackend(ToyBackend):
-    """Computes its second step only when it is told that somebody has read what came of the first."""
+    """Computes its second step only after a reader has read the output of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class PatientBackend(ToyBackend):
 
 
 async def test_readers_are_told_of_the_first_delta_and_the_last_whatever_the_interval() -> None:
-    """Between them deltas are joined, so that nothing is lost and nobody waits for the end."""
+    """Between them deltas are joined, so that nothing is lost and no reader waits for the end."""
     backend, deltas = PatientBackend(), []
     with AsyncEngine(make_engine(backend, num_kv_blocks=64), stream_interval_s=1) as engine:
         async for delta in engine.generate([1], params(20)):
@@ -314,7 +314,7 @@ async def test_what_was_held_back_comes_before_the_end_of_the_engine() -> None:
 
 
 def test_a_reader_whose_loop_was_closed_hurts_nobody() -> None:
-    """Neither when there is news for it, nor when its request ends with the only news that it did not read."""
+    """Neither when it has pending output, nor when its request ends with the only output that it did not read."""
     with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200)) as engine:
         for max_tokens in (2, 500):
             loop, streams = asyncio.new_event_loop(), []
@@ -333,7 +333,7 @@ def test_a_reader_whose_loop_was_closed_hurts_nobody() -> None:
 
 
 async def test_a_request_that_was_removed_behind_its_readers_back_hurts_nobody_else() -> None:
-    """Its news are told without what was forgotten, and the other reader gets its whole answer."""
+    """The remaining output is delivered without it, and the other reader gets its whole completion."""
     inner = make_engine(SlowBackend(), num_kv_blocks=200)
     async with (AsyncEngine(inner, stream_interval_s=0.02) as engine,
                 aclosing(engine.generate([1], params(500))) as stream):
@@ -345,7 +345,7 @@ async def test_a_request_that_was_removed_behind_its_readers_back_hurts_nobody_e
 
 
 async def test_a_request_that_a_call_has_added_has_no_reader() -> None:
-    """It is answered like any other, for whoever added it, and the engine's own callers notice nothing."""
+    """It is answered like any other, for the code that added it, and the engine's own callers notice nothing."""
     async with AsyncEngine(make_engine()) as engine:
         request = await engine.call(lambda inner: inner.add_request([1], params(3)))
         assert await complete(engine, [2], 8) == toy_answer([2], 8)
@@ -358,14 +358,14 @@ async def test_a_dying_engine_thread_tells_every_reader(monkeypatch: pytest.Monk
     monkeypatch.setattr(inner, "step_pending", broken_step)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = AsyncEngine(inner)
-    with pytest.raises(EngineClosed) as told:
+    with pytest.raises(EngineClosed) as refused:
         await complete(engine, [1], 5)
-    assert isinstance(told.value.__cause__, ZeroDivisionError)
+    assert isinstance(refused.value.__cause__, ZeroDivisionError)
     await asyncio.to_thread(wait_until, lambda: not engine.is_alive)
 
 
 def test_losing_the_engine_stops_its_thread() -> None:
-    """An engine nobody refers to any more does not keep a thread alive."""
+    """An engine without references does not keep a thread alive."""
     engine = AsyncEngine(make_engine())
     thread = engine._thread
     del engine

@@ -151,7 +151,7 @@ async def test_from_disk_to_the_host() -> None:
 
 
 async def test_leaving_early_aborts_the_turn_only() -> None:
-    """A stream that is left and an ask that is cancelled end their turn; the session goes on from there."""
+    """A stream that is left and an ask that is cancelled end their turn; the session continues from there."""
     backend, long = PausedBackend(), SamplingParams(max_tokens=30, ignore_eos=True)
     async with make(backend) as engine, engine.session(PARAMS) as session:
         backend.pause_after(4)
@@ -295,7 +295,7 @@ OPERATIONS: dict[str, tuple[Callable[[AsyncSession, Path], Any], int, int]] = {
 async def interrupt(
     name: str, at: int, when: str, is_parked: bool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    """Interrupt an operation, go on with its session, and return whether the operation has so many awaits."""
+    """Interrupt an operation, continue its session, and return whether the operation has so many awaits."""
     (path / "kv").mkdir(parents=True)
     async with make(disk_kv_dir=str(path / "kv")) as engine:
         session = engine.session(PARAMS)
@@ -329,7 +329,7 @@ async def test_interrupted_at_any_await(
     name: str, when: str, is_parked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled at any await, before the engine or a thread has begun or when its result is lost, and with the engine
-    closed there: no file is left that belongs to no session, no block is lost, and the session goes on right."""
+    closed there: no file is left that belongs to no session, no block is lost, and the session continues correctly."""
     at = 0
     while await interrupt(name, at, when, is_parked, tmp_path / str(at), monkeypatch):
         at += 1
@@ -337,7 +337,7 @@ async def test_interrupted_at_any_await(
 
 
 async def test_going_on_with_a_cut_off_answer_tells_what_is_new() -> None:
-    """What was told before the cut is not told again."""
+    """What was delivered before the cut is not delivered again."""
     backend, params = PausedBackend(), SamplingParams(max_tokens=30, ignore_eos=True)
     async with make(backend) as engine, engine.session(params) as session:
         # Why: without the pause a fast engine completes the answer before this task has left the stream.
@@ -347,9 +347,9 @@ async def test_going_on_with_a_cut_off_answer_tells_what_is_new() -> None:
         backend.gate.set()
         await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 0)
         cut = session.token_ids
-        told = [token async for delta in session.stream(None) for token in delta.token_ids]
+        delivered = [token async for delta in session.stream(None) for token in delta.token_ids]
         assert 3 < len(cut) < 33
-        assert cut + tuple(told) == session.token_ids
+        assert cut + tuple(delivered) == session.token_ids
         assert session.token_ids == (1, 2, 3, *toy_answer([1, 2, 3], 30))
 
 
@@ -357,19 +357,19 @@ async def test_who_reads_a_session_that_somebody_closes_gets_what_there_was() ->
     """All that was generated until then, also what was not due yet."""
     async with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200), stream_interval_s=1) as engine:
         session = engine.session(SamplingParams(max_tokens=500, ignore_eos=True))
-        told: list[int] = []
+        delivered: list[int] = []
 
         async def read() -> None:
             async for delta in session.stream([1]):
-                told.extend(delta.token_ids)
+                delivered.extend(delta.token_ids)
 
         reading = asyncio.create_task(read())
         await asyncio.to_thread(wait_until, lambda: engine.stats().num_generated_tokens >= 5)
-        assert len(told) < 5
+        assert len(delivered) < 5
         await session.aclose()
         await reading
-        assert len(told) >= 5
-        assert told == toy_answer([1], 500)[: len(told)]
+        assert len(delivered) >= 5
+        assert delivered == toy_answer([1], 500)[: len(delivered)]
 
 
 async def test_what_is_refused_is_raised_where_it_was_asked() -> None:
@@ -429,7 +429,7 @@ async def _drain(session: AsyncSession, params: SamplingParams) -> str:
 
 
 async def test_a_session_keeps_its_engine_alive() -> None:
-    """Whoever holds only the session can go on with it."""
+    """A caller that holds only the session can continue it."""
     session = make().session(PARAMS)
     gc.collect()
     assert await ask(session, 1, 2, 3) == 0

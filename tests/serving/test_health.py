@@ -97,7 +97,7 @@ async def test_health_turns_bad_when_loop_thread_dies(monkeypatch: pytest.Monkey
 
 
 async def test_health_turns_bad_when_loop_thread_hangs(blocked: BlockedBackend) -> None:
-    """A thread that exists but sits in one step is degraded, then dead, and ready again when it gets on."""
+    """A thread that exists but sits in one step is degraded, then dead, and ready again after its next step."""
     with AsyncEngine(make_engine(blocked)) as engine:
         hanging = asyncio.create_task(complete(engine, [1], 3))
         await asyncio.to_thread(

@@ -152,7 +152,7 @@ async def test_who_leaves_before_the_prompt_is_tokenised_costs_nothing(
 
 
 async def test_as_many_wait_as_the_queue_holds(engine: AsyncEngine, tokenizer: GatedTokenizer) -> None:
-    """One who does not want to wait is told at once; the limit is that of waiting requests."""
+    """A caller that must not wait gets the error at once; the limit is that of waiting requests."""
     accepted = [engine.submit(LONG, PARAMS, wait_for_room=True) for _ in range(2)]
     with pytest.raises(EngineOverloaded):
         engine.submit(LONG, PARAMS)

@@ -111,7 +111,7 @@ async def test_a_reader_on_a_loop_is_handed_back_to_be_woken() -> None:
 
 
 def test_waking_a_closed_loop_or_a_cancelled_reader_is_harmless() -> None:
-    """The engine thread survives readers whose loop is gone, is told of them, and wakes the others."""
+    """The engine thread survives readers whose loop is gone, reports them, and wakes the others."""
     gone, here = asyncio.new_event_loop(), asyncio.new_event_loop()
     lost, cancelled, awake = gone.create_future(), here.create_future(), threading.Event()
     gone.close()

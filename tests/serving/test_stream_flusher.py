@@ -88,6 +88,17 @@ def test_each_completion_with_pending_output_is_due() -> None:
     assert flusher.take_due() == {stream: [second, first]}
 
 
+def test_the_last_output_of_a_request_is_in_order() -> None:
+    """What is pending at the end is taken by index, so that the usage comes with the last completion; then none is."""
+    flusher = StreamFlusher(1.0, FakeClock())
+    _, (first, second, third) = expected(flusher, 3)
+    flusher.add([third, first])
+    flusher.add([second])
+    assert flusher.take(first.request) == [first, second, third]
+    assert flusher.take(first.request) == []
+    assert flusher.take_due() == {}
+
+
 def test_pending_output_of_a_request_can_be_taken_out_of_turn() -> None:
     """A request that ends takes its pending output along; nothing of it is due later, and no more is expected."""
     clock = FakeClock()

@@ -119,7 +119,7 @@ def test_a_failed_answer_is_an_output_with_its_error() -> None:
 
 
 def test_closing_settles_every_future() -> None:
-    """Running and held requests hear EngineClosed, and so does whoever comes later."""
+    """Running and held requests get EngineClosed, and so do later ones."""
     backend = GatedBackend()
     engine = AsyncEngine(make_engine(backend, max_num_seqs=1, max_num_waiting=1))
     futures = [engine.submit([value], params(15), wait_for_room=True) for value in range(5)]

@@ -104,7 +104,7 @@ def test_a_session_that_was_asked_while_its_file_is_written() -> None:
 
 
 def test_an_operation_touches_no_file_itself(tmp_path: Path) -> None:
-    """Between its works an export reads and writes nothing: whoever drives it decides where and when."""
+    """Between its works an export reads and writes nothing: the driver decides where and when."""
     session = parked_session()
     operation = session.export_operation(tmp_path / "chat.json", include_kv=True)
     write = operation.send(next(operation)())

@@ -1,4 +1,4 @@
-"""The central promise for conversations: wherever they were in between, they go on with the same bytes."""
+"""The central promise for conversations: parked, exported or preempted, they continue with the same bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -17,6 +18,9 @@ from support.session_builders import FIRST, PARAMS, SECOND, Lab, first_turn, mak
 TESTS = Path(__file__).resolve().parents[1]
 NUM_COMPUTED = len(FIRST) + 20 - 1
 """Positions of the first turn; its last token is computed in the second one."""
+
+Way: TypeAlias = Callable[[Lab, Session], tuple[Session, int]]
+"""What happens between two turns; returns the session that continues and the positions it is to find."""
 
 
 @pytest.fixture(scope="module", params=["demo", "float32", "bfloat16"])
@@ -48,37 +52,29 @@ def forgotten(lab: Lab, session: Session) -> tuple[Session, int]:
     return session, 0
 
 
-def on_host(lab: Lab, session: Session) -> tuple[Session, int]:
-    state = session.park("host")
-    assert (state.tier, state.num_tokens_kept) == ("host", NUM_COMPUTED)
-    lab.flood()
-    return session, NUM_COMPUTED
+def parked(*tiers: str) -> Way:
+    """Parked in each of these tiers in turn."""
+
+    def park(lab: Lab, session: Session) -> tuple[Session, int]:
+        for tier in tiers:
+            state = session.park(tier)
+            assert (state.tier, state.num_tokens_kept) == (tier, NUM_COMPUTED)
+            lab.flood()
+        return session, NUM_COMPUTED
+
+    return park
 
 
-def on_host_and_resumed(lab: Lab, session: Session) -> tuple[Session, int]:
-    on_host(lab, session)
-    assert session.resume() == NUM_COMPUTED
-    assert session.parked is None
-    return session, NUM_COMPUTED
+def resumed(tier: str) -> Way:
+    """Parked in this tier and resumed before the next turn."""
 
+    def park_and_resume(lab: Lab, session: Session) -> tuple[Session, int]:
+        parked(tier)(lab, session)
+        assert session.resume() == NUM_COMPUTED
+        assert session.parked is None
+        return session, NUM_COMPUTED
 
-def on_disk(lab: Lab, session: Session) -> tuple[Session, int]:
-    state = session.park("disk")
-    assert (state.tier, state.num_tokens_kept) == ("disk", NUM_COMPUTED)
-    lab.flood()
-    return session, NUM_COMPUTED
-
-
-def on_disk_and_resumed(lab: Lab, session: Session) -> tuple[Session, int]:
-    on_disk(lab, session)
-    assert session.resume() == NUM_COMPUTED
-    assert session.parked is None
-    return session, NUM_COMPUTED
-
-
-def from_host_to_disk(lab: Lab, session: Session) -> tuple[Session, int]:
-    on_host(lab, session)
-    return on_disk(lab, session)
+    return park_and_resume
 
 
 def expired(lab: Lab, session: Session) -> tuple[Session, int]:
@@ -100,10 +96,18 @@ def cut_off(lab: Lab, session: Session) -> tuple[Session, int]:
     return session, 0
 
 
-WAYS: list[Callable[[Lab, Session], tuple[Session, int]]] = [
-    in_place, forked, forgotten, on_host, on_host_and_resumed, on_disk, on_disk_and_resumed, from_host_to_disk, expired,
-    cut_off,
-]
+WAYS: dict[str, Way] = {
+    "in_place": in_place,
+    "forked": forked,
+    "forgotten": forgotten,
+    "on_host": parked("host"),
+    "on_host_and_resumed": resumed("host"),
+    "on_disk": parked("disk"),
+    "on_disk_and_resumed": resumed("disk"),
+    "from_host_to_disk": parked("host", "disk"),
+    "expired": expired,
+    "cut_off": cut_off,
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +116,9 @@ def lab(kind: str) -> Lab:
     return make_lab(kind)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_conversation_goes_on_with_the_same_bytes(
-    kind: str, expected: tuple[list[int], str], lab: Lab, way: Callable[[Lab, Session], tuple[Session, int]]
+    kind: str, expected: tuple[list[int], str], lab: Lab, way: Way
 ) -> None:
     """Continued, forked, evicted, parked on host and disk, resumed or expired: tokens and logits are the same bytes."""
     lab.flood()

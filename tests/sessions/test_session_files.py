@@ -47,7 +47,7 @@ def kv_of(path: Path) -> Path:
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], None], *, is_signed: bool = True) -> None:
-    """Edit a session file, and make its checksum right again unless told not to."""
+    """Edit a session file, and by default correct its checksum."""
     document = json.loads(path.read_text())
     edit(document)
     if is_signed:
@@ -117,7 +117,7 @@ def test_an_empty_session_can_be_exported(tmp_path: Path) -> None:
 
 def test_the_salt_is_not_in_the_file(tmp_path: Path) -> None:
     """A salted session's file does not have the salt, and is imported only with one."""
-    session = make_engine().session(PARAMS, cache_salt="somebody's secret")
+    session = make_engine().session(PARAMS, cache_salt="another tenant's secret")
     session.ask(PROMPT)
     session.export(tmp_path / "chat.json")
     assert not any(b"secret" in path.read_bytes() for path in tmp_path.iterdir())
@@ -326,7 +326,7 @@ def test_a_crash_between_the_two_files_costs_only_time(files: Path) -> None:
 
 
 def test_a_longer_answer_than_the_context_is_not_completed(tmp_path: Path) -> None:
-    """An answer that was begun with a longer context is not completed here, but the session goes on."""
+    """An answer that was begun with a longer context is not completed here; the session stays usable."""
     engine = make_engine(max_model_len=60)
     session = engine.session(SamplingParams(max_tokens=40, ignore_eos=True))
     request = session.extend(PROMPT)

@@ -67,7 +67,7 @@ def test_others_advance_while_a_session_is_asked() -> None:
 
 
 def test_a_stream_gives_the_same_tokens_and_can_be_left() -> None:
-    """The deltas of a stream make up the answer; leaving it early aborts the turn and the session goes on."""
+    """The deltas of a stream make up the answer; leaving it early aborts the turn and the session stays usable."""
     engine = make()
     session = engine.session(PARAMS)
     tokens = [token for delta in session.stream([1, 2, 3]) for token in delta.token_ids]
@@ -277,7 +277,7 @@ def test_a_full_disk_costs_the_kv_alone(tmp_path: Path, full_disk: None) -> None
 
 
 def test_a_file_that_cannot_be_removed_harms_nobody(tmp_path: Path) -> None:
-    """Whether a session goes on, expires or is closed: a file that stays is no reason to fail."""
+    """Whether a session continues, expires or is closed: a file that stays is no reason to fail."""
     clock = FakeClock()
     engine = make(clock=clock, disk_kv_dir=str(tmp_path))
     sessions = [engine.session(PARAMS) for _ in range(4)]
@@ -312,7 +312,7 @@ def test_the_keyboard_may_interrupt_any_file_and_any_step(
     name: str, is_parked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted in a step or while a file is read or written, a session is between two turns, keeps no file that it
-    does not use, leaves what was exported before as it was, and goes on right."""
+    does not use, leaves what was exported before as it was, and continues with the right tokens."""
     at, num_calls = -1, 0
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -353,7 +353,7 @@ def test_the_keyboard_may_interrupt_any_file_and_any_step(
 
 
 def test_files_go_with_what_they_are_for(tmp_path: Any) -> None:
-    """A KV file is readable by its owner only, and gone when the session goes on, expires or is closed."""
+    """A KV file is readable by its owner only, and gone when the session continues, expires or is closed."""
     clock = FakeClock()
     engine = make(disk_kv_dir=str(tmp_path / "kv"), clock=clock)
     session = engine.session(PARAMS)
@@ -672,7 +672,7 @@ def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_too_long_for_the_pool_is_not_begun() -> None:
-    """A session that has outgrown the pool is told so, and stays usable with shorter answers."""
+    """A session that has outgrown the pool gets a typed error, and stays usable with shorter answers."""
     engine = make(num_kv_blocks=8, num_host_blocks=0)
     session = engine.session(PARAMS)
     ask(session, *range(1, 21))

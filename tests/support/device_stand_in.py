@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class LateCopies:
-    """Copies that nobody makes before they were asked about so often, as late as a GPU's may be."""
+    """Copies that are made only after so many questions about their end, as late as a GPU's may be."""
 
     def __init__(self, num_questions: int = 2) -> None:
         self.num_questions = num_questions
@@ -46,7 +46,7 @@ class LateTicket:
 
     def synchronize(self) -> None:
         if not self.is_done:
-            with torch.inference_mode():  # as whoever started the copies may have been
+            with torch.inference_mode():  # as the thread that starts copies may be
                 self._copy()
         self.is_done = True
 
@@ -76,5 +76,5 @@ class StandInBackends:
 
 def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``device="cuda"`` mean the stand-in."""
-    card = Device("cuda", CPU, "stand-in", "bfloat16", lambda: 2**30, late_storage, "stand-in")
-    monkeypatch.setattr(devices, "_cuda_device", lambda name: card)
+    gpu = Device("cuda", CPU, "stand-in", "bfloat16", lambda: 2**30, late_storage, "stand-in")
+    monkeypatch.setattr(devices, "_cuda_device", lambda name: gpu)

@@ -188,7 +188,7 @@ class ToyStore:
         self._ended.append((transfer_id, is_ok))
 
     def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
-        """Return what ended; whoever waits gets the oldest one ended."""
+        """Return the ended transfers; a waiting caller gets the oldest one, ended."""
         if wait and not self.is_hung and self.under_way and not self._ended:
             self.end(min(self.under_way))
         ended, self._ended = self._ended, []
@@ -252,7 +252,7 @@ class FlakyBackend(ToyBackend):
 
 
 class FakeClock:
-    """A clock that moves when it is told to."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

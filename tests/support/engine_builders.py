@@ -29,7 +29,7 @@ def run(engine: Engine, max_steps: int = 10_000) -> int:
 
 
 def assert_all_free(engine: Engine) -> None:
-    """Nothing is running or waiting, and nobody holds a block."""
+    """Nothing is running or waiting, and no block is held."""
     for request in engine.requests:
         request.remove()
     stats = engine.stats()

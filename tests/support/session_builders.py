@@ -75,7 +75,7 @@ class Lab:
     clock: FakeClock
 
     def flood(self) -> None:
-        """Fill every block that can be had, on the device and on the host, with somebody else's."""
+        """Fill every block that can be had, on the device and on the host, with the tokens of another request."""
         num_tokens = self.engine.stats().num_blocks * self.engine.stats().block_size
         length = min(num_tokens, self.engine.stats().max_model_len) - 2
         for start in range(3, 9):

@@ -117,7 +117,7 @@ def test_encoding_is_safe_from_many_threads_and_starts_none() -> None:
 
 
 def test_others_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
-    """A tokenizer loaded from files, which nobody else can change, releases the interpreter's lock; same tokens."""
+    """A tokenizer loaded from files, which no other code can change, releases the interpreter's lock; same tokens."""
     PreTrainedTokenizerFast(tokenizer_object=byte_level()).save_pretrained(tmp_path)
     tokenizer, text = HFTokenizer.from_directory(tmp_path), "the quick brown fox Größe 🙂 " * 5000
     may_run, has_run = threading.Event(), threading.Event()
@@ -224,7 +224,7 @@ def test_a_tokenizer_of_another_make_encodes_chat_through_its_own_method() -> No
 
 
 def test_no_chat_template_is_an_invalid_prompt_with_advice() -> None:
-    """Chat messages for a tokenizer without a template: the caller is told what to do instead."""
+    """Chat messages for a tokenizer without a template: the error says what to do instead."""
     with pytest.raises(InvalidPrompt, match="no chat template"):
         HFTokenizer(make_fast("byte_level")).encode_chat([{"role": "user", "content": "hi"}])
 

@@ -23,7 +23,7 @@ class Exchange:
 
     task: asyncio.Task[None]
     leaving: asyncio.Event
-    news: asyncio.Event
+    arrived: asyncio.Event
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     async def leave(self) -> None:
@@ -35,8 +35,8 @@ class Exchange:
         """Wait until the response holds ``text``."""
         async with asyncio.timeout(60.0):
             while text not in self.text:
-                self.news.clear()
-                await self.news.wait()
+                self.arrived.clear()
+                await self.arrived.wait()
 
     @property
     def status(self) -> int:
@@ -52,8 +52,8 @@ class Exchange:
 
     @property
     def error(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.text)["error"]
-        return told
+        error: dict[str, Any] = json.loads(self.text)["error"]
+        return error
 
 
 @dataclass
@@ -68,7 +68,7 @@ class App:
         """Start a call; ``body`` is bytes, or what becomes JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = iter([{"type": "http.request", "body": content, "more_body": False}])
-        leaving, news = asyncio.Event(), asyncio.Event()
+        leaving, arrived = asyncio.Event(), asyncio.Event()
 
         async def receive() -> dict[str, Any]:
             message = next(sent, None)
@@ -79,13 +79,13 @@ class App:
 
         async def send(message: dict[str, Any]) -> None:
             exchange.messages.append(message)
-            news.set()
+            arrived.set()
 
         scope = {"type": "http", "http_version": "1.1", "asgi": {"version": "3.0", "spec_version": "2.3"},
                  "method": "POST" if content != b"GET" else "GET", "scheme": "http", "path": path,
                  "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": list(headers),
                  "client": client, "server": ("127.0.0.1", 80), "state": {}}
-        exchange = Exchange(asyncio.ensure_future(self.asgi(scope, receive, send)), leaving, news)
+        exchange = Exchange(asyncio.ensure_future(self.asgi(scope, receive, send)), leaving, arrived)
         return exchange
 
     async def call(self, path: str, body: Any = b"GET", **how: Any) -> Exchange:

@@ -134,7 +134,7 @@ async def test_a_batch_is_refused_as_a_whole(app: App, body: Any) -> None:
 
 @pytest.mark.parametrize("app", [{"max_num_waiting": 1, "max_num_seqs": 1}], indirect=True)
 async def test_overload_is_429_with_a_hint(app: App) -> None:
-    """When the queue is full a call is told when to try again; those that were taken are answered."""
+    """When the queue is full a refused call learns when to try again; accepted ones are completed."""
     first = app.begin("/stream", {"prompt": [1], "sampling": short(60)})
     await first.until_text("data:")
     second = app.begin("/generate", {"prompt": [2], "sampling": short()})

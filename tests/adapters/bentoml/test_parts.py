@@ -52,7 +52,7 @@ def test_the_factory_makes_services_apart_from_each_other() -> None:
 
 
 def test_streams_are_traced_for_those_who_ask() -> None:
-    """Without a word about tracing, streams and nothing else are left out; whoever configures it gets all of it."""
+    """Without a word about tracing, streams and nothing else are left out; an explicit configuration gets all of it."""
     (pattern,) = create_service("demo").config["tracing"].values()
     paths = ("stream", "v1/stream", "generate", "streams", "stream/x")
     addresses = [f"http://streams.example/{path}" for path in paths]

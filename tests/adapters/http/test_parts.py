@@ -36,16 +36,16 @@ async def test_a_signal_waits_for_the_drain_and_a_second_one_does_not() -> None:
 
     before = signal.signal(signal.SIGTERM, hear)
     try:
-        everybody_left, told = asyncio.Event(), asyncio.Event()
+        everybody_left, was_notified = asyncio.Event(), asyncio.Event()
 
         async def drain() -> None:
-            told.set()
+            was_notified.set()
             await everybody_left.wait()
 
         farewell = DrainSignal(drain)
         farewell.install()
         signal.raise_signal(signal.SIGTERM)
-        await told.wait()
+        await was_notified.wait()
         assert heard == []
         signal.raise_signal(signal.SIGTERM)
         assert heard == [signal.SIGTERM]
@@ -59,7 +59,7 @@ async def test_a_signal_waits_for_the_drain_and_a_second_one_does_not() -> None:
 
 
 async def test_a_process_that_has_no_handler_ends_as_it_would_have() -> None:
-    """Where nobody is to be told afterwards, and on threads that get no signals, the signal is left alone."""
+    """Without a callback, and on threads that get no signals, the signal is left alone."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         DrainSignal(asyncio.Event().wait).install()
@@ -109,13 +109,13 @@ async def test_the_end_comes_with_the_last_piece() -> None:
 
 
 async def test_a_stream_of_other_events_ends_too() -> None:
-    """An endpoint of somebody's own that knows no "done" gets its end, empty."""
+    """A third party's endpoint that knows no "done" gets its end, empty."""
     mine = frame({"mine": 1}, "progress") + "data: event: done\n\n"
     assert await sent_for(mine, mine) == [(mine, True), (mine, True), ("", False)]
 
 
 async def test_a_drain_waits_for_open_calls_and_no_longer_than_its_timeout() -> None:
-    """Draining lets nobody in, ends when all have left, and gives up after its time."""
+    """Draining admits no request, ends when all have ended, and stops waiting after its time limit."""
     door = OpenCalls()
     with door.call():
         assert await door.drain(timeout_s=0.01) == 1
@@ -157,11 +157,27 @@ async def test_a_long_body_is_read_as_a_short_one(filler: Any) -> None:
             await read_fields(request_with(broken), ["prompt"], [], 2**20)
 
 
-def request_with(body: bytes) -> Request:
+def request_with(body: bytes, *headers: tuple[bytes, bytes]) -> Request:
     async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return Request({"type": "http", "headers": []}, receive)
+    return Request({"type": "http", "headers": list(headers)}, receive)
+
+
+@pytest.mark.parametrize("length", ["abc", "", "-5", "1_0", "\u0663", "7, 7"])
+async def test_a_length_that_is_no_number_is_refused(length: str) -> None:
+    """Servers check the header, others that embed the door may not: a 400 that names it, never an unforeseen error."""
+    request = request_with(b'{"a":1}', (b"content-length", length.encode("latin-1", "replace")))
+    with pytest.raises(RefusedAtTheDoor, match="content-length") as refused:
+        await read_fields(request, ["a"], [], 2**20)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-8-sig", "latin-1"])
+async def test_only_utf8_is_read(encoding: str) -> None:
+    """A body in another encoding is refused, although the parser could guess it: a filter before the door could not."""
+    with pytest.raises(RefusedAtTheDoor, match="UTF-8"):
+        await read_fields(request_with('{"a":"\u00e9"}'.encode(encoding)), ["a"], [], 2**20)
 
 
 PARTS = st.none() | st.binary(max_size=9) | st.text(max_size=9)

@@ -108,7 +108,7 @@ def test_whole_batches_are_in_flight_together(engine: AsyncEngine, kind: Any) ->
 
 
 def test_a_batch_may_be_larger_than_the_queue() -> None:
-    """Forty prompts pass through a queue of two; the model that must not wait is told EngineOverloaded."""
+    """Forty prompts pass through a queue of two; the model that must not wait raises EngineOverloaded."""
     with AsyncEngine.from_pretrained("demo", num_kv_blocks=64, max_num_seqs=2, max_num_waiting=2) as engine:
         assert all_right(build(ChatPagedCore, engine).batch(PROMPTS))
         with pytest.raises(EngineOverloaded):
@@ -244,16 +244,16 @@ def test_prompt_logprobs_are_told_once_and_a_prompt_counts_once(engine: AsyncEng
     prompt = "What is 2 + 3?"
     result = model.generate([[HumanMessage(prompt)] if kind is ChatPagedCore else prompt], n=3)
     first, *others = result.generations[0]
-    told = first.generation_info["prompt_logprobs"]
+    entries = first.generation_info["prompt_logprobs"]
     assert ["prompt_logprobs" in one.generation_info for one in others] == [False, False]
-    assert told[0] is None
+    assert entries[0] is None
     usage = first.message.usage_metadata if kind is ChatPagedCore else first.generation_info["usage_metadata"]
-    assert usage["input_tokens"] == len(told)
-    text = "".join(one["token"] for one in told[1:])
+    assert usage["input_tokens"] == len(entries)
+    text = "".join(one["token"] for one in entries[1:])
     assert prompt[1:] in text if kind is ChatPagedCore else prompt.endswith(text)
     chunks = list(model.stream(prompt)) if kind is ChatPagedCore else []
     if chunks:
-        assert sum(chunks[1:], chunks[0]).response_metadata["prompt_logprobs"] == told
+        assert sum(chunks[1:], chunks[0]).response_metadata["prompt_logprobs"] == entries
 
 
 def test_completions_carry_usage_and_logprobs(engine: AsyncEngine) -> None:
@@ -289,7 +289,7 @@ def test_several_answers_to_one_prompt(engine: AsyncEngine) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_callbacks_hear_every_chunk_and_the_end(engine: AsyncEngine, kind: Any) -> None:
-    """Run managers are told each piece of a stream, once, sync and async."""
+    """Run managers get each piece of a stream, once, sync and async."""
     for is_async in (False, True):
         log, model = Log(), build(kind, engine)
 

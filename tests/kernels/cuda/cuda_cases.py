@@ -70,9 +70,9 @@ class Case:
                 offsets = position % self.shape.block_size
                 view.view(as_bytes)[blocks, :, offsets] = self.stored(tensor, which).view(as_bytes)
 
-    def backend(self, **card: Any) -> NumbaCudaAttention:
+    def backend(self, **gpu: Any) -> NumbaCudaAttention:
         """A backend over the pool on a simulated GPU."""
-        return NumbaCudaAttention(self.layout, self.pool, kv_scales=self.scales, driver=SimulatedDriver(**card))
+        return NumbaCudaAttention(self.layout, self.pool, kv_scales=self.scales, driver=SimulatedDriver(**gpu))
 
     def rows(self, lengths: Sequence[tuple[int, int]] | None = None, padding: int = 0) -> Rows:
         """The batch of some lengths of the same sequences; stale table entries must not be followed."""

@@ -30,7 +30,7 @@ class ArrayBuffer:
 
 
 class SimulatedGpu:
-    """Has the members of ``gpu_card.CudaCard``."""
+    """Has the members of ``gpu_device.CudaDevice``."""
 
     capability, num_sms, arch = (9, 0), 4, "sm_90"
 
@@ -38,7 +38,7 @@ class SimulatedGpu:
         self.num_launches = 0
 
     def describe(self) -> dict[str, Any]:
-        return {"card": "simulated", "arch": self.arch}
+        return {"gpu": "simulated", "arch": self.arch}
 
     @contextmanager
     def memory(self) -> Iterator[None]:

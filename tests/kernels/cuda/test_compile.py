@@ -57,7 +57,7 @@ def test_every_shipped_kernel_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("name", "arch"), [*FAST, *EVERYTHING])
-def test_a_shipped_kernel_fits_the_card(name: str, arch: str) -> None:
+def test_a_shipped_kernel_fits_the_gpu(name: str, arch: str) -> None:
     """It links, spills nothing, has no stack, and so few registers that as many CTAs run at once as was asked for."""
     source, ptx = compiled(name, arch)
     cubin, resources = link(ptx, arch)

@@ -1,4 +1,4 @@
-"""The script for a card, without one: every stage on the PTX interpreter, and its calls against the driver's names."""
+"""The script for a GPU, without one: every stage on the PTX interpreter, and its calls against the driver's names."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def run(gpu: ModuleType, out: Path, *stages: str, make_card: Any = SimulatedGpu) -> tuple[int, dict[str, Any]]:
+def run(gpu: ModuleType, out: Path, *stages: str, make_gpu: Any = SimulatedGpu) -> tuple[int, dict[str, Any]]:
     """The script's status and what it wrote of the last stage."""
-    status = gpu.main([*stages, "--here", "--small", "--out", str(out)], make_card)
+    status = gpu.main([*stages, "--here", "--small", "--out", str(out)], make_gpu)
     return status, json.loads((out / f"{stages[-1]}.json").read_text())
 
 
@@ -47,9 +47,9 @@ def run(gpu: ModuleType, out: Path, *stages: str, make_card: Any = SimulatedGpu)
     pytest.param("correctness", marks=pytest.mark.kernels),
 ])
 def test_a_stage_comes_to_its_end(gpu: ModuleType, stage: str, tmp_path: Path) -> None:
-    """On a card that computes right every stage ends, writes rows, and finds nothing wrong with results."""
+    """On a GPU that computes right every stage ends, writes rows, and finds nothing wrong with results."""
     status, result = run(gpu, tmp_path, stage)
-    assert (status, result["failure"], result["card"]) == (0, "", "simulated")
+    assert (status, result["failure"], result["gpu"]) == (0, "", "simulated")
     assert result["rows"]
     if stage in ("stress", "correctness"):
         assert all(row["ok"] for row in result["rows"])
@@ -58,7 +58,7 @@ def test_a_stage_comes_to_its_end(gpu: ModuleType, stage: str, tmp_path: Path) -
 
 @needs_compiler
 def test_wrong_bits_are_counted(gpu: ModuleType, tmp_path: Path) -> None:
-    """A card that returns another bit once in a while does not pass the stress of the merge."""
+    """A GPU that returns another bit once in a while does not pass the stress of the merge."""
 
     class Flaky(SimulatedGpu):
         def download(self, buffer: Any) -> Any:
@@ -67,17 +67,17 @@ def test_wrong_bits_are_counted(gpu: ModuleType, tmp_path: Path) -> None:
                 found[5] ^= 1
             return found
 
-    _, result = run(gpu, tmp_path, "stress", make_card=Flaky)
+    _, result = run(gpu, tmp_path, "stress", make_gpu=Flaky)
     assert not result["rows"][-1]["ok"]
 
 
 def test_a_fault_is_written_down_and_the_next_stage_runs(gpu: ModuleType, tmp_path: Path) -> None:
-    """A stage whose card fails leaves the reason, with a status that says so, and the others run."""
+    """A stage whose GPU fails leaves the reason, with a status that says so, and the others run."""
 
-    def no_card(kernels: Any) -> Any:
+    def no_gpu(kernels: Any) -> Any:
         raise RuntimeError("CUDA driver: status 100")
 
-    status, result = run(gpu, tmp_path, "decode", "gaps", make_card=no_card)
+    status, result = run(gpu, tmp_path, "decode", "gaps", make_gpu=no_gpu)
     assert status == 1
     assert "status 100" in result["failure"]
     assert (tmp_path / "decode.md").is_file()
@@ -125,7 +125,7 @@ class HostApi:
         return ATTRIBUTES[next((key for text, key in names.items() if text in attribute.name), "shared")]
 
     def _cuDeviceGetName(self, length: int, _: Any) -> bytes:
-        return b"stub card\0".ljust(length, b"\0")
+        return b"stub GPU\0".ljust(length, b"\0")
 
     def _cuMemGetInfo(self) -> tuple[int, int, int]:
         return 0, 1, 2
@@ -153,24 +153,24 @@ class HostApi:
         return 0.5
 
 
-def test_the_cards_calls_are_the_drivers(gpu: ModuleType, tmp_path: Path) -> None:
+def test_the_gpus_calls_are_the_drivers(gpu: ModuleType, tmp_path: Path) -> None:
     """Memory, copies, events, launches and graphs use names that cuda-bindings has, and free what they took."""
     api = HostApi()
     ImageStore(tmp_path).write(KernelImage(COPY_NAME, "sm_90", "entry", 256, 0, 32, {}, b"cubin"))
-    card = gpu.CudaCard([tmp_path], api)
-    assert card.describe()["card"] == "stub card"
-    with card.memory():
+    device = gpu.CudaDevice([tmp_path], api)
+    assert device.describe()["gpu"] == "stub GPU"
+    with device.memory():
         numbers = np.arange(100, dtype=np.int32)
-        buffer, other = card.upload(numbers, align_as=300), card.alloc(400)
-        assert np.array_equal(card.download(buffer).view(np.int32), numbers)
-        card.copy(other, buffer.at(4), 396)
-        card.zero(buffer)
-        assert not card.download(buffer).any()
-        assert np.array_equal(card.download(other)[:396].view(np.int32), numbers[1:])
-        card.prepare(COPY_NAME)
-        work = lambda: card.launch(COPY_NAME, 1, (buffer, other, None, 16, 1))  # noqa: E731
-        assert card.time_ms(work, 3) == [0.5] * 3
-        card.graph_of(work)()
+        buffer, other = device.upload(numbers, align_as=300), device.alloc(400)
+        assert np.array_equal(device.download(buffer).view(np.int32), numbers)
+        device.copy(other, buffer.at(4), 396)
+        device.zero(buffer)
+        assert not device.download(buffer).any()
+        assert np.array_equal(device.download(other)[:396].view(np.int32), numbers[1:])
+        device.prepare(COPY_NAME)
+        work = lambda: device.launch(COPY_NAME, 1, (buffer, other, None, 16, 1))  # noqa: E731
+        assert device.time_ms(work, 3) == [0.5] * 3
+        device.graph_of(work)()
     assert not api.memory
     assert {"cuLaunchKernel", "cuGraphLaunch", "cuStreamEndCapture", "cuEventDestroy"} <= api.called
 
@@ -185,7 +185,7 @@ def test_tensors_travel_with_their_surroundings(gpu: ModuleType) -> None:
             view.array[:4] = 2 * again.array[:4] + scalar
 
     whole = torch.arange(32, dtype=torch.uint8)
-    driver = sys.modules["gpu_card"].HardwareDriver(Doubling([]))
+    driver = sys.modules["gpu_device"].HardwareDriver(Doubling([]))
     driver.launch("any", 1, (whole[8:12], whole[2:], 1))
     assert whole[8:12].tolist() == [5, 7, 9, 11]
     assert whole[:8].tolist() == list(range(8))

@@ -61,7 +61,7 @@ def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path: Path) -> N
         ImageStore(tmp_path).read("copy", "sm_90")
 
 
-def test_cards_run_what_was_built_for_older_ones_of_their_generation(tmp_path: Path) -> None:
+def test_gpus_run_what_was_built_for_older_ones_of_their_generation(tmp_path: Path) -> None:
     """A prebuilt image for sm_80 serves sm_86, and one for sm_90 does not."""
     assert runs_on("sm_86")[:2] == ["sm_86", "sm_85"]
     ImageStore(tmp_path).write(image("sm_80"))
@@ -69,7 +69,7 @@ def test_cards_run_what_was_built_for_older_ones_of_their_generation(tmp_path: P
 
 
 def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that nobody built, on a machine that cannot build it, names the extra and the command."""
+    """A kernel that was not built, on a machine that cannot build it, names the extra and the command."""
     monkeypatch.setattr(library, "missing_compiler_parts", lambda: ["numba-cuda", "nvidia-nvvm"])
     message = r"numba-cuda, nvidia-nvvm.*pagedcore\[cuda\].*kernels build --arch sm_90"
     with pytest.raises(MissingDependency, match=message):

@@ -1,4 +1,4 @@
-"""Compiled kernels: work is done once, whoever lends the threads, without the GIL, from the cache."""
+"""Compiled kernels: work is done once, on any threads, without the GIL, from the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pagedcore_kernels.cpu.simd import address_of, load_int64, store_float32, st
 @pytest.mark.parametrize("uses_openmp", [False, True])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_each_piece_of_work_is_done_once(num_threads: int, uses_openmp: bool) -> None:
-    """Whatever the number of threads and whoever lends them, the counter gives out each item once."""
+    """For any number of threads, from any pool, the counter gives out each item once."""
     kernel = count_kernel()
     numbers, flag = np.zeros(10_000, np.int64), np.zeros(1, np.float32)
     block = ParameterBlock(4)

@@ -303,7 +303,7 @@ def test_a_placed_helper_stays_where_somebody_else_puts_it(team: Team) -> None:
 
 
 def test_helpers_end(team: Team) -> None:
-    """Closing ends all helpers; kernels go on on their callers alone, and closing again does nothing."""
+    """Closing ends all helpers; kernels then run on their callers alone, and closing again does nothing."""
     before = psutil.Process().num_threads()
     count(team, 1, 3)
     assert psutil.Process().num_threads() == before + 3

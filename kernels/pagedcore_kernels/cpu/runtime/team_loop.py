@@ -7,7 +7,7 @@ slept or had lost its core, finds the run closed: only a helper that holds work 
 
 Threads wait by spinning for a bounded time and then sleep: a helper for the next run, a caller for the last helper.
 
-Invariant: a run has at most as many joins as places, whoever joins, so a kernel may number its threads.
+Invariant: a run has at most as many joins as places, so a kernel may number its threads.
 
 Read ``team.py`` for who starts the helpers and who calls ``run``.
 """
@@ -180,7 +180,7 @@ def helper_loop() -> CompiledEntry:
 def run_loop() -> CompiledEntry:
     """Compile what a caller does: ``void run(slot, entry, parameters, helpers)``, all 64 bits wide.
 
-    The caller is one of the threads; without places, or while somebody else uses the slot, it is the only one.
+    The caller is one of the threads; without places, or while another caller uses the slot, it is the only one.
     """
 
     def run(slot: int, entry: int, parameters: int, helpers: int) -> None:

@@ -110,7 +110,7 @@ def leave_cpu(c: int, helper: int, cpu: int) -> None:
 
 @njit(inline="always")
 def return_mask(c: int, helper: int) -> None:
-    """Let this helper run wherever it might before ``leave_cpu``; leave it where somebody else has put it since."""
+    """Let this helper run wherever it might before ``leave_cpu``; leave it where another program has put it since."""
     if exchange_if(helper + at.PLACEMENT, at.PLACED, at.CHANGES) != 0:
         thread_id, present = load_shared(helper + at.THREAD_ID), stack_int64(_MASK_WORDS)
         changes = call_function(load_int64(c, at.GETAFFINITY // 8), thread_id, at.MASK_BYTES, present, 0, 0)

@@ -1,6 +1,6 @@
-"""An NVIDIA card for the measurements: memory, copies, launches and timing through cuda-bindings, with any torch.
+"""An NVIDIA GPU for the measurements: memory, copies, launches and timing through cuda-bindings, with any torch.
 
-Owns the contact with the driver besides ``CudaDriver``, which it launches through. Tests put another card in its
+Owns the contact with the driver besides ``CudaDriver``, which it launches through. Tests put another GPU in its
 place that executes the PTX on the CPU. Read ``gpu_stages.py`` for what is measured.
 """
 
@@ -25,7 +25,7 @@ _ALIGN = 256
 
 @dataclass(frozen=True)
 class Buffer:
-    """Bytes on the card."""
+    """Bytes on the GPU."""
 
     address: int
     nbytes: int
@@ -35,8 +35,8 @@ class Buffer:
         return Buffer(self.address + offset, self.nbytes - offset)
 
 
-class CudaCard:
-    """One card, on a stream of its own."""
+class CudaDevice:
+    """One GPU, on a stream of its own."""
 
     def __init__(self, kernels: Sequence[Path], api: Any = None) -> None:
         if api is None:
@@ -49,11 +49,11 @@ class CudaCard:
         self.capability, self.num_sms, self.arch = self._driver.capability, self._driver.num_sms, self._driver.arch
 
     def describe(self) -> dict[str, Any]:
-        """What the card is."""
+        """What the GPU is."""
         api = self._api
         name = self._check(api.cuDeviceGetName(128, self._check(api.cuDeviceGet(0))))
         return {
-            "card": bytes(name).split(b"\0")[0].decode(), "arch": self.arch, "multiprocessors": self.num_sms,
+            "gpu": bytes(name).split(b"\0")[0].decode(), "arch": self.arch, "multiprocessors": self.num_sms,
             "driver": self._check(api.cuDriverGetVersion()), "free_bytes": self._check(api.cuMemGetInfo()),
         }
 
@@ -91,7 +91,7 @@ class CudaCard:
         return array
 
     def copy(self, target: Buffer, source: Buffer, nbytes: int) -> None:
-        """Copy on the card, in stream order."""
+        """Copy on the GPU, in stream order."""
         self._check(self._api.cuMemcpyDtoDAsync(target.address, source.address, nbytes, self._stream))
 
     def zero(self, buffer: Buffer) -> None:
@@ -111,7 +111,7 @@ class CudaCard:
         self._check(self._api.cuStreamSynchronize(self._stream))
 
     def time_ms(self, work: Callable[[], None], repeats: int) -> list[float]:
-        """Milliseconds of each of so many runs on the card, by its own clock; two more run before."""
+        """Milliseconds of each of so many runs on the GPU, by its own clock; two more run before."""
         api = self._api
         for _ in range(2):
             work()
@@ -147,12 +147,12 @@ class CudaCard:
 
 @dataclass
 class HardwareDriver:
-    """A ``Driver`` for tensors in ordinary memory: every launch takes them to a card and brings them back.
+    """A ``Driver`` for tensors in ordinary memory: every launch takes them to a GPU and brings them back.
 
-    So the cases of the execute gate run on a card as they are, whatever torch is installed.
+    So the cases of the execute gate run on a GPU as they are, whatever torch is installed.
     """
 
-    card: Any
+    gpu: Any
     arch: str = "sm_90"
     num_sms: int = 8
     seed: int = 0
@@ -162,12 +162,12 @@ class HardwareDriver:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Of the card; the case's architecture is the interpreter's business."""
-        return int(self.card.capability[0]), int(self.card.capability[1])
+        """Of the GPU; the case's architecture is the interpreter's business."""
+        return int(self.gpu.capability[0]), int(self.gpu.capability[1])
 
     def prepare(self, name: str) -> None:
         """Load a kernel."""
-        self.card.prepare(name)
+        self.gpu.prepare(name)
 
     def begin_step(self) -> None:
         """Every launch is a step of its own."""
@@ -176,10 +176,10 @@ class HardwareDriver:
         """Copy in, launch, copy out."""
         self.launched.append((name, num_ctas))
         copies: dict[int, tuple[npt.NDArray[np.uint8], Any]] = {}
-        with self.card.memory():
-            self.card.launch(name, num_ctas, [self._sent(argument, copies) for argument in arguments])
+        with self.gpu.memory():
+            self.gpu.launch(name, num_ctas, [self._sent(argument, copies) for argument in arguments])
             for array, buffer in copies.values():
-                array[:] = self.card.download(buffer)
+                array[:] = self.gpu.download(buffer)
 
     def _sent(self, argument: Argument, copies: dict[int, tuple[npt.NDArray[np.uint8], Any]]) -> Any:
         if not isinstance(argument, torch.Tensor):
@@ -187,10 +187,10 @@ class HardwareDriver:
         storage = argument.untyped_storage()
         begin = storage.data_ptr()
         if not storage.nbytes():
-            return self.card.alloc(16)
+            return self.gpu.alloc(16)
         if begin not in copies:
             array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            copies[begin] = array, self.card.upload(array, begin)
+            copies[begin] = array, self.gpu.upload(array, begin)
         return copies[begin][1].at(argument.data_ptr() - begin)
 
 
