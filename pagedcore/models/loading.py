@@ -60,11 +60,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     Args:
         model: "demo", a directory, a hub name, or a loaded ``PreTrainedModel``, which is taken over.
         config: number format, device, block size, attention and linear backend, and trust.
-        load: returns an entry of a plugin table.
-
-    Raises:
-        InvalidConfig: it is none of these, or it cannot run here.
-        DeviceUnavailable: the device is not here; nothing was loaded.
+        load: as for ``resolve_backend``, whose errors are raised.
     """
     is_named = isinstance(model, str | os.PathLike)
     # Why: whoever has a loaded model has imported transformers.

@@ -47,10 +47,7 @@ class SelfTest:
         self._tables = np.split(np.arange(self.num_blocks, dtype=np.int32)[::-1], _NUM_SEQUENCES)
 
     def check(self, forward: Forward) -> bool:
-        """Compare the paged path, in two chunks, with the expected logits.
-
-        Args:
-            forward: computes a batch with ``num_blocks`` blocks of memory.
+        """Compare the paged path, in two chunks, with the expected logits; ``forward`` needs ``num_blocks`` blocks.
 
         Returns:
             Whether the logits were the same bits chunked, whole and in company.

@@ -32,7 +32,10 @@ from pagedcore_kernels.layout import KVLayout
 def best_decoder(
     model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused, linears: LinearFactory = FASTEST
 ) -> Decoder:
-    """Return the fused decoder where the model is of a kind it knows, else the general one; see ``DecoderFactory``."""
+    """Return the fused decoder where the model is of a kind it knows, else the general one; see ``DecoderFactory``.
+
+    ``linears`` makes the products, where it supports them.
+    """
     activation = recognised_activation(model, layers, linears)
     if activation is None:
         return ModuleDecoder(model, layers, on_unused, linears)

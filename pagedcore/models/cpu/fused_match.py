@@ -41,13 +41,7 @@ def recognised_activation(
 ) -> str | None:
     """Return the activation of a model that the fused decoder computes, a key of the kernels' ``ACTIVATIONS``.
 
-    Args:
-        model: a causal language model of transformers, on the CPU.
-        layers: its attention layers by their own numbers.
-        linears: has to support every product.
-
-    Returns:
-        ``None`` for a model that the fused decoder does not compute.
+    ``None`` is any other model, and one with a product that ``linears`` does not support; see ``best_decoder``.
     """
     config = model.config
     family = _FAMILIES.get(config.model_type)
