@@ -64,6 +64,9 @@ class KVTransfers:
             return
         for transfer_id, is_ok in self._store.poll_transfers(wait=wait):
             self._report(transfer_id, is_ok=is_ok)
+        self._time_out_late()
+
+    def _time_out_late(self) -> None:
         latest_s = self._clock.now() - self._longest_s
         for transfer_id in [one for one, started_s in self._started_s.items() if started_s < latest_s]:
             _log.warning(
