@@ -255,14 +255,12 @@ class Engine:
         self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None, *,
         show_progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete many prompts and return their outputs in the same order.
+        """Complete many prompts and return their outputs in the same order; other requests advance along with them.
 
         Args:
             prompts: any number; they are fed to the waiting queue as it has room.
             params: one for all, or one per prompt.
             show_progress: a progress bar on stderr; ``None`` shows it on terminals only.
-
-        Requests of other callers advance along with them.
 
         Raises:
             InvalidRequest: a prompt or its parameters are refused; then none was started.
