@@ -144,7 +144,7 @@ def test_aborting_in_every_state_returns_all_blocks(when: str) -> None:
     assert_all_free(engine)
 
 
-def test_a_failing_step_ends_its_batch_and_nobody_else() -> None:
+def test_a_failing_step_ends_its_batch_and_no_other_request() -> None:
     """A model that raises costs the requests of that batch; waiting ones are answered, nothing leaks."""
     engine = make_engine(FlakyBackend(raise_on_step=3), max_num_seqs=2, max_num_batched_tokens=8)
     requests = [engine.add_request([value], params(6)) for value in (1, 2, 3)]
@@ -152,6 +152,7 @@ def test_a_failing_step_ends_its_batch_and_nobody_else() -> None:
     reasons = [request.output().outputs[0].finish_reason for request in requests]
     assert reasons == ["error", "error", "length"]
     assert isinstance(requests[0].error, StepFailed)
+    assert str(requests[0].error.__cause__) == "the device is gone"
     assert list(requests[2].output().outputs[0].token_ids) == toy_answer([3], 6)
     for request in requests:
         request.remove()

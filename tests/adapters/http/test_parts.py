@@ -118,6 +118,8 @@ async def test_a_drain_waits_for_open_calls_and_no_longer_than_its_timeout() -> 
     """Draining admits no request, ends when all have ended, and stops waiting after its time limit."""
     door = OpenCalls()
     with door.call():
+        with door.call():
+            assert await door.drain(timeout_s=0.01) == 2
         assert await door.drain(timeout_s=0.01) == 1
         with pytest.raises(NotServing), door.call():
             pass
