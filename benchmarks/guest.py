@@ -122,7 +122,7 @@ def _model(name: str) -> tuple[Any, dict[str, Any]]:
         return "demo", {}
     room = {"num_kv_blocks": 1200 if name in MIXED else 256}
     if name.startswith("qwen05b"):
-        from pagedcore.bench.models import random_model
+        from pagedcore.bench.workloads import random_model
 
         return random_model("qwen05b", "bfloat16"), {"max_model_len": 1024, **room}
     import torch

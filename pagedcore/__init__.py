@@ -21,56 +21,38 @@ if TYPE_CHECKING:
     from pagedcore.engine.engine import Engine
     from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
     from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
-    from pagedcore.plugins.expose import expose
+    from pagedcore.plugins.manager import expose
     from pagedcore.requests.request import Request
     from pagedcore.sampling_params import SamplingParams
     from pagedcore.serving.async_engine import AsyncEngine
     from pagedcore.sessions.session import Session
 
 __all__ = [
-    "AsyncEngine",
-    "CompletionOutput",
-    "Delta",
-    "Engine",
-    "EngineConfig",
-    "MemoryBudget",
-    "Request",
-    "RequestOutput",
-    "SamplingParams",
-    "Session",
-    "TokenLogprobs",
-    "TokenText",
-    "Usage",
-    "engine_metrics",
-    "engine_metrics_text",
+    "AsyncEngine", "CompletionOutput", "Delta", "Engine", "EngineConfig", "MemoryBudget", "Request", "RequestOutput",
+    "SamplingParams", "Session", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text",
     "expose",
 ]
 
 _HOMES: Final = {
     "AsyncEngine": "pagedcore.serving.async_engine",
-    "CompletionOutput": "pagedcore.outputs",
-    "Delta": "pagedcore.outputs",
     "Engine": "pagedcore.engine.engine",
     "EngineConfig": "pagedcore.config.engine_config",
     "MemoryBudget": "pagedcore.config.memory_budget",
     "Request": "pagedcore.requests.request",
-    "RequestOutput": "pagedcore.outputs",
     "SamplingParams": "pagedcore.sampling_params",
     "Session": "pagedcore.sessions.session",
-    "TokenLogprobs": "pagedcore.outputs",
-    "TokenText": "pagedcore.outputs",
-    "Usage": "pagedcore.outputs",
     "engine_metrics": "pagedcore.metrics.recorder",
     "engine_metrics_text": "pagedcore.metrics.recorder",
-    "expose": "pagedcore.plugins.expose",
+    "expose": "pagedcore.plugins.manager",
 }
+"""The modules of the public names that are not in ``outputs.py``."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module on first use."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'pagedcore' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_HOMES.get(name, "pagedcore.outputs")), name)
     globals()[name] = value
     return value
 

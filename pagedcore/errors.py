@@ -3,21 +3,12 @@
     PagedcoreError
       * InvalidRequest (ValueError)       the caller's: this call is refused, nothing was taken
           - InvalidPrompt  PromptEmpty  PromptTooLong  InvalidToken  InvalidText
-          - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed
-          - TooManySequences  TooManyLogprobs  UnknownParameter
-          - RequestTooLarge               can never fit the KV pool
-          - RequestStateError             the request is not in a state that allows the call
-          - SessionStateError             the session is not in a state that allows the call
-          - InvalidSessionFile            an exported session cannot be read, or is not one
-          - ModelMismatch                 an exported session is another model's
+          - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed  InvalidSalt
+          - TooManySequences  TooManyLogprobs  UnknownParameter  RequestTooLarge
+          - RequestStateError  SessionStateError  InvalidSessionFile  ModelMismatch
       * InvalidConfig (ValueError)        the operator's: the engine was not built
-          - ModelNotSupported             the architecture cannot run here, with the reason
-          - DeviceUnavailable             there is no such device here; the message says what is missing
-          - ModelTakenOver                an engine has the loaded model: it cannot be called, changed or handed over
-          - MissingDependency             an optional package is absent; the message names the extra
-          - MemoryBudgetExceeded          the budget shared with other engines has not that much left
-      * EngineOverloaded                  capacity: try again later
-      * TooManySessions                   capacity: close some first
+          - ModelNotSupported  ModelTakenOver  DeviceUnavailable  MissingDependency  MemoryBudgetExceeded
+      * EngineOverloaded  TooManySessions capacity: try again later, or close sessions first
       * RequestFailed                     one accepted request ended with finish_reason "error"
           - StepFailed  InvalidLogits  QueueTimeout
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
@@ -56,9 +47,11 @@ class InvalidRequest(PagedcoreError, ValueError):
         limit: what would have been accepted.
     """
 
-    def __init__(self, what: str, given: object, limit: str, advice: str = "") -> None:
-        self.what, self.given, self.limit = what, describe(given), limit
-        super().__init__(f"{what}: got {self.given}, allowed is {limit}." + (f" {advice}" if advice else ""))
+    _where = ""
+
+    def __init__(self, what: str, given: object, limit: str, advice: str = "", *, is_described: bool = False) -> None:
+        self.what, self.given, self.limit = what, str(given) if is_described else describe(given), limit
+        super().__init__(f"{self._where}{what}: got {self.given}, allowed is {limit}. {advice}".rstrip())
 
 
 class InvalidPrompt(InvalidRequest):
@@ -126,46 +119,29 @@ class RequestTooLarge(InvalidRequest):
 
 
 class RequestStateError(InvalidRequest):
-    """The request is not in a state that allows this call.
+    """The request is in the state ``given``; the call ``what`` is allowed in the state ``limit`` only."""
 
-    Attributes:
-        what: the call that was refused.
-        given: the state the request is in.
-        limit: the state it has to be in.
-    """
+    _whose = "request"
 
     def __init__(self, what: str, state: str, needed: str, advice: str = "") -> None:
         self.what, self.given, self.limit = what, state, needed
-        ValueError.__init__(self, f"{what}: the request is {state}, it has to be {needed}. {advice}".rstrip())
+        ValueError.__init__(self, f"{what}: the {self._whose} is {state}, it has to be {needed}. {advice}".rstrip())
 
 
 class SessionStateError(RequestStateError):
-    """The session is not in a state that allows this call."""
+    """The session is in the state ``given``; the call ``what`` is allowed in the state ``limit`` only."""
 
-    def __init__(self, what: str, state: str, needed: str, advice: str = "") -> None:
-        self.what, self.given, self.limit = what, state, needed
-        ValueError.__init__(self, f"{what}: the session is {state}, it has to be {needed}. {advice}".rstrip())
+    _whose = "session"
 
 
 class InvalidSessionFile(InvalidRequest):
     """A session file is damaged, is not one, or asks for more than this engine allows; nothing was taken from it."""
 
-    def __init__(
-        self, what: str, given: object, limit: str, advice: str = "", *, is_described: bool = False
-    ) -> None:
-        self.what, self.given, self.limit = what, str(given) if is_described else describe(given), limit
-        ValueError.__init__(
-            self, f"session file, {what}: got {self.given}, allowed is {limit}." + (f" {advice}" if advice else "")
-        )
+    _where = "session file, "
 
 
 class ModelMismatch(InvalidSessionFile):
-    """A session file was made with another model than this engine runs.
-
-    Attributes:
-        made_with: the model of the file, with the first digits of its digests.
-        running: the model of this engine.
-    """
+    """A session file was made with the model ``made_with``, and this engine runs ``running``."""
 
     def __init__(self, made_with: str, running: str) -> None:
         self.made_with, self.running = made_with, running
@@ -185,17 +161,11 @@ class ModelTakenOver(InvalidConfig):
 
 
 class DeviceUnavailable(InvalidConfig):
-    """This process has no device of the kind asked for; nothing was loaded."""
+    """This process has no device of the kind asked for; nothing was loaded, and the message says what is missing."""
 
 
 class MemoryBudgetExceeded(InvalidConfig):
-    """A memory budget shared by several engines has less left than an engine asks for.
-
-    Attributes:
-        asked: bytes the engine needs at least.
-        left: bytes that are left.
-        total: bytes of the whole budget.
-    """
+    """An engine needs ``asked`` bytes of a shared memory budget at least; ``left`` of ``total`` bytes are left."""
 
     def __init__(self, asked: int, left: int, total: int) -> None:
         self.asked, self.left, self.total = asked, left, total
@@ -206,12 +176,7 @@ class MemoryBudgetExceeded(InvalidConfig):
 
 
 class EngineOverloaded(PagedcoreError):
-    """The waiting queue is full.
-
-    Attributes:
-        num_waiting: requests that wait now.
-        limit: the most that may wait.
-    """
+    """The waiting queue is full: ``num_waiting`` requests wait, ``limit`` is the most that may."""
 
     def __init__(self, num_waiting: int, limit: int) -> None:
         self.num_waiting, self.limit = num_waiting, limit
@@ -222,11 +187,7 @@ class EngineOverloaded(PagedcoreError):
 
 
 class TooManySessions(PagedcoreError):
-    """As many sessions are open as one engine keeps.
-
-    Attributes:
-        limit: the most that may be open.
-    """
+    """As many sessions are open as one engine keeps, which is ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -250,11 +211,7 @@ class QueueTimeout(RequestFailed):
 
 
 class RequestTimeout(PagedcoreError, TimeoutError):
-    """A completion was not ready within the time its caller gave it; the request was aborted.
-
-    Attributes:
-        timeout_s: the limit, in seconds.
-    """
+    """A completion was not ready within ``timeout_s`` seconds, as its caller asked; the request was aborted."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s

@@ -1,8 +1,7 @@
 """The ports of the core, as protocols: model, tokenizer, clock, and those of the kernels. Imports no framework.
 
-``models/`` implements ``ModelBackend`` and ``pagedcore_kernels`` implements ``AttentionBackend``; anything of yours
-that has the same members can take their place. What a model backend, tokenizer or attention factory may offer beyond
-is declared here too, one protocol for each ability, and looked for with ``isinstance``:
+Anything of yours that has the same members can take the place of the shipped implementations. What a model backend,
+tokenizer or attention factory may offer beyond is one protocol for each ability, looked for with ``isinstance``:
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
     Tokenizer       NamesTokens
@@ -39,52 +38,42 @@ ChatMessage = Mapping[str, Any]
 
 @runtime_checkable
 class ModelBackend(Protocol):
-    """A model that computes logits for ragged rows and keeps K/V in slots it owns.
-
-    ``is_schedule_invariant`` declares that a row's logits are the same bits in any batch and for any chunks of its
-    prompt; only then does preemption by recompute leave completions unchanged bit for bit.
-    """
+    """A model that computes logits for ragged rows and keeps K/V in slots it owns."""
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Positions the model was made for."""
-        ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a completion."""
-        ...
 
     @property
     def block_size(self) -> int:
         """Preferred tokens per KV block."""
-        ...
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
-        ...
 
     @property
     def is_schedule_invariant(self) -> bool:
-        """See the class docstring."""
-        ...
+        """Whether a row's logits are the same bits in any batch and for any chunks of its prompt: only then does
+        preemption by recompute leave completions unchanged bit for bit.
+        """
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make room for ``num_blocks`` blocks; called once, before the first forward."""
-        ...
 
     def forward(self, batch: RaggedRows) -> FloatArray | torch.Tensor:
         """Compute the batch, write its K/V to the slots, and return float32 logits of shape [S, vocab_size].
 
         The caller may overwrite the returned array until the next call.
         """
-        ...
 
 
 class CacheStore(Protocol):
@@ -98,44 +87,34 @@ class CacheStore(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        ...
 
     def allocate_host(self, num_blocks: int) -> None:
         """Make room for so many blocks on the host; called at most once, before any transfer."""
-        ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks (source, destination); no destination is also a source."""
-        ...
 
     def start_swap_out(self, transfer_id: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Begin to copy device blocks to host blocks."""
-        ...
 
     def start_swap_in(self, transfer_id: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Begin to copy host blocks to device blocks."""
-        ...
 
     def poll_transfers(self, *, wait: bool) -> Sequence[tuple[int, bool]]:
         """Return (transfer id, success) of every transfer that ended since the last call, each once.
 
-        Args:
-            wait: block until there is at least one, for a twentieth of a second at most, so that the caller can
-                look at its clock. Without any in flight, return at once.
+        With ``wait``, block until there is at least one, for a twentieth of a second at most, so that the caller can
+        look at its clock. Without any in flight, return at once.
         """
-        ...
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes of device blocks, shape [N, block_bytes]."""
-        ...
 
     def read_host_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes of host blocks, shape [N, block_bytes]."""
-        ...
 
     def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
         """Overwrite device blocks with bytes that ``read_blocks`` returned."""
-        ...
 
 
 @runtime_checkable
@@ -145,7 +124,6 @@ class MovesKVBlocks(Protocol):
     @property
     def cache_store(self) -> CacheStore | None:
         """What moves the blocks, from ``allocate_kv`` on; ``None`` if there is nothing."""
-        ...
 
 
 @runtime_checkable
@@ -157,15 +135,12 @@ class HostsKVPool(Protocol):
 
     def free_kv_bytes(self) -> int:
         """Return the bytes that a pool could take now."""
-        ...
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of so many tokens, padding included."""
-        ...
 
     def release_kv(self) -> None:
         """Free the pool, if there is one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +171,6 @@ class HasFingerprint(Protocol):
     @property
     def fingerprint(self) -> ModelFingerprint:
         """Which model."""
-        ...
 
 
 @runtime_checkable
@@ -206,26 +180,21 @@ class DescribesItself(Protocol):
     @property
     def dtype(self) -> object:
         """Number format of weights and KV."""
-        ...
 
     @property
     def attention_name(self) -> str:
         """As in the plugin table ``attention``."""
-        ...
 
     @property
     def linear_name(self) -> str:
         """As in the plugin table ``linears``; "auto" for the fastest of those that come with pagedcore."""
-        ...
 
     @property
     def device_name(self) -> str:
         """What the GPU is called; empty for the CPU."""
-        ...
 
     def layout(self, block_size: int) -> object:
         """Return something whose ``repr`` says how the bytes of a block lie."""
-        ...
 
 
 @runtime_checkable
@@ -235,7 +204,6 @@ class UsesTorchThreads(Protocol):
     @property
     def computes_in_torch(self) -> bool:
         """Whether it does; the engine then uses the same number of threads in every step."""
-        ...
 
 
 class Detokenizer(Protocol):
@@ -247,11 +215,9 @@ class Detokenizer(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that has become certain."""
-        ...
 
     def finish(self) -> str:
         """Return what was held back; call it once, at the end."""
-        ...
 
 
 @runtime_checkable
@@ -261,15 +227,12 @@ class DecodesTokens(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Special tokens that end a turn, as far as the tokenizer knows."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode at once, special tokens left out."""
-        ...
 
     def new_detokenizer(self) -> Detokenizer:
         """Start an incremental decoding."""
-        ...
 
 
 class Tokenizer(DecodesTokens, Protocol):
@@ -277,20 +240,15 @@ class Tokenizer(DecodesTokens, Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenise plain text."""
-        ...
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Render the chat template, ending where the assistant's turn begins, and tokenise it."""
-        ...
 
     def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
-        """Tokenise what the chat template puts between a conversation so far and the reply to ``messages``.
+        """Tokenise what the chat template puts between a conversation so far and the reply to the new ``messages``.
 
-        Args:
-            messages: the new messages only.
-            known_token_ids: everything before them; tells whether the last turn was closed by its end token.
+        ``known_token_ids``, everything before them, tell whether the last turn was closed by its end token.
         """
-        ...
 
 
 @runtime_checkable
@@ -299,7 +257,6 @@ class NamesTokens(Protocol):
 
     def token_text(self, token_id: int) -> TokenText:
         """Return a token's text and, if it has any of its own, its bytes."""
-        ...
 
 
 class Clock(Protocol):
@@ -307,7 +264,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Return the current time in seconds."""
-        ...
 
 
 class MonotonicClock:

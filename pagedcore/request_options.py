@@ -1,7 +1,6 @@
 """What a caller may say of a request besides its prompt and its sampling parameters.
 
-Every door takes the fields of ``RequestOptions`` as keywords (``OptionKeywords``) and passes on one object: a further
-option is added in this file and used where it matters.
+Every door takes the fields of ``RequestOptions`` as keywords (``OptionKeywords``) and passes on one object.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from pagedcore.config.field_rules import PRIORITY
-from pagedcore.config.limits import MAX_REQUEST_ID_LENGTH, MAX_SALT_BYTES
-from pagedcore.errors import InvalidRequest, InvalidSalt
+from pagedcore.config.field_rules import LABEL, PRIORITY
+from pagedcore.config.limits import MAX_SALT_BYTES
+from pagedcore.errors import InvalidSalt
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -47,7 +46,7 @@ class RequestOptions:
             PRIORITY.check("priority", self.priority)
         object.__setattr__(self, "salt", _salt_bytes(self.cache_salt))
         if self.request_id is not None:
-            _check_label(self.request_id)
+            LABEL.check("request_id", self.request_id)
 
 
 def _salt_bytes(salt: object) -> bytes:
@@ -59,10 +58,4 @@ def _salt_bytes(salt: object) -> bytes:
         raise InvalidSalt("cache_salt", type(salt), "text or bytes")
     if not 1 <= len(given) <= MAX_SALT_BYTES:
         raise InvalidSalt("cache_salt", salt, f"1 to {MAX_SALT_BYTES} bytes")
-    return b"salt " + given
-
-
-def _check_label(label: object) -> None:
-    limit = f"printable text of 1 to {MAX_REQUEST_ID_LENGTH} characters"
-    if not isinstance(label, str) or not 1 <= len(label) <= MAX_REQUEST_ID_LENGTH or not label.isprintable():
-        raise InvalidRequest("request_id", label, limit)
+    return given

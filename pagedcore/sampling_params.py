@@ -10,50 +10,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
-from pagedcore.config import field_rules
+from pagedcore import errors
+from pagedcore.config import field_rules, limits
 from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, integer, number
-from pagedcore.config.limits import (
-    MAX_COUNT,
-    MAX_LENGTH_PENALTY,
-    MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
-    MAX_SEQUENCES_PER_REQUEST,
-    MAX_TEMPERATURE,
-)
-from pagedcore.errors import (
-    InvalidMaxTokens,
-    InvalidMinTokens,
-    InvalidSampling,
-    InvalidSeed,
-    TooManyLogprobs,
-    TooManySequences,
-    UnknownParameter,
-)
-
-_T = TypeVar("_T")
 
 
-def _accept_num_beams(cls: type[_T]) -> type[_T]:
-    """Let the generated constructor take ``num_beams`` for ``beam_width``; it is no field of its own."""
-    generated: Any = cls.__init__
-
-    @wraps(generated)
-    def __init__(self: Any, *, num_beams: Any = None, **values: Any) -> None:
-        if num_beams is not None:
-            values["beam_width"] = _beam_width(num_beams, values.get("beam_width", 1))
-        generated(self, **values)
-
-    cls.__init__ = __init__  # type: ignore[method-assign]  # Why: this is what the decorator is for.
-    return cls
-
-
-@_accept_num_beams
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, init=False, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request; the names and meanings are the field's common ones.
 
@@ -115,52 +79,53 @@ class SamplingParams:
     """Report the same for the prompt's tokens, once per request (``RequestOutput.prompt_logprobs``), with this many
     of the likeliest tokens at each position, 0 to 20. Such a prompt is computed even if it is in the prefix cache."""
 
-    if TYPE_CHECKING:
-        # Why: more types are accepted than stored, and a dataclass declares one type per field.
-        def __init__(
-            self,
-            *,
-            max_tokens: int | None = None,
-            min_tokens: int = 0,
-            temperature: float = 0.0,
-            top_k: int = 0,
-            top_p: float = 1.0,
-            min_p: float = 0.0,
-            presence_penalty: float = 0.0,
-            frequency_penalty: float = 0.0,
-            repetition_penalty: float = 1.0,
-            logit_bias: Mapping[int, float] | None = None,
-            stop: str | Sequence[str] = (),
-            stop_token_ids: Sequence[int] = (),
-            ignore_eos: bool = False,
-            seed: int | None = None,
-            n: int = 1,
-            best_of: int | None = None,
-            beam_width: int = 1,
-            length_penalty: float = 1.0,
-            early_stopping: bool | Literal["never"] = False,
-            logprobs: int | None = None,
-            prompt_logprobs: int | None = None,
-            num_beams: int | None = None,
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
+    # Why: written out, because more types are accepted than stored, and ``num_beams`` is no field of its own.
+    def __init__(
+        self,
+        *,
+        max_tokens: int | None = None,
+        min_tokens: int = 0,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        seed: int | None = None,
+        n: int = 1,
+        best_of: int | None = None,
+        beam_width: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        num_beams: int | None = None,
+    ) -> None:
+        given = dict(locals())
+        if num_beams is not None:
+            given["beam_width"] = _CHECKS["beam_width"]("num_beams", num_beams)
+            # Why: ``dataclasses.replace`` passes every field, so the default width may not come from the caller.
+            if _CHECKS["beam_width"]("beam_width", beam_width) not in (1, num_beams):
+                allowed = f"{beam_width}, as beam_width: both are the same parameter"
+                raise errors.TooManySequences("num_beams", num_beams, allowed)
         for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+            object.__setattr__(self, name, check(name, given[name]))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidMinTokens("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens} here")
+            raise errors.InvalidMinTokens("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens} here")
         if self.best_of is not None and self.best_of < self.n:
-            raise TooManySequences("best_of", self.best_of, f"n to {MAX_SEQUENCES_PER_REQUEST}, n is {self.n} here")
-        if self.beam_width > 1:
-            self._check_beams()
-
-    def _check_beams(self) -> None:
-        if self.n > self.beam_width:
-            raise TooManySequences("n", self.n, f"1 to beam_width, {self.beam_width} here")
-        for name in _NOT_WITH_BEAMS:
+            allowed = f"n to {limits.MAX_SEQUENCES_PER_REQUEST}, n is {self.n} here"
+            raise errors.TooManySequences("best_of", self.best_of, allowed)
+        if self.n > self.beam_width > 1:
+            raise errors.TooManySequences("n", self.n, f"1 to beam_width, {self.beam_width} here")
+        for name in _NOT_WITH_BEAMS if self.beam_width > 1 else ():
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
-                raise InvalidSampling(name, getattr(self, name), f"{default!r} where beam_width is above 1")
+                raise errors.InvalidSampling(name, getattr(self, name), f"{default!r} where beam_width is above 1")
 
     @property
     def num_beams(self) -> int:
@@ -193,29 +158,17 @@ class SamplingParams:
             InvalidRequest: as from the constructor.
         """
         if not isinstance(mapping, Mapping):
-            raise UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
+            raise errors.UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
         for name in mapping:
             if name not in _NAMES:
-                raise UnknownParameter("parameter name", name, f"one of {', '.join(_NAMES)}", _suggestion(name))
+                # Why: the advice names a known parameter; the caller's own text is never repeated.
+                close = difflib.get_close_matches(name[:32], _NAMES, n=1) if isinstance(name, str) else []
+                advice = f"Did you mean {close[0]}?" if close else ""
+                raise errors.UnknownParameter("parameter name", name, f"one of {', '.join(_NAMES)}", advice)
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])
         return cls(**values)
-
-
-def _beam_width(num_beams: Any, beam_width: Any) -> int:
-    check = _CHECKS["beam_width"]
-    wanted: int = check("num_beams", num_beams)
-    # Why: ``dataclasses.replace`` passes every field, so a width of 1, the default, may not come from the caller.
-    if check("beam_width", beam_width) not in (1, wanted):
-        raise TooManySequences("num_beams", num_beams, f"{beam_width}, as beam_width: both are the same parameter")
-    return wanted
-
-
-def _suggestion(name: Any) -> str:
-    # Why: the advice names a known parameter; the caller's own text is never repeated.
-    close = difflib.get_close_matches(name[:32], _NAMES, n=1) if isinstance(name, str) else []
-    return f"Did you mean {close[0]}?" if close else ""
 
 
 _NOT_WITH_BEAMS: Final = (
@@ -223,26 +176,26 @@ _NOT_WITH_BEAMS: Final = (
     "logit_bias", "stop", "best_of",
 )
 _CHECKS: Final[Mapping[str, Check]] = {
-    "max_tokens": integer(1, MAX_COUNT).or_none().raising(InvalidMaxTokens),
-    "min_tokens": integer(0, MAX_COUNT).raising(InvalidMinTokens),
-    "temperature": number(0.0, MAX_TEMPERATURE).raising(InvalidSampling),
-    "top_k": integer(0, MAX_COUNT).raising(InvalidSampling),
-    "top_p": number(0.0, 1.0, above_low=True).raising(InvalidSampling),
-    "min_p": number(0.0, 1.0).raising(InvalidSampling),
-    "presence_penalty": number(-MAX_PENALTY, MAX_PENALTY).raising(InvalidSampling),
-    "frequency_penalty": number(-MAX_PENALTY, MAX_PENALTY).raising(InvalidSampling),
-    "repetition_penalty": number(0.0, MAX_REPETITION_PENALTY, above_low=True).raising(InvalidSampling),
+    "max_tokens": integer(1, limits.MAX_COUNT).or_none().raising(errors.InvalidMaxTokens),
+    "min_tokens": integer(0, limits.MAX_COUNT).raising(errors.InvalidMinTokens),
+    "temperature": number(0.0, limits.MAX_TEMPERATURE).raising(errors.InvalidSampling),
+    "top_k": integer(0, limits.MAX_COUNT).raising(errors.InvalidSampling),
+    "top_p": number(0.0, 1.0, above_low=True).raising(errors.InvalidSampling),
+    "min_p": number(0.0, 1.0).raising(errors.InvalidSampling),
+    "presence_penalty": number(-limits.MAX_PENALTY, limits.MAX_PENALTY).raising(errors.InvalidSampling),
+    "frequency_penalty": number(-limits.MAX_PENALTY, limits.MAX_PENALTY).raising(errors.InvalidSampling),
+    "repetition_penalty": number(0.0, limits.MAX_REPETITION_PENALTY, above_low=True).raising(errors.InvalidSampling),
     "logit_bias": field_rules.logit_bias,
     "stop": field_rules.stop_strings,
     "stop_token_ids": field_rules.token_ids,
-    "ignore_eos": BOOLEAN.raising(InvalidSampling),
-    "seed": integer(0, MAX_SEED).or_none().raising(InvalidSeed),
-    "n": integer(1, MAX_SEQUENCES_PER_REQUEST).raising(TooManySequences),
-    "best_of": integer(1, MAX_SEQUENCES_PER_REQUEST).or_none().raising(TooManySequences),
-    "beam_width": integer(1, MAX_SEQUENCES_PER_REQUEST).raising(TooManySequences),
-    "length_penalty": number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY).raising(InvalidSampling),
-    "early_stopping": EARLY_STOPPING.raising(InvalidSampling),
-    "logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
-    "prompt_logprobs": integer(0, MAX_LOGPROBS).or_none().raising(TooManyLogprobs),
+    "ignore_eos": BOOLEAN.raising(errors.InvalidSampling),
+    "seed": integer(0, limits.MAX_SEED).or_none().raising(errors.InvalidSeed),
+    "n": integer(1, limits.MAX_SEQUENCES_PER_REQUEST).raising(errors.TooManySequences),
+    "best_of": integer(1, limits.MAX_SEQUENCES_PER_REQUEST).or_none().raising(errors.TooManySequences),
+    "beam_width": integer(1, limits.MAX_SEQUENCES_PER_REQUEST).raising(errors.TooManySequences),
+    "length_penalty": number(-limits.MAX_LENGTH_PENALTY, limits.MAX_LENGTH_PENALTY).raising(errors.InvalidSampling),
+    "early_stopping": EARLY_STOPPING.raising(errors.InvalidSampling),
+    "logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
+    "prompt_logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
 }
 _NAMES: Final = (*_CHECKS, "num_beams")

@@ -6,6 +6,7 @@ ids to block tables.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Final
 
@@ -32,63 +33,50 @@ LEGAL_MOVES: Final = {
 }
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Sequence:
     """A growing list of token ids: the prompt, then what was generated.
 
     Each step moves ``num_computed_tokens`` towards ``len(token_ids)``; there is no prefill or decode state.
 
     Invariant: 0 <= num_computed_tokens < len(token_ids) while waiting or running.
-    Invariant: token ids are only ever appended, so ``block_keys``, the content keys that were made for full blocks,
-        stay valid.
-    Invariant: sequences with the same ``cache_root`` may share blocks, others never do.
-    Invariant: ``prompt_logprobs``, of the one sequence that reports its prompt, covers the tokens from the second on,
-        as far as they are scored; position ``len(prompt_logprobs)`` has to be computed for the next one.
-    Invariant: ``stop_token_ids`` are the model's end tokens and the request's stop tokens; none of them is sampled
-        before ``min_tokens``.
-    Invariant: ``is_in_session`` is true if a session will continue it, so that its cached blocks will be needed.
+    Invariant: token ids are only ever appended, so ``block_keys`` stay valid.
     """
 
-    __slots__ = (
-        "arrival", "block_keys", "cache_root", "finish_reason", "is_in_session", "logprobs", "max_tokens",
-        "num_cached_tokens", "num_computed_tokens", "num_logprobs", "num_preemptions", "num_prompt_tokens", "params",
-        "priority", "prompt_logprobs", "score", "seed", "sequence_id", "status", "stop_token_ids", "token_ids",
-    )
+    sequence_id: int
+    token_ids: list[int]
+    params: SamplingParams
+    _: KW_ONLY
+    max_tokens: int
+    seed: int
+    stop_token_ids: frozenset[int] = frozenset()
+    """The model's end tokens and the request's stop tokens; none of them is sampled before ``min_tokens``."""
+    priority: int = 0
+    arrival: int = 0
+    cache_root: bytes = b""
+    """Sequences with the same one may share blocks, others never do."""
+    block_keys: list[bytes] = field(init=False, default_factory=list)
+    """The content keys that were made for full blocks."""
+    num_prompt_tokens: int = field(init=False)
+    num_logprobs: int | None = field(init=False)
+    """How many of the likeliest next tokens a step reports with the chosen one; ``None``: it reports nothing."""
+    num_computed_tokens: int = field(init=False, default=0)
+    num_cached_tokens: int | None = field(init=False, default=None)
+    num_preemptions: int = field(init=False, default=0)
+    is_in_session: bool = field(init=False, default=False)
+    """Whether a session will continue it, so that its cached blocks will be needed."""
+    status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = field(init=False, default=None)
+    """Of the one sequence that reports its prompt: the tokens from the second on, as far as they are scored; position
+    ``len(prompt_logprobs)`` has to be computed for the next one."""
+    score: float | None = field(init=False, default=None)
 
-    def __init__(
-        self,
-        sequence_id: int,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int,
-        stop_token_ids: frozenset[int] = frozenset(),
-        priority: int = 0,
-        arrival: int = 0,
-        cache_root: bytes = b"",
-    ) -> None:
-        self.sequence_id = sequence_id
-        self.cache_root = cache_root
-        self.block_keys: list[bytes] = []
-        self.token_ids = list(token_ids)
-        self.params = params
-        self.max_tokens = max_tokens
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
-        self.priority = priority
-        self.arrival = arrival
-        self.num_prompt_tokens = len(token_ids)
-        self.num_logprobs = _num_logprobs(params, stop_token_ids)
-        """How many of the likeliest next tokens a step reports with the chosen one; ``None``: it reports nothing."""
-        self.num_computed_tokens = 0
-        self.num_cached_tokens: int | None = None
-        self.num_preemptions = 0
-        self.is_in_session = False
-        self.status = SequenceStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
-        self.score: float | None = None
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_logprobs = _num_logprobs(self.params, self.stop_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -99,11 +87,6 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """The tokens generated in this turn."""
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Known positions whose K/V is not computed yet."""
-        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def max_total_tokens(self) -> int:
@@ -140,11 +123,7 @@ class Sequence:
         return other
 
     def move_to(self, status: SequenceStatus) -> None:
-        """Change the status.
-
-        Raises:
-            InternalError: the move is not in ``LEGAL_MOVES``.
-        """
+        """Change the status. Raises ``InternalError`` if the move is not in ``LEGAL_MOVES``."""
         if status not in LEGAL_MOVES[self.status]:
             raise InternalError(f"sequence {self.sequence_id}: {self.status.value} -> {status.value} is not legal")
         self.status = status
@@ -160,7 +139,7 @@ class Sequence:
     def begin_turn(self, new_token_ids: list[int], params: SamplingParams, *, max_tokens: int,
                    stop_token_ids: frozenset[int], arrival: int) -> None:
         """Continue a finished sequence: append a further prompt part; computed positions stay computed."""
-        self.move_to(SequenceStatus.WAITING)
+        self.reopen_turn(arrival)
         self.token_ids.extend(new_token_ids)
         if params.prompt_logprobs != self.params.prompt_logprobs:
             # Why: with the same number, the scores of earlier turns stay valid and only the rest is computed.
@@ -170,9 +149,6 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         if params.seed is not None:
             self.seed = params.seed
-        self.num_cached_tokens = None
-        self.arrival = arrival
-        self.finish_reason = None
         self.logprobs = []
         self.score = None
 

@@ -1,7 +1,4 @@
-"""Shows measurements side by side: a table for people, plain data for programs, a picture.
-
-Owns the presentation only; ``throughput.py`` made the numbers.
-"""
+"""Shows measurements of ``throughput.py`` side by side: a table for people, plain data for programs, a picture."""
 
 from __future__ import annotations
 
@@ -53,12 +50,11 @@ def as_table(workload: Workload, measurements: Sequence[Measurement]) -> Table:
 
 def as_data(workload: Workload, measurements: Sequence[Measurement], **context: Any) -> dict[str, Any]:
     """Return everything as JSON-ready data, with ``context`` (versions, model, machine) beside it."""
-    derived = ("output_tokens_per_s", "total_tokens_per_s", "slot_utilisation")
     return {
         **context,
         "workload": workload.name,
         "padding_waste": workload.padding_waste(measurements[0].num_slots),
-        "measurements": [asdict(m) | {name: getattr(m, name) for name in derived} for m in measurements],
+        "measurements": [asdict(m) for m in measurements],
     }
 
 

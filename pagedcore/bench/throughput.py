@@ -1,7 +1,7 @@
 """Runs a workload under a scheduling policy and measures it: the same engine, the same kernels, another policy.
 
 All requests arrive at once; the clock starts when the first is handed over and stops with the last token. A short
-warm-up comes before, so that no kernel is compiled while the clock runs. Read ``report.py`` for how it is shown.
+warm-up comes before, so that no kernel is compiled while the clock runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pagedcore import SamplingParams
 
 if TYPE_CHECKING:
-    from pagedcore import Engine, Request
+    from pagedcore import Engine
     from pagedcore.bench.workloads import Workload
     from pagedcore.outputs import RequestMetrics
 
@@ -47,36 +47,25 @@ class Measurement:
     token_interval_p50_s: float
     """Time from one token of a request to its next: each request's mean, and of these the median."""
     rows_per_step: tuple[int, ...]
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        """Generated tokens per second."""
-        return self.num_output_tokens / self.wall_s
-
-    @property
-    def total_tokens_per_s(self) -> float:
-        """Prompt and generated tokens per second."""
-        return (self.num_prompt_tokens + self.num_output_tokens) / self.wall_s
-
-    @property
-    def slot_utilisation(self) -> float:
-        """Share of slots that computed something for a request; the rest was idle or held by a finished one."""
-        return self.num_rows / (self.num_steps * self.num_slots)
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    """Prompt and generated tokens per second."""
+    slot_utilisation: float
+    """Share of slots that computed something for a request; the rest was idle or held by a finished one."""
 
 
 def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callable[[int], None]) -> Measurement:
-    """Run ``workload`` once and measure it.
+    """Run ``workload`` once under the engine's ``policy`` and measure it.
 
-    Args:
-        engine: with room for all requests in its waiting queue, and no others in it.
-        workload: what to run.
-        policy: the name of the engine's scheduling policy.
-        on_progress: called with the number of tokens generated in each step.
+    The engine has no other requests, and room for all of these in its waiting queue. ``on_progress`` is called with the
+    number of tokens generated in each step.
 
     Raises:
         InvalidRequest: a prompt does not fit the engine's model.
     """
-    _warm_up(engine, workload)
+    # Why: backwards, so that the prefix cache holds nothing of the workload afterwards.
+    warm_up = [list(prompt[: -_WARM_UP_TOKENS - 1 : -1]) for prompt in workload.prompts[:2]]
+    engine.generate(warm_up, _exactly(min(_WARM_UP_TOKENS, *workload.num_outputs)), show_progress=False)
     before, rows_per_step = engine.stats(), []
     num_rows = before.num_rows
     start = time.perf_counter()
@@ -87,18 +76,27 @@ def measure(engine: Engine, workload: Workload, policy: str, on_progress: Callab
         rows_per_step.append(engine.stats().num_rows - num_rows)
         num_rows += rows_per_step[-1]
     wall_s = time.perf_counter() - start
-    after, metrics = engine.stats(), [_metrics_of(request) for request in requests]
+    after = engine.stats()
+    metrics = [request.output().metrics for request in requests]
+    for request in requests:
+        request.remove()
+    first_token_times = [(one.first_token_s or one.arrival_s) - one.arrival_s for one in metrics]
     num_outputs = after.num_generated_tokens - before.num_generated_tokens
+    num_steps, num_rows = after.num_steps - before.num_steps, after.num_rows - before.num_rows
+    num_slots = min(after.max_num_seqs, len(requests))
     # Why: the last token of a request is never computed, only sampled.
     needed = workload.num_prompt_tokens + num_outputs - len(requests)
     return Measurement(
         policy=policy, num_requests=len(requests), num_prompt_tokens=workload.num_prompt_tokens,
-        num_output_tokens=num_outputs, wall_s=wall_s, num_steps=after.num_steps - before.num_steps,
-        num_slots=min(after.max_num_seqs, len(requests)), num_rows=after.num_rows - before.num_rows,
+        num_output_tokens=num_outputs, wall_s=wall_s, num_steps=num_steps, num_slots=num_slots, num_rows=num_rows,
         num_recomputed_tokens=after.num_computed_tokens - before.num_computed_tokens - needed,
         num_preemptions=after.num_preemptions - before.num_preemptions, rows_per_step=tuple(rows_per_step),
+        ttft_mean_s=statistics.mean(first_token_times), ttft_p50_s=percentile(first_token_times, 0.5),
+        ttft_p95_s=percentile(first_token_times, 0.95),
         token_interval_p50_s=statistics.median(map(_token_interval, metrics, workload.num_outputs)),
-        **_first_token_times(metrics),
+        output_tokens_per_s=num_outputs / wall_s,
+        total_tokens_per_s=(workload.num_prompt_tokens + num_outputs) / wall_s,
+        slot_utilisation=num_rows / (num_steps * num_slots),
     )
 
 
@@ -108,29 +106,8 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
 
 
-def _warm_up(engine: Engine, workload: Workload) -> None:
-    # Why: backwards, so that the prefix cache holds nothing of the workload afterwards.
-    prompts = [list(prompt[: -_WARM_UP_TOKENS - 1 : -1]) for prompt in workload.prompts[:2]]
-    engine.generate(prompts, _exactly(min(_WARM_UP_TOKENS, *workload.num_outputs)), show_progress=False)
-
-
 def _exactly(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-
-
-def _metrics_of(request: Request) -> RequestMetrics:
-    metrics = request.output().metrics
-    request.remove()
-    return metrics
-
-
-def _first_token_times(metrics: list[RequestMetrics]) -> dict[str, float]:
-    times = [(one.first_token_s or one.arrival_s) - one.arrival_s for one in metrics]
-    return {
-        "ttft_mean_s": statistics.mean(times),
-        "ttft_p50_s": percentile(times, 0.5),
-        "ttft_p95_s": percentile(times, 0.95),
-    }
 
 
 def _token_interval(metrics: RequestMetrics, num_outputs: int) -> float:

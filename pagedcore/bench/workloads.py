@@ -1,7 +1,7 @@
-"""Workloads: prompts as token ids and how many tokens to generate for each. The same ids on every machine.
+"""What is measured: workloads, prompts as token ids with the number of tokens to generate, and random weights.
 
-``w1``, ``w2``, ``w3`` draw from ``random.Random`` with fixed seeds, so that other engines can be given the very
-same tokens; their digests are recorded in the tests. Never runs anything; ``throughput.py`` does.
+``w1``, ``w2``, ``w3`` draw from ``random.Random`` with fixed seeds, so that other engines can be given the very same
+tokens on every machine; their digests are recorded in the tests. ``throughput.py`` runs them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pagedcore.errors import InvalidConfig
 
@@ -20,6 +20,18 @@ _PEER_IDS: Final = (300, 4000)
 _RAGGED_IDS: Final = (32, 256)
 """Half-open range of the token ids of "ragged": inside any model's vocabulary."""
 _LONGEST: Final = 256
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "tiny": {
+        "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "intermediate_size": 768, "vocab_size": 4096, "max_position_embeddings": 4096,
+    },
+    "qwen05b": {
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "intermediate_size": 4864, "vocab_size": 151936, "max_position_embeddings": 32768,
+    },
+}
+"""Of models with random weights, whose speed is that of real ones; "qwen05b" is that of Qwen2.5-0.5B."""
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +73,22 @@ def make_workload(name: str, max_model_len: int) -> Workload:
         InvalidConfig: there is no such workload, or the model's context is too short for it.
     """
     require_name(name)
-    workload = {"ragged": _ragged, "w1": _w1, "w2": _w2, "w3": _w3}[name](max_model_len)
-    _require_context(workload, max_model_len)
-    return workload
+    rng = random.Random("ragged" if name == "ragged" else f"tokens-{name}-")
+    if name == "ragged":
+        longest = max(2, min(_LONGEST, max_model_len // 2))
+        shortest = max(1, longest // 16)
+        prompts = tuple(_ids(rng, rng.randint(shortest, longest), _RAGGED_IDS) for _ in range(64))
+        outputs = tuple(rng.randint(shortest, longest) for _ in prompts)
+    elif name == "w1":
+        prompt_lengths, output_lengths = random.Random(0), random.Random(1)
+        prompts = tuple(_ids(rng, prompt_lengths.randint(16, _LONGEST)) for _ in range(64))
+        outputs = tuple(output_lengths.randint(16, _LONGEST) for _ in prompts)
+    elif name == "w2":
+        prefix = _ids(rng, 512)
+        prompts, outputs = tuple(prefix + _ids(rng, 16) for _ in range(32)), (32,) * 32
+    else:
+        prompts, outputs = (_ids(rng, 128),), (64,)
+    return _fitting(Workload(name, prompts, outputs), max_model_len)
 
 
 def require_name(name: str) -> None:
@@ -82,50 +107,39 @@ def load_prompts(path: Path, num_outputs: int, max_model_len: int) -> Workload:
         prompts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"prompts: the file cannot be read as JSON: {type(error).__name__}.") from None
-    if not isinstance(prompts, list) or not prompts or not all(_are_token_ids(prompt) for prompt in prompts):
+    are_token_ids = isinstance(prompts, list) and prompts and all(
+        isinstance(prompt, list) and set(map(type, prompt)) == {int} for prompt in prompts)
+    if not are_token_ids:
         raise InvalidConfig("prompts: the file needs a list of prompts, each a list of token ids.")
-    workload = Workload("file", tuple(map(tuple, prompts)), (num_outputs,) * len(prompts))
-    _require_context(workload, max_model_len)
-    return workload
+    return _fitting(Workload("file", tuple(map(tuple, prompts)), (num_outputs,) * len(prompts)), max_model_len)
 
 
-def _are_token_ids(prompt: object) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
-
-
-def _require_context(workload: Workload, max_model_len: int) -> None:
+def _fitting(workload: Workload, max_model_len: int) -> Workload:
     needed = max(len(prompt) + more for prompt, more in zip(workload.prompts, workload.num_outputs, strict=True))
     if needed > max_model_len:
         raise InvalidConfig(
             f"workload: {workload.name!r} needs a context of {needed} tokens, this model has {max_model_len}; "
             "take another model or the workload ragged."
         )
+    return workload
 
 
 def _ids(rng: random.Random, count: int, bounds: tuple[int, int] = _PEER_IDS) -> tuple[int, ...]:
     return tuple(rng.randrange(*bounds) for _ in range(count))
 
 
-def _ragged(max_model_len: int) -> Workload:
-    rng = random.Random("ragged")
-    longest = max(2, min(_LONGEST, max_model_len // 2))
-    shortest = max(1, longest // 16)
-    prompts = tuple(_ids(rng, rng.randint(shortest, longest), _RAGGED_IDS) for _ in range(64))
-    return Workload("ragged", prompts, tuple(rng.randint(shortest, longest) for _ in prompts))
+def random_model(shape: str, dtype: str) -> Any:
+    """Build a Qwen2 model of ``shape`` with random weights, the same ones every time.
 
+    Raises:
+        InvalidConfig: there is no such shape.
+    """
+    if shape not in SHAPES:
+        raise InvalidConfig(f"random weights: got {shape!r}, allowed is one of {', '.join(SHAPES)}.")
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
-def _w1(_: int) -> Workload:
-    prompt_lengths, output_lengths, rng = random.Random(0), random.Random(1), random.Random("tokens-w1-")
-    lengths = [prompt_lengths.randint(16, _LONGEST) for _ in range(64)]
-    outputs = tuple(output_lengths.randint(16, _LONGEST) for _ in range(64))
-    return Workload("w1", tuple(_ids(rng, length) for length in lengths), outputs)
-
-
-def _w2(_: int) -> Workload:
-    rng = random.Random("tokens-w2-")
-    prefix = _ids(rng, 512)
-    return Workload("w2", tuple(prefix + _ids(rng, 16) for _ in range(32)), (32,) * 32)
-
-
-def _w3(_: int) -> Workload:
-    return Workload("w3", (_ids(random.Random("tokens-w3-"), 128),), (64,))
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        Qwen2Config(tie_word_embeddings=True, **SHAPES[shape]), dtype=getattr(torch, dtype)
+    ).eval()

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from pagedcore.cli.common import (
-    BackendOption,
-    BlocksOption,
-    DtypeOption,
-    LengthOption,
-    ModelOption,
-    SeqsOption,
-    console,
-    error_console,
-    open_engine,
-)
+from pagedcore.cli import common
 from pagedcore.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from pagedcore import Engine
-    from pagedcore.bench.throughput import Measurement
-    from pagedcore.bench.workloads import Workload
 
 _MAX_WAITING = 4096
 """All requests of a workload arrive at once, so the queue has to hold them."""
@@ -32,14 +18,9 @@ _MAX_WAITING = 4096
 app = typer.Typer(help="Measure what batching is worth on this machine.", no_args_is_help=True)
 
 
-@app.callback()
-def _bench() -> None:
-    """Keep ``throughput`` a subcommand of its own, although it is the only one."""
-
-
 @app.command()
 def throughput(
-    model: ModelOption = "demo",
+    model: common.ModelOption = "demo",
     random_weights: Annotated[
         str | None, typer.Option(help="Instead of --model: random weights in the shape tiny or qwen05b.")
     ] = None,
@@ -51,63 +32,40 @@ def throughput(
     policies: Annotated[str, typer.Option(help="Scheduling policies to compare.")] = "static,fcfs",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the slots at work in each step; needs matplotlib.")] = None,
-    dtype: DtypeOption = "auto",
-    max_num_seqs: SeqsOption = None,
-    blocks: BlocksOption = None,
-    max_model_len: LengthOption = None,
-    attention_backend: BackendOption = "auto",
+    dtype: common.DtypeOption = "auto",
+    max_num_seqs: common.SeqsOption = None,
+    blocks: common.BlocksOption = None,
+    max_model_len: common.LengthOption = None,
+    attention_backend: common.BackendOption = "auto",
 ) -> None:
     """Run 64 ragged requests, or another workload, under each policy and compare."""
-    from pagedcore.bench import report
-    from pagedcore.bench.workloads import require_name
+    from rich.progress import Progress
 
-    require_name(workload)
-    measurements: list[Measurement] = []
+    from pagedcore.bench import report, workloads
+    from pagedcore.bench.throughput import measure
+    from pagedcore.execution.machine import this_machine
+
+    workloads.require_name(workload)
+    number_format = this_machine().default_dtype if dtype == "auto" else dtype
+    measurements = []
     for policy in policies.split(","):
-        with open_engine(
-            _model(model, random_weights, dtype), dtype=dtype, num_kv_blocks=blocks,
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        with common.open_engine(
+            model if random_weights is None else workloads.random_model(random_weights, number_format), dtype=dtype,
+            num_kv_blocks=blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_waiting=_MAX_WAITING, attention_backend=attention_backend, scheduling_policy=policy,
-        ) as engine:
-            chosen = _workload(engine, workload, prompts_json, output_tokens)
-            measurements.append(_measure(engine, chosen, policy))
+        ) as engine, Progress(console=common.error_console(), transient=True) as progress:
+            max_len = engine.stats().max_model_len
+            chosen = (workloads.make_workload(workload, max_len) if prompts_json is None
+                      else workloads.load_prompts(prompts_json, output_tokens, max_len))
+            if len(chosen.prompts) > _MAX_WAITING:
+                raise InvalidConfig(f"prompts: got {len(chosen.prompts)}, allowed is up to {_MAX_WAITING}.")
+            task = progress.add_task(policy, total=chosen.num_output_tokens)
+            measurements.append(measure(engine, chosen, policy, partial(progress.advance, task)))
             stats = engine.stats()
-    console().print(report.as_table(chosen, measurements))
+    common.console().print(report.as_table(chosen, measurements))
     context = {"model": random_weights or Path(model).name, "dtype": stats.dtype,
                "attention_backend": stats.attention_backend}
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_data(chosen, measurements, **context)), encoding="utf-8")
     if plot is not None:
         report.save_plot(plot, chosen, measurements)
-
-
-def _model(model: str, random_weights: str | None, dtype: str) -> Any:
-    if random_weights is None:
-        return model
-    from pagedcore.bench.models import random_model
-    from pagedcore.execution.machine import this_machine
-
-    return random_model(random_weights, this_machine().default_dtype if dtype == "auto" else dtype)
-
-
-def _workload(engine: Engine, name: str, prompts_json: Path | None, output_tokens: int) -> Workload:
-    from pagedcore.bench.workloads import load_prompts, make_workload
-
-    stats = engine.stats()
-    if prompts_json is None:
-        chosen = make_workload(name, stats.max_model_len)
-    else:
-        chosen = load_prompts(prompts_json, output_tokens, stats.max_model_len)
-    if len(chosen.prompts) > _MAX_WAITING:
-        raise InvalidConfig(f"prompts: got {len(chosen.prompts)}, allowed is up to {_MAX_WAITING}.")
-    return chosen
-
-
-def _measure(engine: Engine, workload: Workload, policy: str) -> Measurement:
-    from rich.progress import Progress
-
-    from pagedcore.bench.throughput import measure
-
-    with Progress(console=error_console(), transient=True) as progress:
-        task = progress.add_task(policy, total=workload.num_output_tokens)
-        return measure(engine, workload, policy, lambda count: progress.advance(task, count))

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedcore.cli.common import (
-    BlocksOption,
-    DtypeOption,
-    LengthOption,
-    ModelOption,
-    error_console,
-    open_engine,
-    stream_completion,
-)
+from pagedcore.cli import common
 from pagedcore.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -25,27 +17,33 @@ _LEAVE = {"/exit", "/quit"}
 
 
 def chat(
-    model: ModelOption = "demo",
+    model: common.ModelOption = "demo",
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens per completion.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample within this share of probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
-    dtype: DtypeOption = "auto",
-    blocks: BlocksOption = None,
-    max_model_len: LengthOption = None,
+    dtype: common.DtypeOption = "auto",
+    blocks: common.BlocksOption = None,
+    max_model_len: common.LengthOption = None,
 ) -> None:
     """Talk to a model; an empty line is skipped, /new starts again, /exit or end of input leaves."""
     from pagedcore import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with open_engine(model, dtype=dtype, num_kv_blocks=blocks, max_model_len=max_model_len) as engine:
-        conversation = Conversation(engine, params, system)
+    with common.open_engine(model, dtype=dtype, num_kv_blocks=blocks, max_model_len=max_model_len) as engine:
+        conversation, notes = Conversation(engine, params, system), common.error_console()
         while (line := _read_line()) is not None and line not in _LEAVE:
             if line == "/new":
                 conversation.restart()
             elif line:
-                _say(conversation, line)
+                try:
+                    conversation.say(line)
+                except InvalidRequest as error:
+                    notes.print(f"refused: {error} /new starts a new conversation.", style="red", markup=False)
+                    continue
+                if sys.stdin.isatty():
+                    notes.print(f"[dim]{conversation.num_reused_tokens} tokens reused[/]")
 
 
 class Conversation:
@@ -65,14 +63,13 @@ class Conversation:
 
         Raises:
             InvalidRequest: the turn is refused, for one because the context is full; the conversation is as it was.
-            RequestFailed: the completion ended with an error.
         """
         message = {"role": "user", "content": text}
         if self.request is None:
             self.request = self._engine.add_request([*self._opening, message], self._params)
         else:
             self.request.extend([message], self._params)
-        stream_completion(self._engine, self.request)
+        common.stream_completion(self._engine, self.request)
 
     @property
     def num_reused_tokens(self) -> int:
@@ -88,17 +85,6 @@ class Conversation:
 
 def _read_line() -> str | None:
     if sys.stdin.isatty():
-        error_console().print("[bold cyan]you>[/] ", end="")
+        common.error_console().print("[bold cyan]you>[/] ", end="")
     line = sys.stdin.readline()
     return line.strip() if line else None
-
-
-def _say(conversation: Conversation, line: str) -> None:
-    notes = error_console()
-    try:
-        conversation.say(line)
-    except InvalidRequest as error:
-        notes.print(f"refused: {error} /new starts a new conversation.", style="red", markup=False)
-        return
-    if sys.stdin.isatty():
-        notes.print(f"[dim]{conversation.num_reused_tokens} tokens reused[/]")

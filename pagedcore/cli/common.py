@@ -1,7 +1,4 @@
-"""What the commands share: the options that choose and size an engine, and the two consoles.
-
-Never decides a default that belongs to ``EngineConfig``: an option that is not given is not passed on.
-"""
+"""What the commands share: the options that choose and size an engine, and the two consoles."""
 
 from __future__ import annotations
 
@@ -39,11 +36,7 @@ def error_console() -> Console:
 
 
 def open_engine(model: Any, **settings: Any) -> Engine:
-    """Build an engine while saying so; settings that are ``None`` are left to the engine.
-
-    Raises:
-        InvalidConfig: as from ``Engine.from_pretrained``.
-    """
+    """Build an engine while saying so; settings that are ``None`` are left to the engine."""
     given = {name: value for name, value in settings.items() if value is not None}
     with error_console().status(f"loading {model if isinstance(model, str) else 'the model'} ..."):
         from transformers.utils import logging
@@ -55,11 +48,7 @@ def open_engine(model: Any, **settings: Any) -> Engine:
 
 
 def stream_completion(engine: Engine, request: Request) -> None:
-    """Step until ``request`` is done, writing its text to standard output as it comes.
-
-    Raises:
-        RequestFailed: it ended with an error.
-    """
+    """Step until ``request`` is done, writing its text to standard output as it comes; raise its error, if any."""
     while not request.is_done:
         for delta in engine.step():
             sys.stdout.write(delta.text)

@@ -1,7 +1,7 @@
 """``pagedcore demo``: questions with known answers go through the demo model, and you watch the batch.
 
-Owns the run, its verdicts, and how they look: a live table on a terminal, one line per completion anywhere else. It
-is also the simplest complete example of the step loop: add requests, step, read what is new.
+A live table on a terminal, one line per completion anywhere else. It is also the simplest complete example of the step
+loop: add requests, step, read what is new.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pagedcore.cli.common import BlocksOption, DtypeOption, console, open_engine
 
 if TYPE_CHECKING:
-    from pagedcore import Delta, Engine, Request
+    from pagedcore import Engine, Request
     from pagedcore.demo_model.questions import DemoQuestion
 
 _MAX_TOKENS: Final = 64
@@ -76,19 +77,21 @@ class Run:
         """Seconds since the first request was handed over."""
         return time.perf_counter() - self.started_s
 
-    @property
-    def verdict(self) -> str:
-        """The last line of the demo."""
-        stats, seconds = self.engine.stats(), self.elapsed_s
-        return (f"{self.num_right} of {len(self.lines)} answers right, {stats.num_generated_tokens} tokens in "
-                f"{stats.num_steps} steps and {seconds:.2f} s, {stats.num_preemptions} preemptions")
-
     def steps(self) -> Iterator[list[Line]]:
         """Step until every request has ended; yield the lines that each step finished."""
+        from pagedcore.demo_model.questions import is_correct
+
         by_id = {line.request.request_id: line for line in self.lines}
         while self.engine.has_pending_requests():
-            advanced = [_advance(by_id[delta.request_id], delta) for delta in self.engine.step()]
-            yield [line for line in advanced if line.is_right is not None]
+            finished = []
+            for delta in self.engine.step():
+                line = by_id[delta.request_id]
+                line.text += delta.text
+                line.num_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    line.is_right = is_correct(line.question, line.text)
+                    finished.append(line)
+            yield finished
             time.sleep(self.pause_s)
 
 
@@ -122,42 +125,26 @@ def start(engine: Engine, num_requests: int, seed: int) -> Run:
     ])
 
 
-def _advance(line: Line, delta: Delta) -> Line:
-    from pagedcore.demo_model.questions import is_correct
-
-    line.text += delta.text
-    line.num_tokens += len(delta.token_ids)
-    if delta.finish_reason is not None:
-        line.is_right = is_correct(line.question, line.text)
-    return line
-
-
 def show(run: Run, console: Console) -> None:
     """Run the demo to its end, live on a terminal, as plain lines otherwise."""
     if console.is_terminal:
-        _show_live(run, console)
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            next_frame_s = 0.0
+            for _ in run.steps():
+                # Why: drawing costs more than a step of the demo model, so most steps are not drawn.
+                if run.elapsed_s >= next_frame_s:
+                    live.update(frame(run, console.height - _FRAME_LINES), refresh=True)
+                    next_frame_s = run.elapsed_s + 1 / _FRAMES_PER_S
+        console.print(_lines_table(run.lines))
     else:
-        _show_plain(run, console)
-    console.print(run.verdict, style="bold green" if run.num_right == len(run.lines) else "bold red")
-
-
-def _show_live(run: Run, console: Console) -> None:
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        next_frame_s = 0.0
-        for _ in run.steps():
-            # Why: drawing costs more than a step of the demo model, so most steps are not drawn.
-            if run.elapsed_s >= next_frame_s:
-                live.update(frame(run, console.height - _FRAME_LINES), refresh=True)
-                next_frame_s = run.elapsed_s + 1 / _FRAMES_PER_S
-    console.print(_lines_table(run.lines))
-
-
-def _show_plain(run: Run, console: Console) -> None:
-    for finished in run.steps():
-        for line in finished:
+        for line in chain.from_iterable(run.steps()):
             mark = "right" if line.is_right else f"WRONG, expected {line.question.answer!r}"
             console.print(f"{line.number:>4}  {line.num_tokens:>3} tokens  {line.question.prompt!r} -> "
                           f"{line.text.strip()!r}  {mark}", markup=False, soft_wrap=True)
+    stats, seconds = run.engine.stats(), run.elapsed_s
+    console.print(f"{run.num_right} of {len(run.lines)} answers right, {stats.num_generated_tokens} tokens in "
+                  f"{stats.num_steps} steps and {seconds:.2f} s, {stats.num_preemptions} preemptions",
+                  style="bold green" if run.num_right == len(run.lines) else "bold red")
 
 
 def frame(run: Run, num_rows: int) -> RenderableType:
@@ -167,39 +154,28 @@ def frame(run: Run, num_rows: int) -> RenderableType:
     done = [line for line in run.lines if line.is_right is not None]
     visible = (running + waiting)[: max(1, num_rows)]
     room = max(0, num_rows - len(visible))
-    return Group(_lines_table(done[len(done) - min(room, len(done)):] + visible), _counters(run, len(done)))
-
-
-def _lines_table(lines: list[Line]) -> Table:
-    table = Table(expand=True, pad_edge=False)
-    table.add_column("#", justify="right", width=4)
-    table.add_column("state", width=10)
-    table.add_column("tokens", justify="right", width=6)
-    table.add_column("question", ratio=2, no_wrap=True)
-    table.add_column("completion so far", ratio=3, no_wrap=True)
-    for line in lines:
-        table.add_row(str(line.number), _state(line), str(line.num_tokens), Text(_one_line(line.question.prompt)),
-                      Text(_one_line(line.text)))
-    return table
-
-
-def _state(line: Line) -> Text:
-    if line.is_right is None:
-        return Text(line.state, style=_COLOURS[line.state])
-    return Text("right", style="green") if line.is_right else Text("wrong", style="bold red")
-
-
-def _counters(run: Run, num_done: int) -> RenderableType:
     stats = run.engine.stats()
-    table = Table.grid(padding=(0, 1))
-    table.add_row("blocks in use", ProgressBar(stats.num_blocks, stats.num_blocks_used, width=40),
-                  f"{stats.num_blocks_used} of {stats.num_blocks}")
-    table.add_row("answered", ProgressBar(len(run.lines), num_done, width=40), f"{num_done} of {len(run.lines)}")
+    bars = Table.grid(padding=(0, 1))
+    bars.add_row("blocks in use", ProgressBar(stats.num_blocks, stats.num_blocks_used, width=40),
+                 f"{stats.num_blocks_used} of {stats.num_blocks}")
+    bars.add_row("answered", ProgressBar(len(run.lines), len(done), width=40), f"{len(done)} of {len(run.lines)}")
     rate = stats.num_generated_tokens / max(run.elapsed_s, 1e-9)
     totals = (f"running {stats.num_running}   waiting {stats.num_waiting}   step {stats.num_steps}   "
               f"{rate:.0f} tokens/s   preemptions {stats.num_preemptions}")
-    return Group(table, Text(totals))
+    return Group(_lines_table(done[len(done) - min(room, len(done)):] + visible), bars, Text(totals))
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _lines_table(lines: list[Line]) -> Table:
+    table = Table(
+        Column("#", justify="right", width=4), Column("state", width=10), Column("tokens", justify="right", width=6),
+        Column("question", ratio=2, no_wrap=True), Column("completion so far", ratio=3, no_wrap=True),
+        expand=True, pad_edge=False,
+    )
+    for line in lines:
+        if line.is_right is None:
+            state = Text(line.state, style=_COLOURS[line.state])
+        else:
+            state = Text("right", style="green") if line.is_right else Text("wrong", style="bold red")
+        texts = (Text(" ".join(text.split())) for text in (line.question.prompt, line.text))
+        table.add_row(str(line.number), state, str(line.num_tokens), *texts)
+    return table

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pagedcore.execution.machine import Machine
 
 _PACKAGES: Final = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "pluggy")
-_GIB: Final = 2**30
 
 
 def doctor() -> None:
@@ -26,44 +25,30 @@ def doctor() -> None:
     from pagedcore.execution.machine import this_machine
     from pagedcore.plugins.manager import create_plugin_manager
 
-    machine, manager, out = this_machine(), create_plugin_manager(), console()
+    machine, out = this_machine(), console()
     out.print(_facts("machine", machine_facts(machine)))
     out.print(_facts("versions", versions()))
     out.print(_facts('"auto" chooses', choices(machine)))
-    plugins = records_table(manager)
-    plugins.title = "plugins"
-    out.print(plugins)
+    out.print(records_table(create_plugin_manager(), title="plugins"))
 
 
 def machine_facts(machine: Machine) -> dict[str, str]:
-    """Describe processor, memory and GPUs."""
+    """Describe processor, memory, GPUs, whether an engine can compute on one, and whether kernels can be built."""
+    from pagedcore.execution.devices import why_no_cuda
+    from pagedcore_kernels.cuda.build.toolchain import EXTRA, missing_compiler_parts
+
+    missing = ", ".join(missing_compiler_parts())
     return {
         "processor": machine.cpu_name,
         "usable cores": str(machine.num_cores),
         "instruction sets": " ".join(machine.instruction_sets) or "none that matter",
         "number formats": ", ".join(machine.dtypes),
-        "memory": f"{machine.memory_bytes / _GIB:.1f} GiB",
+        "memory": f"{machine.memory_bytes / 2**30:.1f} GiB",
         "GPUs": _gpus() or "none found",
-        'device="cuda"': cuda_device(),
-        "CUDA kernels": cuda_kernels(),
+        'device="cuda"': why_no_cuda() or "available; not tested on a GPU yet",
+        "CUDA kernels": f"cannot be built: {missing} not found; install pagedcore[{EXTRA}]" if missing
+                        else "can be built here",
     }
-
-
-def cuda_device() -> str:
-    """Say whether an engine can compute on a GPU."""
-    from pagedcore.execution.devices import why_no_cuda
-
-    return why_no_cuda() or "available; not tested on a GPU yet"
-
-
-def cuda_kernels() -> str:
-    """Say whether kernels for GPUs can be built with what is installed."""
-    from pagedcore_kernels.cuda.build.toolchain import EXTRA, missing_compiler_parts
-
-    missing = missing_compiler_parts()
-    if missing:
-        return f"cannot be built: {', '.join(missing)} not found; install pagedcore[{EXTRA}]"
-    return "can be built here"
 
 
 def versions() -> dict[str, str]:
@@ -82,14 +67,12 @@ def choices(machine: Machine) -> dict[str, str]:
     from pagedcore import EngineConfig
     from pagedcore.models.loading import DEFAULT_ATTENTION
 
-    config = EngineConfig()
+    config, shown = EngineConfig(), ("scheduling_policy", "max_num_seqs", "max_num_batched_tokens")
     return {
         "device": "cpu",
         "dtype": machine.default_dtype,
         "attention_backend": DEFAULT_ATTENTION,
-        "scheduling_policy": config.scheduling_policy,
-        "max_num_seqs": str(config.max_num_seqs),
-        "max_num_batched_tokens": str(config.max_num_batched_tokens),
+        **{name: str(getattr(config, name)) for name in shown},
     }
 
 

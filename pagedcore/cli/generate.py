@@ -5,29 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from pagedcore.cli.common import (
-    BackendOption,
-    BlocksOption,
-    DtypeOption,
-    LengthOption,
-    ModelOption,
-    SeqsOption,
-    open_engine,
-    stream_completion,
-)
+from pagedcore.cli import common
 from pagedcore.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from pagedcore import Engine, SamplingParams
 
 
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Any number of prompts.")] = None,
-    model: ModelOption = "demo",
+    model: common.ModelOption = "demo",
     prompts_file: Annotated[
         Path | None, typer.Option(help="A file with one prompt per line; - is standard input.", allow_dash=True)
     ] = None,
@@ -41,11 +29,11 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a completion; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same completion.")] = None,
-    dtype: DtypeOption = "auto",
-    max_num_seqs: SeqsOption = None,
-    blocks: BlocksOption = None,
-    max_model_len: LengthOption = None,
-    attention_backend: BackendOption = "auto",
+    dtype: common.DtypeOption = "auto",
+    max_num_seqs: common.SeqsOption = None,
+    blocks: common.BlocksOption = None,
+    max_model_len: common.LengthOption = None,
+    attention_backend: common.BackendOption = "auto",
 ) -> None:
     """Complete prompts given as arguments or in a file."""
     from pagedcore import SamplingParams
@@ -58,12 +46,16 @@ def generate(
         repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed,
     )
     inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in wanted]
-    with open_engine(model, dtype=dtype, max_num_seqs=max_num_seqs, num_kv_blocks=blocks,
+    with common.open_engine(model, dtype=dtype, max_num_seqs=max_num_seqs, num_kv_blocks=blocks,
                      max_model_len=max_model_len, attention_backend=attention_backend) as engine:
         if len(inputs) == 1 and not as_json:
-            stream_completion(engine, engine.add_request(inputs[0], params))
-        else:
-            _batch(engine, wanted, inputs, params, as_json)
+            common.stream_completion(engine, engine.add_request(inputs[0], params))
+            return
+        for text, output in zip(wanted, engine.generate(inputs, params), strict=True):
+            completion = output.outputs[0]
+            record = {"prompt": text, "text": completion.text, "num_tokens": len(completion.token_ids),
+                      "finish_reason": completion.finish_reason}
+            print(json.dumps(record, ensure_ascii=False) if as_json else f"{text}\n  {completion.text.strip()}")
 
 
 def _read_prompts(path: Path | None) -> list[str]:
@@ -74,11 +66,3 @@ def _read_prompts(path: Path | None) -> list[str]:
     except OSError as error:
         raise InvalidConfig(f"--prompts-file: cannot be read ({type(error).__name__}).") from None
     return [line for line in text.splitlines() if line.strip()]
-
-
-def _batch(engine: Engine, texts: list[str], inputs: list[Any], params: SamplingParams, as_json: bool) -> None:
-    for text, output in zip(texts, engine.generate(inputs, params), strict=True):
-        completion = output.outputs[0]
-        record = {"prompt": text, "text": completion.text, "num_tokens": len(completion.token_ids),
-                  "finish_reason": completion.finish_reason}
-        print(json.dumps(record, ensure_ascii=False) if as_json else f"{text}\n  {completion.text.strip()}")

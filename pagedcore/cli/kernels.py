@@ -13,11 +13,6 @@ from pagedcore.errors import InvalidConfig
 app = typer.Typer(help="Compile the kernels for GPUs ahead of time.", no_args_is_help=True)
 
 
-@app.callback()
-def _kernels() -> None:
-    """Keep ``build`` a subcommand of its own, although it is the only one."""
-
-
 @app.command()
 def build(
     arch: Annotated[list[str], typer.Option(help="Architecture, such as sm_90; may be given several times.")],

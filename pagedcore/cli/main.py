@@ -17,12 +17,8 @@ app = typer.Typer(
     name="pagedcore", help="Continuous batching inside your own Python process.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
 )
-app.command("demo")(demo.demo)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("size")(size.size)
-app.command("plugins")(plugins.plugins)
-app.command("doctor")(doctor.doctor)
+for command in (demo.demo, generate.generate, chat.chat, size.size, plugins.plugins, doctor.doctor):
+    app.command()(command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(kernels.app, name="kernels")
 

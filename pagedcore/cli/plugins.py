@@ -11,7 +11,6 @@ from pagedcore.cli.common import console
 
 if TYPE_CHECKING:
     from pagedcore.plugins.manager import PluginManager
-    from pagedcore.plugins.registry import Registry
 
 
 def plugins(
@@ -22,28 +21,23 @@ def plugins(
     from pagedcore.plugins.manager import create_plugin_manager
 
     manager = create_plugin_manager()
-    console().print(records_table(manager) if table is None else entries_table(manager.registry, table))
+    if table is None:
+        console().print(records_table(manager))
+        return
+    entries = manager.registry.find_table(table)
+    rows = RichTable("name", "what", "plugin", "state", title=table)
+    for entry in entries:
+        # Why: finding out whether an entry is available imports it.
+        missing = f"needs pagedcore[{entry.extra}]" if entry.extra else "cannot be imported"
+        rows.add_row(entry.name, entry.summary, entry.plugin,
+                     "available" if entries.can_import(entry.name) else missing)
+    console().print(rows)
 
 
-def records_table(manager: PluginManager) -> RichTable:
+def records_table(manager: PluginManager, title: str | None = None) -> RichTable:
     """Lay out one row per plugin that was met."""
-    table = RichTable("plugin", "distribution", "version", "state", "hooks", "reason")
+    table = RichTable("plugin", "distribution", "version", "state", "hooks", "reason", title=title)
     for record in manager.records:
         table.add_row(record.name, record.distribution, record.version, record.state, ", ".join(record.hooks),
                       record.reason)
-    return table
-
-
-def entries_table(registry: Registry, seam: str) -> RichTable:
-    """Lay out one row per entry of a table; finding out whether an entry is available imports it.
-
-    Raises:
-        InvalidConfig: there is no such table.
-    """
-    entries = registry.find_table(seam)
-    table = RichTable("name", "what", "plugin", "state", title=seam)
-    for entry in entries:
-        missing = f"needs pagedcore[{entry.extra}]" if entry.extra else "cannot be imported"
-        table.add_row(entry.name, entry.summary, entry.plugin,
-                      "available" if entries.can_import(entry.name) else missing)
     return table

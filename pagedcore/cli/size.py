@@ -6,17 +6,14 @@ import json
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from pagedcore import EngineConfig
 from pagedcore.cli.common import DtypeOption, console
 from pagedcore.config.memory_budget import format_memory, parse_memory
-
-if TYPE_CHECKING:
-    from pagedcore.models.blueprint import Blueprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +34,7 @@ class SizeReport:
     block_bytes: int
     """Over all layers, padding included."""
     bytes_per_token: int
-    """K and V without padding: 2 x layers x KV heads x head size x bytes, summed where layers differ.
-
-    It counts KV heads, not query heads (Ainslie et al. 2023)."""
+    """K and V without padding: 2 x layers x KV heads (Ainslie et al. 2023) x head size x bytes, summed over layers."""
     padding_bytes: int
     """Bytes of a block that hold no K or V."""
     blocks_per_sequence: int
@@ -68,32 +63,27 @@ class SizeReport:
         """Keywords of ``Engine.from_pretrained`` for an engine of this size, or with the blocks that fit."""
         return {
             "dtype": self.dtype, "max_model_len": self.context, "max_num_seqs": self.concurrency,
-            "max_num_batched_tokens": _step_tokens(self.concurrency),
+            "max_num_batched_tokens": max(self.concurrency, EngineConfig().max_num_batched_tokens),
             "num_kv_blocks": max(1, min(self.num_blocks, self.num_blocks_that_fit)),
         }
 
     @property
     def advice(self) -> str:
-        """One sentence on what is left, or on what to change."""
+        """One sentence on what is left, or on what to change, the smallest loss first."""
         if self.fits:
             return f"It fits: {format_memory(self.memory - self.total_bytes)} are left."
-        missing = format_memory(self.total_bytes - self.memory)
-        return f"It does not fit: {missing} are missing. Either {', or '.join(self._changes())}."
-
-    def _changes(self) -> list[str]:
-        """The smallest loss first."""
         changes = [f"give it {format_memory(self.total_bytes)} of memory"]
         if self.num_sequences_that_fit:
-            changes.append(f"keep both with num_kv_blocks={self.num_blocks_that_fit}: what has no room waits and gets "
-                           "the same completion")
-            changes.append(f"lower the concurrency to {self.num_sequences_that_fit}")
+            changes += [f"keep both with num_kv_blocks={self.num_blocks_that_fit}: what has no room waits and gets the "
+                        "same completion", f"lower the concurrency to {self.num_sequences_that_fit}"]
         if self.context_that_fits:
             changes.append(f"lower the context to {self.context_that_fits} tokens")
         if self.dtype == "float32" and self.total_bytes // 2 <= self.memory:
             changes.append("take dtype bfloat16, which halves weights and KV")
         if not self.num_blocks_that_fit:
             changes.append("take a smaller model: beside the weights there is no room for a block")
-        return changes
+        missing = format_memory(self.total_bytes - self.memory)
+        return f"It does not fit: {missing} are missing. Either {', or '.join(changes)}."
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain values."""
@@ -110,7 +100,7 @@ def size_model(
         model: "demo", a directory, or a hub name.
         context: tokens of each sequence; ``None``: what the model was made for.
         concurrency: sequences at once; ``None``: the default of ``max_num_seqs``.
-        dtype: number format of weights and KV.
+        dtype: as in ``EngineConfig``.
         memory: bytes, text or a share of free memory, for weights and KV; ``None``: what is free now.
 
     Raises:
@@ -121,40 +111,32 @@ def size_model(
     from pagedcore.models.loading import model_name, plan_backend
     from pagedcore.plugins.manager import create_plugin_manager
 
-    sequences = concurrency if concurrency is not None else EngineConfig().max_num_seqs
+    defaults = EngineConfig()
+    sequences = concurrency if concurrency is not None else defaults.max_num_seqs
+    # Why: a token budget in which every sequence can advance.
     config = EngineConfig(dtype=dtype, max_model_len=context, max_num_seqs=sequences,
-                          max_num_batched_tokens=_step_tokens(sequences))
+                          max_num_batched_tokens=max(sequences, defaults.max_num_batched_tokens))
     free_bytes = free_memory_bytes()
     given = parse_memory(memory, free_bytes=free_bytes, what="memory")
     plan = plan_backend(model, config, create_plugin_manager().registry.attention.load)
-    return _report(model_name(model), plan, context_length(plan.max_model_len, config), sequences,
-                   free_bytes if given is None else given)
-
-
-def _report(model: str, plan: Blueprint, context: int, concurrency: int, memory: int) -> SizeReport:
-    layout, layers = plan.layout, Counter(plan.layout.layers)
+    layout, layers, most = plan.layout, Counter(plan.layout.layers), free_bytes if given is None else given
+    length = context_length(plan.max_model_len, config)
     bytes_per_token = layout.dtype.itemsize * sum(
         n * layer.num_kv_heads * (layer.key_head_size + layer.value_head_size) for layer, n in layers.items())
-    blocks_per_sequence = -(-context // layout.block_size)
-    num_blocks = concurrency * blocks_per_sequence
-    num_blocks_that_fit = max(0, memory - plan.weight_bytes) // layout.block_bytes
+    blocks_per_sequence = -(-length // layout.block_size)
+    num_blocks = sequences * blocks_per_sequence
+    num_blocks_that_fit = max(0, most - plan.weight_bytes) // layout.block_bytes
     return SizeReport(
-        model=model, dtype=str(layout.dtype).removeprefix("torch."), max_model_len=plan.max_model_len,
+        model=model_name(model), dtype=str(layout.dtype).removeprefix("torch."), max_model_len=plan.max_model_len,
         num_parameters=plan.num_parameters, weight_bytes=plan.weight_bytes,
-        layers=[{"num_layers": n, "num_kv_heads": layer.num_kv_heads, "key_head_size": layer.key_head_size,
-                 "value_head_size": layer.value_head_size} for layer, n in layers.items()],
-        context=context, concurrency=concurrency, block_size=layout.block_size, block_bytes=layout.block_bytes,
+        layers=[{"num_layers": n, **asdict(layer)} for layer, n in layers.items()],
+        context=length, concurrency=sequences, block_size=layout.block_size, block_bytes=layout.block_bytes,
         bytes_per_token=bytes_per_token, padding_bytes=layout.block_bytes - layout.block_size * bytes_per_token,
         blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * layout.block_bytes,
-        memory=memory, num_blocks_that_fit=num_blocks_that_fit,
+        memory=most, num_blocks_that_fit=num_blocks_that_fit,
         num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
-        context_that_fits=min(context, num_blocks_that_fit // concurrency * layout.block_size),
+        context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
     )
-
-
-def _step_tokens(concurrency: int) -> int:
-    """A token budget in which every sequence can advance: the default, or more if that is less."""
-    return max(concurrency, EngineConfig().max_num_batched_tokens)
 
 
 def size(
@@ -177,18 +159,10 @@ def size(
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
         return
-    out = console()
-    out.print(report_table(report, is_given=memory is not None))
-    out.print(report.advice, soft_wrap=True)
-    if report.num_sequences_that_fit:
-        settings = ", ".join(f"{name}={value!r}" for name, value in report.settings.items())
-        out.print(f"Engine.from_pretrained(..., {settings})", markup=False, soft_wrap=True)
-
-
-def report_table(report: SizeReport, *, is_given: bool) -> Table:
-    """Lay out the sum, from one token to all sequences, and what fits."""
     tokens = f"{report.context:,} tokens"
-    rows = (
+    table = Table("what", Column("bytes", justify="right"), "how", title=f"{report.model}, {report.dtype}",
+                  title_justify="left")
+    for what, num_bytes, how in (
         ("KV of a token", report.bytes_per_token, _token_sum(report)),
         ("a block", report.block_bytes, f"{report.block_size} tokens, {report.padding_bytes:,} bytes of it padding"),
         ("a sequence", report.blocks_per_sequence * report.block_bytes,
@@ -199,15 +173,18 @@ def report_table(report: SizeReport, *, is_given: bool) -> Table:
          f"{report.concurrency:,} x {tokens}, as the formula counts"),
         ("weights, about", report.weight_bytes,
          f"{report.num_parameters:,} parameters, {format_memory(report.weight_bytes)}"),
-        ("memory", report.memory, f"{format_memory(report.memory)} {'given' if is_given else 'free on this machine'}"),
+        ("memory", report.memory,
+         f"{format_memory(report.memory)} {'free on this machine' if memory is None else 'given'}"),
         ("room for KV", report.num_blocks_that_fit * report.block_bytes,
          f"{report.num_blocks_that_fit:,} blocks: {report.num_sequences_that_fit:,} sequences of {tokens} at once"),
-    )
-    table = Table("what", "bytes", "how", title=f"{report.model}, {report.dtype}", title_justify="left")
-    table.columns[1].justify = "right"
-    for what, num_bytes, how in rows:
+    ):
         table.add_row(what, f"{num_bytes:,}", how)
-    return table
+    out = console()
+    out.print(table)
+    out.print(report.advice, soft_wrap=True)
+    if report.num_sequences_that_fit:
+        settings = ", ".join(f"{name}={value!r}" for name, value in report.settings.items())
+        out.print(f"Engine.from_pretrained(..., {settings})", markup=False, soft_wrap=True)
 
 
 def _token_sum(report: SizeReport) -> str:

@@ -1,8 +1,4 @@
-"""What one field accepts, how it is stored, and what a refusal says: settings, sampling parameters, session files.
-
-``EngineConfig``, ``SamplingParams``, ``validation.py`` and ``session_file.py`` say which field has which rule, and
-which error it raises.
-"""
+"""What one field accepts, how it is stored, and what a refusal says; its users choose the error."""
 
 from __future__ import annotations
 
@@ -13,20 +9,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Generic, TypeVar
 
-from pagedcore.config.limits import (
-    MAX_COUNT,
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIAS_ENTRIES,
-    MAX_PRIORITY,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from pagedcore.config import limits
 from pagedcore.errors import InvalidBias, InvalidConfig, InvalidRequest, InvalidStop, InvalidToken, describe
 
 _T = TypeVar("_T")
 _LARGEST: Final = sys.float_info.max
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_DECIMAL: Final = re.compile(f"[0-9]{{1,{len(str(limits.MAX_COUNT))}}}")
 
 MakeError = Callable[[str, Any, str], Exception]
 """Makes the error for a field's name, its value, and what is allowed: ``InvalidRequest`` and most of its kinds."""
@@ -72,25 +61,23 @@ def integer(low: int, high: int) -> FieldRule[int]:
 
 def number(low: float, high: float = _LARGEST, *, above_low: bool = False) -> FieldRule[float]:
     """Accept Python's own finite numbers in a range, without ``low`` itself if ``above_low``; stored as floats."""
-    is_inside, words = _range(low, high, above_low)
-    return FieldRule(
-        lambda value: type(value) in (int, float) and is_inside(value), f"a finite number {words}", float
-    )
+    return _in_range(low, high, above_low, lambda value: type(value) in (int, float), "a finite number")
 
 
 def seconds(low: float, high: float = _LARGEST, *, above_low: bool = False) -> FieldRule[float]:
     """Accept a duration: like ``number``, but also subclasses of ``float``, as ``numpy.float64`` is."""
-    is_inside, words = _range(low, high, above_low)
-    return FieldRule(
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and is_inside(value),
-        f"a finite number of seconds {words}", float,
-    )
+    return _in_range(low, high, above_low, lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+                     "a finite number of seconds")
 
 
-def _range(low: float, high: float, above_low: bool) -> tuple[Callable[[Any], bool], str]:
-    words = f"{'above' if above_low else 'from'} {low:.15g}" + (f" to {high:.15g}" if high < _LARGEST else "")
+def _in_range(
+    low: float, high: float, above_low: bool, is_number: Callable[[Any], bool], what: str
+) -> FieldRule[float]:
+    words = f"{what} {'above' if above_low else 'from'} {low:.15g}" + (f" to {high:.15g}" if high < _LARGEST else "")
     # Why: NaN fails every comparison, so the test is for being inside the range.
-    return lambda value: low < value <= high or (value == low and not above_low), words
+    return FieldRule(
+        lambda value: is_number(value) and (low < value <= high or (value == low and not above_low)), words, float
+    )
 
 
 def one_of(*choices: str) -> FieldRule[Any]:
@@ -104,28 +91,29 @@ def matching(pattern: str, limit: str) -> FieldRule[str]:
     return FieldRule(lambda value: isinstance(value, str) and compiled.fullmatch(value) is not None, limit)
 
 
-COUNT: Final = integer(1, MAX_COUNT)
-PRIORITY: Final = integer(-MAX_PRIORITY, MAX_PRIORITY)
+COUNT: Final = integer(1, limits.MAX_COUNT)
+PRIORITY: Final = integer(-limits.MAX_PRIORITY, limits.MAX_PRIORITY)
 NAME: Final[FieldRule[str]] = FieldRule(lambda value: isinstance(value, str) and bool(value), "a name")
 BOOLEAN: Final[FieldRule[bool]] = FieldRule(lambda value: type(value) is bool, "True or False")
 EARLY_STOPPING: Final[FieldRule[Any]] = FieldRule(
     lambda value: type(value) is bool or (type(value) is str and value == "never"), 'True, False or "never"'
 )
+LABEL: Final[FieldRule[str]] = FieldRule(
+    lambda label: isinstance(label, str) and 1 <= len(label) <= limits.MAX_REQUEST_ID_LENGTH and label.isprintable(),
+    f"printable text of 1 to {limits.MAX_REQUEST_ID_LENGTH} characters",
+)
 _TOKEN_ID: Final[FieldRule[int]] = FieldRule(
-    integer(0, MAX_COUNT).accepts, "token ids: integers from 0 to the vocabulary's size - 1"
+    integer(0, limits.MAX_COUNT).accepts, "token ids: integers from 0 to the vocabulary's size - 1"
 )
 _STOP: Final[FieldRule[str]] = FieldRule(
-    lambda text: isinstance(text, str) and 1 <= len(text) <= MAX_STOP_LENGTH and not _SURROGATE.search(text),
-    f"strings of 1 to {MAX_STOP_LENGTH} characters without surrogates",
+    lambda text: isinstance(text, str) and 1 <= len(text) <= limits.MAX_STOP_LENGTH and not _SURROGATE.search(text),
+    f"strings of 1 to {limits.MAX_STOP_LENGTH} characters without surrogates",
 )
-_BIAS: Final = number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+_BIAS: Final = number(-limits.MAX_LOGIT_BIAS, limits.MAX_LOGIT_BIAS)
 
 
 class LogitBias(Mapping[int, float]):
-    """The numbers added to tokens' logits: an immutable mapping, so that parameters can be hashed.
-
-    Invariant: the entries never change; they were checked by the ``SamplingParams`` that hold them.
-    """
+    """The numbers added to tokens' logits: an immutable mapping, so that parameters can be hashed."""
 
     __slots__ = ("_entries",)
 
@@ -153,8 +141,8 @@ def stop_strings(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
         raise InvalidStop(name, value, "a string, or a list or tuple of strings")
-    if len(texts) > MAX_STOP_STRINGS:
-        raise InvalidStop(name, len(texts), f"at most {MAX_STOP_STRINGS} strings")
+    if len(texts) > limits.MAX_STOP_STRINGS:
+        raise InvalidStop(name, len(texts), f"at most {limits.MAX_STOP_STRINGS} strings")
     return tuple(_STOP.check(name, text, InvalidStop) for text in texts)
 
 
@@ -162,8 +150,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Accept a list or tuple of token ids; stored as a tuple."""
     if not isinstance(value, list | tuple):
         raise InvalidStop(name, value, "a list or tuple of token ids")
-    if len(value) > MAX_STOP_TOKEN_IDS:
-        raise InvalidStop(name, len(value), f"at most {MAX_STOP_TOKEN_IDS} token ids")
+    if len(value) > limits.MAX_STOP_TOKEN_IDS:
+        raise InvalidStop(name, len(value), f"at most {limits.MAX_STOP_TOKEN_IDS} token ids")
     return tuple(_TOKEN_ID.check(name, token_id, InvalidToken) for token_id in value)
 
 
@@ -173,22 +161,17 @@ def logit_bias(name: str, value: Any) -> LogitBias | None:
         return None
     if not isinstance(value, Mapping):
         raise InvalidBias(name, value, "a mapping of token ids to numbers, or None")
-    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
-        raise InvalidBias(name, len(value), f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")
+    if len(value) > limits.MAX_LOGIT_BIAS_ENTRIES:
+        raise InvalidBias(name, len(value), f"at most {limits.MAX_LOGIT_BIAS_ENTRIES} entries")
     return LogitBias({
         _TOKEN_ID.check(name, token_id, InvalidToken): _BIAS.check(name, bias, InvalidBias)
-        for token_id, bias in islice(value.items(), MAX_LOGIT_BIAS_ENTRIES)
+        for token_id, bias in islice(value.items(), limits.MAX_LOGIT_BIAS_ENTRIES)
     })
 
 
 def with_integer_keys(bias: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a bias with keys that are decimal strings as integers; other keys are left, for ``logit_bias`` to refuse.
-    """
-    if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
+    """Return a bias with its decimal strings among the keys as integers; ``logit_bias`` refuses other keys."""
+    if len(bias) > limits.MAX_LOGIT_BIAS_ENTRIES:
         return bias
-    return {_as_token_id(key): value for key, value in islice(bias.items(), MAX_LOGIT_BIAS_ENTRIES)}
-
-
-def _as_token_id(key: Any) -> Any:
-    is_decimal = isinstance(key, str) and len(key) <= len(str(MAX_COUNT)) and key.isascii() and key.isdigit()
-    return int(key) if is_decimal else key
+    entries = islice(bias.items(), limits.MAX_LOGIT_BIAS_ENTRIES)
+    return {int(key) if isinstance(key, str) and _DECIMAL.fullmatch(key) else key: value for key, value in entries}

@@ -1,8 +1,7 @@
 """Memory sizes as text, and one budget that several engines in a process draw their KV pools from.
 
-It keeps the ledger only: it allocates nothing and does not read the machine. A KV pool is allocated once, when its
-engine starts, and never moves or grows, so an engine keeps what it draws at its start until it is closed.
-``engine/kv_memory.py`` draws.
+It allocates nothing and does not read the machine. A KV pool is allocated once, when its engine starts, and never moves
+or grows, so an engine keeps what it draws at its start until it is closed. ``engine/kv_memory.py`` draws.
 """
 
 from __future__ import annotations
@@ -22,18 +21,10 @@ _SIZES: Final = 'bytes or text such as "512MiB" or "2GiB"'
 
 
 def parse_memory(given: int | float | str | None, *, free_bytes: int, what: str = "kv_cache_memory") -> int | None:
-    """Turn a memory setting into bytes.
-
-    Args:
-        given: bytes, text such as ``"2GiB"``, or a share (float between 0 and 1) of ``free_bytes``.
-        free_bytes: memory that a share refers to.
-        what: the setting's name, for the message.
-
-    Returns:
-        Bytes, or ``None`` when nothing was given.
+    """Turn bytes, text such as ``"2GiB"``, or a share (float between 0 and 1) of ``free_bytes`` into bytes.
 
     Raises:
-        InvalidConfig: ``given`` is none of these.
+        InvalidConfig: ``given`` is none of these, nor ``None``; the message calls it ``what``.
     """
     if given is None:
         return None
@@ -56,12 +47,8 @@ def _parse_size(text: str) -> int | None:
 
 def format_memory(num_bytes: int) -> str:
     """Write a number of bytes with a binary unit: ``1536`` is "1.5 KiB"."""
-    size, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if num_bytes >= _UNITS[unit.upper()]), None)
+    return f"{num_bytes / _UNITS[unit.upper()]:.1f} {unit}" if unit else f"{num_bytes} bytes"
 
 
 class MemoryLease:
@@ -89,17 +76,13 @@ class MemoryBudget:
     An engine that is given the budget draws what it can use of what is left; one that is given a share draws exactly
     that, in whole blocks; either is refused if the budget does not have it. Closing an engine, or losing the last
     reference to it, gives its bytes back. This is a ledger of reservations: bytes never move between engines that run.
-
-    Thread-safe.
+    It is thread-safe.
 
     Invariant: the leases that are out never add up to more than ``total_bytes``.
     """
 
     def __init__(self, total: int | str) -> None:
-        """Open a budget.
-
-        Args:
-            total: bytes, or text such as ``"4GiB"``.
+        """Open a budget of so many bytes, or of text such as ``"4GiB"``.
 
         Raises:
             InvalidConfig: it is neither.
@@ -107,16 +90,12 @@ class MemoryBudget:
         num_bytes = None if isinstance(total, float) else parse_memory(total, free_bytes=0, what="total")
         if num_bytes is None:
             raise InvalidConfig(f"total: got {describe(total)}, allowed is {_SIZES}.")
-        self._total = num_bytes
+        self.total_bytes = num_bytes
+        """All there is to draw."""
         self._drawn = 0
         self._lock = threading.Lock()
         # Why: the garbage collector may give a lease back while this thread holds the lock; appending needs none.
         self._returned: deque[int] = deque()
-
-    @property
-    def total_bytes(self) -> int:
-        """All there is to draw."""
-        return self._total
 
     @property
     def left_bytes(self) -> int:
@@ -132,7 +111,7 @@ class MemoryBudget:
         Raises:
             InvalidConfig: ``most`` is none of these.
         """
-        num_bytes = parse_memory(most, free_bytes=self._total, what="share")
+        num_bytes = parse_memory(most, free_bytes=self.total_bytes, what="share")
         if num_bytes is None:
             raise InvalidConfig(f"share: got None, allowed is {_SIZES}, or a share between 0 and 1.")
         return BudgetShare(self, num_bytes)
@@ -143,7 +122,7 @@ class MemoryBudget:
         Args:
             at_least: bytes without which nothing is taken.
             at_most: bytes beyond which nothing is of use; ``None``: ``at_least``.
-            unit: bytes of what is counted, for example of a KV block.
+            unit: bytes of what is counted.
 
         Raises:
             MemoryBudgetExceeded: less than ``at_least`` bytes are left.
@@ -152,7 +131,7 @@ class MemoryBudget:
             left = self._settle()
             num_bytes = min(left, at_least if at_most is None else at_most) // unit * unit
             if num_bytes < at_least:
-                raise MemoryBudgetExceeded(at_least, left, self._total)
+                raise MemoryBudgetExceeded(at_least, left, self.total_bytes)
             self._drawn += num_bytes
         return MemoryLease(num_bytes, self._returned.append)
 
@@ -160,12 +139,12 @@ class MemoryBudget:
         """Account for returned leases and return what is left; the caller holds the lock."""
         while self._returned:
             self._drawn -= self._returned.popleft()
-        return self._total - self._drawn
+        return self.total_bytes - self._drawn
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetShare:
-    """So many bytes of a budget, for one engine; made by ``MemoryBudget.share``."""
+    """So many bytes of a budget, for one engine."""
 
     budget: MemoryBudget
     num_bytes: int

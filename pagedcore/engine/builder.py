@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from pagedcore.config.engine_config import EngineConfig
@@ -21,11 +21,9 @@ from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
-from pagedcore.plugins.manager import create_plugin_manager
-from pagedcore.plugins.observers import EngineHooks
+from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
 from pagedcore.protocols import DecodesTokens, ModelFingerprint, UsesTorchThreads
 from pagedcore.requests.input_processor import InputProcessor
-from pagedcore.requests.stats import Counters, EngineStats
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
@@ -49,23 +47,6 @@ class EngineComponents:
     fingerprint: ModelFingerprint
     kv_format: str
     """What KV blocks of another process have to match to be of use here."""
-
-    def stats(self, counters: Counters) -> EngineStats:
-        """Put the engine's counters and the present occupancy together."""
-        moved, block_bytes = self.scheduler.counters, self.kv_bytes // self.kv_cache.device.num_blocks
-        return EngineStats(
-            **asdict(self.scheduler.stats()),
-            **asdict(counters),
-            block_size=self.info.block_size,
-            kv_bytes=self.kv_bytes,
-            swapped_out_bytes=moved.num_blocks_swapped_out * block_bytes,
-            swapped_in_bytes=moved.num_blocks_swapped_in * block_bytes,
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=self.info.max_model_len,
-            attention_backend=self.info.attention_backend,
-            dtype=self.info.dtype,
-            is_schedule_invariant=self.info.is_schedule_invariant,
-        )
 
 
 def build_components(

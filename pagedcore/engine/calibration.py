@@ -1,7 +1,7 @@
 """Measures what a step costs before the first request: a few short prefills whose results are discarded.
 
 They write to blocks that hold nothing yet and are in no cache; no sequence and no counter knows of them. From
-the first step on the engine's own measurements correct what was learned here. Next: ``scheduling.cost_model``.
+the first step on the engine's own measurements correct what was learned here.
 """
 
 from __future__ import annotations
@@ -12,57 +12,46 @@ from typing import Final
 import numpy as np
 
 from pagedcore.execution.kv_transfers import KVTransfers
-from pagedcore.execution.ragged_batch import RaggedBatch, assemble
-from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
+from pagedcore.execution.ragged_batch import assemble
 from pagedcore.protocols import Clock, ModelBackend
-from pagedcore.scheduler.cost_model import CostModel, Line
+from pagedcore.scheduler.cost_model import Line
+from pagedcore.scheduler.scheduler import Scheduler
 
 _MOST_S: Final = 0.2
 """Seconds after which no further forward begins, nor one that is expected to end later; the very first one aside."""
-_MOST_TOKENS: Final = 64
+_SIZES: Final = (2, 4, 8, 16, 32, 64)
+"""Tokens of a forward; of the first one above what a step may have, only as many as it may."""
 _NUM_REPEATS: Final = 3
 
 
 def calibrate(
-    backend: ModelBackend, kv_cache: KVCacheManager, costs: CostModel, transfers: KVTransfers, clock: Clock,
-    most_tokens: int,
+    backend: ModelBackend, scheduler: Scheduler, transfers: KVTransfers, clock: Clock, most_tokens: int
 ) -> None:
     """Measure what moving blocks and computing cost here, before anything is in the pool; needs a host cache.
 
+    What a step costs stays as estimated if the model is too slow to be measured at two sizes, the clock stands still,
+    or the model fails. It then fails in its first step, whose requests report it.
+
     Args:
-        backend: computes a few prompts.
-        kv_cache: says how much fits.
-        costs: what is corrected.
+        backend: computes a few prompts, of ``most_tokens`` at most.
+        scheduler: says how much fits, and has the costs that are corrected.
         transfers: move a few blocks.
-        clock: measures.
-        most_tokens: of a forward.
     """
-    blocks, host = kv_cache.device, kv_cache.host
-    assert host is not None  # Invariant: asked before
+    blocks, host, costs = scheduler.kv_cache.device, scheduler.kv_cache.host, scheduler.costs
     transfers.calibrate(costs, min(blocks.num_blocks, host.num_blocks))
-    measured = measure_steps(backend, clock, blocks.block_size, min(blocks.num_blocks * blocks.block_size, most_tokens))
-    costs.step = measured if measured is not None else costs.step
-
-
-def measure_steps(backend: ModelBackend, clock: Clock, block_size: int, most_tokens: int) -> Line | None:
-    """Measure forwards of up to ``most_tokens`` tokens; call it while the pool holds nothing.
-
-    Returns:
-        Seconds by tokens; ``None`` if the model is too slow to be measured at two sizes, the clock stands still, or the
-        model fails. It then fails in its first step, whose requests report it.
-    """
+    most_tokens = min(blocks.num_blocks * blocks.block_size, most_tokens)
     seconds_of: dict[int, float] = {}
     try:
-        for size, seconds in _timed_forwards(backend, clock, block_size, most_tokens):
+        for size, seconds in _timed_forwards(backend, clock, blocks.block_size, most_tokens):
             # Why: whatever else the machine does makes a forward longer, never shorter.
             seconds_of[size] = min(seconds, seconds_of.get(size, seconds))
     except Exception:
-        return None
+        return
     if len(seconds_of) < 2 or max(seconds_of.values()) <= 0:
-        return None
+        return
     smallest, largest = min(seconds_of), max(seconds_of)
     per_token_s = max(0.0, (seconds_of[largest] - seconds_of[smallest]) / (largest - smallest))
-    return Line(max(0.0, seconds_of[smallest] - smallest * per_token_s), per_token_s)
+    costs.step = Line(max(0.0, seconds_of[smallest] - smallest * per_token_s), per_token_s)
 
 
 def _timed_forwards(
@@ -72,7 +61,8 @@ def _timed_forwards(
     # Why: the first one prepares memory and kernels, so it says nothing about the next.
     _time_forward(backend, clock, block_size, 1)
     deadline_s, latest, expected_s = clock.now() + _MOST_S, dict[int, float](), 0.0
-    for size in _sizes(min(_MOST_TOKENS, most_tokens)):
+    most_tokens = min(_SIZES[-1], most_tokens)
+    for size in (*(size for size in _SIZES if size < most_tokens), most_tokens):
         if clock.now() + expected_s > deadline_s:
             break
         latest[size] = _time_forward(backend, clock, block_size, size)
@@ -86,27 +76,14 @@ def _timed_forwards(
         yield size, latest[size]
 
 
-def _sizes(most_tokens: int) -> Iterator[int]:
-    size = 2
-    while size < most_tokens:
-        yield size
-        size *= 2
-    yield most_tokens
-
-
 def _time_forward(backend: ModelBackend, clock: Clock, block_size: int, num_tokens: int) -> float:
-    batch = _one_prompt(num_tokens, block_size)
+    """Time the first chunk of one sequence, in the first blocks of the pool."""
+    one = np.ones(1, dtype=np.int64)
+    batch = assemble(
+        np.zeros(num_tokens, dtype=np.int64), 0 * one, num_tokens * one, seq_ids=0 * one,
+        tables=[np.arange(-(-num_tokens // block_size), dtype=np.int32)], block_size=block_size,
+    )
     before_s = clock.now()
     # Why: a device may still compute when forward returns; a number that is read has been computed.
     float(backend.forward(batch)[0, 0])
     return clock.now() - before_s
-
-
-def _one_prompt(num_tokens: int, block_size: int) -> RaggedBatch:
-    """Build the first chunk of one sequence, in the first blocks of the pool."""
-    one = np.ones(1, dtype=np.int64)
-    return assemble(
-        np.zeros(num_tokens, dtype=np.int64), 0 * one, num_tokens * one, seq_ids=0 * one,
-        tables=[np.arange(-(-num_tokens // block_size), dtype=np.int32)], block_size=block_size,
-        is_sampled=np.ones(1, dtype=np.bool_),
-    )

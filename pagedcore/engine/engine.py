@@ -7,13 +7,14 @@ A failed step ends the requests of its batch and no others. ``Engine`` runs in t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import deque
 from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any, Unpack
 
 from pagedcore.engine.calibration import calibrate
-from pagedcore.errors import EngineClosed
+from pagedcore.errors import EngineClosed, InvalidRequest
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
@@ -30,7 +31,6 @@ from pagedcore.sessions.session import Session, SessionStore
 
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents
-    from pagedcore.plugins.observers import EngineHooks
     from pagedcore.scheduler.invariants import InvariantChecker
     from pagedcore.scheduler.plan import SchedulePlan
 
@@ -45,33 +45,35 @@ class Engine:
     """
 
     def __init__(self, components: EngineComponents, clock: Clock | None = None) -> None:
-        config, scheduler, kv_cache = components.config, components.scheduler, components.kv_cache
+        config, kv_cache = components.config, components.kv_cache
         self._components = components
         self.input_processor: InputProcessor = components.input_processor
-        self._queue_timeout_s = config.queue_timeout_s
-        self._blocks = kv_cache.device
-        self._scheduler = scheduler
-        self._runner = components.runner
-        self._hooks = components.hooks
+        self.scheduler = scheduler = components.scheduler
+        """For invariant checks and observation; do not call its verbs."""
+        self.hooks = components.hooks
+        """The observers of this engine; further ones may be added, on the engine's thread."""
+        self._queue_timeout_s, self._blocks, self._runner = config.queue_timeout_s, kv_cache.device, components.runner
         self._clock = clock if clock is not None else MonotonicClock()
-        tokenizer, sequence_ids = components.input_processor.tokenizer, count(1)
-        self._outputs = OutputProcessor(tokenizer, scheduler, sequence_ids, components.hooks, self._clock)
-        self._requests = RequestTable(
-            self, components.input_processor, self._outputs, scheduler, sequence_ids, self._clock, config.seed,
+        tokenizer, sequence_ids = self.input_processor.tokenizer, count(1)
+        self._outputs = OutputProcessor(tokenizer, scheduler, sequence_ids, self.hooks, self._clock)
+        self.requests = RequestTable(
+            self, self.input_processor, self._outputs, scheduler, sequence_ids, self._clock, config.seed,
             config.enable_prefix_caching,
         )
+        """All requests that were not removed, oldest first."""
         self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
-        self._has_host_cache = kv_cache.host is not None
+        self._has_host_cache = kv_cache.host.num_blocks > 0
         if self._has_host_cache and config.preemption == "auto":
             most_tokens = min(components.info.max_model_len, config.max_num_batched_tokens)
-            calibrate(self._runner.backend, kv_cache, scheduler.costs, self._transfers, self._clock, most_tokens)
+            calibrate(self._runner.backend, scheduler, self._transfers, self._clock, most_tokens)
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
             self._clock,
         )
-        self._sessions = SessionStore(
-            self.accept, self.step, components.input_processor, self._requests, parking, components.fingerprint
+        self.sessions = SessionStore(
+            self.accept, self.step, self.input_processor, self.requests, parking, components.fingerprint
         )
+        """The open sessions."""
         self._is_closed = False
         self._laws: InvariantChecker | None = None
         if config.check_invariants:
@@ -80,7 +82,7 @@ class Engine:
             self._laws = InvariantChecker(scheduler)
         self.is_stalled = False
         """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
-        self._hooks.engine_started(components.info)
+        self.hooks.engine_started(components.info)
 
     @classmethod
     def from_pretrained(cls, model: Any, **settings: Any) -> Engine:
@@ -114,7 +116,7 @@ class Engine:
             EngineClosed: after ``close()``.
         """
         self._require_open()
-        return self._requests.accept(self.input_processor.process(prompt, params, RequestOptions(**options)))
+        return self.requests.accept(self.input_processor.process(prompt, params, RequestOptions(**options)))
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
@@ -125,12 +127,12 @@ class Engine:
     def accept(self, processed: ProcessedRequest) -> Request:
         """Take a prepared request. Raises as ``add_request``; then nothing was taken."""
         self._require_open()
-        return self._requests.accept(processed)
+        return self.requests.accept(processed)
 
     def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
         """Continue a finished request; see ``Request.extend``."""
         self._require_open()
-        self._requests.extend(request, prompt, params)
+        self.requests.extend(request, prompt, params)
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> Session:
         """Open a conversation that can wait, fork and outlive the process; arguments as ``add_request``.
@@ -139,7 +141,7 @@ class Engine:
             InvalidRequest: the parameters are refused, or ask for more than one completion.
             TooManySessions: as many as allowed are open.
         """
-        return self._sessions.open_checked(params, RequestOptions(**options))
+        return self.sessions.open_checked(params, RequestOptions(**options))
 
     def import_session(self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None) -> Session:
         """Open an exported conversation; it continues as it would have where it was exported.
@@ -149,16 +151,11 @@ class Engine:
             InvalidSalt: the session had a cache salt, and none is given.
             TooManySessions: as many as allowed are open. ``OSError``: the file cannot be read.
         """
-        return self._sessions.take_in(self._sessions.read(path), cache_salt)
-
-    @property
-    def sessions(self) -> SessionStore:
-        """The open sessions."""
-        return self._sessions
+        return self.sessions.take_in(self.sessions.read(path), cache_salt)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now and free its blocks; return whether it was live. Unknown ids are no error."""
-        request = self._requests.find(request_id)
+        request = self.requests.find(request_id)
         if request is None or request.is_done:
             return False
         self._outputs.abort(request)
@@ -167,7 +164,7 @@ class Engine:
 
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks; a second call does nothing."""
-        self._requests.remove(request)
+        self.requests.remove(request)
 
     def token_text(self, token_id: int) -> TokenText:
         """Return what a token stands for, from any thread. Raises ``InvalidRequest`` outside of the vocabulary."""
@@ -175,7 +172,7 @@ class Engine:
 
     def has_pending_requests(self) -> bool:
         """Whether any request waits or runs."""
-        return self._scheduler.has_work
+        return self.scheduler.has_work
 
     def step(self) -> list[Delta]:
         """Run one step: every scheduled sequence advances; return what was added to each completion.
@@ -201,15 +198,15 @@ class Engine:
 
     def _run_step(self) -> list[PendingOutput]:
         self._require_open()
-        self._sessions.parking.expire()
+        self.sessions.parking.expire()
         limit_s = self._queue_timeout_s
         expired = self._outputs.expire_waiting(limit_s) if limit_s is not None else []
         plan = self._next_plan()
-        self.is_stalled = not plan.rows and self._scheduler.has_work
+        self.is_stalled = not plan.rows and self.scheduler.has_work
         if not plan.rows:
             self._transfers.settle(wait=self.is_stalled)
             return expired
-        copies, before_s = self._scheduler.reserve(plan), self._clock.now()
+        copies, before_s = self.scheduler.reserve(plan), self._clock.now()
         if plan.admitted:
             self._outputs.note_started(plan, before_s)
         try:
@@ -217,13 +214,13 @@ class Engine:
                 self._transfers.copy(copies)
             sampled = self._runner.execute(plan.rows, self._blocks)
         except Exception as error:
-            self._scheduler.rollback(plan)
+            self.scheduler.rollback(plan)
             return expired + self._outputs.fail(plan, error)
         except BaseException:
-            self._scheduler.rollback(plan)
+            self.scheduler.rollback(plan)
             raise
         now_s = self._clock.now()
-        self._scheduler.costs.step.observe(plan.num_tokens, now_s - before_s)
+        self.scheduler.costs.step.observe(plan.num_tokens, now_s - before_s)
         pending = self._outputs.commit(plan, sampled, now_s)
         self._move_blocks()
         self._count_step(plan)
@@ -232,10 +229,10 @@ class Engine:
     def _next_plan(self) -> SchedulePlan:
         """Make room as long as plans ask for it, and return one that computes, or nothing while blocks move."""
         self._move_blocks()
-        plan = self._scheduler.schedule()
+        plan = self.scheduler.schedule()
         while plan.moves_blocks:
-            self._transfers.start(self._scheduler.make_room(plan))
-            plan = self._scheduler.schedule()
+            self._transfers.start(self.scheduler.make_room(plan))
+            plan = self.scheduler.schedule()
         return plan
 
     def _move_blocks(self) -> None:
@@ -247,17 +244,17 @@ class Engine:
         counters.num_steps += 1
         counters.num_rows += len(plan.rows)
         counters.num_computed_tokens += plan.num_tokens
-        if self._hooks.observes_steps:
-            self._hooks.step_done(StepStats(
-                num_steps=counters.num_steps, num_tokens=plan.num_tokens, num_running=len(self._scheduler.running),
-                num_waiting=len(self._scheduler.waiting), engine_stats=self.stats,
+        if self.hooks.observes_steps:
+            self.hooks.step_done(StepStats(
+                num_steps=counters.num_steps, num_tokens=plan.num_tokens, num_running=len(self.scheduler.running),
+                num_waiting=len(self.scheduler.waiting), engine_stats=self.stats,
             ))
 
     def generate(
         self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None, *,
         show_progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete many prompts and return their outputs in the same order.
+        """Complete many prompts and return their outputs in the same order; other requests advance along with them.
 
         Args:
             prompts: any number; they are fed to the waiting queue as it has room.
@@ -267,9 +264,30 @@ class Engine:
         Raises:
             InvalidRequest: a prompt or its parameters are refused; then none was started.
         """
-        from pagedcore.engine.offline import run_offline
+        from tqdm import tqdm
 
-        return run_offline(self, prompts, params, show_progress=show_progress)
+        if isinstance(prompts, str):
+            raise InvalidRequest("prompts", prompts, "a list of prompts", "For one prompt pass [prompt].")
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequest("params", len(each), f"one SamplingParams, or one per prompt ({len(prompts)})")
+        waiting = deque([self.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)])
+        requests: list[Request] = []
+        is_hidden = None if show_progress is None else not show_progress
+        try:
+            with tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar:
+                while waiting or not all(request.is_done for request in requests):
+                    while waiting and self.can_accept(waiting[0].params.num_initial_sequences):
+                        requests.append(self.accept(waiting.popleft()))
+                    self.step_pending()
+                    if not bar.disable and (done := sum(request.is_done for request in requests)) > bar.n:
+                        bar.set_postfix(tokens=self.stats().num_generated_tokens, refresh=False)
+                        bar.update(done - bar.n)
+            return [request.output() for request in requests]
+        finally:
+            for request in requests:
+                request.abort()
+                request.remove()
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
@@ -277,26 +295,25 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and occupancy."""
-        return self._components.stats(self._outputs.counters)
-
-    @property
-    def requests(self) -> Iterable[Request]:
-        """All requests that were not removed, oldest first."""
-        return self._requests
-
-    @property
-    def hooks(self) -> EngineHooks:
-        """The observers of this engine; further ones may be added, on the engine's thread."""
-        return self._hooks
-
-    @property
-    def scheduler(self) -> Any:
-        """The scheduler, for invariant checks and observation; do not call its verbs."""
-        return self._scheduler
+        kv_bytes, info, moved = self._components.kv_bytes, self._components.info, self.scheduler.counters
+        block_bytes = kv_bytes // info.num_blocks
+        return EngineStats(
+            **asdict(self.scheduler.stats()),
+            **asdict(self._outputs.counters),
+            block_size=info.block_size,
+            kv_bytes=kv_bytes,
+            swapped_out_bytes=moved.num_blocks_swapped_out * block_bytes,
+            swapped_in_bytes=moved.num_blocks_swapped_in * block_bytes,
+            max_num_seqs=info.max_num_seqs,
+            max_model_len=info.max_model_len,
+            attention_backend=info.attention_backend,
+            dtype=info.dtype,
+            is_schedule_invariant=info.is_schedule_invariant,
+        )
 
     def can_accept(self, num_sequences: int = 1) -> bool:
         """Whether the waiting queue has room for a request with this many initial sequences."""
-        return self._scheduler.waiting.num_free_slots >= num_sequences
+        return self.scheduler.waiting.num_free_slots >= num_sequences
 
     def idle(self) -> None:
         """Free what only steps need of the calling thread: its helpers slow down other engines of this process."""
@@ -306,12 +323,12 @@ class Engine:
         """Abort everything and refuse further calls; a second call does nothing."""
         if self._is_closed:
             return
-        self._sessions.close()
-        for request in self._requests:
+        self.sessions.close()
+        for request in self.requests:
             self.abort_request(request.request_id)
             self.remove_request(request)
         self._is_closed = True
-        self._hooks.engine_stopped(self._components.info)
+        self.hooks.engine_stopped(self._components.info)
 
     def __enter__(self) -> Engine:
         return self

@@ -8,10 +8,12 @@ several engines share.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pagedcore.config.engine_config import EngineConfig
-from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, MemoryLease, format_memory, parse_memory
+from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, format_memory, parse_memory
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.protocols import HostsKVPool, MovesKVBlocks
@@ -38,42 +40,32 @@ class KVMemory:
             InvalidConfig: the setting has not room for one block, or the machine does not give so much.
             MemoryBudgetExceeded: the budget has not that much left.
         """
-        self._backend = backend
-        self._host = backend if isinstance(backend, HostsKVPool) else _PlainPool(backend)
+        pool = backend if isinstance(backend, HostsKVPool) else _PlainPool(backend)
         self.block_size = config.block_size if config.block_size is not None else backend.block_size
-        self._block_bytes = self._host.kv_block_bytes(self.block_size)
+        self._block_bytes = pool.kv_block_bytes(self.block_size)
         self._length = context_length(backend.max_model_len, config)
-        self._lease: MemoryLease | None = None
-        free_bytes, host_bytes = self._host.free_kv_bytes(), self._host_bytes(config)
-        self.num_blocks = self._choose_num_blocks(config, free_bytes)
-        try:
+        free_bytes, self.num_host_blocks = pool.free_kv_bytes(), self._choose_num_host_blocks(config)
+        with ExitStack() as undo:
+            self.num_blocks = self._choose_num_blocks(config, free_bytes, undo)
+            self.num_bytes = self.num_blocks * self._block_bytes
+            """Bytes of the pool, padding included."""
             backend.allocate_kv(self.num_blocks, self.block_size)
-            self.num_host_blocks = self._allocate_host(host_bytes)
-        except BaseException:
-            self._give_back()
-            raise
-        self._is_open = True
+            undo.callback(pool.release_kv)
+            self.store: CacheStore | None = backend.cache_store if isinstance(backend, MovesKVBlocks) else None
+            """What moves the blocks, where the backend has that."""
+            if self.num_host_blocks:
+                self._allocate_host(self.store)
+            self._undo = undo.pop_all()
         self._log_sum(free_bytes)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pool, padding included."""
-        return self.num_blocks * self._block_bytes
-
     def close(self) -> None:
-        """Let the backend free the pool, where it can, and give back what was drawn; a second call does nothing."""
-        # Why: the backend may belong to the caller, and have another engine's pool by the time of a second call.
-        if self._is_open:
-            self._host.release_kv()
-        self._is_open = False
-        self._give_back()
+        """Let the backend free the pool, where it can, and give back what was drawn; a second call does nothing.
 
-    @property
-    def store(self) -> CacheStore | None:
-        """What moves the blocks, where the backend has that."""
-        return self._backend.cache_store if isinstance(self._backend, MovesKVBlocks) else None
+        Why: the backend may belong to the caller, and have another engine's pool by the time of a second call.
+        """
+        self._undo.close()
 
-    def _host_bytes(self, config: EngineConfig) -> int | None:
+    def _choose_num_host_blocks(self, config: EngineConfig) -> int:
         free_bytes = free_memory_bytes()
         num_bytes = parse_memory(config.host_kv_memory, free_bytes=free_bytes, what="host_kv_memory")
         if num_bytes is not None and not self._block_bytes <= num_bytes <= free_bytes:
@@ -81,24 +73,17 @@ class KVMemory:
                 f"host_kv_memory: got {num_bytes} bytes, allowed is at least one block ({self._block_bytes} bytes) and "
                 f"at most the {free_bytes} bytes that are free."
             )
-        return num_bytes
+        return 0 if num_bytes is None else num_bytes // self._block_bytes
 
-    def _allocate_host(self, num_bytes: int | None) -> int:
-        if num_bytes is None:
-            return 0
-        if self.store is None:
+    def _allocate_host(self, store: CacheStore | None) -> None:
+        if store is None:
             raise InvalidConfig("host_kv_memory: this model backend has no cache_store to move blocks with; leave it.")
-        self.store.allocate_host(num_bytes // self._block_bytes)
-        return num_bytes // self._block_bytes
+        store.allocate_host(self.num_host_blocks)
 
-    def _give_back(self) -> None:
-        if self._lease is not None:
-            self._lease.close()
-
-    def _choose_num_blocks(self, config: EngineConfig, free_bytes: int) -> int:
+    def _choose_num_blocks(self, config: EngineConfig, free_bytes: int, undo: ExitStack) -> int:
         given = config.kv_cache_memory
         if isinstance(given, MemoryBudget | BudgetShare):
-            return self._draw(given, config)
+            return self._draw(given, config, undo)
         if config.num_kv_blocks is not None:
             return config.num_kv_blocks
         num_bytes = parse_memory(given, free_bytes=free_bytes)
@@ -106,7 +91,7 @@ class KVMemory:
             return self._whole_blocks(num_bytes)
         return max(1, min(self._useful_blocks(config), int(DEFAULT_MEMORY_SHARE * free_bytes) // self._block_bytes))
 
-    def _draw(self, source: MemoryBudget | BudgetShare, config: EngineConfig) -> int:
+    def _draw(self, source: MemoryBudget | BudgetShare, config: EngineConfig, undo: ExitStack) -> int:
         unit, wanted = self._block_bytes, config.num_kv_blocks
         if isinstance(source, BudgetShare):
             wanted = wanted if wanted is not None else self._whole_blocks(source.num_bytes)
@@ -117,8 +102,9 @@ class KVMemory:
                 )
             source = source.budget
         at_most = wanted if wanted is not None else self._useful_blocks(config)
-        self._lease = source.draw((wanted or 1) * unit, at_most * unit, unit=unit)
-        return self._lease.num_bytes // unit
+        lease = source.draw((wanted or 1) * unit, at_most * unit, unit=unit)
+        undo.callback(lease.close)
+        return lease.num_bytes // unit
 
     def _whole_blocks(self, num_bytes: int) -> int:
         if num_bytes < self._block_bytes:
@@ -145,17 +131,17 @@ class KVMemory:
             )
 
 
+@dataclass(frozen=True, slots=True)
 class _PlainPool:
     """What is assumed of a backend that is no ``HostsKVPool``; its pool is freed with it."""
 
-    def __init__(self, backend: ModelBackend) -> None:
-        self._backend = backend
+    backend: ModelBackend
 
     def free_kv_bytes(self) -> int:
         return free_memory_bytes()
 
     def kv_block_bytes(self, block_size: int) -> int:
-        return max(1, block_size * self._backend.kv_bytes_per_token)
+        return max(1, block_size * self.backend.kv_bytes_per_token)
 
     def release_kv(self) -> None:
         pass

@@ -11,9 +11,7 @@ import time
 from typing import Final
 
 from pagedcore.execution.thread_choice import ThreadChoice, Way
-from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore_kernels.cpu.runtime.cores import num_usable_cores
-from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
 from pagedcore_kernels.cpu.runtime.team_memory import NUM_SLOTS
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads_of_torch
 
@@ -23,50 +21,45 @@ _engine_numbers: Final = itertools.count()
 class ComputeThreads:
     """How many threads one engine computes with, step by step; used by one thread at a time."""
 
-    def __init__(
-        self, most_threads: int | None = None, *, computes_in_torch: bool = False, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, most_threads: int | None = None, *, computes_in_torch: bool = False) -> None:
         """Take a place in the team.
 
         Args:
             most_threads: at most so many; ``None``: as many as torch uses. Never more than the cores there are.
             computes_in_torch: whether torch does enough of a step's work to need its own threads; then all steps run on
                 those, kernels too, and their number does not change.
-            clock: measures the steps.
         """
         # Slot 0 is for kernels that run outside of any engine.
         self._slot = 1 + next(_engine_numbers) % (NUM_SLOTS - 1)
         self._most_threads, self._num_cores = most_threads, num_usable_cores()
         self._computes_in_torch = computes_in_torch
-        self._clock: Clock = clock if clock is not None else MonotonicClock()
         self._choice = ThreadChoice((Way(1),))
         self._contexts: dict[Way, Computing] = {}
-        self._present_most = 0
+        self._present_most = self._num_tokens = 0
         self._begin_s = self._begin_cpu_s = 0.0
         self.last_way = self._choice.ways[0]
         """How the last step was computed."""
 
-    def step(self, num_tokens: int) -> ComputedStep:
+    def step(self, num_tokens: int) -> ComputeThreads:
         """Return a context for one step of so many tokens, which gets the threads that suit it."""
-        return ComputedStep(self, num_tokens)
+        self._num_tokens = num_tokens
+        return self
 
-    def idle(self) -> None:
-        """End the helper threads that torch keeps for the calling thread; another engine's helpers run faster then."""
-        end_openmp_helpers()
-
-    def begin(self, num_tokens: int) -> Computing:
-        """Choose the threads of a step that begins now."""
+    def __enter__(self) -> None:
         self._follow_host()
-        self._begin_s, self._begin_cpu_s = self._clock.now(), time.thread_time()
-        self.last_way = way = self._choice.choose(num_tokens, self._begin_s)
-        return self._contexts[way]
+        self._begin_s, self._begin_cpu_s = time.monotonic(), time.thread_time()
+        self.last_way = self._choice.choose(self._num_tokens, self._begin_s)
+        self._context = self._contexts[self.last_way]
+        self._context.__enter__()
 
-    def end(self, num_tokens: int) -> None:
-        """Observe the cost of the step that ends now."""
-        end_s = self._clock.now()
-        cost_s = end_s - self._begin_s
-        core_share = min(1.0, (time.thread_time() - self._begin_cpu_s) / cost_s) if cost_s > 0 else 1.0
-        self._choice.observe(num_tokens, end_s, cost_s, core_share)
+    def __exit__(self, kind: object, *rest: object) -> None:
+        self._context.__exit__()
+        # Why: a step that failed says nothing about the cost of a step.
+        if kind is None:
+            end_s = time.monotonic()
+            cost_s = end_s - self._begin_s
+            core_share = min(1.0, (time.thread_time() - self._begin_cpu_s) / cost_s) if cost_s > 0 else 1.0
+            self._choice.observe(self._num_tokens, end_s, cost_s, core_share)
 
     def _follow_host(self) -> None:
         """Start the choice anew when the application has changed how many threads torch uses."""
@@ -84,22 +77,3 @@ class ComputeThreads:
         self._contexts = {
             way: Computing(way.num_threads, slot=self._slot, uses_openmp=way.uses_openmp) for way in ways
         }
-
-
-class ComputedStep:
-    """The context of one step."""
-
-    __slots__ = ("_context", "_num_tokens", "_threads")
-
-    def __init__(self, threads: ComputeThreads, num_tokens: int) -> None:
-        self._threads, self._num_tokens = threads, num_tokens
-
-    def __enter__(self) -> None:
-        self._context = self._threads.begin(self._num_tokens)
-        self._context.__enter__()
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        self._context.__exit__()
-        # Why: a step that failed says nothing about the cost of a step.
-        if kind is None:
-            self._threads.end(self._num_tokens)

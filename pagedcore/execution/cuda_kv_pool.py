@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -75,22 +76,15 @@ class CudaKVPool(KVPool):
         self, layout: BlockLayout, num_blocks: int, device: torch.device, *, outgoing: Copies, incoming: Copies,
         pin: Callable[[torch.Tensor], Unpin],
     ) -> None:
-        """Allocate the pool.
+        """Allocate the pool; see ``KVPool``.
 
         Args:
-            layout: of a block.
-            num_blocks: of the pool.
-            device: where the pool is.
             outgoing: carries blocks to the host; another queue than ``incoming``, because a bus has two directions.
             incoming: carries blocks from the host.
             pin: pins a tensor's memory for the GPU and returns what unpins it.
-
-        Raises:
-            InvalidConfig: there is not one block, or the GPU lacks the memory for them.
         """
         super().__init__(layout, num_blocks, device)
-        self._outgoing, self._incoming = outgoing, incoming
-        self._pin = pin
+        self._outgoing, self._incoming, self._pin = outgoing, incoming, pin
         self._in_flight: list[tuple[int, Ticket]] = []
         self._end_pinning: Callable[[], object] | None = None
 
@@ -110,14 +104,6 @@ class CudaKVPool(KVPool):
         """Copy device blocks (source, destination); the device does so when it gets there."""
         for here, there in pairs:
             self.pool[there].copy_(self.pool[here])
-
-    def start_swap_out(self, transfer_id: int, pairs: BlockPairs) -> None:
-        """Begin to copy device blocks to host blocks."""
-        self._start(self._outgoing, transfer_id, self.pool, self._require_host(), pairs)
-
-    def start_swap_in(self, transfer_id: int, pairs: BlockPairs) -> None:
-        """Begin to copy host blocks to device blocks."""
-        self._start(self._incoming, transfer_id, self._require_host(), self.pool, pairs)
 
     def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
         """Return what has ended since the last call; with ``wait``, look again for a twentieth of a second."""
@@ -143,9 +129,8 @@ class CudaKVPool(KVPool):
     def _write_block(self, block_id: int, contents: npt.NDArray[np.uint8]) -> None:
         self.pool[block_id].copy_(torch.from_numpy(contents.copy()))
 
-    def _start(
-        self, copies: Copies, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs
-    ) -> None:
+    def _start(self, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) -> None:
+        copies = self._outgoing if source is self.pool else self._incoming
         runs = list(_runs(pairs))
 
         def copy() -> None:
@@ -157,17 +142,10 @@ class CudaKVPool(KVPool):
 
 def _runs(pairs: BlockPairs) -> Iterator[tuple[int, int, int]]:
     """Join pairs that are adjacent on both sides: (source, destination, blocks), one copy each."""
-    begin: tuple[int, int] | None = None
-    count = 0
-    for here, there in pairs:
-        if begin is not None and (here, there) == (begin[0] + count, begin[1] + count):
-            count += 1
-            continue
-        if begin is not None:
-            yield *begin, count
-        begin, count = (here, there), 1
-    if begin is not None:
-        yield *begin, count
+    # Why: along a run both numbers grow as the place in the list does.
+    for _, run in groupby(enumerate(pairs), key=lambda item: (item[1][0] - item[0], item[1][1] - item[0])):
+        first, *others = (pair for _, pair in run)
+        yield *first, 1 + len(others)
 
 
 def _unpin(unpin: Unpin, in_flight: list[tuple[int, Ticket]], slab: torch.Tensor) -> None:

@@ -28,29 +28,17 @@ class KVPool:
     Invariant: ``pool`` is allocated once and stays until ``close``, so attention backends may keep its address.
     """
 
-    __slots__ = ("_ended", "_host", "layout", "num_blocks", "pool")
-
     def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
         """Allocate the pool on a device.
 
         Raises:
             InvalidConfig: there is not one block, or the memory for them cannot be had.
         """
-        self.layout = layout
-        self.num_blocks = num_blocks
+        self.layout, self.block_bytes = layout, layout.block_bytes
+        self.num_bytes = num_blocks * layout.block_bytes
         self.pool: torch.Tensor = _allocate(layout, num_blocks, device, "num_kv_blocks", "kv_cache_memory")
         self._host: torch.Tensor | None = None
         self._ended: list[tuple[int, bool]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pool."""
-        return self.num_blocks * self.layout.block_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return self.layout.block_bytes
 
     def allocate_host(self, num_blocks: int) -> None:
         """Make room for so many blocks on the host.
@@ -72,13 +60,15 @@ class KVPool:
         _copy(self.pool, self.pool, pairs)
 
     def start_swap_out(self, transfer_id: int, pairs: BlockPairs) -> None:
-        """Copy device blocks to host blocks."""
-        _copy(self.pool, self._require_host(), pairs)
-        self._ended.append((transfer_id, True))
+        """Begin to copy device blocks to host blocks."""
+        self._start(transfer_id, self.pool, self._require_host(), pairs)
 
     def start_swap_in(self, transfer_id: int, pairs: BlockPairs) -> None:
-        """Copy host blocks to device blocks."""
-        _copy(self._require_host(), self.pool, pairs)
+        """Begin to copy host blocks to device blocks."""
+        self._start(transfer_id, self._require_host(), self.pool, pairs)
+
+    def _start(self, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) -> None:
+        _copy(source, destination, pairs)
         self._ended.append((transfer_id, True))
 
     def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:

@@ -7,7 +7,7 @@ sequence waits for it. ``kv_pool`` moves the bytes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from pagedcore.config.limits import MAX_TRANSFER_S
@@ -29,15 +29,10 @@ class KVTransfers:
         timed out exactly once if it takes longer than ``longest_s`` seconds.
     """
 
-    __slots__ = ("_clock", "_late", "_longest_s", "_moves", "_started_s", "_store")
-
     def __init__(
         self, store: CacheStore | None, moves: Swapping, clock: Clock, longest_s: float = MAX_TRANSFER_S
     ) -> None:
-        self._store = store
-        self._moves = moves
-        self._clock = clock
-        self._longest_s = longest_s
+        self._store, self._moves, self._clock, self._longest_s = store, moves, clock, longest_s
         self._started_s: dict[int, float] = {}
         self._late: set[int] = set()
 
@@ -55,8 +50,11 @@ class KVTransfers:
     def start(self, transfers: Iterable[Transfer]) -> None:
         """Start transfers, and book those that have ended by then."""
         for transfer in transfers:
+            begin = self._beginning_of(transfer.direction)
             self._started_s[transfer.transfer_id] = self._clock.now()
-            if not self._try_start(transfer):
+            try:
+                begin(transfer.transfer_id, transfer.pairs)
+            except Exception:
                 self._report(transfer.transfer_id, is_ok=False)
         self.settle()
 
@@ -88,16 +86,14 @@ class KVTransfers:
             # Why: the first time touches fresh pages, which is not what a transfer costs later.
             for is_measured in (False, True):
                 for direction in Direction:
-                    seconds = self._time(direction, pairs)
+                    seconds = self._time(self._store, direction, pairs)
                     if is_measured:
                         costs.moves[direction].observe(len(pairs), seconds)
 
-    def _time(self, direction: Direction, pairs: Sequence[tuple[int, int]]) -> float:
-        assert self._store is not None  # Invariant: checked by the caller
-        start = self._store.start_swap_out if direction is Direction.OUT else self._store.start_swap_in
+    def _time(self, store: CacheStore, direction: Direction, pairs: Sequence[tuple[int, int]]) -> float:
         before = self._clock.now()
-        start(0, pairs)
-        while not self._store.poll_transfers(wait=True):
+        self._beginning_of(direction)(0, pairs)
+        while not store.poll_transfers(wait=True):
             if self._clock.now() - before > self._longest_s:
                 raise InvalidConfig(
                     f"host_kv_memory: the cache_store has not moved {len(pairs)} blocks in {self._longest_s:g} s. "
@@ -105,15 +101,9 @@ class KVTransfers:
                 )
         return self._clock.now() - before
 
-    def _try_start(self, transfer: Transfer) -> bool:
-        store = self._store
-        assert store is not None  # Invariant: only an engine with a store has a host cache
-        start = store.start_swap_out if transfer.direction is Direction.OUT else store.start_swap_in
-        try:
-            start(transfer.transfer_id, transfer.pairs)
-        except Exception:
-            return False
-        return True
+    def _beginning_of(self, direction: Direction) -> Callable[[int, Sequence[tuple[int, int]]], None]:
+        assert self._store is not None  # Invariant: only an engine with a store has a host cache
+        return self._store.start_swap_out if direction is Direction.OUT else self._store.start_swap_in
 
     def _report(self, transfer_id: int, *, is_ok: bool) -> None:
         self._late.discard(transfer_id)

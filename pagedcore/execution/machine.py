@@ -37,14 +37,9 @@ class Machine:
     """Memory of the machine, or of the container if that is less."""
 
     @property
-    def has_fast_bfloat16(self) -> bool:
-        """Whether the processor multiplies bfloat16 in hardware."""
-        return not _BFLOAT16.isdisjoint(self.instruction_sets)
-
-    @property
     def default_dtype(self) -> str:
-        """What ``dtype="auto"`` means here."""
-        return "bfloat16" if self.has_fast_bfloat16 else "float32"
+        """What ``dtype="auto"`` means here: bfloat16 if the processor multiplies it in hardware."""
+        return "float32" if _BFLOAT16.isdisjoint(self.instruction_sets) else "bfloat16"
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -57,11 +52,12 @@ def this_machine() -> Machine:
     """Read the machine; nothing is cached, because a container's limits may change."""
     info = _read("/proc/cpuinfo")
     flags = set(_field(info, "flags").split()) | set(_field(info, "Features").split())
+    limit, total = _read("/sys/fs/cgroup/memory.max").strip(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         cpu_name=_field(info, "model name") or platform.processor() or platform.machine(),
         num_cores=num_usable_cores(),
         instruction_sets=tuple(name for name in _INTERESTING if name in flags),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=min(total, int(limit)) if limit.isdigit() else total,
     )
 
 
@@ -76,12 +72,6 @@ def _field(info: str, name: str) -> str:
     """Return the first value of ``name`` in text made of ``name : value`` lines."""
     lines = (line.partition(":") for line in info.splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), "")
-
-
-def _memory_bytes() -> int:
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def free_memory_bytes() -> int:

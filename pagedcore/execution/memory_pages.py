@@ -59,7 +59,17 @@ class FileMappings:
     """
 
     def __init__(self) -> None:
-        self._ranges = sorted(_file_ranges())
+        """Read /proc/self/maps: ``begin-end permissions offset device inode path``; no ranges without such a file."""
+        try:
+            lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            lines = []
+        self._ranges: list[tuple[int, int]] = []
+        for fields in (line.split(None, 5) for line in lines):
+            if len(fields) == 6 and fields[4] != "0" and fields[5].startswith("/"):
+                begin, _, end = fields[0].partition("-")
+                self._ranges.append((int(begin, 16), int(end, 16)))
+        self._ranges.sort()
 
     def holds(self, begin: int, end: int) -> bool:
         """Return whether [begin, end) lies inside one mapping of a file."""
@@ -81,17 +91,3 @@ class FileMappings:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type == "cpu" and self.holds(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes):
                 tensor.data = tensor.data.clone()
-
-
-def _file_ranges() -> list[tuple[int, int]]:
-    """Read /proc/self/maps: ``begin-end permissions offset device inode path``; nothing where there is no such file."""
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    ranges = []
-    for fields in (line.split(None, 5) for line in lines):
-        if len(fields) == 6 and fields[4] != "0" and fields[5].startswith("/"):
-            begin, _, end = fields[0].partition("-")
-            ranges.append((int(begin, 16), int(end, 16)))
-    return ranges

@@ -14,32 +14,25 @@ import torch
 
 from pagedcore.errors import StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
-from pagedcore.execution.ragged_batch import BlockTables, build_batch
+from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
-from pagedcore.protocols import ModelBackend, RaggedRows
+from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.protocols import ModelBackend
 from pagedcore.scheduler.plan import ScheduledRow
+from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
 
 
 class ModelRunner:
     """One model and its sampler."""
 
-    __slots__ = ("_backend", "_sampler", "_threads")
-
     def __init__(self, backend: ModelBackend, sampler: Sampler, threads: ComputeThreads) -> None:
-        self._backend = backend
-        self._sampler = sampler
-        self._threads = threads
-
-    @property
-    def backend(self) -> ModelBackend:
-        """The model."""
-        return self._backend
+        self.backend, self._sampler, self._threads = backend, sampler, threads
 
     def idle(self) -> None:
-        """Free what only steps need; the next step may come at any time."""
-        self._threads.idle()
+        """End the helper threads that torch keeps for the calling thread; another engine's helpers run faster then."""
+        end_openmp_helpers()
 
-    def execute(self, rows: Seq[ScheduledRow], block_manager: BlockTables) -> SampledTokens:
+    def execute(self, rows: Seq[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         """Compute ``rows``, sample one token for each row that reaches its last known token, in their order, and score
         the tokens of prompts that are reported.
 
@@ -49,16 +42,13 @@ class ModelRunner:
         """
         batch = build_batch(rows, block_manager)
         with self._threads.step(len(batch.token_ids)):
-            return self._execute(rows, batch)
-
-    def _execute(self, rows: Seq[ScheduledRow], batch: RaggedRows) -> SampledTokens:
-        logits = self._backend.forward(batch)
-        sequences = [row.sequence for row in rows if row.is_sampled]
-        _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
-        if len(batch.logits_rows) == len(sequences):
-            return self._sampler.sample(logits, sequences)
-        prompts = self._sampler.score(logits[len(sequences) :], [row for row in rows if row.scored_positions])
-        return replace(self._sampler.sample(logits[: len(sequences)], sequences), prompts=prompts)
+            logits = self.backend.forward(batch)
+            sequences = [row.sequence for row in rows if row.is_sampled]
+            _require_logits(logits, (len(batch.logits_rows), self.backend.vocab_size))
+            if len(batch.logits_rows) == len(sequences):
+                return self._sampler.sample(logits, sequences)
+            prompts = self._sampler.score(logits[len(sequences) :], [row for row in rows if row.scored_positions])
+            return replace(self._sampler.sample(logits[: len(sequences)], sequences), prompts=prompts)
 
 
 def _require_logits(logits: object, shape: tuple[int, int]) -> None:

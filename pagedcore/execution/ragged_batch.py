@@ -9,35 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 
 from pagedcore.errors import InternalError
+from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.protocols import Int32Array, Int64Array
 from pagedcore.scheduler.plan import ScheduledRow
-
-
-class BlockTable(Protocol):
-    """The ordered blocks of one sequence."""
-
-    @property
-    def block_ids(self) -> Int32Array:
-        """Shape [blocks]."""
-        ...
-
-
-class BlockTables(Protocol):
-    """What batch building needs from a block manager."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        ...
-
-    def table(self, sequence_id: int) -> BlockTable:
-        """Return the blocks of a sequence."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +40,7 @@ class RaggedBatch:
         return int(self.query_start[-1])
 
 
-def build_batch(rows: Seq[ScheduledRow], block_manager: BlockTables) -> RaggedBatch:
+def build_batch(rows: Seq[ScheduledRow], block_manager: BlockManager) -> RaggedBatch:
     """Flatten scheduled rows; logits are wanted of the last token of every sampled row, then of all scored positions.
 
     Args:
@@ -87,10 +65,8 @@ def build_batch(rows: Seq[ScheduledRow], block_manager: BlockTables) -> RaggedBa
         block_size=block_manager.block_size,
         is_sampled=starts + counts == known,
     )
-    return batch if all(one.prompt_logprobs is None for one in sequences) else _with_scored(batch, rows)
-
-
-def _with_scored(batch: RaggedBatch, rows: Seq[ScheduledRow]) -> RaggedBatch:
+    if all(one.prompt_logprobs is None for one in sequences):
+        return batch
     scored = [
         np.arange(first, first + len(row.scored_positions)) + row.scored_positions.start - row.start
         for first, row in zip(batch.query_start.tolist(), rows, strict=False)
@@ -99,14 +75,8 @@ def _with_scored(batch: RaggedBatch, rows: Seq[ScheduledRow]) -> RaggedBatch:
 
 
 def assemble(
-    token_ids: Int64Array,
-    starts: Int64Array,
-    counts: Int64Array,
-    *,
-    seq_ids: Int64Array,
-    tables: Seq[Int32Array],
-    block_size: int,
-    is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    token_ids: Int64Array, starts: Int64Array, counts: Int64Array, *, seq_ids: Int64Array, tables: Seq[Int32Array],
+    block_size: int, is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
 ) -> RaggedBatch:
     """Compute positions, slots and tables of rows that are given as plain arrays.
 
@@ -117,7 +87,7 @@ def assemble(
         seq_ids: [R] number of each row's sequence.
         tables: R arrays of block ids; a table may be longer than the row needs.
         block_size: tokens per block.
-        is_sampled: [R] whether the logits of the row's last token are wanted.
+        is_sampled: [R] whether the logits of the row's last token are wanted; ``None``: of all.
 
     Raises:
         InternalError: a table is too short for its row, or the tokens do not add up.
@@ -136,9 +106,8 @@ def assemble(
         # Why: matrix products of one row take another path than those of many, and round differently.
         token_ids, positions = np.repeat(token_ids, 2), np.repeat(positions, 2)
         slots = np.append(slots, -1)
-    return RaggedBatch(
-        token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, query_start[1:][is_sampled] - 1
-    )
+    ends = query_start[1:] if is_sampled is None else query_start[1:][is_sampled]
+    return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, ends - 1)
 
 
 def _stack_tables(tables: Seq[Int32Array], needed: Int64Array) -> Int32Array:

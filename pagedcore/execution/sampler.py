@@ -47,8 +47,6 @@ class Sampler:
     Invariant: an adjuster is kept from a step to the next only for the very sequence, turn and parameters it is for.
     """
 
-    __slots__ = ("_adjusters", "_pick_greedily", "_report", "_sample", "_vocab_size")
-
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._pick_greedily = GreedyPicker(vocab_size)
@@ -64,7 +62,8 @@ class Sampler:
             sequences: [S]; row ``i`` is the distribution of what follows ``sequences[i].token_ids``.
         """
         rows = _as_array(logits)
-        reports = self._report_logprobs(rows, sequences)
+        wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
+        reports = self._make_reports(rows, wanted)
         self._adjust(rows, sequences, reports)
         token_ids = self._choose(rows, sequences)
         logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
@@ -120,15 +119,10 @@ class Sampler:
                 adjuster = RowAdjuster(sequence, self._vocab_size)
             adjusters[sequence.sequence_id] = adjuster
             if i in reports:
-                reports[i].keep_raw(rows[i])
+                reports[i].raw = rows[i].copy()
             adjuster.adjust(rows[i])
         # Why: a sequence outside this step may never come back; if it does, its tokens are counted again.
         self._adjusters = adjusters
-
-    def _report_logprobs(self, rows: FloatArray, sequences: Seq[Sequence]) -> dict[int, _Report]:
-        return self._make_reports(
-            rows, {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
-        )
 
     def _make_reports(self, rows: FloatArray, wanted: dict[int, int]) -> dict[int, _Report]:
         if not wanted:
@@ -156,24 +150,21 @@ def _is_adjusted(sequence: Sequence) -> bool:
     )
 
 
+@dataclass(slots=True)
 class _Report:
     """Log-probabilities of one row under the model's own distribution, taken before anything changes the row."""
 
-    __slots__ = ("_ids", "_normaliser", "_raw", "_values")
-
-    def __init__(self, normaliser: float, ids: Int64Array, values: FloatArray) -> None:
-        self._normaliser, self._ids, self._values = normaliser, ids, values
-        self._raw: FloatArray | None = None
-
-    def keep_raw(self, row: FloatArray) -> None:
-        """Copy the row, because it is about to be adjusted."""
-        self._raw = row.copy()
+    normaliser: float
+    ids: Int64Array
+    values: FloatArray
+    raw: FloatArray | None = None
+    """A copy of a row that is adjusted."""
 
     def describe(self, token_id: int, row: FloatArray) -> TokenLogprobs:
         """Return the log-probabilities of the chosen token and of the best ones; ``row`` is used if not adjusted."""
-        logit = float((row if self._raw is None else self._raw)[token_id])
-        best = [(int(i), float(value) - self._normaliser) for i, value in zip(self._ids, self._values, strict=True)]
-        return TokenLogprobs(token_id, logit - self._normaliser, tuple(pair for pair in best if pair[0] >= 0))
+        logit = float((row if self.raw is None else self.raw)[token_id])
+        best = [(int(i), float(value) - self.normaliser) for i, value in zip(self.ids, self.values, strict=True)]
+        return TokenLogprobs(token_id, logit - self.normaliser, tuple(pair for pair in best if pair[0] >= 0))
 
 
 class RowAdjuster:
@@ -246,13 +237,10 @@ class _SeenTokens:
         for token_id in sequence.token_ids[self._num_counted :]:
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._token_ids):
-                self._grow()
+                room = np.zeros(place, np.int64)
+                self._token_ids = np.concatenate((self._token_ids, room))
+                self._counts = np.concatenate((self._counts, room))
             self._token_ids[place] = token_id
             self._counts[place] += 1
         self._num_counted = len(sequence.token_ids)
         return self._token_ids[: len(self._places)], self._counts[: len(self._places)]
-
-    def _grow(self) -> None:
-        room = np.zeros(len(self._token_ids), np.int64)
-        self._token_ids = np.concatenate((self._token_ids, room))
-        self._counts = np.concatenate((self._counts, room))

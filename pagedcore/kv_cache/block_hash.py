@@ -25,8 +25,6 @@ class BlockHasher:
         secret: mixed into every root; another secret gives other keys for the same tokens.
     """
 
-    __slots__ = ("_secret", "block_size")
-
     def __init__(self, block_size: int, secret: bytes) -> None:
         self.block_size = block_size
         self._secret = secret

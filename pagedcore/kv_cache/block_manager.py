@@ -10,57 +10,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_hash import BlockHasher
-from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.eviction import EvictionPolicy, least_recently_used
-from pagedcore.kv_cache.memory_snapshot import BlockSnapshot, take_snapshot
-from pagedcore.kv_cache.prefix_cache import PrefixCache
-from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, find_prefix
-from pagedcore.kv_cache.reservation import Copies, Demand, Growth, Reservation
+from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
+from pagedcore.kv_cache.prefix_cache import BlockMemory, PrefixCache
+from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, match_in
+from pagedcore.kv_cache.reservation import Demand, Reservation
 from pagedcore.sequence import Sequence
 
 
-class BlockManager:
-    """Block tables of all sequences over one pool, and the prefix cache over its blocks.
+class _Growth(NamedTuple):
+    sequence_id: int
+    table: BlockTable
+    num_blocks_before: int
+
+
+class BlockManager(BlockMemory):
+    """Block tables of all sequences over the device's blocks; arguments as ``KVCacheManager``.
 
     Invariant: a sequence without blocks has no table.
     Invariant: a block's references are the tables it is in, the transfers it is part of and the open reservation's
         copies that read it.
     """
 
-    __slots__ = ("_copies_blocks", "_pool", "_sources", "_tables", "block_size", "cache", "hasher", "num_blocks")
-
     def __init__(
         self, num_blocks: int, block_size: int, *, policy: EvictionPolicy = least_recently_used, secret: bytes = b"",
         copies_blocks: bool = True,
     ) -> None:
-        """Start with every block free; arguments as ``KVCacheManager``."""
-        self.num_blocks = num_blocks
+        super().__init__(num_blocks, policy)
         self.block_size = block_size
         self._copies_blocks = copies_blocks
         self.hasher = BlockHasher(block_size, secret)
-        self._pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self._pool, policy)
         self._tables: dict[int, BlockTable] = {}
         self._sources: Counter[int] = Counter()
-
-    @property
-    def num_available_blocks(self) -> int:
-        """Blocks without a reference: free ones, and cached ones that would be evicted."""
-        return self._pool.num_available
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks with a reference."""
-        return self.num_blocks - self._pool.num_available
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks without a reference whose contents can be found."""
-        return self._pool.num_idle
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
@@ -79,22 +67,21 @@ class BlockManager:
             needed -= table.num_blocks
         return needed if needed > 0 else 0
 
+    def num_new_blocks(self, demand: Demand) -> int:
+        """Blocks that a demand needs besides what its sequence holds and its match shares."""
+        needed = self.num_blocks_needed(demand.sequence_id, demand.num_tokens)
+        return max(0, needed - len(demand.match.device_blocks))
+
     def own_blocks_of(self, sequence_id: int) -> list[int]:
         """Blocks that only this sequence holds, which would be available without it."""
-        table = self._tables.get(sequence_id)
-        held: list[int] = table.block_ids.tolist() if table is not None else []
-        return [block_id for block_id in held if self._pool.num_references(block_id) == 1]
+        return [block_id for block_id in self._blocks_of(sequence_id) if self._pool.reference_counts[block_id] == 1]
 
     def is_held(self, block_id: int) -> bool:
         """Whether the block has a reference."""
-        return self._pool.num_references(block_id) > 0
+        return self._pool.reference_counts[block_id] > 0
 
     def table(self, sequence_id: int) -> BlockTable:
-        """Return the table of a sequence that holds blocks.
-
-        Raises:
-            InternalError: it holds none.
-        """
+        """Return the table of a sequence. Raises ``InternalError`` if it holds no blocks."""
         try:
             return self._tables[sequence_id]
         except KeyError:
@@ -102,29 +89,16 @@ class BlockManager:
 
     def match(self, sequence: Sequence, host: PrefixCache | None = None) -> PrefixMatch:
         """Find the longest beginning of a sequence that the device, or another memory beside it, holds."""
-        match = find_prefix(self.hasher, sequence, self.cache, host)
+        match = match_in(self.hasher, sequence, self.cache)
+        if host is not None:
+            match = match.extended_by(match_in(self.hasher, sequence, host))
         return match if self._copies_blocks else match.without_tail(self.block_size)
 
-    def allocate_blocks(self, shared: ListOf[int], num_new: int) -> tuple[int, ...] | None:
-        """Hold ``shared`` and allocate ``num_new`` blocks behind them; or change nothing when too few are available."""
-        # Why: what is shared must be held before anything is allocated, or it could be evicted for that.
-        for block_id in shared:
-            self.cache.hold_block(block_id)
-        new = self.cache.allocate(num_new)
-        if new is None:
-            self.free_references(shared)
-            return None
-        return (*shared, *new)
-
     def reserve(self, demands: Iterable[Demand]) -> Reservation | None:
-        """Let every table hold as many positions as asked for, or change nothing when the pool is too small.
-
-        Args:
-            demands: each sequence at most once.
-        """
+        """Let tables hold the positions asked for, each table once, or change nothing if the pool is too small."""
         demands = list(demands)
         held = [block_id for demand in demands for block_id in demand.match.held_blocks]
-        blocks = self.allocate_blocks(held, sum(map(self._num_new_blocks, demands)))
+        blocks = self.allocate_blocks(held, sum(map(self.num_new_blocks, demands)))
         return self._grow_tables(demands, blocks[len(held) :]) if blocks is not None else None
 
     def register(self, sequence: Sequence, num_tokens: int) -> None:
@@ -147,30 +121,22 @@ class BlockManager:
 
     def free_blocks(self, sequence: Sequence, *, num_kept_tokens: int = 0) -> int:
         """Free the blocks behind the first ``num_kept_tokens``, last first; return how many. They stay cached."""
-        table = self._tables.get(sequence.sequence_id)
-        if table is None:
-            return 0
         self.register_all(sequence)
         sequence.num_computed_tokens = min(num_kept_tokens, sequence.num_computed_tokens)
-        return self._truncate(sequence.sequence_id, table, self.blocks_for(num_kept_tokens))
+        return self._truncate(sequence.sequence_id, self.blocks_for(num_kept_tokens))
 
     def evict_blocks(self, sequence_id: int, *, spares_shared: bool) -> int:
         """Free a sequence's blocks and evict what they hold, perhaps except shared ones; return how many."""
-        table = self._tables.get(sequence_id)
-        if table is None:
-            return 0
-        for block_id in self.own_blocks_of(sequence_id) if spares_shared else table.block_ids.tolist():
+        for block_id in self.own_blocks_of(sequence_id) if spares_shared else self._blocks_of(sequence_id):
             self.cache.evict_block(block_id)
-        return self._truncate(sequence_id, table, 0)
+        return self._truncate(sequence_id, 0)
 
     def free_and_evict_tail(self, sequence: Sequence) -> int:
         """Free a sequence's blocks and return how many; full blocks stay cached, the partly filled end is evicted."""
         table = self._tables.get(sequence.sequence_id)
-        if table is None:
-            return 0
-        for block_id in table.block_ids[table.num_registered :].tolist():
+        for block_id in table.block_ids[table.num_registered :].tolist() if table is not None else ():
             self.cache.evict_block(block_id)
-        return self._truncate(sequence.sequence_id, table, 0)
+        return self._truncate(sequence.sequence_id, 0)
 
     def take_table(self, sequence_id: int) -> tuple[int, ...]:
         """Remove a sequence's table and return its blocks; the references pass to the caller."""
@@ -178,11 +144,7 @@ class BlockManager:
         return tuple(table.block_ids.tolist())
 
     def add_table(self, sequence_id: int, block_ids: ListOf[int], num_registered: int) -> None:
-        """Make a table of blocks; the caller's references pass to it.
-
-        Raises:
-            InternalError: the sequence has one.
-        """
+        """Make a table; the caller's references pass to it. Raises ``InternalError`` if the sequence has one."""
         if sequence_id in self._tables:
             raise InternalError(f"sequence {sequence_id} holds blocks already")
         table = self._tables[sequence_id] = BlockTable()
@@ -191,58 +153,46 @@ class BlockManager:
 
     def share_blocks(self, sequence: Sequence, found: FoundBlocks) -> None:
         """Give a sequence without blocks those that hold its first positions, which then count as computed."""
-        for block_id in found.block_ids:
-            self.cache.hold_block(block_id)
+        self.hold_blocks(found.block_ids)
         self.add_table(sequence.sequence_id, found.block_ids, found.num_tokens // self.block_size)
         sequence.num_computed_tokens = found.num_tokens
-
-    def free_references(self, block_ids: ListOf[int]) -> None:
-        """Free a reference to each block, last first."""
-        for block_id in reversed(block_ids):
-            self.cache.free_block(block_id)
 
     def snapshot(self, in_transfers: Iterable[int] = ()) -> BlockSnapshot:
         """Copy the bookkeeping for the state laws; ``in_transfers`` are the blocks that transfers hold."""
         tables = {sid: tuple(table.block_ids.tolist()) for sid, table in self._tables.items()}
         holds = Counter(block_id for table in tables.values() for block_id in table) + self._sources
         holds.update(in_transfers)
-        return BlockSnapshot(self.block_size, take_snapshot(self._pool, self.cache, holds), None, tables, {})
-
-    def _num_new_blocks(self, demand: Demand) -> int:
-        needed = self.num_blocks_needed(demand.sequence_id, demand.num_tokens)
-        return max(0, needed - len(demand.match.device_blocks))
+        return BlockSnapshot(self.block_size, self._snapshot(holds), None, tables, {})
 
     def _grow_tables(self, demands: list[Demand], block_ids: ListOf[int]) -> Reservation:
-        growths, copies, used = [], list[tuple[int, int]](), 0
+        growths, copies, fresh = [], list[tuple[int, int]](), iter(block_ids)
         for demand in demands:
-            new = block_ids[used : used + self._num_new_blocks(demand)]
-            used += len(new)
-            if demand.match.tail is not None:
-                copies.append((demand.match.tail[0], new[0]))
-            if new or demand.match.device_blocks:
-                growths.append(self._extend_table(demand, new))
-        self._sources.update(source for source, _ in copies)
-        return Reservation(growths, tuple(copies), self._undo_growth, self._free_sources)
-
-    def _extend_table(self, demand: Demand, block_ids: ListOf[int]) -> Growth:
-        table = self._tables.get(demand.sequence_id)
-        if table is None:
-            table = self._tables[demand.sequence_id] = BlockTable()
-        growth = Growth(demand.sequence_id, table, table.num_blocks)
-        if shared := demand.match.device_blocks:
-            table.append(shared)
+            match, new = demand.match, list(islice(fresh, self.num_new_blocks(demand)))
+            if match.tail is not None:
+                copies.append((match.tail[0], new[0]))
+            if not new and not match.device_blocks:
+                continue
+            table = self._tables.get(demand.sequence_id)
+            if table is None:
+                table = self._tables[demand.sequence_id] = BlockTable()
+            growths.append(_Growth(demand.sequence_id, table, table.num_blocks))
+            table.append((*match.device_blocks, *new))
             # Safety: a sequence that shares blocks never registers them again, should they have been evicted as wrong.
-            table.num_registered = len(shared)
-        table.append(block_ids)
-        return growth
+            table.num_registered += len(match.device_blocks)
+        sources = [source for source, _ in copies]
+        self._sources.update(sources)
+        return Reservation(
+            tuple(copies), partial(self._shorten_tables, growths), partial(self._free_sources, sources)
+        )
 
-    def _undo_growth(self, growth: Growth) -> None:
-        """Shorten a table to what it was, unless the sequence has been freed since."""
-        if self._tables.get(growth.sequence_id) is growth.table:
-            self._truncate(growth.sequence_id, growth.table, growth.num_blocks_before)
+    def _shorten_tables(self, growths: ListOf[_Growth]) -> None:
+        """Shorten tables to what they were, last first, except of sequences that have been freed since."""
+        for growth in reversed(growths):
+            if self._tables.get(growth.sequence_id) is growth.table:
+                self._truncate(growth.sequence_id, growth.num_blocks_before)
 
-    def _free_sources(self, copies: Copies) -> None:
-        for source, _ in copies:
+    def _free_sources(self, sources: ListOf[int]) -> None:
+        for source in sources:
             self._sources[source] -= 1
             self.cache.free_block(source)
 
@@ -254,7 +204,14 @@ class BlockManager:
             if len(content.token_ids) == self.block_size:
                 table.num_registered += 1
 
-    def _truncate(self, sequence_id: int, table: BlockTable, num_blocks: int) -> int:
+    def _blocks_of(self, sequence_id: int) -> list[int]:
+        table = self._tables.get(sequence_id)
+        return table.block_ids.tolist() if table is not None else []
+
+    def _truncate(self, sequence_id: int, num_blocks: int) -> int:
+        table = self._tables.get(sequence_id)
+        if table is None:
+            return 0
         removed = table.truncate(num_blocks)
         for block_id in removed:
             self.cache.free_block(block_id)

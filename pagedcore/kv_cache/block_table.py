@@ -32,10 +32,6 @@ class BlockTable:
         self.block_ids: Int32Array = self._view[:0]
         """Shape [num_blocks], a read-only view that is valid until the table changes."""
 
-    def capacity(self, block_size: int) -> int:
-        """Positions that have a slot."""
-        return self.num_blocks * block_size
-
     def append(self, block_ids: Sequence[int]) -> None:
         """Add blocks at the end."""
         start, end = self.num_blocks, self.num_blocks + len(block_ids)
@@ -59,8 +55,8 @@ class BlockTable:
         Raises:
             InternalError: a position has no block.
         """
-        if not 0 <= start <= end <= self.capacity(block_size):
-            raise InternalError(f"slots: positions {start} to {end} of a table for {self.capacity(block_size)}")
+        if not 0 <= start <= end <= self.num_blocks * block_size:
+            raise InternalError(f"slots: positions {start} to {end} of a table for {self.num_blocks * block_size}")
         #   positions   start ................ end
         #   blocks      [ start // size ] ... [ (end - 1) // size ]
         positions = np.arange(start, end, dtype=np.int64)

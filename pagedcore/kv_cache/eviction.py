@@ -13,20 +13,12 @@ from typing import Final, Protocol
 class Usage(Protocol):
     """What a policy may look at. Times count the uses of the whole cache."""
 
-    @property
-    def num_hits(self) -> int:
-        """How often the block was found in the cache."""
-        ...
-
-    @property
-    def last_used(self) -> int:
-        """When the block last lost its last reference."""
-        ...
-
-    @property
-    def first_used(self) -> int:
-        """When the block was registered."""
-        ...
+    num_hits: int
+    """How often the block was found in the cache."""
+    last_used: int
+    """When the block last lost its last reference."""
+    first_used: int
+    """When the block was registered."""
 
 
 EvictionPolicy = Callable[[Usage], tuple[int, ...]]

@@ -21,67 +21,54 @@ class KVCacheManager:
     """The KV cache of one engine.
 
     Invariant: a sequence with a transfer that is not cancelled, or with pins, has no table on the device.
+
+    Args:
+        num_blocks: of the device.
+        block_size: tokens per block.
+        num_host_blocks: of the host; 0 to keep nothing there.
+        policy: the order of eviction, in either memory.
+        secret: of the content keys; see ``BlockHasher``.
+        copies_blocks: whether a partly matching block can be copied; else only full ones are shared.
     """
 
-    __slots__ = ("device", "host")
-
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        num_host_blocks: int = 0,
-        policy: EvictionPolicy = least_recently_used,
-        secret: bytes = b"",
-        copies_blocks: bool = True,
+        self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0,
+        policy: EvictionPolicy = least_recently_used, secret: bytes = b"", copies_blocks: bool = True,
     ) -> None:
-        """Start with every block free.
-
-        Args:
-            num_blocks: of the device.
-            block_size: tokens per block.
-            num_host_blocks: of the host; 0 for no host cache.
-            policy: the order of eviction, in either memory.
-            secret: of the content keys; see ``BlockHasher``.
-            copies_blocks: whether a partly matching block can be copied; else only full ones are shared.
-        """
         self.device = BlockManager(num_blocks, block_size, policy=policy, secret=secret, copies_blocks=copies_blocks)
-        self.host = HostCache(num_host_blocks, policy) if num_host_blocks else None
+        self.host = HostCache(num_host_blocks, policy)
 
     def match(self, sequence: Sequence) -> PrefixMatch:
         """Find the longest beginning of a sequence that the device or the host holds."""
-        host = self.host
-        return self.device.match(sequence, host.cache if host is not None and not host.is_stuck else None)
+        is_host_used = self.host.num_blocks > 0 and not self.host.is_stuck
+        return self.device.match(sequence, self.host.cache if is_host_used else None)
 
     def find(self, sequence: Sequence) -> tuple[FoundBlocks, FoundBlocks]:
         """Find what the device and what the host holds of a sequence's positions, the last one left out."""
-        device, host, num_tokens = self.device, self.host, len(sequence.token_ids) - 1
-        here = find_blocks(device.hasher, sequence, num_tokens, device.cache)
-        if host is None:
-            return here, FoundBlocks((), 0)
-        return here, find_blocks(device.hasher, sequence, num_tokens, host.cache)
+        hasher, num_tokens = self.device.hasher, len(sequence.token_ids) - 1
+        here = find_blocks(hasher, sequence, num_tokens, self.device.cache)
+        return here, find_blocks(hasher, sequence, num_tokens, self.host.cache)
 
     def num_blocks_to_copy(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks of the sequence's first positions that the host does not hold yet; all of them without a host."""
+        """Blocks of the sequence's first positions that the host does not hold yet."""
         known = contents(self.device.hasher, sequence, num_tokens)
-        return self.host.num_missing_blocks(known) if self.host is not None else self.device.blocks_for(num_tokens)
+        return sum(self.host.cache.find(content) is None for content in known)
 
     def begin_swap_out(self, sequence: Sequence, *, is_pinned: bool) -> Transfer | None:
         """Hand a sequence's table to a transfer to the host.
 
         Args:
-            sequence: has blocks for exactly its computed positions.
+            sequence: its table has blocks for exactly its computed positions.
             is_pinned: keep the copies for this sequence until it takes them back; else only while there is room.
 
         Returns:
-            ``None``, and nothing has changed, if there is no host, it is stuck or has too little room, or the
-            sequence has no blocks.
+            ``None``, with nothing changed: the host is stuck or has too little room, or there is no table.
         """
         device, host, num_tokens = self.device, self.host, sequence.num_computed_tokens
-        if host is None or host.is_stuck or not device.num_blocks_of(sequence.sequence_id):
+        if host.is_stuck or not device.num_blocks_of(sequence.sequence_id):
             return None
         known = list(contents(device.hasher, sequence, num_tokens))
-        places = host.allocate_blocks(known)
+        places = host.allocate_contents(known)
         if places is None:
             return None
         device.register_all(sequence)
@@ -92,72 +79,61 @@ class KVCacheManager:
             BlockMove(source, destination, content)
             for source, (destination, is_new), content in zip(device_blocks, places, known, strict=True) if is_new
         )
-        return host.add_transfer(
-            Direction.OUT, sequence.sequence_id, moves, device_blocks, tuple(block_id for block_id, _ in places),
-            num_tokens, is_pinned=is_pinned,
-        )
+        return host.add_transfer(Transfer(
+            next(host.transfer_ids), Direction.OUT, sequence.sequence_id, moves, device_blocks,
+            tuple(block_id for block_id, _ in places), num_tokens, is_pinned,
+        ))
 
     def begin_swap_in(self, sequence: Sequence, match: PrefixMatch) -> Transfer | None:
         """Start to load the host's part of a match, or change nothing when the device has too little room."""
-        device, host, num_shared = self.device, self._require_host(), len(match.device_blocks)
+        device, host, num_shared = self.device, self.host, len(match.device_blocks)
         device_blocks = device.allocate_blocks(match.device_blocks, len(match.host_blocks))
         if device_blocks is None:
             return None
         host.hold_blocks(match.host_blocks)
         known = list(contents(device.hasher, sequence, match.num_tokens))[num_shared:]
         moves = tuple(map(BlockMove, match.host_blocks, device_blocks[num_shared:], known))
-        return host.add_transfer(
-            Direction.IN, sequence.sequence_id, moves, device_blocks, match.host_blocks, match.num_tokens
-        )
+        return host.add_transfer(Transfer(
+            next(host.transfer_ids), Direction.IN, sequence.sequence_id, moves, device_blocks, match.host_blocks,
+            match.num_tokens,
+        ))
 
     def time_out_transfer(self, transfer_id: int) -> None:
-        """Time a transfer out: keep its write targets, free its sources; its sequence continues without it.
-
-        Raises:
-            InternalError: it is not in flight, or was timed out before.
-        """
-        self.device.free_references(self._require_host().time_out(transfer_id))
+        """Let a sequence continue without a transfer. Raises as ``HostCache.time_out``."""
+        self.device.free_references(self.host.time_out(transfer_id))
 
     def complete_transfer(self, transfer_id: int, *, is_ok: bool) -> tuple[Transfer, bool]:
         """Book the end of a transfer; return it, and whether its sequence now has what the transfer was for.
 
-        Raises:
-            InternalError: there is no such transfer.
+        Raises ``InternalError`` if it is not in flight.
         """
-        host = self._require_host()
+        device, host = self.device, self.host
         transfer, is_needed, is_in_time = host.pop_transfer(transfer_id)
-        if not is_in_time:
-            host.free_blocks(transfer.host_blocks)
-            self.device.free_references(transfer.device_blocks)
-        elif transfer.direction is Direction.OUT:
-            self._end_swap_out(host, transfer, is_ok=is_ok, is_needed=is_needed)
+        if is_in_time and transfer.direction is Direction.IN:
+            self._end_swap_in(transfer, is_ok=is_ok, is_needed=is_needed)
         else:
-            self._end_swap_in(host, transfer, is_ok=is_ok, is_needed=is_needed)
+            if is_in_time and is_ok:
+                host.receive(transfer, is_needed=is_needed)
+            else:
+                host.free_references(transfer.host_blocks)
+            device.free_references(transfer.device_blocks)
         return transfer, is_ok and is_needed and is_in_time
 
     def evict_sequence(self, sequence: Sequence) -> None:
         """Free a sequence's table, and evict from either memory what it has computed and what continues that."""
         first_block = tuple(sequence.token_ids[: min(sequence.num_computed_tokens, self.device.block_size)])
-        for cache in (self.device.cache,) if self.host is None else (self.device.cache, self.host.cache):
+        for cache in (self.device.cache, self.host.cache):
             cache.evict_beginnings(sequence.cache_root, first_block)
         self.device.evict_blocks(sequence.sequence_id, spares_shared=False)
 
     def snapshot(self) -> BlockSnapshot:
         """Copy the bookkeeping for the state laws."""
-        if self.host is None:
-            return self.device.snapshot()
-        snapshot = self.device.snapshot(block_id for one in self.host.in_flight for block_id in one.device_blocks)
-        return replace(snapshot, host=self.host.snapshot(), pins=self.host.pins)
+        in_transfers = (block_id for one in self.host.in_flight.values() for block_id in one.device_blocks)
+        return replace(self.device.snapshot(in_transfers), host=self.host.snapshot(), pins=dict(self.host.pins))
 
-    def _end_swap_out(self, host: HostCache, transfer: Transfer, *, is_ok: bool, is_needed: bool) -> None:
-        if is_ok:
-            host.receive(transfer, is_needed=is_needed)
-        else:
-            host.free_blocks(transfer.host_blocks)
-        self.device.free_references(transfer.device_blocks)
-
-    def _end_swap_in(self, host: HostCache, transfer: Transfer, *, is_ok: bool, is_needed: bool) -> None:
-        device, num_registered = self.device, len(transfer.device_blocks) - len(transfer.moves)
+    def _end_swap_in(self, transfer: Transfer, *, is_ok: bool, is_needed: bool) -> None:
+        device, host = self.device, self.host
+        num_registered = len(transfer.device_blocks) - len(transfer.moves)
         for move in transfer.moves if is_ok else ():
             if device.cache.register_block(move.destination, move.content):
                 num_registered += len(move.content.token_ids) == device.block_size
@@ -167,11 +143,6 @@ class KVCacheManager:
             device.add_table(transfer.sequence_id, transfer.device_blocks, num_registered)
         else:
             device.free_references(transfer.device_blocks)
-        host.free_blocks(transfer.host_blocks)
+        host.free_references(transfer.host_blocks)
         if is_needed:
             host.free_pins(transfer.sequence_id)
-
-    def _require_host(self) -> HostCache:
-        if self.host is None:
-            raise InternalError("transfer: there is no host cache")
-        return self.host

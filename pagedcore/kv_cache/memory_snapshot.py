@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pagedcore.kv_cache.block_pool import BlockPool
-from pagedcore.kv_cache.prefix_cache import PrefixCache
-
 
 class Known(NamedTuple):
-    """The registered contents of one block; see ``CachedBlock``."""
+    """The registered contents of one block; see ``Content``."""
 
     block_id: int
     parent_key: bytes
@@ -42,9 +39,3 @@ class BlockSnapshot:
     tables: Mapping[int, tuple[int, ...]]
     pins: Mapping[int, tuple[int, ...]]
     """Host blocks kept for sequences."""
-
-
-def take_snapshot(pool: BlockPool, cache: PrefixCache, holders: Mapping[int, int]) -> MemorySnapshot:
-    """Copy a pool and its cache; ``holders`` comes from the owner of the references."""
-    registered = {one.key: Known(one.block_id, one.parent_key, one.token_ids, one.is_first) for one in cache.registered}
-    return MemorySnapshot(pool.free_blocks, pool.idle_blocks, pool.reference_counts, dict(holders), registered)

@@ -1,20 +1,35 @@
 """Contents of one memory's blocks by key, so that a prefix is computed once; evicts contents to make room.
 
-One instance serves one pool, the device's or the host's. ``block_manager`` owns the tables, ``block_hash`` makes the
-keys, ``eviction`` gives the order. It moves no bytes.
+``BlockMemory`` is the cache and its pool, of the device or of the host; ``block_manager`` and ``host_cache`` add who
+holds its blocks. ``block_hash`` makes the keys, ``eviction`` gives the order. It moves no bytes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.eviction import EvictionPolicy
+from pagedcore.kv_cache.memory_snapshot import Known, MemorySnapshot
 
 TokenIds = tuple[int, ...]
+
+
+class Content(NamedTuple):
+    """What a block holds, in terms of keys and tokens."""
+
+    key: bytes
+    parent_key: bytes
+    """The key of the block before, or the root of the chain."""
+    token_ids: TokenIds
+    """Fewer tokens than a block has room for at the end of a sequence."""
+    is_first: bool
+    """Whether it holds the first positions, so that its parent is a root."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,29 +37,12 @@ class CachedBlock:
     """One block whose contents are known."""
 
     block_id: int
-    key: bytes
-    parent_key: bytes
-    token_ids: TokenIds
-    """What the block holds; fewer tokens than a block has room for at the end of a sequence."""
-    is_first: bool
-    """Whether it holds the first positions, so that its parent is a root."""
+    content: Content
     first_used: int
     last_used: int = 0
     num_hits: int = 0
     rank: tuple[int, ...] = ()
     """Its place in the order of eviction, set when the block becomes idle."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a block holds, in terms of keys and tokens."""
-
-    key: bytes
-    parent_key: bytes
-    """The key of the block before, or the root of the chain."""
-    token_ids: TokenIds
-    is_first: bool
-    """Whether it holds the first positions, so that its parent is a root."""
 
 
 class PrefixCache:
@@ -55,11 +53,6 @@ class PrefixCache:
     Invariant: the parent of a registered block is registered too, or is the root of its chain.
     Invariant: the blocks behind one parent are sorted by their tokens.
     """
-
-    __slots__ = (
-        "_by_block", "_by_key", "_children", "_heap", "_num_idle_children", "_num_uses", "_policy", "_pool",
-        "num_evictions",
-    )
 
     def __init__(self, pool: BlockPool, policy: EvictionPolicy) -> None:
         self._pool = pool
@@ -81,7 +74,7 @@ class PrefixCache:
         """Take blocks with one reference each, evicting contents for them; or none when too few are available."""
         if num_blocks > self._pool.num_available:
             return None
-        while self._pool.num_free < num_blocks:
+        while len(self._pool.free_blocks) < num_blocks:
             self._evict(self._next_victim())
             self.num_evictions += 1
         return self._pool.allocate(num_blocks)
@@ -91,8 +84,8 @@ class PrefixCache:
         cached = self._by_block.get(block_id)
         if cached is not None:
             cached.num_hits += 1
-            if self._pool.is_idle(block_id):
-                self._count_idle_child(cached.parent_key, -1)
+            if block_id in self._pool.idle_blocks:
+                self._count_idle_child(cached.content.parent_key, -1)
         self._pool.add_reference(block_id)
 
     def free_block(self, block_id: int) -> None:
@@ -106,7 +99,7 @@ class PrefixCache:
         self._num_uses += 1
         cached.last_used = self._num_uses
         cached.rank = self._policy(cached)
-        self._count_idle_child(cached.parent_key, +1)
+        self._count_idle_child(cached.content.parent_key, +1)
         self._offer(cached)
 
     def register_block(self, block_id: int, content: Content) -> bool:
@@ -117,18 +110,15 @@ class PrefixCache:
         """
         present = self._by_key.get(content.key)
         if present is not None:
-            return (present.parent_key, present.token_ids) == (content.parent_key, content.token_ids)
+            return present.content == content
         if not content.is_first and content.parent_key not in self._by_key:
             return False
         # Why: a block that was registered half full is now registered with all it holds.
         self.evict_block(block_id)
         self._num_uses += 1
-        cached = CachedBlock(
-            block_id, content.key, content.parent_key, content.token_ids, content.is_first, self._num_uses
-        )
-        self._by_key[cached.key] = self._by_block[block_id] = cached
-        siblings = self._children.setdefault(cached.parent_key, [])
-        siblings.insert(_place(siblings, cached.token_ids), cached)
+        cached = self._by_key[content.key] = self._by_block[block_id] = CachedBlock(block_id, content, self._num_uses)
+        siblings = self._children.setdefault(content.parent_key, [])
+        siblings.insert(_place(siblings, content.token_ids), cached)
         return True
 
     def evict_block(self, block_id: int) -> None:
@@ -140,16 +130,15 @@ class PrefixCache:
     def evict_beginnings(self, parent_key: bytes, token_ids: TokenIds) -> None:
         """Evict the blocks behind ``parent_key`` that hold a beginning of ``token_ids``, and what continues them."""
         for cached in tuple(self._children.get(parent_key, ())):
-            if cached.token_ids == token_ids[: len(cached.token_ids)]:
+            known = cached.content.token_ids
+            if known == token_ids[: len(known)]:
                 self._evict(cached)
 
     def find(self, content: Content) -> int | None:
         """Return the block that holds exactly these tokens behind exactly this parent."""
         cached = self._by_key.get(content.key)
         # Safety: with equal keys and other tokens or another parent, the block would be another sequence's memory.
-        if cached is None or (cached.parent_key, cached.token_ids) != (content.parent_key, content.token_ids):
-            return None
-        return cached.block_id
+        return cached.block_id if cached is not None and cached.content == content else None
 
     def find_beginning(self, parent_key: bytes, token_ids: TokenIds) -> tuple[int, int] | None:
         """Return the block behind ``parent_key`` that has most first tokens of ``token_ids``, and how many."""
@@ -157,30 +146,29 @@ class PrefixCache:
         # Why: in sorted order nothing has more in common with ``token_ids`` than its two neighbours there; every
         # conversation behind one system prompt may have a block here, so they cannot all be looked at.
         place = _place(siblings, token_ids)
-        near = [(_num_equal(one.token_ids, token_ids), one.block_id) for one in siblings[max(0, place - 1) : place + 1]]
-        num_equal, block_id = max(near, default=(0, 0))
+        near = siblings[max(0, place - 1) : place + 1]
+        num_equal, block_id = max(
+            ((_num_equal(one.content.token_ids, token_ids), one.block_id) for one in near), default=(0, 0)
+        )
         return (block_id, num_equal) if num_equal else None
 
     def _evict(self, cached: CachedBlock) -> None:
         """Evict a block and everything that continues it, which could not be found without its parent."""
         for one in [*self._descendants(cached), cached]:
-            self._unregister(one)
-            if self._pool.is_idle(one.block_id):
-                self._count_idle_child(one.parent_key, -1)
+            parent_key = one.content.parent_key
+            del self._by_key[one.content.key], self._by_block[one.block_id]
+            self._children[parent_key].remove(one)
+            if not self._children[parent_key]:
+                del self._children[parent_key]
+            if one.block_id in self._pool.idle_blocks:
+                self._count_idle_child(parent_key, -1)
                 self._pool.free_idle_block(one.block_id)
-
-    def _unregister(self, cached: CachedBlock) -> None:
-        del self._by_key[cached.key], self._by_block[cached.block_id]
-        siblings = self._children[cached.parent_key]
-        siblings.remove(cached)
-        if not siblings:
-            del self._children[cached.parent_key]
 
     def _descendants(self, cached: CachedBlock) -> list[CachedBlock]:
         """List all blocks that continue a block, ends first."""
         found, open_ends = [], [cached]
         while open_ends:
-            children = self._children.get(open_ends.pop().key, [])
+            children = self._children.get(open_ends.pop().content.key, [])
             found += children
             open_ends += children
         return found[::-1]
@@ -193,7 +181,7 @@ class PrefixCache:
                 return cached
 
     def _is_evictable(self, cached: CachedBlock) -> bool:
-        return self._pool.is_idle(cached.block_id) and not self._num_idle_children.get(cached.key)
+        return cached.block_id in self._pool.idle_blocks and not self._num_idle_children.get(cached.content.key)
 
     def _offer(self, cached: CachedBlock) -> None:
         # Why: entries of blocks that are in use again stay in the heap until they come up; this bounds them.
@@ -215,11 +203,63 @@ class PrefixCache:
 
 
 def _place(siblings: ListOf[CachedBlock], token_ids: TokenIds) -> int:
-    return bisect_left(siblings, token_ids, key=lambda one: one.token_ids)
+    return bisect_left(siblings, token_ids, key=lambda one: one.content.token_ids)
 
 
 def _num_equal(some: TokenIds, others: TokenIds) -> int:
-    for place, (token_id, other) in enumerate(zip(some, others, strict=False)):
-        if token_id != other:
-            return place
-    return min(len(some), len(others))
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((place for place, (token_id, other) in pairs if token_id != other), min(len(some), len(others)))
+
+
+class BlockMemory:
+    """The blocks of one memory: how many there are, and what they hold.
+
+    Invariant: every reference to one of its blocks belongs to a holder that ``_snapshot`` is given.
+    """
+
+    def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
+        self.num_blocks = num_blocks
+        self._pool = BlockPool(num_blocks)
+        self.cache = PrefixCache(self._pool, policy)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks without a reference: free ones, and cached ones that would be evicted."""
+        return self._pool.num_available
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks with a reference."""
+        return self.num_blocks - self._pool.num_available
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks without a reference whose contents can be found."""
+        return len(self._pool.idle_blocks)
+
+    def hold_blocks(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to each block."""
+        for block_id in block_ids:
+            self.cache.hold_block(block_id)
+
+    def allocate_blocks(self, shared: ListOf[int], num_new: int) -> tuple[int, ...] | None:
+        """Hold ``shared`` and allocate ``num_new`` blocks behind them; or change nothing when too few are available."""
+        # Why: what is shared must be held before anything is allocated, or it could be evicted for that.
+        self.hold_blocks(shared)
+        new = self.cache.allocate(num_new)
+        if new is None:
+            self.free_references(shared)
+            return None
+        return (*shared, *new)
+
+    def free_references(self, block_ids: ListOf[int]) -> None:
+        """Free a reference to each block, last first."""
+        for block_id in reversed(block_ids):
+            self.cache.free_block(block_id)
+
+    def _snapshot(self, holders: Mapping[int, int]) -> MemorySnapshot:
+        pool, known = self._pool, [(one.block_id, one.content) for one in self.cache.registered]
+        return MemorySnapshot(
+            tuple(pool.free_blocks), frozenset(pool.idle_blocks), tuple(pool.reference_counts), dict(holders),
+            {what.key: Known(block_id, what.parent_key, what.token_ids, what.is_first) for block_id, what in known},
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagedcore.kv_cache.block_hash import BlockHasher
 from pagedcore.kv_cache.prefix_cache import Content, PrefixCache
@@ -36,24 +37,23 @@ class PrefixMatch:
         """Return the part that needs no copy and no load."""
         return PrefixMatch(self.device_blocks, num_tokens=len(self.device_blocks) * block_size)
 
+    def extended_by(self, host: PrefixMatch) -> PrefixMatch:
+        """Return this match with what ``host``, found in the host's blocks, adds to it if it covers more."""
+        if host.num_tokens <= self.num_tokens:
+            return self
+        blocks = host.held_blocks[len(self.device_blocks) :]
+        return PrefixMatch(self.device_blocks, host_blocks=blocks, num_tokens=host.num_tokens)
+
 
 NO_MATCH = PrefixMatch()
 
 
-@dataclass(frozen=True, slots=True)
-class FoundBlocks:
+class FoundBlocks(NamedTuple):
     """Blocks of one memory that hold exactly the first positions of a sequence."""
 
     block_ids: tuple[int, ...]
     num_tokens: int
     """Positions that they hold together."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Walk:
-    blocks: list[int]
-    tail: tuple[int, int] | None
-    num_tokens: int
 
 
 def contents(hasher: BlockHasher, sequence: Sequence, num_tokens: int, first_block: int = 0) -> Iterator[Content]:
@@ -74,7 +74,7 @@ def contents(hasher: BlockHasher, sequence: Sequence, num_tokens: int, first_blo
 def find_blocks(hasher: BlockHasher, sequence: Sequence, num_tokens: int, cache: PrefixCache) -> FoundBlocks:
     """Find the blocks of a memory that hold the first ``num_tokens`` positions of a sequence, as far as there are any.
 
-    Unlike ``find_prefix`` it takes no block that only begins like the sequence, so what is found may be kept for it.
+    Unlike ``match_in`` it takes no block that only begins like the sequence, so what is found may be kept for it.
     """
     block_ids, num_found = list[int](), 0
     for content in contents(hasher, sequence, num_tokens):
@@ -86,26 +86,11 @@ def find_blocks(hasher: BlockHasher, sequence: Sequence, num_tokens: int, cache:
     return FoundBlocks(tuple(block_ids), num_found)
 
 
-def find_prefix(hasher: BlockHasher, sequence: Sequence, device: PrefixCache, host: PrefixCache | None) -> PrefixMatch:
-    """Find what the device holds of a sequence, or what the host adds to it if it has more."""
-    limit = sequence.num_reusable_tokens
-    here = _walk(hasher, sequence, device, limit)
-    if host is not None:
-        there = _walk(hasher, sequence, host, limit)
-        if there.num_tokens > here.num_tokens:
-            blocks = there.blocks if there.tail is None else [*there.blocks, there.tail[0]]
-            return PrefixMatch(tuple(here.blocks), None, tuple(blocks[len(here.blocks) :]), there.num_tokens)
-    return PrefixMatch(tuple(here.blocks), here.tail, (), here.num_tokens)
-
-
-def _walk(hasher: BlockHasher, sequence: Sequence, cache: PrefixCache, limit: int) -> _Walk:
-    size, blocks, parent_key = hasher.block_size, list[int](), sequence.cache_root
-    for content in contents(hasher, sequence, limit - limit % size):
-        block_id = cache.find(content)
-        if block_id is None:
-            break
-        blocks.append(block_id)
-        parent_key = content.key
-    start = len(blocks) * size
+def match_in(hasher: BlockHasher, sequence: Sequence, cache: PrefixCache) -> PrefixMatch:
+    """Find the longest beginning of a sequence that one memory holds, as if that were the device."""
+    size, limit = hasher.block_size, sequence.num_reusable_tokens
+    full = find_blocks(hasher, sequence, limit - limit % size, cache)
+    start, num_full = full.num_tokens, len(full.block_ids)
+    parent_key = sequence.block_keys[num_full - 1] if num_full else sequence.cache_root
     tail = cache.find_beginning(parent_key, tuple(sequence.token_ids[start : min(start + size, limit)]))
-    return _Walk(blocks, tail, start + (tail[1] if tail is not None else 0))
+    return PrefixMatch(full.block_ids, tail, num_tokens=start + (tail[1] if tail is not None else 0))

@@ -1,7 +1,8 @@
 """Which metrics there are: one line each, with where the number comes from and what vLLM's dashboards call it.
 
-Owns names, help texts and bucket bounds; never a value. A new counter of ``EngineStats`` becomes a metric by one line
-in ``SCALARS``. Names have no prefix here; ``prometheus.py`` adds ``pagedcore_`` or ``vllm:``.
+Has the form of their values too: what the recorder fills and ``prometheus.py`` writes. A new counter of
+``EngineStats`` becomes a metric by one line in ``SCALARS``. Names get their prefix, ``pagedcore_`` or ``vllm:``, in
+``prometheus.py``.
 
 Times are differences of the engine's monotonic clock: queue = arrival to first scheduled, prefill = first scheduled
 to first token, decode = first to last token. A preemption therefore lengthens what it interrupts, prefill or decode,
@@ -10,11 +11,13 @@ and what is recomputed after it counts as no new prompt token.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from pagedcore.outputs import RequestOutput
+from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.requests.stats import EngineStats
 
 
@@ -46,11 +49,6 @@ class Histogram:
 def longest_completion(request: RequestOutput) -> int:
     """Tokens of the longest completion of a request."""
     return max(len(one.token_ids) for one in request.outputs)
-
-
-def num_intervals(request: RequestOutput) -> int:
-    """How often a token of the request followed another one of the same completion."""
-    return sum(max(0, len(one.token_ids) - 1) for one in request.outputs)
 
 
 def token_interval_s(request: RequestOutput) -> float | None:
@@ -101,7 +99,8 @@ REQUEST_HISTOGRAMS: Final = (
     Histogram("time_to_first_token_seconds", "seconds", "From arrival to the first token.",
               "time_to_first_token_seconds", between("arrival_s", "first_token_s")),
     Histogram("inter_token_latency_seconds", "seconds", "From a token to the next: each request's mean, once per pair.",
-              "inter_token_latency_seconds", token_interval_s, num_intervals),
+              "inter_token_latency_seconds", token_interval_s,
+              lambda request: sum(max(0, len(one.token_ids) - 1) for one in request.outputs)),
     Histogram("e2e_request_latency_seconds", "seconds", "From arrival to the end.",
               "e2e_request_latency_seconds", between("arrival_s", "finished_s")),
     Histogram("request_queue_time_seconds", "seconds", "From arrival to the first step.",
@@ -147,3 +146,40 @@ def bounds_of(histogram: Histogram, max_model_len: int) -> tuple[float, ...]:
     if histogram.unit == "seconds":
         return one_two_five(-4, 500.0)
     return one_two_five(0, float(max_model_len) if histogram.unit == "tokens" else 20.0)
+
+
+@dataclass(slots=True)
+class Distribution:
+    """Counts of observations by bucket, and their sum.
+
+    Invariant: ``counts[i]`` are those in (bounds[i - 1], bounds[i]]; the last one, those above every bound.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Count ``weight`` observations of ``value``."""
+        self.counts[bisect_left(self.bounds, value)] += weight
+        self.total += value * weight
+
+    def copy(self) -> Distribution:
+        """Return the same numbers, which no longer change."""
+        other = Distribution(self.bounds, self.total)
+        other.counts = self.counts.copy()
+        return other
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that is shown, at one moment."""
+
+    info: EngineInfo
+    stats: EngineStats | None
+    finished: dict[str, int]
+    """Requests by finish reason."""
+    distributions: list[tuple[Histogram, Distribution]]

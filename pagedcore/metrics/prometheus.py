@@ -1,7 +1,4 @@
-"""Writes a snapshot as families of prometheus-client, under our names and, where there is one, under vLLM's.
-
-The only module that imports prometheus-client. Owns no value; a registry asks for a snapshot whenever it is read.
-"""
+"""Writes a snapshot as families of prometheus-client, under our names and, where there is one, under vLLM's."""
 
 from __future__ import annotations
 
@@ -9,13 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pagedcore.metrics.definitions import SCALARS, Histogram, Scalar
-from pagedcore.metrics.snapshot import Distribution, Snapshot
-from pagedcore.requests.stats import EngineStats
+from pagedcore.metrics.definitions import SCALARS, Histogram, Scalar, Snapshot
 
 PREFIX = "pagedcore_"
 VLLM_PREFIX = "vllm:"
@@ -33,10 +27,21 @@ class EngineCollector(Collector):
         snapshot = self._take()
         if snapshot is None:
             return
-        for one in SCALARS if snapshot.stats is not None else ():
-            yield from (_scalar(name, one, snapshot) for name in self._names(one))
+        labels = [snapshot.info.model]
+        if snapshot.stats is not None:
+            for one in SCALARS:
+                kind = GaugeMetricFamily if one.kind == "gauge" else CounterMetricFamily
+                for name in self._names(one):
+                    family = kind(name, one.help, labels=["model_name"])
+                    family.add_metric(labels, one.read(snapshot.stats))
+                    yield family
         for histogram, values in snapshot.distributions:
-            yield from (_histogram(name, histogram, values, snapshot) for name in self._names(histogram))
+            upper = [*map(str, values.bounds), "+Inf"]
+            buckets = list(zip(upper, map(float, accumulate(values.counts)), strict=True))
+            for name in self._names(histogram):
+                distribution = HistogramMetricFamily(name, histogram.help, labels=["model_name"])
+                distribution.add_metric(labels, buckets, values.total)
+                yield distribution
         yield _finished(PREFIX + "requests_finished", "finish_reason", snapshot)
         yield _info(PREFIX + "engine_info", asdict(snapshot.info), snapshot)
         if self._vllm_names:
@@ -49,30 +54,6 @@ class EngineCollector(Collector):
         return [PREFIX + one.name, VLLM_PREFIX + one.vllm_name] if has_alias else [PREFIX + one.name]
 
 
-def make_registry(take: Callable[[], Snapshot | None], vllm_names: bool) -> CollectorRegistry:
-    """Make a registry that shows the snapshots that ``take`` returns, and nothing else."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(take, vllm_names))
-    return registry
-
-
-def _scalar(name: str, one: Scalar, snapshot: Snapshot) -> Metric:
-    stats: EngineStats | None = snapshot.stats
-    kind = GaugeMetricFamily if one.kind == "gauge" else CounterMetricFamily
-    family = kind(name, one.help, labels=["model_name"])
-    if stats is not None:
-        family.add_metric([snapshot.info.model], one.read(stats))
-    return family
-
-
-def _histogram(name: str, one: Histogram, values: Distribution, snapshot: Snapshot) -> Metric:
-    upper = [*map(str, values.bounds), "+Inf"]
-    buckets = list(zip(upper, map(float, accumulate(values.counts)), strict=True))
-    family = HistogramMetricFamily(name, one.help, labels=["model_name"])
-    family.add_metric([snapshot.info.model], buckets, values.total)
-    return family
-
-
 def _finished(name: str, label: str, snapshot: Snapshot) -> Metric:
     family = CounterMetricFamily(name, "Requests that ended, by reason.", labels=["model_name", label])
     for reason, count in snapshot.finished.items():
@@ -81,8 +62,7 @@ def _finished(name: str, label: str, snapshot: Snapshot) -> Metric:
 
 
 def _info(name: str, facts: Mapping[str, object], snapshot: Snapshot) -> Metric:
-    shown = {"model_name": snapshot.info.model}
-    shown |= {key: str(value) for key, value in facts.items() if key != "model"}
-    family = GaugeMetricFamily(name, "What was chosen when the engine was built; always 1.", labels=list(shown))
-    family.add_metric(list(shown.values()), 1)
+    labels = {"model_name": snapshot.info.model, **{key: str(value) for key, value in facts.items() if key != "model"}}
+    family = GaugeMetricFamily(name, "What was chosen when the engine was built; always 1.", labels=list(labels))
+    family.add_metric(list(labels.values()), 1)
     return family

@@ -2,9 +2,8 @@
 
     text = engine_metrics_text(engine)         # the text of a /metrics page
 
-Owns the values: distributions of finished requests and of steps, and a recent snapshot of the engine's own
-counters. Fed by the observing hooks, once per step and once per request, never per token. Which metrics there are is
-in ``definitions.py``, how they are written in ``prometheus.py``; prometheus-client is needed only for that.
+Owns the values. Fed by the observing hooks, once per step and once per request, never per token. Which metrics there
+are is in ``definitions.py``, how they are written in ``prometheus.py``; prometheus-client is needed only for that.
 """
 
 from __future__ import annotations
@@ -17,15 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, MissingDependency
-from pagedcore.metrics.definitions import (
-    FINISH_REASONS,
-    ITERATION_TOKENS,
-    REQUEST_HISTOGRAMS,
-    STEP_INTERVAL,
-    Histogram,
-    bounds_of,
-)
-from pagedcore.metrics.snapshot import Distribution, Snapshot
+from pagedcore.metrics import definitions
+from pagedcore.metrics.definitions import ITERATION_TOKENS, REQUEST_HISTOGRAMS, STEP_INTERVAL
 from pagedcore.outputs import RequestOutput
 from pagedcore.plugins.hookspecs import EngineInfo, hookimpl
 from pagedcore.plugins.manager import PluginManager
@@ -58,15 +50,16 @@ class EngineMetrics:
         self._stats_s = -math.inf
         self._last_step: tuple[float, int, int] | None = None
         """When it ended, its number, and how many ran after it; ``None`` once all of them have ended."""
-        self._finished = dict.fromkeys(FINISH_REASONS, 0)
-        self._distributions: dict[str, tuple[Histogram, Distribution]] = {}
+        self._finished = dict.fromkeys(definitions.FINISH_REASONS, 0)
+        self._distributions: dict[str, tuple[definitions.Histogram, definitions.Distribution]] = {}
 
     @hookimpl
     def pagedcore_engine_start(self, engine: EngineInfo) -> None:
         """Make empty distributions that suit the model."""
         self._info = engine
         for one in (*REQUEST_HISTOGRAMS, ITERATION_TOKENS, STEP_INTERVAL):
-            self._distributions[one.name] = (one, Distribution(bounds_of(one, engine.max_model_len)))
+            bounds = definitions.bounds_of(one, engine.max_model_len)
+            self._distributions[one.name] = one, definitions.Distribution(bounds)
 
     @hookimpl
     def pagedcore_step(self, stats: StepStats) -> None:
@@ -85,7 +78,7 @@ class EngineMetrics:
     def pagedcore_request_finished(self, request: RequestOutput) -> None:
         """Count a request whose every completion has ended."""
         reasons = {one.finish_reason for one in request.outputs}
-        reason = next(reason for reason in reversed(FINISH_REASONS) if reason in reasons)
+        reason = next(reason for reason in reversed(definitions.FINISH_REASONS) if reason in reasons)
         with self._lock:
             self._finished[reason] += 1
             for one in REQUEST_HISTOGRAMS:
@@ -102,13 +95,13 @@ class EngineMetrics:
                 # Why: all that ran have ended since; the time to the next step is no pause between two of their tokens.
                 self._last_step = None
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> definitions.Snapshot | None:
         """Copy everything at one moment; ``None`` before the engine has started. Callable from any thread."""
         if self._info is None:
             return None
         with self._lock:
             copies = [(one, distribution.copy()) for one, distribution in self._distributions.values()]
-            return Snapshot(self._info, self._stats, self._finished.copy(), copies)
+            return definitions.Snapshot(self._info, self._stats, self._finished.copy(), copies)
 
     def registry(self, *, vllm_names: bool = True) -> CollectorRegistry:
         """Return a registry of prometheus-client with these metrics alone, for servers that want one.
@@ -120,10 +113,14 @@ class EngineMetrics:
             MissingDependency: prometheus-client is not installed.
         """
         try:
-            from pagedcore.metrics.prometheus import make_registry
+            from prometheus_client import CollectorRegistry
+
+            from pagedcore.metrics.prometheus import EngineCollector
         except ImportError as error:
             raise MissingDependency("metrics: prometheus_client is missing. Install pagedcore[metrics].") from error
-        return make_registry(self.snapshot, vllm_names)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(EngineCollector(self.snapshot, vllm_names))
+        return registry
 
     def text(self, *, vllm_names: bool = True) -> str:
         """Return the metrics in Prometheus' text format, ``text/plain; version=0.0.4``. Raises as ``registry``."""
@@ -149,7 +146,12 @@ def engine_metrics(engine: Engine | AsyncEngine) -> EngineMetrics:
     with _attaching:
         if engine not in _attached:
             metrics = EngineMetrics()
-            _attach(engine, metrics)
+            if isinstance(engine, AsyncEngine):
+                engine.observe(metrics)
+            else:
+                manager = PluginManager()
+                manager.add(metrics, "metrics")
+                engine.hooks.add(manager)
             _attached[engine] = metrics
         return _attached[engine]
 
@@ -170,12 +172,3 @@ def engine_metrics_text(engine: Engine | AsyncEngine, *, vllm_names: bool = True
     with suppress(EngineClosed):
         metrics.refresh(engine.stats(_PATIENCE_S) if isinstance(engine, AsyncEngine) else engine.stats())
     return metrics.text(vllm_names=vllm_names)
-
-
-def _attach(engine: Engine | AsyncEngine, metrics: EngineMetrics) -> None:
-    if isinstance(engine, AsyncEngine):
-        engine.observe(metrics)
-    else:
-        manager = PluginManager()
-        manager.add(metrics, "metrics")
-        engine.hooks.add(manager)

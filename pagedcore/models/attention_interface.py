@@ -1,8 +1,7 @@
 """The one function through which every model's attention reaches the paged KV cache.
 
 Registers the key "pagedcore" with transformers' attention interface and keeps the step that is being computed. No mask
-function is registered under the key, so transformers hands over no mask. Owns nothing of a model. Read
-``attention_layers.py`` for what a layer needs to know, ``transformers_model.py`` for who runs steps.
+function is registered under the key, so transformers hands over no mask.
 
 The step is found through a context variable and not through the model's keyword arguments, because some architectures
 do not pass those on to the attention function. A context variable is the thread's own and is put back after each
@@ -14,68 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
 from pagedcore.errors import ModelTakenOver
-from pagedcore.models.attention_layers import AttentionLayer
+from pagedcore.models.attention_layers import AttentionLayer, RecordingStep
 from pagedcore.protocols import AttentionBackend, RaggedRows
 
 ATTENTION_KEY: Final = "pagedcore"
-
-
-class AttentionStep(Protocol):
-    """What handles the attention calls of one forward."""
-
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        arguments: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """Handle query [1, H, T, D], key [1, KVH, T, D], value [1, KVH, T, Dv]; return [1, T, H, Dv]."""
-        ...
-
-
-_current_step: ContextVar[AttentionStep | None] = ContextVar("pagedcore_attention_step", default=None)
-
-
-@contextmanager
-def attention_step(step: AttentionStep) -> Iterator[None]:
-    """Send the attention calls made inside the ``with`` block, on this thread, to ``step``."""
-    token = _current_step.set(step)
-    try:
-        yield
-    finally:
-        _current_step.reset(token)
-
-
-def register() -> None:
-    """Make transformers know the key; calling it again changes nothing."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_KEY, _attention)
-
-
-def _attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
-    step = _current_step.get()
-    if step is None:
-        raise ModelTakenOver(
-            "model: an engine has taken it over, so that its attention goes to the engine's KV pool and nowhere else. "
-            "Generate with the engine, or load the model once more to call it."
-        )
-    return step.attend(module, query, key, value, attention_mask, arguments), None
 
 
 class PagedStep:
@@ -105,15 +51,10 @@ class PagedStep:
         self.slots = torch.from_numpy(batch.slot_mapping)
 
     def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
         arguments: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Store K and V unless another layer's are shared, and attend; shapes as in ``AttentionStep``."""
+        """Store K and V unless another layer's are shared, and attend; shapes as in ``AttentionCall``."""
         layer = self._layers[module.layer_idx]
         if layer.owns_kv:
             self.attention.write_kv(layer.index, self._rows(key), self._rows(value))
@@ -131,3 +72,36 @@ class PagedStep:
         """Turn [1, H, T, D] into [T, H, D] in the pool's number format, each vector in one piece."""
         rows = heads_first[0].transpose(0, 1).to(self._dtype)
         return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+_current_step: ContextVar[PagedStep | RecordingStep | None] = ContextVar("pagedcore_attention_step", default=None)
+
+
+@contextmanager
+def attention_step(step: PagedStep | RecordingStep) -> Iterator[None]:
+    """Send the attention calls made inside the ``with`` block, on this thread, to ``step``."""
+    token = _current_step.set(step)
+    try:
+        yield
+    finally:
+        _current_step.reset(token)
+
+
+def register() -> None:
+    """Make transformers know the key; calling it again changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_KEY, _attention)
+
+
+def _attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None, **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    step = _current_step.get()
+    if step is None:
+        raise ModelTakenOver(
+            "model: an engine has taken it over, so that its attention goes to the engine's KV pool and nowhere else. "
+            "Generate with the engine, or load the model once more to call it."
+        )
+    return step.attend(module, query, key, value, attention_mask, arguments), None

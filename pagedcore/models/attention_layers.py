@@ -3,7 +3,6 @@
 Owns the record of one call per layer and its translation to the words of ``AttentionBackend``: shapes, scale, window,
 chunk, softcap, and whose K and V a layer reads. Shapes come from the call, never from the configuration, because
 architectures disagree on what their configuration means. Calls that paged attention would compute wrongly are refused.
-Read ``attention_interface.py`` for who calls this during a step.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class AttentionCall:
     """One call of the attention function, as seen from inside it."""
 
     module: Any
-    layer_idx: int
+    query: torch.Tensor
+    """[1, H, T, D]; the result is [1, T, H, Dv]."""
     key: torch.Tensor
-    num_heads: int
-    num_kv_heads: int
-    key_head_size: int
-    value_head_size: int
-    has_mask: bool
+    """[1, KVH, T, D]; it is kept so that no later key can have its address and look shared."""
+    value: torch.Tensor
+    """[1, KVH, T, Dv]"""
+    mask: torch.Tensor | None
     arguments: Mapping[str, Any]
 
 
@@ -68,23 +67,13 @@ class RecordingStep:
         self.calls: list[AttentionCall] = []
 
     def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
         arguments: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Record the call; shapes as in ``AttentionStep``."""
-        layer_idx = getattr(module, "layer_idx", None)
-        if not isinstance(layer_idx, int):
+        """Record the call; shapes as in ``AttentionCall``."""
+        if not isinstance(getattr(module, "layer_idx", None), int):
             raise ModelNotSupported(f"{type(module).__name__}: an attention layer does not know its own number.")
-        # Why: the key tensor is kept, so that no later one can have its address and look shared.
-        self.calls.append(AttentionCall(
-            module, layer_idx, key, num_heads=query.shape[1], num_kv_heads=key.shape[1], key_head_size=key.shape[3],
-            value_head_size=value.shape[3], has_mask=mask is not None, arguments=arguments,
-        ))
+        self.calls.append(AttentionCall(module, query, key, value, mask, arguments))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -96,41 +85,34 @@ def layers_of(calls: list[AttentionCall], config: Any) -> dict[int, AttentionLay
     """
     layers: dict[int, AttentionLayer] = {}
     index_of_key: dict[tuple[int, int], int] = {}
+    layer_types = getattr(config, "layer_types", None)
     for call in calls:
         _refuse_what_is_not_causal_attention(call)
-        if call.layer_idx in layers:
-            raise _refusal(call, f"layer {call.layer_idx} attends twice in one forward")
-        place = _place_of(call.key)
+        number, scale, head_size = call.module.layer_idx, call.arguments.get("scaling"), call.key.shape[3]
+        if number in layers:
+            raise _refusal(call, f"layer {number} attends twice in one forward")
+        kind = None if layer_types is None else layer_types[number]
+        # Why not the address: this also tells tensors without memory apart.
+        place = int(call.key.untyped_storage()._cdata), int(call.key.storage_offset())
         owns_kv = place not in index_of_key
-        index = index_of_key.setdefault(place, len(index_of_key))
-        layers[call.layer_idx] = _layer_of(call, config, index, owns_kv)
+        layers[number] = AttentionLayer(
+            index=index_of_key.setdefault(place, len(index_of_key)),
+            owns_kv=owns_kv,
+            num_heads=call.query.shape[1],
+            num_kv_heads=call.key.shape[1],
+            key_head_size=head_size,
+            value_head_size=call.value.shape[3],
+            scale=float(scale) if scale is not None else head_size**-0.5,
+            window=_window_of(call, config, kind),
+            chunk=int(config.attention_chunk_size) if kind == "chunked_attention" else 0,
+            softcap=float(call.arguments.get("softcap") or 0.0),
+            query_tuning=_take_over_query_tuning(call.module),
+        )
     return layers
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Say where a tensor's elements are; unlike an address, this also tells tensors without memory apart."""
-    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
-
-
-def _layer_of(call: AttentionCall, config: Any, index: int, owns_kv: bool) -> AttentionLayer:
-    scale = call.arguments.get("scaling")
-    return AttentionLayer(
-        index=index,
-        owns_kv=owns_kv,
-        num_heads=call.num_heads,
-        num_kv_heads=call.num_kv_heads,
-        key_head_size=call.key_head_size,
-        value_head_size=call.value_head_size,
-        scale=float(scale) if scale is not None else call.key_head_size**-0.5,
-        window=_window_of(call, config),
-        chunk=_chunk_of(call, config),
-        softcap=float(call.arguments.get("softcap") or 0.0),
-        query_tuning=_take_over_query_tuning(call.module),
-    )
-
-
 def _refuse_what_is_not_causal_attention(call: AttentionCall) -> None:
-    if call.has_mask:
+    if call.mask is not None:
         raise _refusal(call, "it makes an attention mask of its own, which a paged KV cache cannot honour")
     if call.arguments.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
         raise _refusal(call, "it looks at later tokens; only causal language models can run")
@@ -143,37 +125,23 @@ def _refusal(call: AttentionCall, reason: str) -> ModelNotSupported:
     return ModelNotSupported(f"model: the attention of {type(call.module).__name__} cannot be paged: {reason}.")
 
 
-def _window_of(call: AttentionCall, config: Any) -> int:
-    """Return the layer's sliding window, 0 for none; what it passes and what its configuration says must agree."""
+def _window_of(call: AttentionCall, config: Any, kind: str | None) -> int:
+    """Return the sliding window that transformers would build into the layer's mask, 0 for none.
+
+    What the layer passes and what its configuration says must agree.
+    """
+    has_window = _masks_with_windows(call.module) if kind is None else kind == "sliding_attention"
+    configured = int(getattr(config, "sliding_window", None) or 0) if has_window else 0
     passed = int(call.arguments.get("sliding_window") or 0)
-    configured = _configured_window(call, config)
     if passed and passed != configured:
-        raise _refusal(
-            call, f"layer {call.layer_idx} passes a window of {passed} tokens, its configuration means {configured}"
-        )
+        number = call.module.layer_idx
+        raise _refusal(call, f"layer {number} passes a window of {passed} tokens, its configuration means {configured}")
     return configured
-
-
-def _configured_window(call: AttentionCall, config: Any) -> int:
-    """Return the window that transformers would build into this layer's mask."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[call.layer_idx] != "sliding_attention":
-        return 0
-    if layer_types is None and not _masks_with_windows(call.module):
-        return 0
-    return int(getattr(config, "sliding_window", None) or 0)
 
 
 def _masks_with_windows(module: Any) -> bool:
     """Whether the code of this architecture, which has no types of layers, makes windowed masks at all."""
     return hasattr(sys.modules.get(type(module).__module__), "create_sliding_window_causal_mask")
-
-
-def _chunk_of(call: AttentionCall, config: Any) -> int:
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None or layer_types[call.layer_idx] != "chunked_attention":
-        return 0
-    return int(config.attention_chunk_size)
 
 
 def _take_over_query_tuning(module: Any) -> QueryTuning | None:

@@ -2,8 +2,7 @@
 
 Owns a model tree on torch's device "meta", which has shapes and no memory, and asks it the same question as a loaded
 model: two tokens are sent through and every attention call is recorded. So the sums are those of the engine, even
-where architectures disagree on what a field of their configuration means. Read ``attention_layers.py`` for
-the recording.
+where architectures disagree on what a field of their configuration means.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models import model_facts, supported_models
 from pagedcore.models.cpu.packed_linear import can_pack
@@ -37,31 +37,36 @@ class Blueprint:
 
 
 def read_blueprint(
-    source: str | os.PathLike[str], attention_factory: AttentionFactory, *, dtype: str = "auto",
-    block_size: int | None = None, trust_remote_code: bool = False,
+    source: str | os.PathLike[str], attention_factory: AttentionFactory, settings: EngineConfig
 ) -> Blueprint:
     """Read a model's configuration, build its tree without memory, and see what its attention keeps.
 
     Args:
         source: a directory, or a name on the hub if there is no such directory.
-        attention_factory: its preferred block size counts, unless ``block_size`` is given.
-        dtype: number format of weights and KV; "auto" is what the machine computes fastest.
-        block_size: tokens per KV block.
-        trust_remote_code: whether code shipped with the model may run.
+        attention_factory: its preferred block size counts, unless ``settings`` have one.
+        settings: number format, block size, and trust.
 
     Raises:
         ModelNotSupported: the architecture cannot run here, or its shapes depend on the weights.
         InvalidConfig: there is no such model.
     """
-    config = load_config(source, trust_remote_code=trust_remote_code)
-    number_format = resolve_dtype(dtype)
-    model = _tree_of(config, number_format, trust_remote_code)
-    shapes = kv_shapes(_layers_of(model))
-    needs = requirements_of(attention_factory)
-    size = block_size or needs.preferred_block_size(number_format)
+    config, dtype = load_config(source, trust_remote_code=settings.trust_remote_code), resolve_dtype(settings.dtype)
+    model = _tree_of(config, dtype, settings.trust_remote_code)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            shapes = kv_shapes(redirect_attention(model)[0])
+    except RuntimeError as error:  # what torch raises for an operation that needs numbers
+        raise ModelNotSupported(
+            f"model: what {config.model_type!r} computes depends on its weights, so that the configuration does not "
+            "show its size. Start an engine and look at Engine.stats().kv_bytes."
+        ) from error
+    needs, parameters = requirements_of(attention_factory), list(model.parameters())
+    held = [one for module in model.modules() for one in module.parameters(recurse=False)]
     return Blueprint(
-        needs.layout_type(size, number_format, shapes), model_facts.max_model_len(config),
-        sum(parameter.numel() for parameter in model.parameters()), _weight_bytes(model, number_format),
+        layout=needs.layout_type(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
+        max_model_len=model_facts.max_model_len(config),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        weight_bytes=sum(parameter.nbytes for parameter in (held if can_pack(dtype) else parameters)),
     )
 
 
@@ -74,26 +79,5 @@ def _tree_of(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
             # Why: which expert a token goes to depends on numbers, and attention sees no more than the result's shape.
-            module.forward = _nothing_added
+            module.forward = lambda rows, *_, **__: torch.zeros_like(rows)
     return model
-
-
-def _nothing_added(rows: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return torch.zeros_like(rows)
-
-
-def _layers_of(model: Any) -> Any:
-    try:
-        with torch.device("meta"), torch.inference_mode():
-            return redirect_attention(model)[0]
-    except RuntimeError as error:  # what torch raises for an operation that needs numbers
-        raise ModelNotSupported(
-            f"model: what {model.config.model_type!r} computes depends on its weights, so that the "
-            "configuration does not show its size. Start an engine and look at Engine.stats().kv_bytes."
-        ) from error
-
-
-def _weight_bytes(model: Any, dtype: torch.dtype) -> int:
-    if not can_pack(dtype):
-        return sum(parameter.nbytes for parameter in model.parameters())
-    return sum(parameter.nbytes for module in model.modules() for parameter in module.parameters(recurse=False))

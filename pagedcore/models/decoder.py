@@ -1,7 +1,7 @@
 """The replaceable middle of a model: token ids and positions in, logits of chosen rows out, attention elsewhere.
 
 Owns the protocol and its general implementation, which calls the unmodified module tree with packed linear layers. A
-faster decoder for some architectures takes its place by having the same members. Read ``transformers_model.py`` next.
+faster decoder for some architectures takes its place by having the same members.
 """
 
 from __future__ import annotations
@@ -13,26 +13,21 @@ import torch
 
 from pagedcore.models.attention_interface import PagedStep, attention_step
 from pagedcore.models.attention_layers import AttentionLayer
-from pagedcore.models.cpu.packed_linear import FASTEST, PackedLinear, pack_linears
+from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.protocols import LinearFactory
 
 
 class Decoder(Protocol):
     """Computes one flat batch with one model's weights."""
 
-    @property
-    def products(self) -> Sequence[PackedLinear]:
-        """The matrix products, for the check that their rows are independent."""
-        ...
-
-    @property
-    def other_matrices(self) -> Sequence[str]:
-        """Types of modules that multiply in their own way, so that nothing can be promised about their rows."""
-        ...
+    products: Sequence[PackedLinear] = ()
+    """The matrix products, for the check that their rows are independent."""
+    other_matrices: Sequence[str] = ()
+    """Types of modules that multiply in their own way, so that nothing can be promised about their rows."""
 
     def fallback(self) -> Decoder | None:
         """Return a decoder of the same weights that relies on less, for when this one fails the self-test."""
-        ...
+        return None
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -52,25 +47,17 @@ class Decoder(Protocol):
 
 
 #: Takes a model whose attention was redirected, its layers by number, and what to call with weights no longer needed.
-DecoderFactory = Callable[[Any, Mapping[int, AttentionLayer], Callable[[torch.Tensor], None]], Decoder]
+DecoderFactory = Callable[[Any, Mapping[int, AttentionLayer], OnUnused], Decoder]
 
 
-class PlainDecoder:
+class PlainDecoder(Decoder):
     """Any architecture, on a device whose matrix products torch's libraries choose: transformers' own modules as is.
 
     Which kernel they choose depends on the number of rows, so nothing is promised about a row's bits.
     """
 
-    products: Sequence[PackedLinear] = ()
-    other_matrices: Sequence[str] = ()
-
-    def __init__(
-        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None]
-    ) -> None:
+    def __init__(self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused) -> None:
         self._model = model
-
-    def fallback(self) -> None:
-        """Nothing relies on less than the model's own modules."""
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -84,13 +71,11 @@ class ModuleDecoder(PlainDecoder):
     """Any architecture on the CPU: transformers' own modules, with packed linear layers, whose rows are independent."""
 
     def __init__(
-        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: Callable[[torch.Tensor], None],
-        linears: LinearFactory = FASTEST,
+        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused, linears: LinearFactory = FASTEST
     ) -> None:
         super().__init__(model, layers, on_unused)
         report = pack_linears(model, linears=linears, on_unused=on_unused)
-        self.products = report.packed
-        self.other_matrices = report.unpacked
+        self.products, self.other_matrices = report.packed, report.unpacked
 
 
 def call_model(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

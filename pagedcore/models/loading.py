@@ -42,7 +42,8 @@ def resolve_backend(model: Any, config: EngineConfig, load: Loader) -> ModelBack
         DeviceUnavailable: the device is not here; nothing was loaded.
     """
     if config.model_backend == "auto" and isinstance(model, ModelBackend):
-        _require_no_device(config)
+        if config.device.startswith("cuda"):
+            raise InvalidConfig("device: got a GPU for a model backend of your own, which decides itself. Leave it.")
         return model
     name = DEFAULT_MODEL_BACKEND if config.model_backend == "auto" else config.model_backend
     backend = load("models", name)(model, config, load)
@@ -59,19 +60,38 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     Args:
         model: "demo", a directory, a hub name, or a loaded ``PreTrainedModel``, which is taken over.
         config: number format, device, block size, attention and linear backend, and trust.
-        load: returns an entry of a plugin table.
-
-    Raises:
-        InvalidConfig: it is none of these, or it cannot run here.
-        DeviceUnavailable: the device is not here; nothing was loaded.
+        load: as for ``resolve_backend``, whose errors are raised.
     """
-    if isinstance(model, str | os.PathLike):
-        return _take_over(lambda device: _loaded(model, config, device), config, load, is_private=True)
-    if is_pretrained_model(model):
-        return _take_over(lambda _: _converted(model, config.dtype), config, load, is_private=False)
-    raise InvalidConfig(
-        f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
-        "transformers, or an object with the members of ModelBackend."
+    is_named = isinstance(model, str | os.PathLike)
+    # Why: a caller with a loaded model has imported transformers.
+    transformers = sys.modules.get("transformers")
+    if not is_named and (transformers is None or not isinstance(model, transformers.PreTrainedModel)):
+        raise InvalidConfig(
+            f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
+            "transformers, or an object with the members of ModelBackend."
+        )
+    from pagedcore.execution import devices
+    from pagedcore.models.pretrained import load_pretrained, resolve_dtype
+    from pagedcore.models.transformers_model import TransformersModel, requirements_of
+
+    # Why: all that can be refused without the model is, before it is loaded.
+    device = devices.find_device(config.device)
+    name = _attention_name(config, device.default_attention)
+    attention = load("attention", name)
+    if device.kind not in (kinds := requirements_of(attention).devices):
+        raise InvalidConfig(
+            f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
+            f"Leave it at 'auto', or set device={kinds[0]!r}."
+        )
+    linears = _linears(config, device, load)
+    if is_named:
+        dtype = device.default_dtype if config.dtype == "auto" else config.dtype
+        model = load_pretrained(_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
+    elif config.dtype != "auto":
+        model = model.to(resolve_dtype(config.dtype))
+    return TransformersModel(
+        model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
+        linear_name=config.linear_backend, device=device,
     )
 
 
@@ -81,10 +101,7 @@ def plan_backend(
     """Return what is known of ``model`` without its weights; errors as ``transformers_backend``."""
     from pagedcore.models.blueprint import read_blueprint
 
-    return read_blueprint(
-        _source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), dtype=config.dtype,
-        block_size=config.block_size, trust_remote_code=config.trust_remote_code,
-    )
+    return read_blueprint(_source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), config)
 
 
 def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
@@ -115,46 +132,8 @@ def model_name(model: Any) -> str:
     return type(model).__name__
 
 
-def is_pretrained_model(model: Any) -> bool:
-    """Whether ``model`` is a loaded model of transformers; does not import transformers."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
 def _source(model: str | os.PathLike[str]) -> str:
     return os.fspath(DEMO_MODEL_DIR) if model == "demo" else os.fspath(model)
-
-
-def _converted(model: Any, dtype: str) -> Any:
-    """Return the model in the number format asked for; "auto" leaves it as it came."""
-    from pagedcore.models.pretrained import resolve_dtype
-
-    return model if dtype == "auto" else model.to(resolve_dtype(dtype))
-
-
-def _loaded(model: str | os.PathLike[str], config: EngineConfig, device: Device) -> Any:
-    from pagedcore.models.pretrained import load_pretrained
-
-    dtype = device.default_dtype if config.dtype == "auto" else config.dtype
-    return load_pretrained(_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
-
-
-def _take_over(
-    get_model: Callable[[Device], Any], config: EngineConfig, load: Loader, *, is_private: bool
-) -> TransformersModel:
-    """Find the device and the backends, and only then get the model."""
-    from pagedcore.execution import devices
-    from pagedcore.models.transformers_model import TransformersModel
-
-    device = devices.find_device(config.device)
-    name = _attention_name(config, device.default_attention)
-    attention = load("attention", name)
-    _require_same_device(name, attention, device)
-    linears = _linears(config, device, load)
-    return TransformersModel(
-        get_model(device), attention, block_size=config.block_size, is_private=is_private, attention_name=name,
-        linears=linears, linear_name=config.linear_backend, device=device,
-    )
 
 
 def _attention_name(config: EngineConfig, default: str) -> str:
@@ -173,19 +152,3 @@ def _linears(config: EngineConfig, device: Device, load: Loader) -> LinearFactor
     if device.kind != "cpu":
         raise InvalidConfig(f"linear_backend: got {name!r}, allowed on {device.kind} is 'auto'.")
     return factory
-
-
-def _require_same_device(name: str, attention: AttentionFactory, device: Device) -> None:
-    from pagedcore.models.transformers_model import requirements_of
-
-    kinds = requirements_of(attention).devices
-    if device.kind not in kinds:
-        raise InvalidConfig(
-            f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
-            f"Leave it at 'auto', or set device={kinds[0]!r}."
-        )
-
-
-def _require_no_device(config: EngineConfig) -> None:
-    if config.device.startswith("cuda"):
-        raise InvalidConfig("device: got a GPU for a model backend of your own, which decides itself. Leave it.")

@@ -1,11 +1,11 @@
 """What a model's configuration says about its limits: the longest context and the tokens that end a completion.
 
-Owns the reading of fields that architectures name differently. Read ``transformers_model.py`` next.
+Owns the reading of fields that architectures name differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from pagedcore.errors import ModelNotSupported
@@ -25,25 +25,15 @@ def max_model_len(config: Any) -> int:
     length = next((int(value) for name in _LENGTH_FIELDS if (value := getattr(config, name, None))), None)
     if length is None:
         raise ModelNotSupported(f"model: the configuration of {config.model_type!r} names no longest context.")
-    for rope in _rope_parameters(config):
-        length = _with_rope(length, rope)
-    return length
-
-
-def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
-    # One, or one per type of layer.
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, Mapping)]
-    yield from nested if nested else [rope]
-
-
-def _with_rope(length: int, rope: Mapping[str, Any]) -> int:
-    kind = rope.get("rope_type") or rope.get("type")
-    original = int(rope.get("original_max_position_embeddings") or length)
-    if kind in ("dynamic", "longrope"):
-        return min(length, original)
-    if kind == "yarn":
-        return max(length, int(original * float(rope.get("factor") or 1.0)))
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    of_layers = [value for value in parameters.values() if isinstance(value, Mapping)]
+    for rope in of_layers or [parameters]:
+        kind = rope.get("rope_type") or rope.get("type")
+        original = int(rope.get("original_max_position_embeddings") or length)
+        if kind in ("dynamic", "longrope"):
+            length = min(length, original)
+        elif kind == "yarn":
+            length = max(length, int(original * float(rope.get("factor") or 1.0)))
     return length
 
 

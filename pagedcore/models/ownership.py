@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, Final, NoReturn
 from weakref import WeakSet
 
-import torch
 from torch import nn
 
 from pagedcore.errors import ModelTakenOver
@@ -42,7 +41,7 @@ class TakenWeights:
         self._parameters = tuple(model.parameters())
         self._states = self._present_states()
         for module in model.modules():
-            module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_refuse_change)  # type: ignore[no-untyped-call]
 
     def require_unchanged(self) -> None:
         """Look at every parameter's version and address, which takes a fraction of a microsecond each.
@@ -51,23 +50,15 @@ class TakenWeights:
             ModelTakenOver: one has changed.
         """
         if self._present_states() != self._states:
-            raise _changed()
+            _refuse_change()
 
     def _present_states(self) -> list[tuple[int, int]]:
-        return [(_version(parameter), parameter.data_ptr()) for parameter in self._parameters]
+        # torch itself refuses to change inference tensors in place, and counts no versions of theirs.
+        return [(0 if one.is_inference() else one._version, one.data_ptr()) for one in self._parameters]
 
 
-def _version(parameter: torch.Tensor) -> int:
-    # torch itself refuses to change inference tensors in place, and counts no versions of theirs.
-    return 0 if parameter.is_inference() else parameter._version
-
-
-def _refuse_loading(*_: Any) -> NoReturn:
-    raise _changed()
-
-
-def _changed() -> ModelTakenOver:
-    return ModelTakenOver(
+def _refuse_change(*_: Any) -> NoReturn:
+    raise ModelTakenOver(
         "model: an engine has taken it over and keeps copies of its weights, so that they cannot be changed any more. "
         "Load or change a model first, and make a new engine of it."
     )

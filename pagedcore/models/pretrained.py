@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -49,17 +49,31 @@ def load_pretrained(
             name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
             local_files_only=is_local, trust_remote_code=trust_remote_code,
         )
-    _require_all_weights(report)
+    # Why: transformers fills gaps with random numbers.
+    if missing := sorted(report["missing_keys"]):
+        raise InvalidConfig(
+            f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
+        )
     loaded: PreTrainedModel = model
     return loaded
 
 
 def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
     """Load a model's configuration as transformers sees it, and no weights; arguments and errors as above."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     name, is_local = os.fspath(source), Path(source).is_dir()
-    check_source(read_config(name, is_local), trust_remote_code)
+    if is_local and not (Path(name) / "config.json").is_file():
+        raise InvalidConfig("model: the directory has no config.json.")
+    with _as_refusals(name, "its configuration could not be read"):
+        raw = PretrainedConfig.get_config_dict(name, local_files_only=is_local)[0]
+    # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
+    if raw.get("auto_map") and not trust_remote_code:
+        raise ModelNotSupported(
+            "model: its configuration names code that is shipped with it (auto_map), and trust_remote_code is False. "
+            "Read that code and set trust_remote_code=True, or remove auto_map to use transformers' own architecture."
+        )
+    check_config(raw)
     with _as_refusals(name):
         config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=trust_remote_code)
         check_config(config.to_dict())
@@ -67,7 +81,7 @@ def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
 
 
 @contextmanager
-def _as_refusals(name: str) -> Iterator[None]:
+def _as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
@@ -75,7 +89,9 @@ def _as_refusals(name: str) -> Iterator[None]:
     except ModelNotSupported:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InvalidConfig(f"model: it could not be loaded ({_first_line(error, name)}).") from error
+        # Safety: a library's message may name paths.
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0].replace(name, "the model")
+        raise InvalidConfig(f"model: {what} ({_PATH.sub('its files', first_line)[:300]}).") from error
 
 
 @contextmanager
@@ -91,46 +107,6 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _require_all_weights(report: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with gaps, which transformers would fill with random numbers."""
-    if missing := sorted(report["missing_keys"]):
-        raise InvalidConfig(
-            f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
-        )
-
-
-def read_config(name: str, is_local: bool) -> Mapping[str, Any]:
-    """Return the raw ``config.json``; no code of the model runs.
-
-    Raises:
-        InvalidConfig: there is none.
-    """
-    from transformers import PretrainedConfig
-
-    if is_local and not (Path(name) / "config.json").is_file():
-        raise InvalidConfig("model: the directory has no config.json.")
-    try:
-        config: dict[str, Any] = PretrainedConfig.get_config_dict(name, local_files_only=is_local)[0]
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(f"model: its configuration could not be read ({_first_line(error, name)}).") from error
-    return config
-
-
-def check_source(config: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Refuse what the configuration already rules out.
-
-    Raises:
-        ModelNotSupported: see ``supported_models.check_config``; or the model brings code that may not run.
-    """
-    # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
-    if config.get("auto_map") and not trust_remote_code:
-        raise ModelNotSupported(
-            "model: its configuration names code that is shipped with it (auto_map), and trust_remote_code is False. "
-            "Read that code and set trust_remote_code=True, or remove auto_map to use transformers' own architecture."
-        )
-    check_config(config)
-
-
 def resolve_dtype(name: str) -> torch.dtype:
     """Return the number format called ``name``; "auto" is the machine's choice.
 
@@ -141,9 +117,3 @@ def resolve_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InvalidConfig(f"dtype: got {describe(name)}, allowed is auto, float32, bfloat16 or float16.")
     return dtype
-
-
-def _first_line(error: Exception, name: str) -> str:
-    """Return the start of a library's message without the name that was asked for and without paths."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return _PATH.sub("its files", lines[0].replace(name, "the model"))[:300]

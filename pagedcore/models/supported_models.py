@@ -2,7 +2,8 @@
 
 Everything here looks at a configuration or at an idle module tree; nothing is loaded or computed. A refusal is better
 than a completion that is silently wrong: state-space layers, for example, run without an error on a ragged batch and
-mix its sequences. Read ``attention_layers.py`` for the checks on a running model, ``self_test.py`` for the last one.
+mix its sequences. Every check raises ``ModelNotSupported`` with the architecture's name and the reason, unless it says
+otherwise. ``attention_layers.py`` has the checks on a running model, ``self_test.py`` the last one.
 """
 
 from __future__ import annotations
@@ -56,11 +57,7 @@ _OTHER_INPUTS: Final = ("vision_config", "audio_config", "text_config", "speech_
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse what a configuration, as a dictionary, already shows to be impossible.
-
-    Raises:
-        ModelNotSupported: with the architecture's name and the reason.
-    """
+    """Refuse what a configuration, as a dictionary, already shows to be impossible."""
     name = str(config.get("model_type", "unknown"))
     if name in _REFUSED:
         raise _refusal(name, _REFUSED[name])
@@ -83,29 +80,21 @@ def _check_layer_types(name: str, layer_types: Any) -> None:
 def check_modules(model: nn.Module, name: str) -> None:
     """Refuse a model without a head that computes logits, one with layers that look at neighbouring tokens other than
     through attention, and one whose weights are in a format of another library.
-
-    Raises:
-        ModelNotSupported: with the architecture's name and the layer's type.
     """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise _refusal(name, f"{type(model).__name__} is no {_HEAD}")
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             raise _refusal(name, f"{_STATE} ({type(module).__name__})")
-        if not _is_plain(getattr(module, "weight", None)):
+        # Why by type: a subclass of a tensor computes in its own way.
+        weight = getattr(module, "weight", None)
+        if weight is not None and (type(weight) not in (torch.Tensor, nn.Parameter) or not weight.is_floating_point()):
             raise _refusal(name, f"{_QUANTIZED} ({type(module).__name__})")
 
 
-def _is_plain(weight: Any) -> bool:
-    """Whether a module's weight, if it has one, is a tensor of floating-point numbers and no subclass of it."""
-    return weight is None or (type(weight) in (torch.Tensor, nn.Parameter) and bool(weight.is_floating_point()))
-
-
 def check_device(model: nn.Module, allowed: str = "cpu") -> None:
-    """Refuse weights that are neither in this machine's memory nor on the device that will run the model.
-
-    Raises:
-        InvalidConfig: with the device.
+    """Refuse, as ``InvalidConfig``, weights that are neither in this machine's memory nor on the device that will run
+    the model.
     """
     for parameter in model.parameters():
         if (kind := parameter.device.type) not in ("cpu", allowed):
@@ -113,21 +102,13 @@ def check_device(model: nn.Module, allowed: str = "cpu") -> None:
 
 
 def check_attention_was_taken(config: Any) -> None:
-    """Refuse a model that ignored the attention function it was given, as some do without an error.
-
-    Raises:
-        ModelNotSupported: the configuration does not show our key.
-    """
+    """Refuse a model that ignored the attention function it was given, as some do without an error."""
     if getattr(config, "_attn_implementation", None) != ATTENTION_KEY:
         raise _refusal(str(config.model_type), _OWN_ATTENTION)
 
 
 def check_num_attention_layers(config: Any, num_called: int) -> None:
-    """Refuse a model in which not every layer attends: the others may keep a state outside the KV pool.
-
-    Raises:
-        ModelNotSupported: the number of calls is not the number of layers.
-    """
+    """Refuse a model in which not every layer attends: the others may keep a state outside the KV pool."""
     expected = getattr(config, "num_hidden_layers", None)
     if num_called != expected:
         raise _refusal(

@@ -19,14 +19,14 @@ from pagedcore.errors import InternalError, ModelNotSupported, ModelTakenOver
 from pagedcore.execution.devices import CPU, Device
 from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.memory_pages import FileMappings
-from pagedcore.models import model_facts, ownership, self_test, supported_models
+from pagedcore.models import model_facts, ownership, supported_models
 from pagedcore.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
 from pagedcore.models.attention_layers import AttentionLayer, RecordingStep, layers_of
 from pagedcore.models.cpu.fused_decoder import best_decoder
-from pagedcore.models.cpu.packed_linear import FASTEST
-from pagedcore.models.cpu.row_invariance import probe_invariance
+from pagedcore.models.cpu.packed_linear import FASTEST, probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
+from pagedcore.models.self_test import SelfTest
 from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, LinearFactory, RaggedRows
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
@@ -34,6 +34,7 @@ from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 class TransformersModel:
     """A causal language model of transformers, taken over.
@@ -46,17 +47,9 @@ class TransformersModel:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        attention_factory: AttentionFactory,
-        *,
-        block_size: int | None = None,
-        is_private: bool = False,
-        runs_self_test: bool = True,
-        decoder_factory: DecoderFactory | None = None,
-        attention_name: str = "unnamed",
-        linears: LinearFactory = FASTEST,
-        linear_name: str = "auto",
+        self, model: PreTrainedModel, attention_factory: AttentionFactory, *, block_size: int | None = None,
+        is_private: bool = False, runs_self_test: bool = True, decoder_factory: DecoderFactory | None = None,
+        attention_name: str = "unnamed", linears: LinearFactory = FASTEST, linear_name: str = "auto",
         device: Device = CPU,
     ) -> None:
         """Take a model over: it cannot be used by itself any more.
@@ -79,60 +72,25 @@ class TransformersModel:
             InvalidConfig: its number format cannot be stored in a KV pool, or it has weights on another device.
         """
         self.name = str(model.config.model_type)
-        self.attention_name, self.linear_name = attention_name, linear_name
-        self._device = device
-        self._attention_factory = attention_factory
-        self._dtype: torch.dtype = model.dtype
+        self.attention_name, self.linear_name, self.device_name = attention_name, linear_name, device.gpu_name
+        self.dtype: torch.dtype = model.dtype
+        """Number format of weights and KV pool."""
+        self._device, self._attention_factory = device, attention_factory
         needs = requirements_of(attention_factory)
         self._layout_type = needs.layout_type
-        self._block_size = block_size or needs.preferred_block_size(self._dtype)
-        self._storage: KVPool | None = None
+        self.block_size = block_size or needs.preferred_block_size(self.dtype)
+        self.cache_store: KVPool | None = None
         self._attention: AttentionBackend | None = None
         ownership.require_free(model)
         supported_models.check_config(model.config.to_dict())
         supported_models.check_modules(model, self.name)
         supported_models.check_device(model, device.kind)
-        self._max_model_len = model_facts.max_model_len(model.config)
-        self._eos_token_ids = model_facts.eos_token_ids(model)
+        self.max_model_len = model_facts.max_model_len(model.config)
+        self.eos_token_ids = model_facts.eos_token_ids(model)
         self.fingerprint = model_fingerprint(model)
         factory = decoder_factory or (partial(best_decoder, linears=linears) if device.kind == "cpu" else PlainDecoder)
         with torch.inference_mode():
             self._take_over(device.take(model.eval()), factory, is_private, runs_self_test)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest context at which results are those of the model alone."""
-        return self._max_model_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a completion."""
-        return self._eos_token_ids
-
-    @property
-    def block_size(self) -> int:
-        """Preferred tokens per KV block."""
-        return self._block_size
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers that keep their own."""
-        return self._kv_bytes_per_token
-
-    @property
-    def is_schedule_invariant(self) -> bool:
-        """Whether products, attention and model were seen to give the same bits under every schedule tried."""
-        return self._is_schedule_invariant
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number format of weights and KV pool."""
-        return self._dtype
 
     @property
     def computes_in_torch(self) -> bool:
@@ -141,28 +99,13 @@ class TransformersModel:
         is_ours = all(isinstance(product.multiply, PackedMatmul) for product in products)
         return self._device.kind == "cpu" and (bool(others) or not products or not is_ours)
 
-    @property
-    def layers(self) -> dict[int, AttentionLayer]:
-        """The attention layers by the model's own numbers."""
-        return self._layers
-
-    @property
-    def device_name(self) -> str:
-        """What the GPU that computes is called; empty for the CPU."""
-        return self._device.gpu_name
-
     def layout(self, block_size: int) -> BlockLayout:
         """Return the layout of blocks of so many tokens."""
-        return self._layout_type(block_size, self._dtype, kv_shapes(self._layers))
+        return self._layout_type(block_size, self.dtype, kv_shapes(self.layers))
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of so many tokens over all layers, padding included."""
         return self.layout(block_size).block_bytes
-
-    @property
-    def cache_store(self) -> KVPool | None:
-        """What moves KV blocks, once they are allocated."""
-        return self._storage
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool.
@@ -171,13 +114,13 @@ class TransformersModel:
             ModelTakenOver: another engine has made one, and has not closed it.
             InvalidConfig: there is not enough memory.
         """
-        if self._storage is not None:
+        if self.cache_store is not None:
             raise ModelTakenOver(
                 "model: another engine uses this backend and has its KV pool already. Close that engine, or load the "
                 "model once more."
             )
-        self._storage = self._device.new_storage(self.layout(block_size), num_blocks)
-        self._attention = self._attention_factory(self._storage.layout, self._storage.pool)
+        self.cache_store = self._device.new_storage(self.layout(block_size), num_blocks)
+        self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
 
     def free_kv_bytes(self) -> int:
         """Bytes of memory that a KV pool could take now."""
@@ -185,9 +128,9 @@ class TransformersModel:
 
     def release_kv(self) -> None:
         """Free the KV pool, if there is one; another can be made then."""
-        if self._storage is not None:
-            self._storage.close()
-        self._attention = self._storage = None
+        if self.cache_store is not None:
+            self.cache_store.close()
+        self._attention = self.cache_store = None
 
     @torch.inference_mode()
     def forward(self, batch: RaggedRows) -> torch.Tensor:
@@ -204,7 +147,7 @@ class TransformersModel:
 
     def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
         send, wanted = self._device.send, batch.logits_rows
-        step = PagedStep(attention, self._layers, batch, self._dtype, send(batch.positions))
+        step = PagedStep(attention, self.layers, batch, self.dtype, send(batch.positions))
         rows = np.repeat(wanted, 2) if len(wanted) == 1 else wanted
         with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
             logits = self._decoder(step, send(batch.token_ids), step.positions, send(rows))
@@ -213,41 +156,37 @@ class TransformersModel:
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool
     ) -> None:
-        tokens = self_test.probe_tokens(model.get_input_embeddings().num_embeddings)
-        expected = _plain_logits(model, tokens) if runs_self_test else None
+        test = SelfTest(model, self.block_size) if runs_self_test else None
         ownership.take(model)
-        self._layers, self._vocab_size = redirect_attention(model)
-        self._kv_bytes_per_token = self.layout(self._block_size).bytes_per_token
+        self.layers, self.vocab_size = redirect_attention(model)
+        self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
         mappings = FileMappings()
-        self._decoder: Decoder = decoder_factory(model, self._layers, mappings.free_pages if is_private else _keep)
+        on_unused = mappings.free_pages if is_private else lambda weight: None
+        self._decoder: Decoder = decoder_factory(model, self.layers, on_unused)
         mappings.detach(model)
         self._weights = ownership.TakenWeights(model)
         for product in self._decoder.products:
             product.use_huge_pages()
-        is_reproducible = expected is None or self._settle_decoder(expected, tokens)
-        self._is_schedule_invariant = (
+        is_reproducible = test is None or self._settle_decoder(test)
+        self.is_schedule_invariant = (
             is_reproducible and not self._decoder.other_matrices and bool(self._decoder.products)
             and not probe_invariance(self._decoder.products)
         )
+        """Whether products, attention and model were seen to give the same bits under every schedule tried."""
 
-    def _settle_decoder(self, expected: torch.Tensor, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
-        """Run the self-test, and again with a slower decoder if it fails with one that has such a fallback."""
+    def _settle_decoder(self, test: SelfTest) -> bool:
+        """Run the self-test on a small pool of its own, and again with a slower decoder if it fails with one that has
+        such a fallback; return its result.
+        """
+        storage = self._device.new_storage(self.layout(self.block_size), test.num_blocks)
+        attention = self._attention_factory(storage.layout, storage.pool)
         try:
-            return self._passes_self_test(expected, tokens)
+            return test.check(lambda batch: self._compute(attention, batch))
         except ModelNotSupported:
-            fallback = self._decoder.fallback()
-            if fallback is None:
+            if (fallback := self._decoder.fallback()) is None:
                 raise
             self._decoder = fallback
-            return self._passes_self_test(expected, tokens)
-
-    def _passes_self_test(self, expected: torch.Tensor, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
-        """Run the test on a small pool of its own; raise if it fails, return whether schedules made no difference."""
-        storage = self._device.new_storage(self.layout(self._block_size), self_test.num_blocks(self._block_size))
-        attention = self._attention_factory(storage.layout, storage.pool)
-        return self_test.check_against(
-            expected, lambda batch: self._compute(attention, batch), tokens, self._block_size, self._dtype
-        )
+            return self._settle_decoder(test)
 
 
 class _PlainRequirements:
@@ -261,17 +200,6 @@ class _PlainRequirements:
 def requirements_of(attention_factory: AttentionFactory) -> AttentionRequirements:
     """Return what an attention factory needs: what it says, or else what every backend for the CPU can do with."""
     return attention_factory if isinstance(attention_factory, AttentionRequirements) else _PlainRequirements()
-
-
-def _keep(weight: torch.Tensor) -> None:
-    """Do nothing: the caller may still use the weight."""
-
-
-def _plain_logits(model: Any, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-    """Return logits [n, vocabulary] of one sequence, by the model as it came."""
-    input_ids = torch.from_numpy(tokens)[None].to(model.device)
-    logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
-    return logits.cpu()
 
 
 def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:

@@ -1,7 +1,6 @@
 """The implementations that come with pagedcore, registered as any plugin registers its own.
 
-They are no entry points, because an uninstalled checkout has none. Owns names and targets only; nothing here is
-imported before it is used. Read ``registry.py`` for what an entry is.
+They are no entry points, because an uninstalled checkout has none. Nothing here is imported before it is used.
 """
 
 from __future__ import annotations

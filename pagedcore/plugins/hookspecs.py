@@ -1,8 +1,7 @@
 """The hooks a plugin may implement, one sentence each, and what they receive.
 
 A plugin is a module or an object whose functions carry ``hookimpl``. It is found by the entry-point group
-``pagedcore`` or handed over explicitly. Owns no behaviour; ``manager.py`` finds plugins, ``observers.py``
-calls them.
+``pagedcore`` or handed over explicitly. ``manager.py`` finds plugins and calls them.
 
     from pagedcore.plugins.hookspecs import hookimpl
 

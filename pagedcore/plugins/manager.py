@@ -1,12 +1,8 @@
-"""Finds plugins, checks them one by one, and keeps a record of each: active, blocked or failed.
+"""Finds plugins, checks them one by one, keeps a record of each, and calls the observing hooks.
 
-Every engine gets a fresh manager, so that tests and engines do not share state. A third party's broken plugin
-is recorded and left out; a broken one that was handed over explicitly is an error. Never runs an observer:
-that is ``observers.py``.
-
-An entry point is code of an installed distribution that runs when it is loaded. It is on by default, listed
-by ``pagedcore plugins``, and switched off by ``block``, ``entry_points=False`` or the environment variables
-below.
+Every engine gets a fresh manager, so that engines share no state. A third party's broken plugin is recorded and left
+out; a broken one that was handed over explicitly is an error. An entry point is code of an installed distribution that
+runs when it is loaded.
 """
 
 from __future__ import annotations
@@ -17,26 +13,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from importlib.metadata import entry_points as entry_points_of
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pluggy
 
 from pagedcore._version import __version__
 from pagedcore.errors import InvalidConfig
 from pagedcore.plugins import builtin, hookspecs
-from pagedcore.plugins.hookspecs import PROJECT_NAME
+from pagedcore.plugins.hookspecs import PROJECT_NAME, EngineInfo
 from pagedcore.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    from pagedcore.outputs import RequestOutput
+    from pagedcore.requests.stats import StepStats
 
 _log = logging.getLogger(__name__)
 
-ENV_DISABLE: Final = "PAGEDCORE_DISABLE_PLUGINS"
-"""Comma-separated names of plugins to block."""
-ENV_NO_AUTOLOAD: Final = "PAGEDCORE_DISABLE_PLUGIN_AUTOLOAD"
-"""Any value but the empty one switches entry points off."""
-BUILTIN_NAME: Final = "builtin"
-"""Name of the plugin that registers what comes with pagedcore; it cannot be blocked."""
-
-PluginState = Literal["active", "blocked", "failed"]
+_BUILTIN: Final = "builtin"
+_OBSERVED: Final = ("pagedcore_engine_start", "pagedcore_engine_stop", "pagedcore_step", "pagedcore_request_finished")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +40,9 @@ class PluginRecord:
     name: str
     distribution: str
     version: str
-    state: PluginState
+    state: Literal["active", "blocked", "failed"]
     reason: str = ""
-    """Why it is blocked or failed."""
     hooks: tuple[str, ...] = ()
-    """The hooks it implements."""
 
 
 class PluginManager:
@@ -68,7 +60,7 @@ class PluginManager:
 
     @property
     def records(self) -> list[PluginRecord]:
-        """One record per plugin met, in the order they were met."""
+        """One per plugin, in the order in which they were met."""
         return list(self._records.values())
 
     def add(self, plugin: object, name: str, *, distribution: str = "", version: str = "") -> None:
@@ -81,14 +73,23 @@ class PluginManager:
             taken_by = self._records[name].distribution or "another plugin"
             raise InvalidConfig(f"plugin name {name!r} is taken by {taken_by}; rename or block one of them.")
         if name in self._blocked:
-            self._note(PluginRecord(name, distribution, version, "blocked", "switched off"))
+            self._records[name] = PluginRecord(name, distribution, version, "blocked", "switched off")
             return
         try:
-            self._register(plugin, name)
-        except (pluggy.PluginValidationError, TypeError, ValueError) as error:
-            raise InvalidConfig(f"plugin {name!r}: {error}") from error
+            hash(plugin)  # Why: Pluggy keeps plugins in sets when one of them is to be called alone
+            self._pluggy.register(plugin, name)
+            self._pluggy.check_pending()
+            if register := dict(self.callers("pagedcore_register")).get(name):
+                with self.registry.registering(name) as registry:
+                    register(registry=registry)
+        except Exception as error:
+            if self._pluggy.has_plugin(name):
+                self._pluggy.unregister(name=name)
+            if isinstance(error, pluggy.PluginValidationError | TypeError | ValueError):
+                raise InvalidConfig(f"plugin {name!r}: {error}") from error
+            raise
         hooks = tuple(sorted(caller.name for caller in self._pluggy.get_hookcallers(plugin) or ()))
-        self._note(PluginRecord(name, distribution, version, "active", hooks=hooks))
+        self._records[name] = PluginRecord(name, distribution, version, "active", hooks=hooks)
 
     def try_add(self, entry_point: EntryPoint) -> None:
         """Load and register a plugin found by name; every failure is noted and logged, never raised."""
@@ -101,36 +102,76 @@ class PluginManager:
             reason = f"{type(error).__name__}: {error}"
             # Why: two distributions may claim one name; the second record must not replace the first
             key = name if name not in self._records else f"{name} of {distribution}"
-            self._note(PluginRecord(key, distribution, version, "failed", reason))
+            self._records[key] = PluginRecord(key, distribution, version, "failed", reason)
             _log.warning("plugin %s was left out: %s", key, reason)
 
     def callers(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
         """Return a (plugin name, callable) for each active plugin that implements ``hook``, oldest first."""
-        implementations: list[pluggy.HookImpl] = getattr(self._pluggy.hook, hook).get_hookimpls()
-        names = {implementation.plugin_name for implementation in implementations}
-        return [(name, self._only(hook, plugin))
+        names = {implementation.plugin_name for implementation in getattr(self._pluggy.hook, hook).get_hookimpls()}
+        plugins = self._pluggy.get_plugins()
+        return [(name, self._pluggy.subset_hook_caller(hook, plugins - {plugin}))
                 for name, plugin in self._pluggy.list_name_plugin() if name in names]
 
-    def _only(self, hook: str, plugin: object) -> Callable[..., Any]:
-        others = [other for other in self._pluggy.get_plugins() if other is not plugin]
-        return self._pluggy.subset_hook_caller(hook, others)
 
-    def _register(self, plugin: object, name: str) -> None:
-        hash(plugin)  # Why: Pluggy keeps plugins in sets when one of them is to be called alone
-        try:
-            self._pluggy.register(plugin, name)
-            self._pluggy.check_pending()
-            callers = dict(self.callers("pagedcore_register"))
-            if name in callers:
-                with self.registry.registering(name) as registry:
-                    callers[name](registry=registry)
-        except Exception:
-            if self._pluggy.has_plugin(name):
-                self._pluggy.unregister(name=name)
-            raise
+class EngineHooks:
+    """Tells observers what happens in one engine.
 
-    def _note(self, record: PluginRecord) -> None:
-        self._records[record.name] = record
+    One that raises is logged the first time, its later failures are silent, and the others are called all the same.
+
+    Invariant: no method raises because of an observer.
+    """
+
+    def __init__(self, manager: PluginManager, *, at_the_end: Callable[[], None] = lambda: None) -> None:
+        """Look up the observers of ``manager``; ``at_the_end`` is called after those of the engine's end."""
+        self._at_the_end = at_the_end
+        self._callers = {hook: manager.callers(hook) for hook in _OBSERVED}
+        self._reported: set[str] = set()
+        self._info: EngineInfo | None = None
+
+    def add(self, manager: PluginManager) -> None:
+        """Add the observers of another manager; if the engine has started, its start is reported to them first."""
+        added = EngineHooks(manager)
+        if self._info is not None:
+            added.engine_started(self._info)
+        for hook, callers in added._callers.items():
+            self._callers[hook] += callers
+
+    @property
+    def observes_steps(self) -> bool:
+        """Whether a step has an observer; if not, its statistics need not be built."""
+        return bool(self._callers["pagedcore_step"])
+
+    @property
+    def observes_requests(self) -> bool:
+        """Whether a finished request has an observer; if not, its output need not be built."""
+        return bool(self._callers["pagedcore_request_finished"])
+
+    def engine_started(self, info: EngineInfo) -> None:
+        """Tell that the engine is about to take requests."""
+        self._info = info
+        self._tell("pagedcore_engine_start", engine=info)
+
+    def engine_stopped(self, info: EngineInfo) -> None:
+        """Tell that the engine was closed, then carry out what its builder left for the end."""
+        self._tell("pagedcore_engine_stop", engine=info)
+        self._at_the_end()
+
+    def step_done(self, stats: StepStats) -> None:
+        """Tell what a step did."""
+        self._tell("pagedcore_step", stats=stats)
+
+    def request_finished(self, output: RequestOutput) -> None:
+        """Report a request whose completions have all finished."""
+        self._tell("pagedcore_request_finished", request=output)
+
+    def _tell(self, hook: str, **what: object) -> None:
+        for name, call in self._callers[hook]:
+            try:
+                call(**what)
+            except Exception:  # an observer must not be able to hurt the engine
+                if name not in self._reported:
+                    self._reported.add(name)
+                    _log.exception("plugin %s raised in a hook; later failures are not logged", name)
 
 
 def create_plugin_manager(
@@ -140,19 +181,38 @@ def create_plugin_manager(
 
     Args:
         plugins: modules or objects whose functions carry ``hookimpl``.
-        block: names of plugins to leave out; ``PAGEDCORE_DISABLE_PLUGINS`` adds to them.
-        entry_points: whether to load the entry points of the group ``pagedcore``; the environment variable
-            ``PAGEDCORE_DISABLE_PLUGIN_AUTOLOAD`` also switches them off.
+        block: names of plugins to leave out; the environment variable ``PAGEDCORE_DISABLE_PLUGINS`` adds more,
+            separated by commas. What comes with pagedcore cannot be blocked.
+        entry_points: whether to load the entry points of the group ``pagedcore``; any value of the environment variable
+            ``PAGEDCORE_DISABLE_PLUGIN_AUTOLOAD`` switches them off.
 
     Raises:
         InvalidConfig: one of ``plugins`` cannot be registered.
     """
-    disabled = map(str.strip, os.environ.get(ENV_DISABLE, "").split(","))
-    manager = PluginManager({*block, *disabled} - {BUILTIN_NAME})
-    manager.add(builtin, BUILTIN_NAME, distribution=PROJECT_NAME, version=__version__)
-    if entry_points and not os.environ.get(ENV_NO_AUTOLOAD):
+    disabled = map(str.strip, os.environ.get("PAGEDCORE_DISABLE_PLUGINS", "").split(","))
+    manager = PluginManager({*block, *disabled} - {_BUILTIN})
+    manager.add(builtin, _BUILTIN, distribution=PROJECT_NAME, version=__version__)
+    if entry_points and not os.environ.get("PAGEDCORE_DISABLE_PLUGIN_AUTOLOAD"):
         for found in sorted(entry_points_of(group=PROJECT_NAME), key=lambda found: found.name):
             manager.try_add(found)
     for plugin in plugins:
         manager.add(plugin, getattr(plugin, "__name__", type(plugin).__name__))
     return manager
+
+
+def expose(name: str, /, *, model: Any, **settings: Any) -> Any:
+    """Build the adapter called ``name`` around a model: the way from a framework into an engine.
+
+    ``expose("async-generator", model="demo")`` returns a callable that produces async generators;
+    ``pagedcore plugins --table adapters`` lists the names.
+
+    Args:
+        name: an entry of the plugin table ``adapters``.
+        model: what ``Engine.from_pretrained`` takes.
+        settings: what the adapter takes; fields of ``EngineConfig`` among them.
+
+    Raises:
+        InvalidConfig: no adapter has that name, or a setting is refused.
+        MissingDependency: the adapter's framework is not installed; the message names the extra.
+    """
+    return create_plugin_manager().registry.adapters.load(name)(model, **settings)

@@ -1,8 +1,7 @@
 """Typed tables of named implementations, imported on first use.
 
-An entry is a name and a dotted target, so that listing what there is imports nothing. Owns names, duplicates
-and the errors of a missing package; never decides which entry is used. Read ``builtin.py`` for the entries
-themselves.
+An entry is a name and a dotted target, so that listing what there is imports nothing. Owns names, duplicates and the
+errors of a missing package; never decides which entry is used. ``builtin.py`` has the entries of pagedcore.
 """
 
 from __future__ import annotations
@@ -94,11 +93,7 @@ class Table(Generic[T]):
         return list(self._entries)
 
     def find(self, name: str) -> Entry:
-        """Return the entry called ``name``.
-
-        Raises:
-            InvalidConfig: there is none; the message lists those there are.
-        """
+        """Return the entry called ``name``; raises ``InvalidConfig`` with the names there are if there is none."""
         if name not in self._entries:
             known = ", ".join(self.names) or "none"
             raise InvalidConfig(f"{self.seam}: {name!r} is not registered; known are {known}.")
@@ -109,7 +104,7 @@ class Table(Generic[T]):
 
         Raises:
             InvalidConfig: the name or the attribute does not exist.
-            MissingDependency: a package is not installed; the message names the extra that brings it.
+            MissingDependency: a package is not installed; the message names the extra.
         """
         entry = self.find(name)
         try:
@@ -123,19 +118,12 @@ class Table(Generic[T]):
         return cast(T, getattr(module, attribute))
 
     def can_import(self, name: str) -> bool:
-        """Whether the entry's module imports here; this imports it.
-
-        Raises:
-            InvalidConfig: there is no entry of that name.
-        """
+        """Whether the entry's module imports here; this imports it. Raises ``InvalidConfig`` as ``load``."""
         try:
             self.load(name)
         except MissingDependency:
             return False
         return True
-
-    def _remove_entries_of(self, plugin: str) -> None:
-        self._entries = {name: entry for name, entry in self._entries.items() if entry.plugin != plugin}
 
 
 class Registry:
@@ -151,15 +139,10 @@ class Registry:
     @property
     def tables(self) -> dict[str, Table[Any]]:
         """Every table by its seam's name."""
-        return {table.seam: table for table in (self.adapters, self.attention, self.linears, self.models,
-                                                  self.schedulers)}
+        return dict(vars(self))
 
     def find_table(self, seam: str) -> Table[Any]:
-        """Return the table of a seam.
-
-        Raises:
-            InvalidConfig: there is none of that name; the message lists those there are.
-        """
+        """Return the table of a seam; raises ``InvalidConfig`` with the names there are if there is none."""
         if seam not in self.tables:
             raise InvalidConfig(f"table: {seam!r} does not exist; known are {', '.join(self.tables)}.")
         return self.tables[seam]
@@ -171,14 +154,15 @@ class Registry:
     @contextmanager
     def registering(self, plugin: str) -> Iterator[Registry]:
         """Attribute what is added inside to ``plugin``; an exception takes all of it back."""
-        for table in self.tables.values():
+        before = {table: dict(table._entries) for table in self.tables.values()}
+        for table in before:
             table._plugin = plugin
         try:
             yield self
         except BaseException:
-            for table in self.tables.values():
-                table._remove_entries_of(plugin)
+            for table, entries in before.items():
+                table._entries = entries
             raise
         finally:
-            for table in self.tables.values():
+            for table in before:
                 table._plugin = ""

@@ -81,7 +81,7 @@ class CandidateGroups:
         ]
         # Why: what the first candidate learns of the prompt is the request's at once; the others have it computed.
         candidates[0].prompt_logprobs = first.prompt_logprobs
-        self.scheduler.add_sequences(candidates)
+        self.scheduler.add_sequences(*candidates)
         group = CandidateGroup(request, candidates)
         if params.beam_width > 1:
             rules = BeamRules(

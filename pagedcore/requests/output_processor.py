@@ -223,7 +223,7 @@ class OutputProcessor:
         error = QueueTimeout(f"not started within {limit_s} seconds; retry later or raise queue_timeout_s")
         expired = [
             sequence
-            for sequence in self._scheduler.never_started()
+            for sequence in self._scheduler.waiting.never_started()
             if self.by_sequence[sequence.sequence_id].request.metrics.arrival_s < latest
         ]
         return self._note_finished(self._end_all(expired, "error", error))

@@ -154,7 +154,7 @@ class RequestTable:
         self.scheduler.require_room(sequence.max_total_tokens)
         request.metrics = RequestMetrics(self.clock.now())
         sequence.reopen_turn(next(self._arrivals))
-        self.scheduler.add_sequences([sequence])
+        self.scheduler.add_sequences(sequence)
         self.outputs.reopen_text(request, sequence)
 
     def adopt(self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None) -> Request:
@@ -202,7 +202,7 @@ class RequestTable:
         if processed.has_candidates:
             self.outputs.groups.open_group(request)
         else:
-            self.scheduler.add_sequences(request.sequences)
+            self.scheduler.add_sequences(*request.sequences)
         for index, sequence in enumerate(request.sequences):
             self.outputs.open_text(request, sequence, index)
         self.outputs.counters.num_prompt_tokens += len(processed.token_ids)

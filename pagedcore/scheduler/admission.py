@@ -1,10 +1,9 @@
 """Admission: which waiting sequences start in a step, in policy order with three exceptions.
 
-A sequence whose next block is being computed by another one waits for it instead of computing it twice; one whose
-blocks are loaded from the host starts when they have arrived; and one whose prefix is cached may start before a few
-earlier ones. The bonus is bounded: a request overtakes only requests that arrived at most ``Policy.cache_bonus``
-arrivals before it, so no request is ever overtaken by more than that many later ones. Source of the deferral:
-TensorRT-LLM's capacity scheduler; of the ordering: SGLang's longest-prefix-match policy, bounded.
+A sequence whose next block is being computed by another one waits for it; one whose blocks are loaded from the host
+starts when they have arrived; and one whose prefix is cached may start before earlier ones, though no request is ever
+overtaken by more than ``Policy.cache_bonus`` later ones. Source of the deferral: TensorRT-LLM's capacity scheduler; of
+the ordering: SGLang's longest-prefix-match policy, bounded.
 """
 
 from __future__ import annotations
@@ -13,32 +12,25 @@ from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
+from pagedcore.kv_cache.reservation import Demand
 from pagedcore.scheduler.plan import SwapIn
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.sequence import Sequence
 
 
-class Admission:
-    """Plans the waiting sequences of one step."""
+class Admission(PlanState):
+    """Plans the waiting sequences of one step, behind the running ones."""
 
-    def __init__(self, state: PlanState) -> None:
-        self._plan = state
-        self._kv_cache = state.kv_cache
-        self._blocks = state.blocks
-        self._available = 0
-        self._being_computed: set[bytes] = set()
-
-    def run(self) -> None:
+    def admit_waiting(self) -> None:
         """Admit as many as fit, in order."""
-        plan = self._plan
         if not self._may_admit():
             return
         # Why: a block that is not promised to a running sequence is free or held by an idle one, hence available.
-        held = sum(self._blocks.num_blocks_of(holder.sequence_id) for holder in plan.holders())
-        self._available = plan.free + held - sum(map(self._still_promised, plan.running))
-        if self._available <= 0:
+        held = sum(self.blocks.num_blocks_of(holder.sequence_id) for holder in self.holders())
+        self.available = self.free + held - sum(map(self._still_promised, self.running))
+        if self.available <= 0:
             return
-        for sequence in plan.running:
+        for sequence in self.running:
             self._note_being_computed(sequence, sequence.num_computed_tokens)
         for candidate, match in self._in_order():
             # Why: strict order. If others overtook a head that lacks room, it could starve.
@@ -46,127 +38,114 @@ class Admission:
                 return
 
     def _may_admit(self) -> bool:
-        plan, rules = self._plan, self._plan.rules
-        has_row = len(plan.running) + len(plan.admitted) < rules.max_num_seqs
-        if rules.policy.admits_while_running:
-            return has_row and plan.budget > 0
+        has_row = len(self.running) + len(self.admitted) < self.rules.max_num_seqs
+        if self.rules.policy.admits_while_running:
+            return has_row and self.budget > 0
         # Why: a static batch is filled once, so its size must not depend on the first step's token budget.
-        return has_row and not plan.running
+        return has_row and not self.running
 
     def _in_order(self) -> list[tuple[Sequence, PrefixMatch | None]]:
         """Put the head of the queue in the order of admission, with the matches that were looked up for it."""
-        waiting, bonus = self._plan.waiting, self._plan.rules.policy.cache_bonus
+        waiting, bonus = self.waiting, self.rules.policy.cache_bonus
         if not bonus:
             return [(sequence, None) for sequence in waiting]
         near = list(_first_arrivals(waiting[: 2 * bonus], bonus))
         matched = [(one, self._match(one)) for one in near]
-        size = self._blocks.block_size
+        size = self.blocks.block_size
         matched.sort(key=lambda pair: pair[0].arrival - min(bonus, pair[1].num_tokens // size))
         return [*matched, *((one, None) for one in waiting[len(near) :])]
 
     def _match(self, candidate: Sequence) -> PrefixMatch:
-        return self._kv_cache.match(candidate) if not self._holds(candidate) else NO_MATCH
+        return self.kv_cache.match(candidate) if not self._holds(candidate) else NO_MATCH
 
     def _holds(self, candidate: Sequence) -> bool:
-        return self._blocks.num_blocks_of(candidate.sequence_id) > 0
+        return self.blocks.num_blocks_of(candidate.sequence_id) > 0
 
     def _admit(self, candidate: Sequence, match: PrefixMatch | None) -> bool:
         """Admit, load or defer a candidate; return whether to continue with the next one."""
-        host = self._kv_cache.host
-        if host is not None and host.is_moving(candidate.sequence_id):
-            self._available -= self._blocks.blocks_for(self._promise(candidate))
-            return self._available >= 0
+        if self.host.is_moving(candidate.sequence_id):
+            self.available -= self.blocks.blocks_for(self._promise(candidate))
+            return self.available >= 0
         match = match if match is not None else self._match(candidate)
         if self._is_being_computed(candidate, match):
             return True
-        self._available -= self._num_promised(candidate, match)
-        if self._available < 0:
+        self.available -= self._num_promised(candidate, match)
+        if self.available < 0:
             return False
-        if match.host_blocks and not self._is_worth_loading(candidate, match):
-            match = match.without_tail(self._blocks.block_size)
-        return self._load(candidate, match) if match.host_blocks else self._start(candidate, match)
-
-    def _is_worth_loading(self, candidate: Sequence, match: PrefixMatch) -> bool:
-        """Whether to load: what is pinned for the candidate, or what takes less time to load than to compute."""
-        is_kept = self._kv_cache.host is not None and self._kv_cache.host.has_pins(candidate.sequence_id)
-        return is_kept or self._plan.rules.preemption.is_worth_loading(len(match.host_blocks))
+        if not match.host_blocks:
+            return self._start(candidate, match)
+        # Why: what is pinned for the candidate is loaded, the rest only if that takes less time than to compute it.
+        is_kept = candidate.sequence_id in self.host.pins
+        if not is_kept and not self.rules.preemption.is_worth_loading(len(match.host_blocks)):
+            return self._start(candidate, match.without_tail(self.blocks.block_size))
+        if len(match.host_blocks) + self.num_blocks_taken(match) > self.free:
+            return self._ask_holders(candidate)
+        # Why: one at a time. Room for a second load might be taken from what the second one found.
+        self.swap_ins.append(SwapIn(candidate, match))
+        return False
 
     def _start(self, candidate: Sequence, match: PrefixMatch) -> bool:
-        plan = self._plan
         # Why: if even the block to copy from would have to be evicted for it, its tokens are computed instead.
-        for option in (match, match.without_tail(self._blocks.block_size)):
+        for option in (match, match.without_tail(self.blocks.block_size)):
             start = candidate.num_computed_tokens if self._holds(candidate) else option.num_tokens
-            num_tokens = min(len(candidate.token_ids) - start, plan.budget)
-            num_tokens = plan.num_scorable_of(candidate, num_tokens)
-            needed = self._num_new_blocks(candidate, start + num_tokens, option)
+            num_tokens = min(len(candidate.token_ids) - start, self.budget)
+            num_tokens = self.num_scorable_of(candidate, num_tokens)
+            needed = self.blocks.num_new_blocks(Demand(candidate.sequence_id, start + num_tokens, option))
             if num_tokens == 0:
-                plan.admitted.append(candidate)
+                self.admitted.append(candidate)
                 return True
-            if needed + plan.num_blocks_taken(option) <= plan.free:
-                plan.admitted.append(candidate)
-                plan.add_row(candidate, start, num_tokens, needed, option)
+            if needed + self.num_blocks_taken(option) <= self.free:
+                self.admitted.append(candidate)
+                self.add_row(candidate, start, num_tokens, needed, option)
                 self._note_being_computed(candidate, start)
                 return True
         return self._ask_holders(candidate)
 
-    def _load(self, candidate: Sequence, match: PrefixMatch) -> bool:
-        plan = self._plan
-        needed = len(match.host_blocks) + plan.num_blocks_taken(match)
-        if needed > plan.free:
-            return self._ask_holders(candidate)
-        # Why: one at a time. Room for a second load might be taken from what the second one found.
-        plan.swap_ins.append(SwapIn(candidate, match))
-        return False
-
     def _ask_holders(self, candidate: Sequence) -> bool:
         # Invariant: all promises fit, so waiting sequences behind this one hold what is missing.
-        for holder in self._plan.holders():
-            if holder is not candidate and holder not in self._plan.admitted:
-                self._plan.free_holder(holder)
+        for holder in self.holders():
+            if holder is not candidate and holder not in self.admitted:
+                self.free_holder(holder)
                 break
         return False
 
-    def _num_new_blocks(self, candidate: Sequence, num_tokens: int, match: PrefixMatch) -> int:
-        needed = self._blocks.num_blocks_needed(candidate.sequence_id, num_tokens)
-        return max(0, needed - len(match.device_blocks))
-
     def _promise(self, sequence: Sequence) -> int:
         """Positions that admission counts on."""
-        if self._plan.rules.is_guaranteed:
+        if self.rules.is_guaranteed:
             return sequence.max_total_tokens
         # Why: counting the first chunk only would admit more prompts than can be completed. A sequence that was
         # preempted before gets room to grow, more each time, so that it is not preempted again at once.
-        growth = self._blocks.block_size * sequence.num_preemptions
+        growth = self.blocks.block_size * sequence.num_preemptions
         return min(len(sequence.token_ids) + growth, max(sequence.max_total_tokens, len(sequence.token_ids)))
 
     def _still_promised(self, running: Sequence) -> int:
-        needed = self._blocks.num_blocks_needed(running.sequence_id, self._promise(running))
-        return max(0, needed - self._plan.num_planned_blocks(running))
+        needed = self.blocks.num_blocks_needed(running.sequence_id, self._promise(running))
+        return max(0, needed - self.num_planned_blocks(running))
 
     def _num_promised(self, candidate: Sequence, match: PrefixMatch) -> int:
         """Available blocks that a candidate will need; those that other sequences hold already are not counted."""
-        num_shared = len(match.device_blocks) - self._plan.num_blocks_taken(match.without_tail(1))
-        return self._blocks.blocks_for(self._promise(candidate)) - num_shared
+        num_shared = len(match.device_blocks) - self.num_blocks_taken(match.without_tail(1))
+        return self.blocks.blocks_for(self._promise(candidate)) - num_shared
 
     def _note_being_computed(self, sequence: Sequence, start: int) -> None:
         """Remember the full blocks of known tokens that a running sequence is about to complete."""
-        num_blocks = len(sequence.token_ids) // self._blocks.block_size
-        first = start // self._blocks.block_size
+        num_blocks = len(sequence.token_ids) // self.blocks.block_size
+        first = start // self.blocks.block_size
         if first < num_blocks:
-            self._blocks.hasher.extend(sequence.block_keys, sequence.cache_root, sequence.token_ids, num_blocks)
-            self._being_computed.update(sequence.block_keys[first:num_blocks])
+            self.blocks.hasher.extend(sequence.block_keys, sequence.cache_root, sequence.token_ids, num_blocks)
+            self.being_computed.update(sequence.block_keys[first:num_blocks])
 
     def _is_being_computed(self, candidate: Sequence, match: PrefixMatch) -> bool:
         """Whether a running sequence computes the next block that the candidate lacks."""
-        is_static = not self._plan.rules.policy.admits_while_running
-        if is_static or self._holds(candidate) or not self._being_computed:
+        is_static = not self.rules.policy.admits_while_running
+        if is_static or self._holds(candidate) or not self.being_computed:
             return False
-        size = self._blocks.block_size
+        size = self.blocks.block_size
         next_block = match.num_tokens // size
         if (next_block + 1) * size > candidate.num_reusable_tokens:
             return False
-        self._blocks.hasher.extend(candidate.block_keys, candidate.cache_root, candidate.token_ids, next_block + 1)
-        return candidate.block_keys[next_block] in self._being_computed
+        self.blocks.hasher.extend(candidate.block_keys, candidate.cache_root, candidate.token_ids, next_block + 1)
+        return candidate.block_keys[next_block] in self.being_computed
 
 
 def _first_arrivals(waiting: ListOf[Sequence], bonus: int) -> Iterator[Sequence]:

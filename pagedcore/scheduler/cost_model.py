@@ -1,8 +1,7 @@
 """The cost of preempting: seconds of moving blocks, of computing them again, of letting a sequence wait.
 
-Begins with measurements at the start and learns from every step and transfer. Step times follow
-``fixed + tokens * per_token``, fitted by recursive least squares with forgetting; transfers follow
-``fixed + blocks * per_block`` the same way. Holds no clock: the engine and ``kv_transfers`` report what they measure.
+Begins with measurements at the start and learns from every step (``fixed + tokens * per_token`` seconds) and transfer
+(``fixed + blocks * per_block``), which the engine and ``kv_transfers`` measure.
 """
 
 from __future__ import annotations
@@ -16,10 +15,6 @@ _FORGETTING: Final = 0.98
 """Weight of the past at each observation: about the last 50 count."""
 _LOSS_RATE: Final = 0.2
 """Weight of one more observed loss of a shrunk sequence: about the last 5 count."""
-
-_KEEPING_FACTOR: Final = 2.0
-"""The cost of a background copy beside the transfer: booking its blocks, and the CPU caches it displaces.
-Measured with ``benchmarks/memory_pressure.py``: in all two to four times the transfer."""
 
 
 @dataclass(slots=True)
@@ -64,9 +59,7 @@ class CostModel:
 
     step: Line = field(default_factory=lambda: Line(2e-3, 2e-4))
     """Seconds of a step by computed tokens."""
-    moves: dict[Direction, Line] = field(
-        default_factory=lambda: {direction: Line(2e-5, 5e-5) for direction in Direction}
-    )
+    moves: dict[Direction, Line] = field(default_factory=lambda: {way: Line(2e-5, 5e-5) for way in Direction})
     """Seconds of a transfer by blocks, each way."""
     loss_share: float = 0.5
     """Share of a shrunk sequence's cached rest that is evicted before it runs again, 0 to 1."""
@@ -85,14 +78,9 @@ class CostModel:
         """Seconds of computing again what is freed of a sequence's end, and what others evict of the rest."""
         return self.compute_s(num_lost) + self.loss_share * self.compute_s(num_left)
 
-    def is_loading_cheaper(self, num_blocks: int, block_size: int) -> bool:
-        """Whether moving full blocks to the device takes no longer than computing them."""
-        return self.moves[Direction.IN].seconds(num_blocks) <= self.compute_s(num_blocks * block_size)
-
-    def is_keeping_cheaper(self, num_blocks: int, block_size: int, share: float) -> bool:
-        """Whether moving full blocks to the host pays when this ``share`` of them is asked for again, 0 to 1."""
-        saved_s = self.compute_s(num_blocks * block_size) - self.moves[Direction.IN].seconds(num_blocks)
-        return _KEEPING_FACTOR * self.moves[Direction.OUT].seconds(num_blocks) <= share * saved_s
+    def loading_saves_s(self, num_blocks: int, block_size: int) -> float:
+        """Seconds that moving full blocks to the device takes less than computing them; negative if it takes longer."""
+        return self.compute_s(num_blocks * block_size) - self.moves[Direction.IN].seconds(num_blocks)
 
     def observe_loss(self, share: float) -> None:
         """Learn what share of a shrunk sequence's rest was evicted before it ran again; it depends on the load."""

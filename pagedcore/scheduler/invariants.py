@@ -72,14 +72,12 @@ class Violation:
 
 def snapshot(scheduler: Scheduler) -> Snapshot:
     """Copy everything that the laws are about."""
+    host = scheduler.kv_cache.host
     return Snapshot(
         blocks=scheduler.kv_cache.snapshot(),
         waiting=_states(scheduler.waiting),
         running=_states(scheduler.running),
-        moving=frozenset(
-            s.sequence_id for s in (*scheduler.waiting, *scheduler.running)
-            if scheduler.kv_cache.host is not None and scheduler.kv_cache.host.is_moving(s.sequence_id)
-        ),
+        moving=frozenset(filter(host.is_moving, [one.sequence_id for one in host.in_flight.values()])),
         reserved={row.sequence.sequence_id: row.end for row in scheduler.rows_in_flight},
         num_never_started=scheduler.waiting.num_never_started,
         max_num_waiting=scheduler.waiting.limit,
@@ -96,11 +94,7 @@ class InvariantChecker:
         self._before: Snapshot | None = None
 
     def check(self) -> None:
-        """Check the present state.
-
-        Raises:
-            InternalError: a law is broken; the message names every one.
-        """
+        """Raise ``InternalError`` with every law that is broken now."""
         now = snapshot(self._scheduler)
         violations, self._before = check(now, self._before), now
         if violations:
@@ -141,8 +135,7 @@ def _s1(now: Snapshot) -> Iterator[Violation]:
 def _s2(now: Snapshot) -> Iterator[Violation]:
     for where, memory in _memories(now):
         for block, count in enumerate(memory.reference_counts):
-            if count != memory.holders.get(block, 0):
-                held = memory.holders.get(block, 0)
+            if count != (held := memory.holders.get(block, 0)):
                 yield Violation("S2", f"{where}block {block} has {count} references and {held} holders")
 
 
@@ -158,7 +151,7 @@ def _s3(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s4(now: Snapshot) -> Iterator[Violation]:
-    known = {state.sequence_id: (state.cache_root, state.token_ids) for state in _all_states(now)}
+    known = {state.sequence_id: (state.cache_root, state.token_ids) for state in now.waiting + now.running}
     contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
     for sequence_id, table in now.blocks.tables.items():
         root, tokens = known.get(sequence_id, (b"", ()))
@@ -169,7 +162,7 @@ def _s4(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s5(now: Snapshot) -> Iterator[Violation]:
-    for state in _all_states(now):
+    for state in now.waiting + now.running:
         positions = max(state.num_computed_tokens, now.reserved.get(state.sequence_id, 0))
         needed = -(-positions // now.blocks.block_size)
         held = len(now.blocks.tables.get(state.sequence_id, ()))
@@ -178,7 +171,7 @@ def _s5(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s6(now: Snapshot) -> Iterator[Violation]:
-    places = Counter(state.sequence_id for state in _all_states(now))
+    places = Counter(state.sequence_id for state in now.waiting + now.running)
     for sequence_id, times in places.items():
         if times > 1:
             yield Violation("S6", f"sequence {sequence_id} is in {times} places")
@@ -186,10 +179,10 @@ def _s6(now: Snapshot) -> Iterator[Violation]:
         yield Violation("S6", f"sequence {sequence_id} has blocks and neither waits nor runs")
     for sequence_id in now.blocks.pins.keys() - places.keys() - now.parked:
         yield Violation("S6", f"sequence {sequence_id} has pins on the host and neither waits, runs nor is parked")
-    for name, states, status in _places(now):
+    for place, states in ((SequenceStatus.WAITING, now.waiting), (SequenceStatus.RUNNING, now.running)):
         for state in states:
-            if state.status is not status:
-                yield Violation("S6", f"sequence {state.sequence_id} is {state.status.value} among the {name}")
+            if state.status is not place:
+                yield Violation("S6", f"sequence {state.sequence_id} is {state.status.value} among the {place.value}")
 
 
 def _s7(now: Snapshot) -> Iterator[Violation]:
@@ -217,8 +210,8 @@ def _s8(now: Snapshot) -> Iterator[Violation]:
 
 
 def _s9(now: Snapshot, before: Snapshot | None) -> Iterator[Violation]:
-    known_before = {state.sequence_id: state.token_ids for state in _all_states(before)} if before else {}
-    for state in _all_states(now):
+    known_before = {state.sequence_id: state.token_ids for state in before.waiting + before.running} if before else {}
+    for state in now.waiting + now.running:
         num_known, computed = len(state.token_ids), state.num_computed_tokens
         if not 0 <= computed < num_known:
             yield Violation("S9", f"sequence {state.sequence_id}: {computed} computed of {num_known} known tokens")
@@ -234,12 +227,3 @@ def _s10(now: Snapshot) -> Iterator[Violation]:
         yield Violation("S10", f"{now.num_never_started} new sequences wait, the bound is {now.max_num_waiting}")
     if len(now.running) > now.max_num_seqs:
         yield Violation("S10", f"{len(now.running)} sequences run, the bound is {now.max_num_seqs}")
-
-
-def _all_states(now: Snapshot) -> tuple[SequenceState, ...]:
-    return now.waiting + now.running
-
-
-def _places(now: Snapshot) -> Iterator[tuple[str, tuple[SequenceState, ...], SequenceStatus]]:
-    yield "waiting", now.waiting, SequenceStatus.WAITING
-    yield "running", now.running, SequenceStatus.RUNNING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.kv_cache.reservation import Demand
@@ -70,8 +71,7 @@ class Preemption:
     """Positions that a shrunk sequence leaves in the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class SwapIn:
+class SwapIn(NamedTuple):
     """A waiting sequence whose beginning is loaded from the host before it starts."""
 
     sequence: Sequence
@@ -105,8 +105,7 @@ class SchedulePlan:
         object.__setattr__(self, "moves_blocks", bool(self.preempted or self.freed or self.swap_ins))
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
+class NewToken(NamedTuple):
     """One token that a committed step appended to a sequence."""
 
     sequence: Sequence

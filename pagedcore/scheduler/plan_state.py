@@ -1,6 +1,6 @@
 """The working state of one plan: what is planned so far, and the blocks, tokens and rows that are left for the rest.
 
-``step_planner`` plans the running sequences in it, ``admission`` the waiting ones. It reads queues and tables and
+``admission`` plans the waiting sequences on it, ``step_planner`` the running ones. It reads queues and tables and
 changes none of them.
 """
 
@@ -38,14 +38,20 @@ class PlanState:
     """
 
     def __init__(
-        self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence]
+        self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence],
+        *, may_wait: bool,
     ) -> None:
         self.rules = rules
         self.kv_cache = kv_cache
-        self.blocks = kv_cache.device
+        self.blocks, self.host = kv_cache.device, kv_cache.host
         self.running = list(running)
         self.waiting = list(waiting)
+        self.may_wait = may_wait
+        """Whether a running sequence may stall instead of others being preempted."""
         self.free = self.blocks.num_available_blocks
+        self.arriving = self.host.num_leaving_blocks
+        """Blocks that will be available after this step and are not promised yet."""
+        self.room_on_host = self.host.num_available_blocks
         self.budget = rules.max_num_batched_tokens
         self._num_scorable = rules.max_scored_tokens
         self.rows: dict[int, ScheduledRow] = {}
@@ -54,6 +60,10 @@ class PlanState:
         self.freed: dict[int, Sequence] = {}
         self.swap_ins: list[SwapIn] = []
         self.num_stalled_rows = 0
+        self.available = 0
+        """Blocks that admission may still promise."""
+        self.being_computed: set[bytes] = set()
+        """Keys of the full blocks that this step completes."""
         self._adopted: set[int] = set()
         self._holders: list[Sequence] | None = None
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 from pagedcore.sequence import Sequence
+
+_BY_ARRIVAL: Final = attrgetter("arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +34,14 @@ class Policy:
 
 def fcfs() -> Policy:
     """First come, first served."""
-    return Policy("fcfs", _by_arrival)
+    return Policy("fcfs", _BY_ARRIVAL)
 
 
 def priority() -> Policy:
     """Highest priority first, first come first served among equals."""
-    return Policy("priority", _by_priority, has_priorities=True)
+    return Policy("priority", lambda sequence: (-sequence.priority, sequence.arrival), has_priorities=True)
 
 
 def static() -> Policy:
     """First come, first served, in batches that run to their end: static batching, for comparison."""
-    return Policy("static", _by_arrival, admits_while_running=False, cache_bonus=0)
-
-
-def _by_arrival(sequence: Sequence) -> int:
-    return sequence.arrival
-
-
-def _by_priority(sequence: Sequence) -> tuple[int, int]:
-    return (-sequence.priority, sequence.arrival)
+    return Policy("static", _BY_ARRIVAL, admits_while_running=False, cache_bonus=0)

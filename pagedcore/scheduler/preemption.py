@@ -1,8 +1,7 @@
 """Which sequences are preempted when a running one lacks blocks, and how: the cheapest choice that is expected to work.
 
 A pure choice over numbers from ``step_planner``; estimates come from ``cost_model``. A victim's tail can be freed, its
-blocks can move to the host or be computed again, or the asker can wait; memory pressure costs what the cheapest of
-them costs.
+blocks can move to the host or be computed again, or the asker can wait.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Final
 
+from pagedcore.kv_cache.host_cache import Direction
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import Preemption, PreemptionKind
 from pagedcore.sequence import Sequence
@@ -21,6 +22,9 @@ MAX_PREEMPTIONS: Final = 8
 """A sequence that was preempted so often is not chosen while another one can be."""
 WINDOW: Final = 8
 """Victims that are compared; the others are considered when these are not enough."""
+_KEEPING_FACTOR: Final = 2.0
+"""The cost of a background copy beside the transfer: booking its blocks, and the CPU caches it displaces.
+Measured with ``benchmarks/memory_pressure.py``: in all two to four times the transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +41,6 @@ class Victim:
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
-    """What the asker lacks, and what waiting would mean."""
-
-    num_blocks: int
-    num_steps_to_wait: int | None
-    """Steps until a sequence ends that needs no further block; ``None`` if there is none."""
-    num_running: int
-
-
-@dataclass(frozen=True, slots=True)
 class PreemptionRules:
     """How victims are chosen in one engine."""
 
@@ -56,45 +50,45 @@ class PreemptionRules:
     block_size: int
 
     def choose(
-        self, shortage: Shortage, victims: Callable[[], Iterable[Victim]], *, may_wait: bool
+        self, lacking: int, victims: Callable[[], Iterable[Victim]], *, may_wait: bool, num_steps_to_wait: int | None,
+        num_running: int,
     ) -> list[Preemption]:
         """Choose victims that cover a shortage; an empty list means that the asker waits.
 
         Args:
-            shortage: what is lacking.
+            lacking: blocks.
             victims: yields candidates, the one to preempt first in front.
             may_wait: whether another sequence can run while the asker waits.
+            num_steps_to_wait: until a sequence ends that needs no further block; ``None`` if there is none.
+            num_running: sequences, the asker included.
         """
         if may_wait and self.mode == "wait":
             return []
         source = victims()
         spared = (victim for victim in source if victim.sequence.num_preemptions < MAX_PREEMPTIONS)
-        chosen = self._cover(shortage, list(islice(spared, WINDOW)))
+        chosen = self._cover(lacking, list(islice(spared, WINDOW)))
         if not chosen:
             # Why: several small victims, or often preempted ones, are better than a standstill.
-            chosen = [] if may_wait else self._cover(shortage, list(victims()))
-        if may_wait and self.mode == "auto" and self._is_waiting_cheaper(shortage, chosen):
-            return []
+            chosen = [] if may_wait else self._cover(lacking, list(victims()))
+        if may_wait and self.mode == "auto" and num_steps_to_wait is not None:
+            wait_s = self.costs.wait_s(num_steps_to_wait, num_running, self.block_size)
+            return chosen if wait_s >= sum(one.estimated_s for one in chosen) else []
         return chosen
 
     def is_worth_loading(self, num_blocks: int) -> bool:
         """Whether to load so many blocks that the host has, rather than to compute them."""
-        return self.mode != "auto" or self.costs.is_loading_cheaper(num_blocks, self.block_size)
+        return self.mode != "auto" or self.costs.loading_saves_s(num_blocks, self.block_size) >= 0
 
     def is_worth_keeping(self, num_blocks: int, share: float) -> bool:
         """Whether to copy so many finished blocks to the host, a share of which will be asked for again."""
-        return self.mode != "auto" or self.costs.is_keeping_cheaper(num_blocks, self.block_size, share)
+        if self.mode != "auto":
+            return True
+        copying_s = _KEEPING_FACTOR * self.costs.moves[Direction.OUT].seconds(num_blocks)
+        return copying_s <= share * self.costs.loading_saves_s(num_blocks, self.block_size)
 
-    def _is_waiting_cheaper(self, shortage: Shortage, chosen: ListOf[Preemption]) -> bool:
-        if shortage.num_steps_to_wait is None:
-            return False
-        wait_s = self.costs.wait_s(shortage.num_steps_to_wait, shortage.num_running, self.block_size)
-        return wait_s < sum(one.estimated_s for one in chosen)
-
-    def _cover(self, shortage: Shortage, victims: ListOf[Victim]) -> list[Preemption]:
+    def _cover(self, lacking: int, victims: ListOf[Victim]) -> list[Preemption]:
         """Take the cheapest single victim that is enough, or else the cheapest by block until it is enough."""
-        lacking = shortage.num_blocks
-        options = [(victim, self._cheapest(victim, lacking)) for victim in victims]
+        options = [(victim, min(self._options(victim, lacking), key=attrgetter("estimated_s"))) for victim in victims]
         # Why: the victims come last first, and sorting is stable, so the last one is chosen among equals.
         enough = [option for option in options if option[0].num_blocks >= lacking]
         if enough:
@@ -107,10 +101,6 @@ class PreemptionRules:
                 return chosen
         return []
 
-    def _cheapest(self, victim: Victim, lacking: int) -> Preemption:
-        options = list(self._options(victim, lacking))
-        return min(options, key=lambda preemption: preemption.estimated_s)
-
     def _options(self, victim: Victim, lacking: int) -> Iterable[Preemption]:
         if self.mode in ("auto", "swap") and victim.num_blocks_to_host is not None:
             seconds = self.costs.swap_s(victim.num_blocks_to_host, victim.num_held_blocks)
@@ -118,8 +108,7 @@ class PreemptionRules:
             if self.mode == "swap":
                 return
         num_computed = victim.sequence.num_computed_tokens
-        num_left = max(0, victim.num_held_blocks - lacking) * self.block_size
-        num_left = min(num_computed, num_left)
+        num_left = min(num_computed, max(0, victim.num_held_blocks - lacking) * self.block_size)
         # Why: shrinking frees the tail only, unless that is everything; without room on the host it is what is left.
         if num_left and self.mode != "recompute":
             lost_s = self.costs.shrink_s(num_computed - num_left, num_left)

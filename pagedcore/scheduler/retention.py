@@ -1,5 +1,4 @@
-"""Decides which blocks of a finished sequence are worth a copy on the host: by their price, and by how often such
-blocks are asked for again.
+"""How often the blocks of finished sequences are asked for again, which decides whether the host gets a copy of them.
 
 A copy pays only if a later sequence needs it. The keys of all finished blocks are remembered, copied or not, so that
 returning requests are noticed while nothing is copied. Source: the ghost entries of ARC (Megiddo and Modha 2003) and
@@ -12,10 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
-from pagedcore.scheduler.preemption import PreemptionRules
-from pagedcore.sequence import Sequence
-
 _FIRST_GUESS: Final = 0.5
 _FIRST_WEIGHT: Final = 16.0
 """Blocks that the first guess counts for: so few that a burst without returning requests is noticed within it."""
@@ -26,17 +21,11 @@ _WINDOW: Final = 1024.0
 class ReuseRate:
     """The share of finished blocks that is asked for again, learned over the last thousand or so.
 
-    Invariant: at most ``capacity`` keys are remembered, the last ones.
+    Invariant: at most ``capacity`` keys are remembered, the last ones: with the blocks of the host for it, those that
+        the host would not have evicted either.
     """
 
-    __slots__ = ("_capacity", "_left", "_num_left", "_num_wanted")
-
     def __init__(self, capacity: int) -> None:
-        """Remember nothing yet.
-
-        Args:
-            capacity: blocks of the host, since it would have evicted the others too.
-        """
         self._capacity = capacity
         self._left: OrderedDict[bytes, None] = OrderedDict()
         self._num_left = _FIRST_WEIGHT
@@ -66,33 +55,3 @@ class ReuseRate:
                 return
             del self._left[key]
             self._num_wanted += 1
-
-
-class Retention:
-    """The decisions of one engine; without a host nothing is copied."""
-
-    __slots__ = ("_kv_cache", "_reuse", "_rules")
-
-    def __init__(self, kv_cache: KVCacheManager, rules: PreemptionRules) -> None:
-        self._kv_cache = kv_cache
-        self._rules = rules
-        self._reuse = ReuseRate(kv_cache.host.num_blocks if kv_cache.host is not None else 0)
-
-    def num_tokens_worth_it(self, sequence: Sequence) -> int:
-        """Return how many of a finished sequence's first positions to copy; call it once when it ends."""
-        kv_cache, num_computed = self._kv_cache, sequence.num_computed_tokens
-        if kv_cache.host is None:
-            return 0
-        size = kv_cache.device.block_size
-        num_proven = min(num_computed, sequence.num_cached_tokens or 0) // size * size
-        share = 1.0 if sequence.is_in_session else self._reuse.share
-        self._reuse.leave(sequence.block_keys[num_proven // size : num_computed // size])
-        if self._rules.is_worth_keeping(kv_cache.num_blocks_to_copy(sequence, num_computed), share):
-            return num_computed
-        # Why: the prefix that it found itself has been asked for twice by now.
-        is_worth_it = self._rules.is_worth_keeping(kv_cache.num_blocks_to_copy(sequence, num_proven), 1.0)
-        return num_proven if is_worth_it else 0
-
-    def note_wanted(self, sequence: Sequence, first_block: int) -> None:
-        """Note that a starting sequence asks for its known full blocks, from the first that the device lacks."""
-        self._reuse.want(sequence.block_keys[first_block:])

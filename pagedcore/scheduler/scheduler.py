@@ -6,7 +6,7 @@ between the memories before a step is in ``swapping``, the laws that hold betwee
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
@@ -18,10 +18,10 @@ from pagedcore.kv_cache.reservation import Reservation
 from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
-from pagedcore.scheduler.plan_state import PlanningRules, PlanState
+from pagedcore.scheduler.plan_state import PlanningRules
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.preemption import PreemptionRules
-from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats, describe
+from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
@@ -58,22 +58,9 @@ class Scheduler:
     Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
     """
 
-    __slots__ = (
-        "_blocks", "_in_flight", "_num_pool_tokens", "_running", "_waiting", "costs", "counters", "kv_cache", "moves",
-        "rules",
-    )
-
     def __init__(
-        self,
-        kv_cache: KVCacheManager,
-        policy: Policy,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_num_waiting: int,
-        admission: str = "optimistic",
-        preemption: str = "auto",
-        max_scored_tokens: int,
+        self, kv_cache: KVCacheManager, policy: Policy, *, max_num_seqs: int, max_num_batched_tokens: int,
+        max_num_waiting: int, admission: str = "optimistic", preemption: str = "auto", max_scored_tokens: int,
     ) -> None:
         self.kv_cache = kv_cache
         self._blocks = kv_cache.device
@@ -83,27 +70,17 @@ class Scheduler:
         self.rules = PlanningRules(
             max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy, preemption_rules, max_scored_tokens
         )
-        self._waiting = WaitingQueue(policy.order, max_num_waiting)
-        self._running = PolicyOrder(policy.order)
-        self._in_flight: StepInFlight | None = None
+        self.waiting = WaitingQueue(policy.order, max_num_waiting)
+        """In policy order; like the next two, not for changing."""
+        self.running = PolicyOrder(policy.order)
         self.counters = SchedulerCounters()
-        """Running totals; not for changing."""
-        self.moves = Swapping(kv_cache, self._running, self._waiting, self.counters, preemption_rules)
+        self._in_flight: StepInFlight | None = None
+        self.moves = Swapping(kv_cache, self.running, self.waiting, self.counters, preemption_rules)
 
     @property
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(len(self._waiting) or len(self._running))
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        """The waiting sequences in policy order; not for changing."""
-        return self._waiting
-
-    @property
-    def running(self) -> PolicyOrder:
-        """The running sequences in policy order; not for changing."""
-        return self._running
+        return bool(len(self.waiting) or len(self.running))
 
     @property
     def rows_in_flight(self) -> ListOf[ScheduledRow]:
@@ -114,42 +91,41 @@ class Scheduler:
         """Whether a sequence that grows to ``num_tokens`` positions fits the pool when alone."""
         return num_tokens <= self._num_pool_tokens
 
-    def require_room(self, num_tokens: int, num_sequences: int = 1) -> None:
-        """Check that ``num_sequences`` sequences of up to ``num_tokens`` positions each can be added now.
-
-        Raises:
-            RequestTooLarge: one of them would not fit the pool even if it were alone.
-            EngineOverloaded: the waiting queue has no room for them.
-        """
+    def require_room(self, num_tokens: int) -> None:
+        """Check that a sequence of up to ``num_tokens`` positions can be added now. Raises as ``add_sequences``."""
         self._require_fit(num_tokens)
-        self._waiting.require_room(num_sequences)
-
-    def never_started(self) -> tuple[Sequence, ...]:
-        """Return the waiting sequences that were not started in this turn, in policy order."""
-        return tuple(self._waiting.never_started())
+        self.waiting.require_room(1)
 
     def stats(self) -> SchedulerStats:
         """Describe the present and count the past."""
-        error = self.costs.mean_relative_error
-        return describe(self.kv_cache, self._running, self._waiting, self.counters, error)
+        device, host, counters = self._blocks, self.kv_cache.host, self.counters
+        return SchedulerStats(
+            num_running=len(self.running), num_waiting=len(self.waiting),
+            num_swapped=sum(sequence.sequence_id in host.pins for sequence in self.waiting),
+            num_blocks=device.num_blocks, num_blocks_used=device.num_used_blocks,
+            num_blocks_cached=device.num_cached_blocks, num_blocks_evicted=device.cache.num_evictions,
+            num_host_blocks=host.num_blocks, num_host_blocks_used=host.num_used_blocks,
+            num_host_blocks_cached=host.num_cached_blocks,
+            num_preemptions=sum(counters.num_preemptions.values()),
+            num_preemptions_by_kind={kind.value: count for kind, count in counters.num_preemptions.items()},
+            num_stalled_rows=counters.num_stalled_rows, num_failed_transfers=counters.num_failed_transfers,
+            num_looked_up_tokens=counters.num_looked_up_tokens, num_cached_tokens=counters.num_cached_tokens,
+            preemption_estimate_error=self.costs.mean_relative_error,
+        )
 
-    def add_sequence(self, sequence: Sequence) -> None:
-        """Let a sequence wait: a new one, or a finished one after ``begin_turn``.
+    def add_sequences(self, *sequences: Sequence) -> None:
+        """Let sequences wait, all or none of them: new ones, or finished ones after ``begin_turn``.
 
         Raises:
-            RequestTooLarge: it could not fit the pool even if it were alone; nothing changed.
-            EngineOverloaded: the waiting queue is full; nothing changed.
+            RequestTooLarge: one could not fit the pool even if it were alone; nothing changed.
+            EngineOverloaded: the waiting queue has no room for all; nothing changed.
             InternalError: its status is not WAITING, or it waits already.
         """
-        self.add_sequences((sequence,))
-
-    def add_sequences(self, sequences: Collection[Sequence]) -> None:
-        """Let several sequences wait, or none of them. Raises as ``add_sequence``."""
         for sequence in sequences:
             if sequence.status is not _WAITING:
-                raise InternalError(f"add_sequence: sequence {sequence.sequence_id} is {sequence.status.value}")
+                raise InternalError(f"add_sequences: sequence {sequence.sequence_id} is {sequence.status.value}")
             self._require_fit(sequence.num_prompt_tokens + sequence.max_tokens)
-        self._waiting.push_all(sequences)
+        self.waiting.push(*sequences)
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state; one that has finished stays as it is.
@@ -167,20 +143,21 @@ class Scheduler:
         It belongs to a request that was accepted before: it is never refused, nor counted against the queue's bound.
         """
         self._blocks.register_all(parent)
-        self._waiting.push_preempted(sequence)
+        self.waiting.push_preempted(sequence)
 
     def cancel_branch(self, sequence: Sequence) -> None:
         """End a live sequence that no sequence continues: as ``finish_sequence``, but its last block is evicted."""
         self._take_out(sequence)
         sequence.move_to(_FINISHED)
         sequence.finish_reason = "abort"
-        self.moves.free_branch(sequence)
+        self.moves.free_on_host(sequence)
+        self._blocks.free_and_evict_tail(sequence)
+        sequence.reset_computed()
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """Remove a finished sequence, and free what the host keeps for it; a second time does nothing.
 
-        Raises:
-            InternalError: it is not finished.
+        Raises ``InternalError`` if it is not finished.
         """
         if sequence.status is not _REMOVED:
             sequence.move_to(_REMOVED)
@@ -194,12 +171,12 @@ class Scheduler:
         """
         self._require_landed("schedule")
         plan = self._plan(may_wait=True)
-        if not plan.rows and not plan.moves_blocks and self.has_work and not self.moves.in_flight:
+        if not plan.rows and not plan.moves_blocks and self.has_work and not self.kv_cache.host.has_awaited:
             plan = self._plan(may_wait=False)
             # Why: a store that hangs may keep the blocks that are lacking; then only its end can help.
-            if not plan.rows and not plan.moves_blocks and not self.moves.withholds_blocks:
+            if not plan.rows and not plan.moves_blocks and not self.kv_cache.host.withholds_blocks:
                 raise InternalError(
-                    f"no progress: {len(self._running)} running, {len(self._waiting)} waiting, "
+                    f"no progress: {len(self.running)} running, {len(self.waiting)} waiting, "
                     f"{self._blocks.num_available_blocks} of {self._blocks.num_blocks} blocks available"
                 )
         return plan
@@ -210,8 +187,7 @@ class Scheduler:
         Raises:
             InternalError: a step is in flight, or the plan is out of date (nothing changed).
         """
-        self._require_landed("make_room")
-        self._require_current(plan)
+        self._require_current("make_room", plan)
         return self.moves.carry_out(plan)
 
     def reserve(self, plan: SchedulePlan) -> tuple[tuple[int, int], ...]:
@@ -220,8 +196,7 @@ class Scheduler:
         Raises:
             InternalError: the plan asks for room or is out of date, or the pool is too small for it; nothing changed.
         """
-        self._require_landed("reserve")
-        self._require_current(plan)
+        self._require_current("reserve", plan)
         if plan.moves_blocks:
             raise InternalError("reserve: room has to be made first; ask for another plan then")
         # Why: a decode row rarely needs a block, and then there is nothing to reserve for it.
@@ -233,18 +208,14 @@ class Scheduler:
         return reservation.copies if reservation is not None else ()
 
     def rollback(self, plan: SchedulePlan) -> None:
-        """Undo ``reserve``: the step did not happen, admitted sequences wait where they waited.
-
-        Raises:
-            InternalError: ``plan`` is not in flight.
-        """
+        """Undo ``reserve``: admitted sequences wait where they waited. Raises ``InternalError`` if not in flight."""
         step = self._require_in_flight(plan)
         self._in_flight = None
         if step.reservation is not None:
             step.reservation.cancel()
 
     def commit(self, plan: SchedulePlan, sampled: Mapping[int, int | None]) -> list[NewToken]:
-        """Book the step: its positions are computed, tokens are appended, ended sequences finish.
+        """Book the step: its positions are computed, ended sequences finish; return what was appended, row by row.
 
         Args:
             plan: what was reserved and has been computed.
@@ -252,9 +223,6 @@ class Scheduler:
                 while the step ran needs none; a row without usable logits is ended in this way. ``None`` for a
                 sequence that branches continue: it is computed and finishes without a reason, and what it computed
                 stays cached.
-
-        Returns:
-            What was appended, in the order of the rows.
 
         Raises:
             InternalError: ``plan`` is not in flight, or a sampled row has no token; nothing changed.
@@ -269,29 +237,26 @@ class Scheduler:
             step.reservation.commit()
         started = {one.sequence_id: one for one in plan.admitted if one.sequence_id not in step.gone}
         for sequence in started.values():
-            self._start(sequence)
+            self.waiting.remove_sequence(sequence)
+            sequence.move_to(_RUNNING)
+            self.running.add_sequence(sequence)
         self.counters.num_steps += 1
         self.counters.num_stalled_rows += plan.num_stalled_rows
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
                 self.moves.note_found(row.sequence, row.start)
-        new_tokens = []
-        for row in rows:
-            if (new := self._advance(row, sampled)) is not None:
-                new_tokens.append(new)
-        return new_tokens
+        return [new for row in rows if (new := self._advance(row, sampled)) is not None]
 
     def _require_fit(self, num_tokens: int) -> None:
         if not self.can_ever_fit(num_tokens):
-            limit = self._blocks.num_blocks * self._blocks.block_size
             raise RequestTooLarge(
-                "prompt and max_tokens", num_tokens, f"at most the {limit} positions of the KV pool",
+                "prompt and max_tokens", num_tokens, f"at most the {self._num_pool_tokens} positions of the KV pool",
                 "Ask for fewer tokens, or build the engine with more KV blocks.",
             )
 
     def _plan(self, *, may_wait: bool) -> SchedulePlan:
-        state = PlanState(self.rules, self.kv_cache, self._running.sequences, self._waiting.sequences)
-        return StepPlanner(state, may_wait=may_wait).plan()
+        queues = self.running.sequences, self.waiting.sequences
+        return StepPlanner(self.rules, self.kv_cache, *queues, may_wait=may_wait).plan()
 
     def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:
         if self._in_flight is None or self._in_flight.plan is not plan:
@@ -302,20 +267,16 @@ class Scheduler:
         if self._in_flight is not None:
             raise InternalError(f"{verb}: the step before was neither committed nor rolled back")
 
-    def _require_current(self, plan: SchedulePlan) -> None:
+    def _require_current(self, verb: str, plan: SchedulePlan) -> None:
+        self._require_landed(verb)
         is_current = (
             all(row.sequence.status is _RUNNING or row.sequence in plan.admitted for row in plan.rows)
             and all(one.sequence.status is _RUNNING for one in plan.preempted)
-            and all(sequence in self._waiting for sequence in (*plan.admitted, *plan.freed))
-            and all(one.sequence in self._waiting for one in plan.swap_ins)
+            and all(sequence in self.waiting for sequence in (*plan.admitted, *plan.freed))
+            and all(one.sequence in self.waiting for one in plan.swap_ins)
         )
         if not is_current:
             raise InternalError("the plan is out of date; a sequence moved after it was made")
-
-    def _start(self, sequence: Sequence) -> None:
-        self._waiting.remove_sequence(sequence)
-        sequence.move_to(_RUNNING)
-        self._running.add_sequence(sequence)
 
     def _advance(self, row: ScheduledRow, sampled: Mapping[int, int | None]) -> NewToken | None:
         sequence = row.sequence
@@ -329,22 +290,19 @@ class Scheduler:
             return None
         token_id = sampled[sequence.sequence_id]
         if token_id is None:
-            self._set_aside(sequence)
+            self.running.remove_sequence(sequence)
+            sequence.move_to(_FINISHED)
+            self.moves.free_finished(sequence, is_trusted=True, is_movable=False)
             return None
         reason = sequence.append_token(token_id)
         if reason is not None:
-            self._running.remove_sequence(sequence)
+            self.running.remove_sequence(sequence)
             self._mark_finished(sequence, reason)
         return NewToken(sequence, token_id, reason)
 
-    def _set_aside(self, sequence: Sequence) -> None:
-        self._running.remove_sequence(sequence)
-        sequence.move_to(_FINISHED)
-        self.moves.free_finished(sequence, is_trusted=True, is_movable=False)
-
     def _take_out(self, sequence: Sequence) -> None:
-        self._waiting.remove_sequence(sequence)
-        self._running.remove_sequence(sequence)
+        self.waiting.remove_sequence(sequence)
+        self.running.remove_sequence(sequence)
         if self._in_flight is not None:
             self._in_flight.gone.add(sequence.sequence_id)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.scheduler.plan import PreemptionKind
-from pagedcore.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -65,31 +62,3 @@ class SchedulerStats:
     def prefix_hit_rate(self) -> float:
         """Share of looked-up tokens that were found in the cache, 0 to 1."""
         return self.num_cached_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
-
-
-def describe(
-    kv_cache: KVCacheManager, running: Collection[Sequence], waiting: Collection[Sequence], counters: SchedulerCounters,
-    estimate_error: float,
-) -> SchedulerStats:
-    """Put the present and the counters together."""
-    device, host = kv_cache.device, kv_cache.host
-    pinned = host.pins if host is not None else {}
-    return SchedulerStats(
-        num_running=len(running),
-        num_waiting=len(waiting),
-        num_swapped=sum(sequence.sequence_id in pinned for sequence in waiting),
-        num_blocks=device.num_blocks,
-        num_blocks_used=device.num_used_blocks,
-        num_blocks_cached=device.num_cached_blocks,
-        num_blocks_evicted=device.cache.num_evictions,
-        num_host_blocks=host.num_blocks if host is not None else 0,
-        num_host_blocks_used=host.num_used_blocks if host is not None else 0,
-        num_host_blocks_cached=host.num_cached_blocks if host is not None else 0,
-        num_preemptions=sum(counters.num_preemptions.values()),
-        num_preemptions_by_kind={kind.value: count for kind, count in counters.num_preemptions.items()},
-        num_stalled_rows=counters.num_stalled_rows,
-        num_looked_up_tokens=counters.num_looked_up_tokens,
-        num_cached_tokens=counters.num_cached_tokens,
-        num_failed_transfers=counters.num_failed_transfers,
-        preemption_estimate_error=estimate_error,
-    )

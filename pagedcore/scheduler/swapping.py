@@ -1,8 +1,7 @@
 """How blocks change hands outside a step: preemption, swapping, and what a finished sequence leaves.
 
-The scheduler's other half: it changes queues and block tables as a plan says, books transfers between the memories,
-and scores the estimates that preemptions were chosen by. It copies nothing; ``kv_transfers`` starts the transfers that
-are due and reports when they have completed, in any order, late, or failed.
+Changes queues and block tables as a plan says, books transfers between the memories, and scores the estimates that
+preemptions were chosen by. ``kv_transfers`` starts the transfers that are due and reports how they have ended.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from dataclasses import dataclass
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
-from pagedcore.kv_cache.prefix_match import FoundBlocks
-from pagedcore.scheduler.plan import Preemption, PreemptionKind, SchedulePlan, SwapIn
+from pagedcore.scheduler.plan import Preemption, PreemptionKind, SchedulePlan
 from pagedcore.scheduler.preemption import PreemptionRules
-from pagedcore.scheduler.retention import Retention
+from pagedcore.scheduler.retention import ReuseRate
 from pagedcore.scheduler.stats import SchedulerCounters
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
@@ -23,13 +21,11 @@ from pagedcore.sequence import Sequence, SequenceStatus
 
 @dataclass(slots=True)
 class Decision:
-    """One preemption: what was expected of it and what it has cost so far."""
+    """One preemption, and what it has cost so far."""
 
+    preemption: Preemption
     num_computed_tokens: int
     """Positions that were computed when it was decided."""
-    num_left_tokens: int
-    """Positions that were left in the cache."""
-    estimated_s: float
     actual_s: float = 0.0
     """Seconds of the transfers, and of computing again what was lost."""
 
@@ -40,42 +36,24 @@ class Swapping:
     Invariant: a preempted sequence has an open decision until it runs again or ends.
     """
 
-    __slots__ = (
-        "_blocks", "_costs", "_counters", "_kv_cache", "_moving", "_open", "_retention", "_running", "_waiting",
-        "due", "parked",
-    )
-
     def __init__(
-        self,
-        kv_cache: KVCacheManager,
-        running: PolicyOrder,
-        waiting: WaitingQueue,
-        counters: SchedulerCounters,
+        self, kv_cache: KVCacheManager, running: PolicyOrder, waiting: WaitingQueue, counters: SchedulerCounters,
         rules: PreemptionRules,
     ) -> None:
         self._kv_cache = kv_cache
         self._blocks = kv_cache.device
+        self._host = kv_cache.host
         self._running = running
         self._waiting = waiting
         self._counters = counters
-        self._costs = rules.costs
-        self._retention = Retention(kv_cache, rules)
+        self._rules = rules
+        self._reuse = ReuseRate(kv_cache.host.num_blocks)
         self.parked: set[int] = set()
         """Ids of finished sequences that the host may keep blocks for."""
         self._open: dict[int, Decision] = {}
         self._moving: dict[int, Sequence] = {}
         self.due: list[Transfer] = []
         """Transfers that are booked and not started."""
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether any transfer has neither completed nor been timed out."""
-        return self._kv_cache.host is not None and self._kv_cache.host.has_awaited
-
-    @property
-    def withholds_blocks(self) -> bool:
-        """Whether a transfer that was timed out still keeps device blocks."""
-        return self._kv_cache.host is not None and self._kv_cache.host.withholds_blocks
 
     def take_due(self) -> list[Transfer]:
         """Return the transfers to start, each once."""
@@ -86,18 +64,19 @@ class Swapping:
         """Preempt, free and begin to load as a plan says; return the transfers to start."""
         for sequence in plan.freed:
             self._blocks.free_blocks(sequence)
-            sequence.reset_computed()
         for preemption in plan.preempted:
             self._preempt(preemption)
         for swap_in in plan.swap_ins:
-            self._load(swap_in)
+            sequence, match = swap_in.sequence, swap_in.match
+            self._reuse.want(sequence.block_keys[len(match.device_blocks) :])
+            if not self._book(sequence, self._kv_cache.begin_swap_in(sequence, match)):
+                raise InternalError(f"load: no room for sequence {sequence.sequence_id}, although it was planned")
         return self.take_due()
 
     def time_out_transfer(self, transfer_id: int) -> None:
         """Let a sequence continue without a transfer that takes too long; it counts as failed from now on.
 
-        Raises:
-            InternalError: there is no such transfer in flight, or it was timed out before.
+        Raises ``InternalError`` if it is not in flight, or was timed out before.
         """
         self._kv_cache.time_out_transfer(transfer_id)
         del self._moving[transfer_id]
@@ -106,8 +85,7 @@ class Swapping:
     def complete_transfer(self, transfer_id: int, seconds: float, *, is_ok: bool) -> None:
         """Book the end of a transfer that took so many seconds; one that was timed out only frees its blocks.
 
-        Raises:
-            InternalError: there is no such transfer in flight.
+        Raises ``InternalError`` if it is not in flight.
         """
         transfer, is_served = self._kv_cache.complete_transfer(transfer_id, is_ok=is_ok)
         sequence = self._moving.pop(transfer_id, None)
@@ -116,7 +94,7 @@ class Swapping:
         if not is_ok:
             self._counters.num_failed_transfers += 1
             return
-        self._costs.moves[transfer.direction].observe(len(transfer.moves), seconds)
+        self._rules.costs.moves[transfer.direction].observe(len(transfer.moves), seconds)
         if (decision := self._open.get(transfer.sequence_id)) is not None:
             decision.actual_s += seconds
         if transfer.direction is Direction.OUT:
@@ -125,8 +103,7 @@ class Swapping:
         self._counters.num_blocks_swapped_in += len(transfer.moves)
         if is_served:
             sequence.num_computed_tokens = transfer.num_tokens
-            if sequence.num_cached_tokens is None:
-                self._note_looked_up(sequence, transfer.num_tokens)
+            self._note_looked_up(sequence, transfer.num_tokens)
 
     def free_finished(self, sequence: Sequence, *, is_trusted: bool, is_movable: bool) -> None:
         """Free the blocks of a finished sequence; what it computed stays cached, if it can be trusted.
@@ -137,49 +114,52 @@ class Swapping:
         self.free_on_host(sequence)
         if not is_trusted:
             self._kv_cache.evict_sequence(sequence)
-        elif is_movable and (num_tokens := self._retention.num_tokens_worth_it(sequence)):
+        elif is_movable and (num_tokens := self._num_tokens_to_copy(sequence)):
             self._blocks.free_blocks(sequence, num_kept_tokens=num_tokens)
             self._begin_swap_out(sequence, is_pinned=False)
         self._blocks.free_blocks(sequence)
         sequence.reset_computed()
 
-    def free_branch(self, sequence: Sequence) -> None:
-        """Free the blocks of a finished branch that no sequence continues."""
-        self.free_on_host(sequence)
-        self._blocks.free_and_evict_tail(sequence)
-        sequence.reset_computed()
+    def _num_tokens_to_copy(self, sequence: Sequence) -> int:
+        """Return how many of a finished sequence's first positions are worth a copy on the host."""
+        if not self._host.num_blocks:
+            return 0
+        size, num_computed = self._blocks.block_size, sequence.num_computed_tokens
+        num_proven = min(num_computed, sequence.num_cached_tokens or 0) // size * size
+        share = 1.0 if sequence.is_in_session else self._reuse.share
+        self._reuse.leave(sequence.block_keys[num_proven // size : num_computed // size])
+        # Why: the prefix that it found itself has been asked for twice by now.
+        for num_tokens, likely in ((num_computed, share), (num_proven, 1.0)):
+            if self._rules.is_worth_keeping(self._kv_cache.num_blocks_to_copy(sequence, num_tokens), likely):
+                return num_tokens
+        return 0
 
     def free_on_host(self, sequence: Sequence) -> None:
         """Free what the host keeps for a sequence, and cancel its transfers."""
         self._open.pop(sequence.sequence_id, None)
-        self._unpin(sequence)
+        self.parked.discard(sequence.sequence_id)
+        self._host.free_sequence(sequence.sequence_id)
 
     def park(self, sequence: Sequence) -> int:
         """Keep on the host what the memories hold of a finished sequence; return how many positions, 0 without room.
 
         Its device blocks become unreferenced and stay cached until evicted.
         """
-        host = self._kv_cache.host
-        assert host is not None  # Invariant: checked by the caller
-        num_tokens = host.pin_arriving(sequence.sequence_id)
+        num_tokens = self._host.pin_arriving(sequence.sequence_id)
         if not num_tokens:
             here, there = self._kv_cache.find(sequence)
             if there.num_tokens >= max(1, here.num_tokens):
-                host.pin(sequence.sequence_id, there.block_ids)
+                self._host.pin(sequence.sequence_id, there.block_ids)
                 num_tokens = there.num_tokens
             elif here.num_tokens:
-                num_tokens = self._copy_out(sequence, here)
+                self._blocks.share_blocks(sequence, here)
+                if self._begin_swap_out(sequence, is_pinned=True):
+                    num_tokens = here.num_tokens
+                self._blocks.free_blocks(sequence)
+                sequence.reset_computed()
         if num_tokens:
             self.parked.add(sequence.sequence_id)
         return num_tokens
-
-    def _copy_out(self, sequence: Sequence, here: FoundBlocks) -> int:
-        self._blocks.share_blocks(sequence, here)
-        is_moving = self._begin_swap_out(sequence, is_pinned=True)
-        if not is_moving:
-            self._blocks.free_blocks(sequence)
-        sequence.reset_computed()
-        return here.num_tokens if is_moving else 0
 
     def fetch(self, sequence: Sequence) -> int:
         """Begin to load what the host keeps of a finished sequence, for its next turn, and unpin it.
@@ -187,9 +167,7 @@ class Swapping:
         Returns:
             Positions that will be found on the device; 0 if there is no room now, and then nothing has changed.
         """
-        host = self._kv_cache.host
-        assert host is not None  # Invariant: checked by the caller
-        if host.is_stuck:
+        if self._host.is_stuck:
             return 0
         match = self._kv_cache.match(sequence)
         num_idle = sum(not self._blocks.is_held(block_id) for block_id in match.device_blocks)
@@ -198,58 +176,42 @@ class Swapping:
             return 0
         if match.host_blocks and not self._book(sequence, self._kv_cache.begin_swap_in(sequence, match)):
             return 0
-        self._unpin(sequence)
+        self.free_on_host(sequence)
         return match.num_tokens
 
     def note_found(self, sequence: Sequence, num_tokens: int) -> None:
         """Take note that a sequence starts with ``num_tokens`` positions found."""
-        self._retention.note_wanted(sequence, num_tokens // self._blocks.block_size)
-        if sequence.num_cached_tokens is None:
-            self._note_looked_up(sequence, num_tokens)
-        if (decision := self._open.pop(sequence.sequence_id, None)) is not None:
-            decision.actual_s += self._costs.compute_s(max(0, decision.num_computed_tokens - num_tokens))
-            if decision.num_left_tokens:
-                self._costs.observe_loss(max(0.0, 1 - num_tokens / decision.num_left_tokens))
-            self._costs.score(decision.estimated_s, decision.actual_s)
-        self._unpin(sequence)
-
-    def _unpin(self, sequence: Sequence) -> None:
-        self.parked.discard(sequence.sequence_id)
-        if self._kv_cache.host is not None:
-            self._kv_cache.host.free_sequence(sequence.sequence_id)
+        self._reuse.want(sequence.block_keys[num_tokens // self._blocks.block_size :])
+        self._note_looked_up(sequence, num_tokens)
+        if (decision := self._open.get(sequence.sequence_id)) is not None:
+            decision.actual_s += self._rules.costs.compute_s(max(0, decision.num_computed_tokens - num_tokens))
+            if num_left := decision.preemption.num_left_tokens:
+                self._rules.costs.observe_loss(max(0.0, 1 - num_tokens / num_left))
+            self._rules.costs.score(decision.preemption.estimated_s, decision.actual_s)
+        self.free_on_host(sequence)
 
     def _note_looked_up(self, sequence: Sequence, num_tokens: int) -> None:
-        sequence.num_cached_tokens = num_tokens
-        self._counters.num_looked_up_tokens += len(sequence.token_ids)
-        self._counters.num_cached_tokens += num_tokens
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_tokens
+            self._counters.num_looked_up_tokens += len(sequence.token_ids)
+            self._counters.num_cached_tokens += num_tokens
 
     def _preempt(self, preemption: Preemption) -> None:
         sequence = preemption.sequence
-        self._open[sequence.sequence_id] = Decision(
-            sequence.num_computed_tokens, preemption.num_left_tokens, preemption.estimated_s
-        )
+        self._open[sequence.sequence_id] = Decision(preemption, sequence.num_computed_tokens)
         self._running.remove_sequence(sequence)
-        self._free_preempted(preemption)
+        if preemption.kind is PreemptionKind.RECOMPUTE:
+            self._blocks.evict_blocks(sequence.sequence_id, spares_shared=True)
+        elif preemption.kind is PreemptionKind.SHRINK or not self._begin_swap_out(sequence, is_pinned=True):
+            self._blocks.free_blocks(sequence)
         sequence.reset_computed()
         sequence.move_to(SequenceStatus.WAITING)
         sequence.num_preemptions += 1
         self._counters.num_preemptions[preemption.kind] += 1
         self._waiting.push_preempted(sequence)
 
-    def _free_preempted(self, preemption: Preemption) -> None:
-        sequence = preemption.sequence
-        if preemption.kind is PreemptionKind.RECOMPUTE:
-            self._blocks.evict_blocks(sequence.sequence_id, spares_shared=True)
-        elif preemption.kind is PreemptionKind.SHRINK or not self._begin_swap_out(sequence, is_pinned=True):
-            self._blocks.free_blocks(sequence)
-
     def _begin_swap_out(self, sequence: Sequence, *, is_pinned: bool) -> bool:
         return self._book(sequence, self._kv_cache.begin_swap_out(sequence, is_pinned=is_pinned))
-
-    def _load(self, swap_in: SwapIn) -> None:
-        self._retention.note_wanted(swap_in.sequence, len(swap_in.match.device_blocks))
-        if not self._book(swap_in.sequence, self._kv_cache.begin_swap_in(swap_in.sequence, swap_in.match)):
-            raise InternalError(f"load: no room for sequence {swap_in.sequence.sequence_id}, although it was planned")
 
     def _book(self, sequence: Sequence, transfer: Transfer | None) -> bool:
         if transfer is None:

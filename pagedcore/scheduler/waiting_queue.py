@@ -6,7 +6,7 @@ A full queue refuses new sequences; an accepted one stays until it is removed, a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pagedcore.errors import EngineOverloaded, InternalError
@@ -20,8 +20,6 @@ class PolicyOrder:
 
     Invariant: sorted by (key, sequence id), so that the order is total and the same in every run.
     """
-
-    __slots__ = ("_key", "_keys", "sequences")
 
     def __init__(self, key: OrderKey) -> None:
         self._key = key
@@ -39,11 +37,7 @@ class PolicyOrder:
         return isinstance(sequence, Sequence) and self._find(sequence) is not None
 
     def add_sequence(self, sequence: Sequence) -> None:
-        """Insert a sequence in order.
-
-        Raises:
-            InternalError: it is in it already.
-        """
+        """Insert a sequence in order. Raises ``InternalError`` if it is in it already."""
         key = (self._key(sequence), sequence.sequence_id)
         place = bisect_left(self._keys, key)
         if place < len(self._keys) and self._keys[place] == key:
@@ -71,8 +65,6 @@ class WaitingQueue(PolicyOrder):
     Invariant: ``num_never_started`` <= ``limit``.
     """
 
-    __slots__ = ("_never_started", "limit")
-
     def __init__(self, key: OrderKey, limit: int) -> None:
         super().__init__(key)
         self.limit = limit
@@ -89,24 +81,12 @@ class WaitingQueue(PolicyOrder):
         return self.limit - self.num_never_started
 
     def require_room(self, num_sequences: int) -> None:
-        """Check that so many new sequences can be pushed now.
-
-        Raises:
-            EngineOverloaded: they cannot.
-        """
+        """Raise ``EngineOverloaded`` unless so many new sequences can be pushed now."""
         if self.num_never_started + num_sequences > self.limit:
             raise EngineOverloaded(self.num_never_started, self.limit)
 
-    def push(self, sequence: Sequence) -> None:
-        """Accept a new sequence. Raises as ``push_all``."""
-        self.push_all((sequence,))
-
-    def push_all(self, sequences: Collection[Sequence]) -> None:
-        """Accept new sequences, or none of them.
-
-        Raises:
-            EngineOverloaded: the queue has no room for all; nothing changed.
-        """
+    def push(self, *sequences: Sequence) -> None:
+        """Accept new sequences, or none of them. Raises ``EngineOverloaded`` if the queue has no room for all."""
         self.require_room(len(sequences))
         for sequence in sequences:
             self.add_sequence(sequence)
@@ -121,6 +101,6 @@ class WaitingQueue(PolicyOrder):
         self._never_started.discard(sequence.sequence_id)
         return super().remove_sequence(sequence)
 
-    def never_started(self) -> Iterator[Sequence]:
-        """Iterate in order over the sequences that were not started since they were pushed."""
-        return (sequence for sequence in self if sequence.sequence_id in self._never_started)
+    def never_started(self) -> tuple[Sequence, ...]:
+        """Return in order the sequences that were not started since they were pushed."""
+        return tuple(sequence for sequence in self if sequence.sequence_id in self._never_started)

@@ -97,7 +97,7 @@ class Parking:
         if parked is None:
             return None
         host = self.scheduler.kv_cache.host
-        if parked.state.tier == "host" and host is not None and not host.blocks_kept_for((sequence.sequence_id,)):
+        if parked.state.tier == "host" and not host.blocks_kept_for((sequence.sequence_id,)):
             # Why: the transfer to the host can fail after ``park_on_host`` has returned.
             return self.park_tokens(sequence)
         return parked.state
@@ -110,7 +110,8 @@ class Parking:
 
     def has_room_on_host(self, sequence: Sequence) -> bool:
         """Whether there is a host tier, and a further parked sequence may pin its blocks there."""
-        if (host := self.scheduler.kv_cache.host) is None:
+        host = self.scheduler.kv_cache.host
+        if not host.num_blocks:
             return False
         kept = host.blocks_kept_for(self._parked.keys())
         # Why: counted as if it shared no block, which saves a look-up of each.

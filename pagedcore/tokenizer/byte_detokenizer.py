@@ -1,7 +1,6 @@
 """Tokens to text for byte-level tokenizers, where every token is a fixed string of bytes.
 
-The tokenizer itself is not needed once the table is built. ``piece_detokenizer`` and ``stream_detokenizer`` are for
-other kinds of tokenizers; ``detokenizer_choice`` decides which one is exact for a given tokenizer.
+The tokenizer itself is not needed once the table is built. ``detokenizer_choice`` decides whether it is exact.
 """
 
 from __future__ import annotations
@@ -19,24 +18,13 @@ _UNFINISHED: Final = re.compile(
     rb"|\xE0[\xA0-\xBF]?|[\xE1-\xEC\xEE\xEF][\x80-\xBF]?|\xED[\x80-\x9F]?"
     rb"|\xF0(?:[\x90-\xBF][\x80-\xBF]?)?|[\xF1-\xF3][\x80-\xBF]{0,2}|\xF4(?:[\x80-\x8F][\x80-\xBF]?)?)\Z"
 )
-
-
-def _byte_of_character() -> dict[int, int]:
-    """Map the code points of the byte-level alphabet to their bytes, and all others below 256 to a non-byte.
-
-    The alphabet is that of GPT-2: printable Latin-1 characters stand for themselves, the other 68 bytes are numbered
-    from U+0100 on, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return (
-        {byte: byte for byte in printable}
-        | dict.fromkeys(hidden, 0xFFFF)
-        | {0x100 + index: byte for index, byte in enumerate(hidden)}
-    )
-
-
-_BYTE_OF_CHARACTER: Final = _byte_of_character()
+#: The alphabet of GPT-2: printable Latin-1 characters stand for themselves, the other 68 bytes are numbered from U+0100
+#: on, in order. Other code points below 256 are mapped to a non-byte.
+_PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN: Final = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF_CHARACTER: Final = (
+    dict.fromkeys(_HIDDEN, 0xFFFF) | {byte: byte for byte in _PRINTABLE} | dict(enumerate(_HIDDEN, 0x100))
+)
 
 
 def token_bytes(token: str) -> bytes:
@@ -52,50 +40,10 @@ def byte_table(vocabulary: Mapping[int, str], skipped_ids: Container[int]) -> di
     return {token_id: token_bytes(token) for token_id, token in vocabulary.items() if token_id not in skipped_ids}
 
 
-class Utf8Decoder:
-    """Incremental UTF-8: returns each character with its last byte, and what is not UTF-8 as soon as that is certain.
-
-    Invariant: ``_pending`` is a proper beginning of a well-formed sequence, at most three bytes, or empty.
-
-    Args:
-        errors: "replace" (one U+FFFD per maximal subpart, as ``bytes.decode``) or "strict".
-    """
-
-    __slots__ = ("_errors", "_pending")
-
-    def __init__(self, errors: str) -> None:
-        self._errors = errors
-        self._pending = b""
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether the bytes so far end within a character."""
-        return bool(self._pending)
-
-    def push(self, data: bytes) -> str:
-        """Return the characters that are certain.
-
-        Raises:
-            UnicodeDecodeError: with ``errors="strict"``, for bytes that nothing can complete.
-        """
-        if self._pending:
-            data = self._pending + data
-            self._pending = b""
-        if data and data[-1] >= 0x80:
-            unfinished = _UNFINISHED.search(data, max(0, len(data) - 3))
-            if unfinished is not None:
-                self._pending = unfinished[0]
-                data = data[: unfinished.start()]
-        return data.decode("utf-8", self._errors)
-
-    def finish(self) -> str:
-        """Return U+FFFD for an unfinished character, or nothing.
-
-        Raises:
-            UnicodeDecodeError: with ``errors="strict"``, if a character is unfinished.
-        """
-        pending, self._pending = self._pending, b""
-        return pending.decode("utf-8", self._errors)
+def split_unfinished(data: bytes) -> tuple[bytes, bytes]:
+    """Split the bytes before the unfinished character at their end, if there is one: at most three bytes."""
+    unfinished = _UNFINISHED.search(data, max(0, len(data) - 3)) if data and data[-1] >= 0x80 else None
+    return (data, b"") if unfinished is None else (data[: unfinished.start()], unfinished[0])
 
 
 class ByteLevelDetokenizer:
@@ -104,19 +52,21 @@ class ByteLevelDetokenizer:
     Each invalid byte sequence gives one U+FFFD per maximal subpart (Unicode 16, section 3.9), which is also what the
     one-shot decoding of ``tokenizers`` gives.
 
-    Invariant: the bytes not yet returned are the unfinished beginning of one character, at most three bytes.
+    Invariant: ``_pending``, the bytes not yet returned, is the unfinished beginning of one character, or empty.
     """
 
-    __slots__ = ("_bytes_of", "_decoder")
+    __slots__ = ("_bytes_of", "_pending")
 
     def __init__(self, table: Mapping[int, bytes]) -> None:
         self._bytes_of = table.get
-        self._decoder = Utf8Decoder("replace")
+        self._pending = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the characters these tokens complete; ids outside the table give no text."""
         bytes_of = self._bytes_of
-        return self._decoder.push(b"".join([bytes_of(token_id, b"") for token_id in token_ids]))
+        data = self._pending + b"".join([bytes_of(token_id, b"") for token_id in token_ids])
+        certain, self._pending = split_unfinished(data)
+        return certain.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Return the bytes of one token, ``None`` for one without text."""
@@ -124,4 +74,5 @@ class ByteLevelDetokenizer:
 
     def finish(self) -> str:
         """Return U+FFFD if the completion ends within a character, else nothing."""
-        return self._decoder.finish()
+        pending, self._pending = self._pending, b""
+        return pending.decode("utf-8", "replace")

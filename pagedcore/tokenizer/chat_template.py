@@ -21,32 +21,29 @@ _MIN_QUOTE: Final = 8
 _MAX_QUOTE: Final = 200
 
 
-def apply_chat_template(tokenizer: Any, messages: Sequence[ChatMessage], *, tokenize: bool) -> Any:
-    """Render the messages up to where the assistant's completion begins.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        messages: from first to last; each with at least the keys its template reads, usually role and content.
-        tokenize: return token ids instead of text.
+def apply_chat_template(
+    tokenizer: Any, messages: Sequence[ChatMessage], *, tokenize: bool, before: Sequence[ChatMessage] = ()
+) -> Any:
+    """Render ``before`` and the messages up to where the assistant's completion begins, as text or as token ids.
 
     Raises:
         InvalidPrompt: there is no message, one is not a mapping, the tokenizer has no template, or the template
             refuses the conversation.
     """
-    _check_messages(messages)
+    if not messages:
+        raise InvalidPrompt("messages", 0, "at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidPrompt(f"messages[{index}]", message, "a mapping, usually with role and content")
     if not getattr(tokenizer, "chat_template", None):
-        raise InvalidPrompt(
-            "messages",
-            messages,
-            "text or token ids, because this tokenizer has no chat template",
-            "Pass the prompt as one text, or use a model made for chat.",
-        )
-    plain = [dict(message) for message in messages]
+        raise InvalidPrompt("messages", messages, "text or token ids, because this tokenizer has no chat template",
+                            "Pass the prompt as one text, or use a model made for chat.")
+    plain = [dict(message) for message in (*before, *messages)]
     # Why: a template can raise any exception (a missing key, None + text), and each is caused by the prompt.
     try:
         return tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=tokenize, return_dict=False)
     except Exception as error:
-        advice = _own_words(str(error), _template_text(tokenizer)) or f"It failed with {type(error).__name__}."
+        advice = _own_words(str(error), tokenizer.chat_template) or f"It failed with {type(error).__name__}."
     # Safety: raised outside the handler, so that no chained exception carries the conversation.
     raise InvalidPrompt("messages", messages, _ACCEPTED, advice)
 
@@ -60,8 +57,7 @@ def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
     Raises:
         InvalidPrompt: as ``apply_chat_template``, or the place of the completion cannot be found.
     """
-    _check_messages(messages)
-    text: str = apply_chat_template(tokenizer, [*_BEFORE, *messages], tokenize=False)
+    text: str = apply_chat_template(tokenizer, messages, tokenize=False, before=_BEFORE)
     # Safety: a message that holds the stand-in as well must not choose where the conversation is cut.
     if text.count(_COMPLETION) != 1:
         limit = "text or token ids, because this chat template does not write an earlier completion exactly once"
@@ -69,23 +65,11 @@ def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
     return text.partition(_COMPLETION)[2]
 
 
-def _check_messages(messages: Sequence[ChatMessage]) -> None:
-    if not messages:
-        raise InvalidPrompt("messages", 0, "at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidPrompt(f"messages[{index}]", message, "a mapping, usually with role and content")
-
-
-def _template_text(tokenizer: Any) -> str:
-    template = tokenizer.chat_template
-    return "\0".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
-
-
-def _own_words(message: str, template: str) -> str:
+def _own_words(message: str, template: object) -> str:
     """Return the longest beginning of an error message that the template itself contains, as a sentence."""
+    text = "\0".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
     message = message[:_MAX_QUOTE]
-    length = next((n for n in range(len(message), 0, -1) if message[:n] in template), 0)
+    length = next((n for n in range(len(message), 0, -1) if message[:n] in text), 0)
     if length < _MIN_QUOTE:
         return ""
     return f"The template says: {message[:length].strip()}{'' if length == len(message) else ' ...'}"

@@ -15,15 +15,11 @@ from pagedcore.errors import InternalError
 from pagedcore.protocols import Detokenizer
 from pagedcore.tokenizer.byte_detokenizer import ByteLevelDetokenizer, Decode, byte_table
 from pagedcore.tokenizer.piece_detokenizer import PieceDetokenizer, PieceTable, byte_of_token
-from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, WindowStepper, decode_at_end, decode_stream
+from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, decode_at_end, decode_stream, decode_window
 
 AnyDetokenizer = ByteLevelDetokenizer | PieceDetokenizer | StreamDetokenizer
 DetokenizerFactory = Callable[[], AnyDetokenizer]
 
-_NUM_SHORT: Final = 384
-_SHORT: Final = 12
-_NUM_LONG: Final = 4
-_LONG: Final = 160
 #: Most added tokens that are tried; some models have thousands of reserved ones.
 _MAX_ADDED: Final = 256
 
@@ -39,12 +35,15 @@ def choose_detokenizer(
         added_ids: ids of special and other added tokens.
         backend: the ``tokenizers.Tokenizer`` behind it, if there is one.
     """
+    # Why: what depends on its neighbours is short: single bytes and characters, byte fallbacks, and added tokens.
+    short = [token_id for token_id, token in vocabulary.items() if len(token) <= 2 or byte_of_token(token) is not None]
+    ids = list(vocabulary)
     # Why: a fixed seed, so that two starts with one tokenizer choose alike.
     rng = random.Random(len(vocabulary))
-    samples = list(_random_completions(rng, list(vocabulary), _awkward_ids(vocabulary, added_ids)))
+    samples = list(_random_completions(rng, ids, [*short, *added_ids[:_MAX_ADDED]] or ids))
     expected = [decode(sample) for sample in samples]
     for factory in _candidates(decode, vocabulary, added_ids, backend):
-        if _is_exact(factory, samples, expected):
+        if all(_decode_stepwise(factory(), sample) == text for sample, text in zip(samples, expected, strict=True)):
             return factory
     return partial(StreamDetokenizer, decode, decode_at_end)
 
@@ -60,28 +59,19 @@ def _candidates(
         yield partial(PieceDetokenizer, PieceTable(decode, vocabulary, anchor_id))
     if backend is not None:
         yield partial(StreamDetokenizer, decode, partial(decode_stream, backend))
-    yield partial(StreamDetokenizer, decode, partial(WindowStepper, decode))
-
-
-def _awkward_ids(vocabulary: Mapping[int, str], added_ids: Sequence[int]) -> list[int]:
-    """Ids of tokens that meet their neighbours: single bytes and characters, byte fallbacks, and added tokens."""
-    short = [token_id for token_id, token in vocabulary.items() if len(token) <= 2 or byte_of_token(token) is not None]
-    return [*short, *added_ids[:_MAX_ADDED]] or list(vocabulary)
+    yield partial(StreamDetokenizer, decode, partial(decode_window, decode))
 
 
 def _random_completions(rng: random.Random, ids: list[int], awkward: list[int]) -> Iterator[list[int]]:
-    lengths = [rng.randint(1, _SHORT) for _ in range(_NUM_SHORT)] + [_LONG] * _NUM_LONG
+    lengths = [rng.randint(1, 12) for _ in range(384)] + [160] * 4
     for length in lengths if ids else ():
         share = rng.choice((0.0, 0.3, 0.7, 1.0))
         yield [rng.choice(awkward if rng.random() < share else ids) for _ in range(length)]
 
 
-def _is_exact(factory: DetokenizerFactory, samples: list[list[int]], expected: list[str]) -> bool:
+def _decode_stepwise(detokenizer: Detokenizer, token_ids: list[int]) -> str | None:
+    """Decode a completion token by token; ``None`` if the detokenizer finds that it is not exact."""
     try:
-        return all(_decode_stepwise(factory(), sample) == text for sample, text in zip(samples, expected, strict=True))
+        return "".join([*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.finish()])
     except InternalError:
-        return False
-
-
-def _decode_stepwise(detokenizer: Detokenizer, token_ids: list[int]) -> str:
-    return "".join([*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.finish()])
+        return None

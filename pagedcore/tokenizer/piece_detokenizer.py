@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pagedcore.errors import InternalError
-from pagedcore.tokenizer.byte_detokenizer import Decode, Utf8Decoder
+from pagedcore.tokenizer.byte_detokenizer import Decode, split_unfinished
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT: Final = "\ufffd"
@@ -28,12 +28,8 @@ class PieceTable(dict[int, "str | int | None"]):
     """What each token id adds to text that precedes it: a piece, a byte (int), or nothing at all (``None``).
 
     Filled on first use, with two or three one-shot decodings per id. All completions and threads share it: filling an
-    entry twice gives the same entry.
-
-    Args:
-        decode: the tokenizer's one-shot decoding.
-        vocabulary: token id to token.
-        anchor_id: a token of plain letters; what follows it is not at the start of the text.
+    entry twice gives the same entry. ``anchor_id`` is a token of plain letters: what follows it is not at the start of
+    the text.
     """
 
     def __init__(self, decode: Decode, vocabulary: Mapping[int, str], anchor_id: int) -> None:
@@ -43,32 +39,26 @@ class PieceTable(dict[int, "str | int | None"]):
         named = {token_id: byte_of_token(token) for token_id, token in vocabulary.items() if token[:3] == "<0x"}
         self._bytes = {token_id: byte for token_id, byte in named.items() if byte is not None}
         self._ids = {byte: token_id for token_id, byte in self._bytes.items()}
-        if not self._has_byte_fallback():
+        letter_id = self._ids.get(ord("A"))
+        if letter_id is None or decode([anchor_id, letter_id]) != self._anchor_text + "A":
+            # Why: without byte fallback such tokens are text like all others.
             self._bytes, self._ids = {}, {}
 
     def __missing__(self, token_id: int) -> str | int | None:
-        piece = self._bytes.get(token_id)
-        value = self._text_of(token_id) if piece is None else piece
-        self[token_id] = value
+        value = self[token_id] = self._bytes[token_id] if token_id in self._bytes else self._text_of(token_id)
         return value
-
-    def _has_byte_fallback(self) -> bool:
-        token_id = self._ids.get(ord("A"))
-        return token_id is not None and self.decode([self._anchor_id, token_id]) == self._anchor_text + "A"
 
     def _text_of(self, token_id: int) -> str | None:
         text = self.decode([self._anchor_id, token_id])
         if not text.startswith(self._anchor_text):
             raise InternalError(f"token {token_id} changes the text before it: this tokenizer is not made of pieces")
-        piece = text[len(self._anchor_text) :]
-        return None if not piece and self._is_transparent(token_id) else piece
-
-    def _is_transparent(self, token_id: int) -> bool:
-        """Whether the decoder drops the token before it joins bytes, as it drops special tokens."""
+        if piece := text[len(self._anchor_text) :]:
+            return piece
         lead, trail = self._ids.get(0xC3), self._ids.get(0xA9)
         if lead is None or trail is None:
-            return True
-        return self.decode([lead, token_id, trail]) == self.decode([lead, trail])
+            return None
+        # Why: what is dropped before bytes are joined, as special tokens are, does not end a run of them.
+        return None if self.decode([lead, token_id, trail]) == self.decode([lead, trail]) else ""
 
 
 class PieceDetokenizer:
@@ -83,7 +73,7 @@ class PieceDetokenizer:
     Invariant: ``_run_ids`` is empty outside a byte run.
     """
 
-    __slots__ = ("_is_broken", "_opening", "_pieces", "_run", "_run_ids", "_strict")
+    __slots__ = ("_is_broken", "_opening", "_pieces", "_run", "_run_ids", "_unfinished")
 
     def __init__(self, pieces: PieceTable) -> None:
         self._pieces = pieces
@@ -117,29 +107,33 @@ class PieceDetokenizer:
 
     def _start_run(self) -> None:
         self._run_ids: list[int] = []
-        self._run: list[str] = []
-        self._strict = Utf8Decoder("strict")
+        self._run = bytearray()
+        self._unfinished = b""
         self._is_broken = False
 
     def _push_byte(self, token_id: int, byte: int) -> str:
         self._run_ids.append(token_id)
+        self._run.append(byte)
         if self._is_broken:
             return _REPLACEMENT
+        certain, self._unfinished = split_unfinished(self._unfinished + bytes((byte,)))
         try:
-            self._run.append(self._strict.push(bytes((byte,))))
+            certain.decode()
         except UnicodeDecodeError:
             self._is_broken = True
-            return self._settle(self._run_ids, _REPLACEMENT * len(self._run_ids))
+            return self._settle(self._run_ids, _REPLACEMENT * len(self._run))
         return ""
 
     def _end_run(self) -> str:
         """Return the text of the run that was not returned yet, and leave the run."""
-        run_ids, text, is_broken = self._run_ids, "".join(self._run), self._is_broken
-        is_unfinished = self._strict.is_unfinished
+        run_ids, run, is_broken = self._run_ids, self._run, self._is_broken
         self._start_run()
         if is_broken:
             return ""
-        return self._settle(run_ids, _REPLACEMENT * len(run_ids) if is_unfinished else text)
+        try:
+            return self._settle(run_ids, run.decode())
+        except UnicodeDecodeError:  # it ends within a character
+            return self._settle(run_ids, _REPLACEMENT * len(run))
 
     def _settle(self, token_ids: list[int], text: str) -> str:
         """Return the text of these tokens, as the one-shot decoding gives it if it is the first of the completion."""

@@ -1,6 +1,6 @@
 """Tokens to text for tokenizers that are neither byte tables nor pieces, by decoding a window of the last tokens.
 
-``DecodeStream`` of the tokenizers library and ``WindowStepper``, for tokenizers without a Rust backend, have the same
+``DecodeStream`` of the tokenizers library and ``decode_window``, for tokenizers without a Rust backend, have the same
 rule. It is not exact for every tokenizer, so ``detokenizer_choice`` tries it first.
 """
 
@@ -39,32 +39,28 @@ def decode_at_end() -> Stepper:
     return lambda token_id: None
 
 
-class WindowStepper:
-    """The rule of ``DecodeStream`` over any one-shot decoding.
+def decode_window(decode: Decode) -> Stepper:
+    """Start the rule of ``DecodeStream`` over any one-shot decoding.
 
     The window holds the tokens of the text returned last and those since. What the window's decoding adds to that
     text is returned, unless it ends with U+FFFD, because a further token might complete a character.
     """
+    window: list[int] = []
+    returned, num_returned = "", 0
 
-    __slots__ = ("_decode", "_num_returned", "_returned", "_window")
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._window: list[int] = []
-        self._returned = ""
-        self._num_returned = 0
-
-    def __call__(self, token_id: int) -> str | None:
-        """Take the next token id. Raises ``InternalError`` if it changes returned text."""
-        self._window.append(token_id)
-        text, returned = self._decode(self._window), self._returned
-        if len(text) <= len(returned) or text.endswith("\ufffd"):
+    def step(token_id: int) -> str | None:
+        nonlocal window, returned, num_returned
+        window.append(token_id)
+        text, before = decode(window), returned
+        if len(text) <= len(before) or text.endswith("\ufffd"):
             return None
-        if not text.startswith(returned):
+        if not text.startswith(before):
             raise _text_changed()
-        self._window = self._window[self._num_returned :]
-        self._returned, self._num_returned = self._decode(self._window), len(self._window)
-        return text[len(returned) :]
+        window = window[num_returned:]
+        returned, num_returned = decode(window), len(window)
+        return text[len(before) :]
+
+    return step
 
 
 class StreamDetokenizer:

@@ -24,13 +24,9 @@ class HFTokenizer:
     """Text to token ids and back with a tokenizer of transformers; safe to use from several threads.
 
     Encoding a short text starts no worker thread. The given tokenizer is not changed, except that its truncation and
-    padding are switched off, as its own calls without them do.
+    padding are switched off, as its own calls without them do. ``is_shared`` says whether other code may change it.
 
     Invariant: ``new_detokenizer`` and ``decode`` give the same text for the same tokens.
-
-    Args:
-        tokenizer: a ``PreTrainedTokenizerFast`` or any other ``PreTrainedTokenizerBase``.
-        is_shared: whether other code may change it at any time.
 
     Raises:
         InvalidConfig: it has no vocabulary.
@@ -40,7 +36,7 @@ class HFTokenizer:
         self._tokenizer = tokenizer
         self._is_shared = is_shared
         self._backend = _plain_backend(tokenizer)
-        self._eos_token_ids = _eos_token_ids(tokenizer)
+        self._eos_token_ids = frozenset(() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
         vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
         added_ids = {*getattr(tokenizer, "added_tokens_decoder", ()), *tokenizer.all_special_ids}
         # Why: for some models transformers makes an empty tokenizer when its files are missing.
@@ -50,9 +46,7 @@ class HFTokenizer:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str], trust_remote_code: bool = False) -> HFTokenizer:
-        """Load a tokenizer from a directory, or by its name on the hub if there is no such directory.
-
-        Nothing is fetched for a directory.
+        """Load a tokenizer from a directory, without fetching anything, or else by its name on the hub.
 
         Raises:
             InvalidConfig: there is no tokenizer, its files are damaged, or it needs code that is not trusted.
@@ -95,20 +89,22 @@ class HFTokenizer:
         Raises:
             InvalidText: the text holds a lone surrogate, which no encoding of Unicode has.
         """
-        _require_encodable(text)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidText("text", text, "text without lone surrogates") from None
         backend = self._backend
         # Why: the wrapper of transformers sets the backend's truncation and padding, and starts a thread pool.
-        if backend is not None and backend.truncation is None and backend.padding is None:
-            ids: list[int]
-            if len(text) <= _LONG_TEXT or self._is_shared:
-                ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
-            else:
-                # Why: this one releases the interpreter's lock. While it runs the tokenizer must not be changed, which
-                # the host may do with a tokenizer of its own.
-                (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-                ids = encoding.ids
-            return ids
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if backend is None or backend.truncation is not None or backend.padding is not None:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if len(text) <= _LONG_TEXT or self._is_shared:
+            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            # Why: this one releases the interpreter's lock. While it runs the tokenizer must not be changed, which the
+            # host may do with a tokenizer of its own.
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Render the chat template up to where the assistant's completion begins, and tokenise it.
@@ -124,13 +120,7 @@ class HFTokenizer:
     def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
         """Tokenise what the chat template puts between a conversation so far and the completion of ``messages``.
 
-        Args:
-            messages: the new messages only.
-            known_token_ids: everything before them; an end token there is not written a second time.
-
-        Raises:
-            InvalidPrompt: there is no chat template, or it refuses the messages.
-            InvalidText: the messages hold a lone surrogate.
+        An end token at the end of ``known_token_ids`` is not written a second time. Raises as ``encode_chat``.
         """
         turn = self.encode(render_turn(self._tokenizer, messages), add_special_tokens=False)
         is_closed = bool(turn) and bool(known_token_ids) and turn[0] == known_token_ids[-1]
@@ -165,15 +155,3 @@ def _plain_backend(tokenizer: Any) -> Any | None:
         return None
     is_plain = all(getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in overridable)
     return tokenizer.backend_tokenizer if is_plain else None
-
-
-def _eos_token_ids(tokenizer: Any) -> frozenset[int]:
-    eos_token_id = tokenizer.eos_token_id
-    return frozenset() if eos_token_id is None else frozenset((int(eos_token_id),))
-
-
-def _require_encodable(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidText("text", text, "text without lone surrogates") from None

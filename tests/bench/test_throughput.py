@@ -90,7 +90,7 @@ def test_plot_writes_an_image(tmp_path) -> None:  # type: ignore[no-untyped-def]
 
 def test_an_unknown_shape_of_random_weights_is_refused() -> None:
     """The error lists the shapes there are."""
-    from pagedcore.bench.models import random_model
+    from pagedcore.bench.workloads import random_model
 
     with pytest.raises(InvalidConfig, match="tiny, qwen05b"):
         random_model("huge", "float32")

@@ -114,14 +114,14 @@ def test_a_closed_engine_frees_its_pool() -> None:
     from pagedcore.engine.builder import build_components
 
     parts = build_components("demo", kv_cache_memory="1MiB", host_kv_memory="1MiB")
-    backend: Any = parts.runner._backend
-    assert backend._storage.num_bytes == parts.kv_bytes
-    memory = [weakref.ref(tensor) for tensor in (backend._storage.pool, backend._storage._host)]
+    backend: Any = parts.runner.backend
+    assert backend.cache_store.num_bytes == parts.kv_bytes
+    memory = [weakref.ref(tensor) for tensor in (backend.cache_store.pool, backend.cache_store._host)]
     engine = Engine(parts)
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
     engine.close()
     assert [tensor() for tensor in memory] == [None, None]
-    assert backend._storage is None
+    assert backend.cache_store is None
     backend.allocate_kv(1, 16)
 
 
@@ -129,7 +129,7 @@ def test_closing_again_frees_nothing_of_the_next_engine() -> None:
     """A backend of one's own may serve one engine after another; one that is refused or closed twice does no harm."""
     from pagedcore.engine.builder import build_components
 
-    backend = build_components("demo", kv_cache_memory="1MiB").runner._backend
+    backend = build_components("demo", kv_cache_memory="1MiB").runner.backend
     with pytest.raises(ModelTakenOver, match="has its KV pool already"):
         Engine.from_pretrained(backend, kv_cache_memory="1MiB")
     backend.release_kv()  # type: ignore[attr-defined]
@@ -140,6 +140,24 @@ def test_closing_again_frees_nothing_of_the_next_engine() -> None:
     assert len(second.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) > 0
 
 
+def test_a_refused_slab_of_the_host_frees_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose host memory cannot be had keeps no pool either: the same backend makes the next engine."""
+    from pagedcore.engine.builder import build_components
+
+    def refuse(*_: object) -> None:
+        raise InvalidConfig("host_kv_memory: the driver did not pin it")
+
+    first = build_components("demo", kv_cache_memory="1MiB")
+    backend: Any = first.runner.backend
+    first.hooks.engine_stopped(first.info)
+    with monkeypatch.context() as patch:
+        patch.setattr("pagedcore.execution.kv_pool.KVPool.allocate_host", refuse)
+        with pytest.raises(InvalidConfig, match="did not pin"):
+            Engine.from_pretrained(backend, kv_cache_memory="1MiB", host_kv_memory="1MiB")
+    with Engine.from_pretrained(backend, kv_cache_memory="1MiB", host_kv_memory="1MiB") as engine:
+        assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) > 0
+
+
 def test_odd_blocks_are_counted_with_their_padding() -> None:
     """The bytes said are those of the layout also where a block is no multiple of its tokens."""
     from pagedcore.engine.builder import build_components
@@ -147,7 +165,7 @@ def test_odd_blocks_are_counted_with_their_padding() -> None:
     parts = build_components(
         "demo", kv_cache_memory="1MiB", block_size=7, attention_backend="reference", dtype="float32"
     )
-    assert parts.runner._backend._storage.num_bytes == parts.kv_bytes <= 2**20  # type: ignore[attr-defined]
+    assert parts.runner.backend.cache_store.num_bytes == parts.kv_bytes <= 2**20  # type: ignore[attr-defined]
 
 
 def test_a_budget_gives_what_is_left_and_can_be_used() -> None:

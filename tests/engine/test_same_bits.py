@@ -34,8 +34,8 @@ def play(dtype: str, order: list[int], **settings: Any) -> tuple[dict[int, Any],
     """Run the requests in ``order``; return tokens and logits bytes by request number, and the preemptions."""
     requests = make_requests()
     with make_engine(dtype, **settings) as engine:
-        recorder = Recorder(engine._runner._backend)
-        engine._runner._backend = recorder
+        recorder = Recorder(engine._runner.backend)
+        engine._runner.backend = recorder
         handles: dict[int, Request] = {i: engine.add_request(*requests[i]) for i in order}
         run(engine)
         results = {}
@@ -99,8 +99,8 @@ def ask_twice(dtype: str, **settings: Any) -> tuple[list[Any], Any]:
     prompts = [[*beginning, *(rng.randrange(3, VOCAB) for _ in range(rng.choice((1, 7, 13))))] for _ in range(4)]
     requests = [(prompt, SamplingParams(max_tokens=20, ignore_eos=True)) for prompt in prompts]
     with make_engine(dtype, **settings) as engine:
-        recorder = Recorder(engine._runner._backend)
-        engine._runner._backend = recorder
+        recorder = Recorder(engine._runner.backend)
+        engine._runner.backend = recorder
         results = []
         for _ in range(2):
             handles = [engine.add_request(*request) for request in requests]

@@ -55,7 +55,7 @@ def test_reserved_blocks_are_in_the_tables_before_commit() -> None:
     """The batch is built from tables that already hold every position of the step."""
     manager = BlockManager(4, 2)
     reserve(manager, (1, 3), (2, 1))
-    assert (manager.table(1).capacity(2), manager.table(2).capacity(2)) == (4, 2)
+    assert (manager.table(1).num_blocks, manager.table(2).num_blocks) == (2, 1)
     assert len({*manager.table(1).block_ids.tolist(), *manager.table(2).block_ids.tolist()}) == 3
     assert manager.num_available_blocks == 1
 

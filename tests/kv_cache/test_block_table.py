@@ -44,7 +44,7 @@ def test_slots_are_block_times_size_plus_offset(block_size: int) -> None:
     """Every range of positions has exactly the slots of the definition."""
     blocks = [5, 0, 9]
     table = make_table(*blocks)
-    end = table.capacity(block_size)
+    end = table.num_blocks * block_size
     assert end == 3 * block_size
     by_definition = [blocks[p // block_size] * block_size + p % block_size for p in range(end)]
     for start in range(end + 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -51,7 +50,7 @@ def test_what_was_registered_is_found_and_nothing_else() -> None:
     assert [cache.find(first), cache.find(second)] == blocks
     for other in (*chain((1, 9)), chain((7, 7), (3, 4))[1], chain((3, 4))[0]):
         assert cache.find(other) is None
-    assert (pool.num_idle, pool.num_available) == (2, 4)
+    assert (len(pool.idle_blocks), pool.num_available) == (2, 4)
 
 
 def test_unknown_contents_are_free_at_once() -> None:
@@ -59,7 +58,7 @@ def test_unknown_contents_are_free_at_once() -> None:
     pool, cache = make_cache()
     (block_id,) = cache.allocate(1) or ()
     cache.free_block(block_id)
-    assert (pool.num_free, pool.num_idle) == (4, 0)
+    assert (len(pool.free_blocks), len(pool.idle_blocks)) == (4, 0)
 
 
 def test_the_best_beginning_of_a_block_is_found() -> None:
@@ -115,7 +114,7 @@ def test_the_second_copy_of_the_same_contents_is_left_alone() -> None:
     (copy,) = cache.allocate(1) or ()
     assert cache.register_block(copy, content) is True
     cache.free_block(copy)
-    assert (cache.find(content), pool.num_idle) == (kept, 1)
+    assert (cache.find(content), len(pool.idle_blocks)) == (kept, 1)
 
 
 def test_a_block_that_was_filled_further_is_known_by_all_it_holds() -> None:
@@ -193,9 +192,9 @@ def test_discard_takes_along_everything_that_continues_it() -> None:
     cache.hold_block(blocks[1])
     cache.evict_block(blocks[0])
     assert [cache.find(one) for one in (first, second, third)] == [None] * 3
-    assert (pool.num_free, pool.num_idle, pool.num_references(blocks[1])) == (3, 0, 1)
+    assert (len(pool.free_blocks), len(pool.idle_blocks), pool.reference_counts[blocks[1]]) == (3, 0, 1)
     cache.free_block(blocks[1])
-    assert pool.num_free == 4
+    assert len(pool.free_blocks) == 4
     cache.evict_block(blocks[0])
 
 
@@ -209,7 +208,7 @@ def test_beginnings_are_evicted_with_all_that_continues_them() -> None:
     cache.evict_beginnings(ROOT, (1, 2))
     assert [cache.find(one) is None for one in (half, full, following, other, stranger)] == [True] * 3 + [False] * 2
     cache.evict_beginnings(ROOT, ())
-    assert pool.num_free == 3
+    assert len(pool.free_blocks) == 3
 
 
 def test_the_heap_of_candidates_stays_bounded() -> None:
@@ -238,7 +237,7 @@ def test_equal_keys_and_tokens_behind_another_past_are_not_found() -> None:
     first, second = chain((1, 2), (5, 6))
     keep(cache, [first, second])
     assert cache.find(second) is not None
-    assert cache.find(replace(second, parent_key=b"another past")) is None
+    assert cache.find(second._replace(parent_key=b"another past")) is None
 
 
 def test_collision_at_block_zero_cannot_poison_block_one() -> None:

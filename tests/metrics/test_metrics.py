@@ -14,9 +14,8 @@ from pagedcore import AsyncEngine, SamplingParams, engine_metrics, engine_metric
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, MissingDependency
-from pagedcore.metrics.definitions import REQUEST_HISTOGRAMS, SCALARS, one_two_five
+from pagedcore.metrics.definitions import REQUEST_HISTOGRAMS, SCALARS, Distribution, one_two_five
 from pagedcore.metrics.recorder import EngineMetrics
-from pagedcore.metrics.snapshot import Distribution
 from pagedcore.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from support.doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import make_engine, run

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.blueprint import Blueprint, read_blueprint
 from pagedcore.models.transformers_model import TransformersModel
@@ -22,7 +23,7 @@ GIB = 2**30
 def blueprint_of(directory: Path, family: str, dtype: str = "float32", **changes: Any) -> Blueprint:
     """Write a configuration, and nothing else, to a directory and read it back, with blocks of 16 tokens."""
     config_of(family, **changes).save_pretrained(directory)
-    return read_blueprint(directory, ReferenceAttention, dtype=dtype, block_size=16)
+    return read_blueprint(directory, ReferenceAttention, EngineConfig(dtype=dtype, block_size=16))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - DEPENDS_ON_WEIGHTS))
@@ -75,7 +76,7 @@ def test_the_backend_chooses_the_block_size(tmp_path: Path) -> None:
     """Without a block size it is the one that an engine with this backend and number format would take."""
     config_of("llama").save_pretrained(tmp_path)
     for name in ("float32", "bfloat16"):
-        plan = read_blueprint(tmp_path, NumbaCpuAttention, dtype=name)
+        plan = read_blueprint(tmp_path, NumbaCpuAttention, EngineConfig(dtype=name))
         assert plan.layout.block_size == NumbaCpuAttention.preferred_block_size(getattr(torch, name))
 
 
@@ -93,4 +94,4 @@ def test_what_an_engine_refuses_is_refused(
     if text is not None:
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(error, match=message):
-        read_blueprint(tmp_path, ReferenceAttention)
+        read_blueprint(tmp_path, ReferenceAttention, EngineConfig())

@@ -13,10 +13,9 @@ from torch import nn
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.execution.ragged_batch import RaggedBatch, assemble
-from pagedcore.models.cpu.fused_decoder import FusedDecoder, FusedPart, best_decoder
-from pagedcore.models.cpu.fused_match import recognise
+from pagedcore.models.cpu.fused_decoder import FusedDecoder, FusedPart, RotaryAngles, best_decoder
+from pagedcore.models.cpu.fused_match import recognised_activation
 from pagedcore.models.cpu.packed_linear import PackedLinear
-from pagedcore.models.cpu.rotary_table import RotaryAngles
 from pagedcore.models.decoder import Decoder, ModuleDecoder
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
@@ -236,7 +235,7 @@ def test_recognition(change: Callable[[Any], None] | None) -> None:
     layers = take_over(tiny_model("llama")).layers
     if change is not None:
         change(model)
-    assert (recognise(model, layers) is not None) == (change is None)
+    assert (recognised_activation(model, layers) is not None) == (change is None)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -8,8 +8,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from pagedcore.models.cpu.packed_linear import FASTEST, OneDnnMatmul, PackedLinear, can_pack, pack_linears
-from pagedcore.models.cpu.row_invariance import probe_invariance
+from pagedcore.models.cpu.packed_linear import (
+    FASTEST,
+    OneDnnMatmul,
+    PackedLinear,
+    can_pack,
+    pack_linears,
+    probe_invariance,
+)
 from support.families import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]

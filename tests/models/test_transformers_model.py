@@ -110,8 +110,8 @@ def test_an_error_inside_a_step_ends_it() -> None:
 def test_blocks_of_other_sequences_are_never_read() -> None:
     """What lies in blocks that a sequence does not own, NaN for example, changes nothing."""
     clean, dirty = backend_of("qwen3"), backend_of("qwen3")
-    assert dirty._storage is not None
-    dirty._storage.pool.view(torch.float32).fill_(float("nan"))
+    assert dirty.cache_store is not None
+    dirty.cache_store.pool.view(torch.float32).fill_(float("nan"))
     for ours, theirs in zip(run(dirty, 5), run(clean, 5), strict=True):
         assert torch.equal(ours, theirs)
 

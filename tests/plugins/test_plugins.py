@@ -11,10 +11,8 @@ import pytest
 
 from pagedcore.errors import InvalidConfig, MissingDependency
 from pagedcore.plugins import manager as manager_module
-from pagedcore.plugins.expose import expose
 from pagedcore.plugins.hookspecs import hookimpl
-from pagedcore.plugins.manager import PluginManager, create_plugin_manager
-from pagedcore.plugins.observers import EngineHooks
+from pagedcore.plugins.manager import EngineHooks, PluginManager, create_plugin_manager, expose
 from pagedcore.plugins.registry import Registry
 
 

@@ -33,7 +33,7 @@ class Priced:
 
     def complete(self, sequence: Sequence) -> int:
         """Answer a sequence alone; return how many of its tokens were found."""
-        self.scheduler.add_sequence(sequence)
+        self.scheduler.add_sequences(sequence)
         while self.scheduler.has_work:
             self.step()
         return sequence.num_cached_tokens or 0
@@ -209,7 +209,7 @@ def test_one_sequence_is_loaded_at_a_time() -> None:
         priced.complete(make_sequence(prompt, 1))
     priced.flood(1000)
     for prompt in prompts:
-        priced.scheduler.add_sequence(make_sequence([*prompt, 1], 1))
+        priced.scheduler.add_sequences(make_sequence([*prompt, 1], 1))
     assert [len(one.match.host_blocks) for one in priced.scheduler.schedule().swap_ins] == [3]
 
 
@@ -219,9 +219,9 @@ def test_fetching_leaves_a_block_for_every_running_sequence() -> None:
     session, runner, passer = make_sequence(PROMPT, 1), make_sequence(range(200, 205), 4), make_sequence([7, 8, 9], 1)
     priced.complete(session)
     assert priced.scheduler.moves.park(session) == 9
-    priced.scheduler.add_sequence(runner)
+    priced.scheduler.add_sequences(runner)
     priced.step()
-    priced.scheduler.add_sequence(passer)
+    priced.scheduler.add_sequences(passer)
     priced.step()
     blocks = priced.scheduler.kv_cache.device
     match = priced.scheduler.kv_cache.match(session)

@@ -143,7 +143,7 @@ def test_a_snapshot_is_a_value() -> None:
     """Later steps do not change a snapshot, and a step in flight is part of it."""
     scheduler = make_scheduler(num_host_blocks=4)
     sequence = make_sequence(3, 2)
-    scheduler.add_sequence(sequence)
+    scheduler.add_sequences(sequence)
     plan = scheduler.schedule()
     scheduler.reserve(plan)
     taken, copy = snapshot(scheduler), snapshot(scheduler)
@@ -159,7 +159,7 @@ def test_a_broken_law_ends_the_step_of_an_engine_that_checks() -> None:
     engine = make_engine(check_invariants=True)
     engine.add_request([1, 2, 3])
     engine.step()
-    engine.scheduler.kv_cache.device._pool._free.append(0)
+    engine.scheduler.kv_cache.device._pool.free_blocks.append(0)
     with pytest.raises(InternalError, match=r"broken laws.*S3: block 0 is"):
         engine.step()
 

@@ -26,7 +26,7 @@ def own(num_tokens: int, max_tokens: int = 1, **more: int) -> Sequence:
 
 def start(scheduler: Scheduler, *sequences: Sequence) -> None:
     for sequence in sequences:
-        scheduler.add_sequence(sequence)
+        scheduler.add_sequences(sequence)
 
 
 def tokens_of(plan: SchedulePlan) -> dict[int, int]:
@@ -55,7 +55,7 @@ def put_running(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> 
 
 def put_waiting(scheduler: Scheduler, sequence: Sequence, num_computed: int) -> Sequence:
     """Let a sequence wait that holds blocks, as one that was loaded from the host does."""
-    scheduler.add_sequence(sequence)
+    scheduler.add_sequences(sequence)
     give_blocks(scheduler, sequence, num_computed)
     return sequence
 
@@ -227,6 +227,16 @@ def test_a_prefix_that_others_hold_costs_no_room() -> None:
     assert scheduler.schedule().admitted == ()
 
 
+def test_an_idle_prefix_costs_its_room_once_in_a_plan() -> None:
+    """Two sequences that start together on the same cached blocks fit where two copies of them would not."""
+    scheduler = make_scheduler(num_blocks=4, block_size=2)
+    keep(scheduler, [1, 2, 3, 4])
+    start(scheduler, make_sequence([1, 2, 3, 4, 5], 1), make_sequence([1, 2, 3, 4, 6], 1))
+    plan = run_step(scheduler)
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(4, 1), (4, 1)]
+    assert check(snapshot(scheduler)) == []
+
+
 def test_where_the_block_to_copy_from_would_have_to_go_its_tokens_are_computed() -> None:
     """A pool of exactly the sequence cannot hold source and copy at once: the full blocks are shared, the rest not."""
     scheduler = make_scheduler(num_blocks=2, block_size=2)
@@ -340,7 +350,7 @@ def test_a_swapped_sequence_is_loaded_and_starts_when_it_is_there() -> None:
     assert ([one.sequence for one in plan.swap_ins], plan.rows, plan.admitted) == ([sequence], (), ())
     (transfer,) = scheduler.make_room(plan)
     assert not scheduler.schedule().rows
-    assert scheduler.moves.in_flight
+    assert scheduler.kv_cache.host.has_awaited
     assert check(snapshot(scheduler)) == []
     scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert tokens_of(scheduler.schedule()) == {sequence.sequence_id: 1}
@@ -388,6 +398,16 @@ def test_idle_holders_are_freed_before_a_running_sequence_is_preempted() -> None
     scheduler.make_room(plan)
     assert (last.num_computed_tokens, first.num_computed_tokens) == (0, 2)
     assert check(snapshot(scheduler)) == []
+
+
+def test_each_running_sequence_that_lacks_room_gets_it_from_another_holder() -> None:
+    """The blocks of a holder are promised once: two askers free two holders, and neither has to wait a step longer."""
+    scheduler = make_scheduler(num_blocks=4, block_size=2, max_num_seqs=2, preemption="recompute")
+    for _ in range(2):
+        put_running(scheduler, own(3, 3), 2)
+    first, last = (put_waiting(scheduler, own(3, 1), 2) for _ in range(2))
+    plan = scheduler.schedule()
+    assert (plan.freed, plan.preempted) == ((last, first), ())
 
 
 def test_a_waiting_head_takes_blocks_of_those_behind_it() -> None:
@@ -497,7 +517,7 @@ def test_what_is_already_coming_free_is_waited_for() -> None:
     assert plan.preempted
     transfers = scheduler.make_room(plan)
     again = scheduler.schedule()
-    assert (again.preempted, scheduler.moves.in_flight) == ((), True)
+    assert (again.preempted, scheduler.kv_cache.host.has_awaited) == ((), True)
     for transfer in transfers:
         scheduler.moves.complete_transfer(transfer.transfer_id, 0.1, is_ok=True)
     assert first.sequence_id in tokens_of(next_plan(scheduler))
@@ -548,6 +568,6 @@ def test_a_stall_is_reported_with_the_numbers() -> None:
     """If blocks were ever lost, the step says so at once where an endless wait would say nothing."""
     scheduler = make_scheduler(num_blocks=2, block_size=2)
     scheduler.kv_cache.device.reserve([Demand(10**9, 4)])
-    scheduler.add_sequence(own(2))
+    scheduler.add_sequences(own(2))
     with pytest.raises(InternalError, match="no progress: 0 running, 1 waiting, 0 of 2 blocks available"):
         scheduler.schedule()

@@ -9,7 +9,7 @@ import pytest
 from pagedcore.kv_cache.host_cache import Direction
 from pagedcore.scheduler.cost_model import CostModel, Line
 from pagedcore.scheduler.plan import Preemption, PreemptionKind
-from pagedcore.scheduler.preemption import MAX_PREEMPTIONS, PreemptionRules, Shortage, Victim
+from pagedcore.scheduler.preemption import MAX_PREEMPTIONS, PreemptionRules, Victim
 from support.doubles import make_sequence
 
 SWAP, SHRINK, RECOMPUTE = PreemptionKind.SWAP, PreemptionKind.SHRINK, PreemptionKind.RECOMPUTE
@@ -34,7 +34,9 @@ def choose(
     steps: int | None = None,
 ) -> list[Preemption]:
     listed = list(victims)
-    return some.choose(Shortage(lacking, steps, len(listed) + 1), lambda: iter(listed), may_wait=may_wait)
+    return some.choose(
+        lacking, lambda: iter(listed), may_wait=may_wait, num_steps_to_wait=steps, num_running=len(listed) + 1
+    )
 
 
 def kinds(chosen: list[Preemption]) -> list[PreemptionKind]:
@@ -133,5 +135,7 @@ def test_a_preemption_is_chosen_among_a_few_victims() -> None:
             yield victim(2)
 
     source: Callable[[], Iterable[Victim]] = many
-    assert rules("recompute").choose(Shortage(1, None, 1000), source, may_wait=True)
+    assert rules("recompute").choose(
+        1, source, may_wait=True, num_steps_to_wait=None, num_running=1000
+    )
     assert len(asked) <= 9

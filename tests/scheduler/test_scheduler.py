@@ -31,7 +31,7 @@ def own(prompt: int = 3, max_tokens: int = 3, **more: int) -> Sequence:
 
 def add(scheduler: Scheduler, prompt: int = 3, max_tokens: int = 3, **more: int) -> Sequence:
     sequence = own(prompt, max_tokens, **more)
-    scheduler.add_sequence(sequence)
+    scheduler.add_sequences(sequence)
     return sequence
 
 
@@ -57,7 +57,7 @@ def test_reserve_gives_every_row_its_slots_and_moves_no_sequence() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, prompt=5)
     plan = reserved_step(scheduler)
-    assert scheduler.kv_cache.device.table(sequence.sequence_id).capacity(2) == 6
+    assert scheduler.kv_cache.device.table(sequence.sequence_id).num_blocks == 3
     assert sequence.status is WAITING
     assert [row.sequence for row in scheduler.rows_in_flight] == [sequence]
     assert check(snapshot(scheduler)) == []
@@ -81,8 +81,8 @@ def test_commit_reports_how_a_turn_ended() -> None:
     """A stop token and the last allowed token finish the sequence in the step that made them."""
     scheduler = make_scheduler()
     stopping, longest = make_sequence([1, 2], 5, stop_token_ids=[9]), own(2, 1)
-    scheduler.add_sequence(stopping)
-    scheduler.add_sequence(longest)
+    scheduler.add_sequences(stopping)
+    scheduler.add_sequences(longest)
     plan = reserved_step(scheduler)
     results = scheduler.commit(plan, {stopping.sequence_id: 9, longest.sequence_id: 1})
     assert [new.finish_reason for new in results] == ["stop", "length"]
@@ -179,7 +179,7 @@ def test_a_finished_sequence_goes_to_the_host_and_its_next_turn_comes_back() -> 
     add(scheduler, 7, 1)
     run_step(scheduler)
     sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=10**6)
-    scheduler.add_sequence(sequence)
+    scheduler.add_sequences(sequence)
     while scheduler.has_work:
         run_step(scheduler)
     assert sequence.num_cached_tokens == 4
@@ -265,7 +265,7 @@ def sequence_in(place: str, scheduler: Scheduler) -> Sequence:
     if place == "continued":
         scheduler.finish_sequence(sequence, "stop")
         sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
-        scheduler.add_sequence(sequence)
+        scheduler.add_sequences(sequence)
     if place == "removed":
         scheduler.remove_sequence(sequence)
     return sequence
@@ -323,8 +323,8 @@ def test_finishing_in_flight_frees_at_once_and_the_others_continue(close: str, r
     scheduler = make_scheduler()
     running, admitted, staying = add(scheduler), own(2, 3), own(2, 3)
     run_step(scheduler)
-    scheduler.add_sequence(admitted)
-    scheduler.add_sequence(staying)
+    scheduler.add_sequences(admitted)
+    scheduler.add_sequences(staying)
     plan = reserved_step(scheduler)
     for sequence in (running, admitted):
         scheduler.finish_sequence(sequence, reason)
@@ -346,7 +346,7 @@ def test_a_sequence_that_left_in_flight_and_came_back_has_nothing_of_that_step()
     plan = reserved_step(scheduler)
     scheduler.finish_sequence(sequence, "stop")
     sequence.begin_turn([1], sequence.params, max_tokens=2, stop_token_ids=frozenset(), arrival=99)
-    scheduler.add_sequence(sequence)
+    scheduler.add_sequences(sequence)
     assert scheduler.commit(plan, {sequence.sequence_id: 1}) == []
     assert (sequence.status, sequence.num_computed_tokens) == (WAITING, 0)
     assert check(snapshot(scheduler)) == []
@@ -388,10 +388,10 @@ def test_a_finished_sequence_cannot_be_added_without_a_new_turn() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, max_tokens=1)
     with pytest.raises(InternalError, match="already in this queue"):
-        scheduler.add_sequence(sequence)
+        scheduler.add_sequences(sequence)
     run_step(scheduler)
     with pytest.raises(InternalError, match="is finished"):
-        scheduler.add_sequence(sequence)
+        scheduler.add_sequences(sequence)
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
@@ -430,7 +430,7 @@ def test_a_refused_continuation_changes_nothing() -> None:
     waiting = add(scheduler)
     kept.begin_turn([1], kept.params, max_tokens=1, stop_token_ids=frozenset(), arrival=99)
     with pytest.raises(EngineOverloaded):
-        scheduler.add_sequence(kept)
+        scheduler.add_sequences(kept)
     assert scheduler.kv_cache.match(kept).num_tokens == 3
     assert list(scheduler.waiting) == [waiting]
 
@@ -443,7 +443,7 @@ def test_never_started_leaves_out_what_was_preempted() -> None:
     run_until_preempted(scheduler, preempted)
     new = add(scheduler)
     assert list(scheduler.waiting) == [preempted, new]
-    assert scheduler.never_started() == (new,)
+    assert scheduler.waiting.never_started() == (new,)
 
 
 def test_a_rolled_back_admission_was_never_started() -> None:
@@ -452,7 +452,7 @@ def test_a_rolled_back_admission_was_never_started() -> None:
     sequence = add(scheduler)
     plan = reserved_step(scheduler)
     scheduler.rollback(plan)
-    assert scheduler.never_started() == (sequence,)
+    assert scheduler.waiting.never_started() == (sequence,)
     assert scheduler.waiting.num_free_slots == 0
 
 
@@ -484,7 +484,7 @@ def test_stats_count_what_was_looked_up_and_found_once_a_turn() -> None:
     """Every turn looks its known tokens up once, also when it is preempted and starts again."""
     scheduler = make_scheduler(num_blocks=4, preemption="recompute")
     for prompt in ([1, 2, 3, 4], [1, 2, 3, 5]):
-        scheduler.add_sequence(make_sequence(prompt, 1))
+        scheduler.add_sequences(make_sequence(prompt, 1))
         while scheduler.has_work:
             run_step(scheduler)
     counters = scheduler.counters

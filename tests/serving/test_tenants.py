@@ -154,7 +154,7 @@ async def test_a_label_is_free_again_however_its_request_ends() -> None:
         cancelled.cancel()
         output = await asyncio.wrap_future(engine.submit([1], PARAMS, request_id="a", wait_for_room=True))
         assert (output.client_request_id, output.outputs[0].finish_reason) == ("a", "length")
-        assert await engine.call(lambda inner: inner._requests._labels) == set()
+        assert await engine.call(lambda inner: inner.requests._labels) == set()
 
 
 async def test_a_label_is_in_outputs_and_hooks_and_salts_are_not(engine: AsyncEngine) -> None:

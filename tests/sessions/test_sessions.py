@@ -133,7 +133,7 @@ def test_what_the_host_lost_is_moved_there_again() -> None:
     ask(session, 1, 2, 3, 4, 5, 6)
     host = engine.scheduler.kv_cache.host
     for cached in host.cache.registered:
-        if cached.is_first:
+        if cached.content.is_first:
             host.cache.evict_block(cached.block_id)
     assert session.park("host").num_tokens_kept == 10
     flood(engine)

@@ -48,7 +48,7 @@ def _require_true(registered: Mapping[bytes, Known], memory: np.ndarray, where: 
 def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
     """What every plan has to respect in every state."""
     rules, running = scheduler.rules, list(scheduler.running)
-    can_rest = scheduler.moves.in_flight or scheduler.moves.withholds_blocks or not scheduler.has_work
+    can_rest = scheduler.kv_cache.host.has_awaited or scheduler.kv_cache.host.withholds_blocks or not scheduler.has_work
     require(bool(plan.rows) or plan.moves_blocks or can_rest, "nothing is planned although there is work")
     require(plan.num_tokens <= rules.max_num_batched_tokens, f"{plan.num_tokens} tokens are over the budget")
     require(len(running) + len(plan.admitted) <= rules.max_num_seqs, "more sequences than rows")
@@ -66,7 +66,7 @@ def _require_next_tokens(plan: SchedulePlan, scheduler: Scheduler, planned: set[
     """A running sequence gets its next token, unless it needs a block for it and there is none."""
     blocks = scheduler.kv_cache.device
     for sequence in scheduler.running:
-        if sequence.num_uncomputed_tokens == 1 and sequence.sequence_id not in planned:
+        if len(sequence.token_ids) - sequence.num_computed_tokens == 1 and sequence.sequence_id not in planned:
             needed = blocks.num_blocks_needed(sequence.sequence_id, len(sequence.token_ids))
             require(needed == 1, f"sequence {sequence.sequence_id} misses its next token")
 
@@ -78,7 +78,7 @@ def _require_fair_order(plan: SchedulePlan, scheduler: Scheduler) -> None:
     host = scheduler.kv_cache.host
     for later in plan.admitted:
         for earlier in waiting[: waiting.index(later)]:
-            is_loading = host is not None and host.is_moving(earlier.sequence_id)
+            is_loading = host.is_moving(earlier.sequence_id)
             if earlier in started or is_loading or is_prefix_under_way(earlier, plan, scheduler):
                 continue
             distance = later.arrival - earlier.arrival

@@ -236,7 +236,7 @@ class Simulation:
         while self.store.under_way:
             self.store.end(min(self.store.under_way))
             self._settle()
-        require(not self.scheduler.moves.in_flight, "a transfer never ended")
+        require(not self.scheduler.kv_cache.host.has_awaited, "a transfer never ended")
 
     def _has_fault(self, probability: float) -> bool:
         return self.has_faults and self.rng.random() < probability
@@ -254,8 +254,7 @@ class Simulation:
                 self._continue_or_remove(turn)
 
     def _is_moving(self, sequence: Sequence) -> bool:
-        host = self.scheduler.kv_cache.host
-        return host is not None and host.is_moving(sequence.sequence_id)
+        return self.scheduler.kv_cache.host.is_moving(sequence.sequence_id)
 
     def _arrive(self) -> None:
         """One request comes in, with one or more completions of the same prompt."""
@@ -283,7 +282,7 @@ class Simulation:
     def _try_add(self, sequence: Sequence) -> bool:
         before = snapshot(self.scheduler)
         try:
-            self.scheduler.add_sequence(sequence)
+            self.scheduler.add_sequences(sequence)
         except EngineOverloaded:
             require(snapshot(self.scheduler) == before, "a refused sequence changed something")
             return False
@@ -316,7 +315,7 @@ class Simulation:
         sequence.begin_turn(
             more, sequence.params, max_tokens=max_tokens, stop_token_ids=sequence.stop_token_ids, arrival=arrival
         )
-        self.scheduler.add_sequence(sequence)
+        self.scheduler.add_sequences(sequence)
         self._open_turn(sequence)
 
     def _end(self, turn: Turn, reason: FinishReason) -> None:
@@ -346,7 +345,7 @@ class Simulation:
             plan = self._plan()
         if not plan.rows:
             self.mover.settle(wait=self.scheduler.has_work)
-            if not self.scheduler.moves.in_flight:
+            if not self.scheduler.kv_cache.host.has_awaited:
                 self._end_what_hangs(1.0)
             return
         copies = self.scheduler.reserve(plan)
@@ -433,10 +432,8 @@ class Simulation:
     def _require_rest(self) -> None:
         """While a transfer that was timed out has not ended, no other one begins."""
         host = self.scheduler.kv_cache.host
-        if host is None:
-            return
         is_stuck = bool(host._timed_out)
-        under_way = frozenset(one.transfer_id for one in host.in_flight)
+        under_way = frozenset(host.in_flight)
         if self.known_transfers is not None and is_stuck:
             require(under_way <= self.known_transfers, "a transfer began although the host is stuck")
         self.known_transfers = under_way if is_stuck else None

@@ -67,7 +67,7 @@ class Life:
         return of_sequences, found, moving, frozenset(now.pins), self.num_arrived, num_new
 
     def _transfers(self) -> tuple[Transfer, ...]:
-        return self.host.in_flight if self.host is not None else ()
+        return tuple(self.host.in_flight.values())
 
     def next_events(self) -> Iterator[Event]:
         """Everything that can happen now."""
@@ -114,7 +114,7 @@ class Life:
         self.scheduler.moves.complete_transfer(self._transfers()[place].transfer_id, 0.0, is_ok=False)
 
     def _arrive(self, index: int) -> None:
-        self.scheduler.add_sequence(self.sequences[index])
+        self.scheduler.add_sequences(self.sequences[index])
         self.num_arrived += 1
 
     def _abort(self, index: int) -> None:
@@ -125,7 +125,7 @@ class Life:
         if self.scheduler.can_ever_fit(len(sequence.token_ids) + 2):
             arrival = 100 + sequence.arrival
             sequence.begin_turn([1], sequence.params, max_tokens=1, stop_token_ids=frozenset(), arrival=arrival)
-            self.scheduler.add_sequence(sequence)
+            self.scheduler.add_sequences(sequence)
 
 
 def explore(world: World) -> int:
@@ -141,7 +141,7 @@ def explore(world: World) -> int:
                 queue.append((*events, event))
                 assert check(snapshot(life.scheduler)) == []
                 plan, scheduler = life.scheduler.schedule(), life.scheduler
-                is_active = bool(plan.rows) or plan.moves_blocks or scheduler.moves.in_flight
+                is_active = bool(plan.rows) or plan.moves_blocks or scheduler.kv_cache.host.has_awaited
                 assert is_active or not scheduler.has_work
     return len(seen)
 

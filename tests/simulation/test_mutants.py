@@ -47,7 +47,7 @@ def double_free(patch: Patch) -> None:
 
     def twice(self: BlockPool, block_id: int) -> None:
         free_idle_block(self, block_id)
-        self._free.append(block_id)
+        self.free_blocks.append(block_id)
 
     patch.setattr(BlockPool, "free_idle_block", twice)
 
@@ -64,7 +64,7 @@ def block_in_two_tables(patch: Patch) -> None:
 
     def generous(self: BlockPool, num_blocks: int) -> list[int] | None:
         taken = allocate(self, num_blocks)
-        self._free.extend((taken or [])[:1])
+        self.free_blocks.extend((taken or [])[:1])
         return taken
 
     patch.setattr(BlockPool, "allocate", generous)
@@ -80,8 +80,8 @@ def held_block_evicted(patch: Patch) -> None:
 
     def reckless(self: PrefixCache) -> CachedBlock:
         victim = next(iter(self._by_key.values()))
-        if not self._pool.is_idle(victim.block_id):
-            self._pool._free.append(victim.block_id)
+        if victim.block_id not in self._pool.idle_blocks:
+            self._pool.free_blocks.append(victim.block_id)
         return victim
 
     patch.setattr(PrefixCache, "_next_victim", reckless)
@@ -90,7 +90,7 @@ def held_block_evicted(patch: Patch) -> None:
 def parent_evicted_first(patch: Patch) -> None:
     """A block is evicted before the ones that continue it, which stay."""
     patch.setattr(PrefixCache, "_descendants", lambda self, cached: [])
-    patch.setattr(PrefixCache, "_is_evictable", lambda self, cached: self._pool.is_idle(cached.block_id))
+    patch.setattr(PrefixCache, "_is_evictable", lambda self, cached: cached.block_id in self._pool.idle_blocks)
 
 
 def rollback_forgotten(patch: Patch) -> None:
@@ -100,7 +100,7 @@ def rollback_forgotten(patch: Patch) -> None:
 
 def copy_source_never_released(patch: Patch) -> None:
     """The block that a tail was copied from stays held."""
-    patch.setattr(BlockManager, "_free_sources", lambda self, copies: None)
+    patch.setattr(BlockManager, "_free_sources", lambda self, sources: None)
 
 
 # Contents that are not what they are taken for ---------------------------------------------------------------------
@@ -189,7 +189,7 @@ def device_blocks_free_before_departure(patch: Patch) -> None:
             return None
         self.device.free_references(transfer.device_blocks)
         emptied = replace(transfer, device_blocks=())
-        self.host._in_flight[transfer.transfer_id] = emptied
+        self.host.in_flight[transfer.transfer_id] = emptied
         return emptied
 
     patch.setattr(KVCacheManager, "begin_swap_out", hasty)
@@ -208,7 +208,7 @@ def pin_never_freed(patch: Patch) -> None:
 
 def host_blocks_leak(patch: Patch) -> None:
     """Host blocks of a transfer are not freed."""
-    patch.setattr(HostCache, "free_blocks", lambda self, block_ids: None)
+    patch.setattr(HostCache, "free_references", lambda self, block_ids: None)
 
 
 def late_arrival_revives(patch: Patch) -> None:
@@ -307,9 +307,9 @@ def overtaking(patch: Patch) -> None:
     admit = Admission._admit
 
     def polite(self: Admission, candidate: Sequence, match: PrefixMatch | None) -> bool:
-        available = self._available
+        available = self.available
         if not admit(self, candidate, match):
-            self._available = available
+            self.available = available
         return True
 
     patch.setattr(Admission, "_admit", polite)
@@ -336,7 +336,7 @@ def prompts_before_decodes(patch: Patch) -> None:
     """Long prompts take the budget before running completions get their token."""
 
     def prompts_first(self: StepPlanner) -> None:
-        rows = sorted(self._state.running, key=lambda sequence: -sequence.num_uncomputed_tokens)
+        rows = sorted(self.running, key=lambda one: one.num_computed_tokens - len(one.token_ids))
         self._advance_in_order(rows)
 
     patch.setattr(StepPlanner, "_advance_running", prompts_first)
@@ -358,7 +358,7 @@ def ends_twice(patch: Patch) -> None:
 
     def again(self: Scheduler, sequence: Sequence, reason: str) -> None:
         if sequence.status is SequenceStatus.FINISHED:
-            self._waiting.push_preempted(sequence)
+            self.waiting.push_preempted(sequence)
         finish(self, sequence, reason)  # type: ignore[arg-type]
 
     patch.setattr(Scheduler, "finish_sequence", again)

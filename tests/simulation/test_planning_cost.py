@@ -28,7 +28,7 @@ def running(num_seqs: int, num_cached_blocks: int, num_waiting: int) -> Schedule
         gone.num_computed_tokens = 10 * BLOCK
         scheduler.kv_cache.device.free_blocks(gone)
     for index in range(num_seqs + num_waiting):
-        scheduler.add_sequence(make_sequence([index, *range(20 + index % 16)], 1000))
+        scheduler.add_sequences(make_sequence([index, *range(20 + index % 16)], 1000))
     return scheduler
 
 

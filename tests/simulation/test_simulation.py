@@ -92,7 +92,7 @@ class Crowd:
         )
         self.sequences = [make_sequence([i, 2, i], 5 + i % 3, sequence_id=i) for i in range(5)]
         for sequence in self.sequences:
-            self.scheduler.add_sequence(sequence)
+            self.scheduler.add_sequences(sequence)
         self.backend = FlakyBackend(raise_on_step=raise_on_step)
         self.backend.allocate_kv(6, 2)
         self.backend.cache_store.allocate_host(num_host_blocks)

@@ -92,8 +92,8 @@ def make_lab(kind: str, **settings: Any) -> Lab:
     }
     clock = FakeClock()
     engine = Engine(build_components(model, **{**defaults, **settings}), clock)
-    recorder = Recorder(engine._runner._backend)
-    engine._runner._backend = recorder  # type: ignore[assignment]
+    recorder = Recorder(engine._runner.backend)
+    engine._runner.backend = recorder  # type: ignore[assignment]
     return Lab(engine, recorder, clock)
 
 

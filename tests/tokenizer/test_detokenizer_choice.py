@@ -7,7 +7,7 @@ import pytest
 from pagedcore.tokenizer.byte_detokenizer import ByteLevelDetokenizer
 from pagedcore.tokenizer.detokenizer_choice import choose_detokenizer
 from pagedcore.tokenizer.piece_detokenizer import PieceDetokenizer
-from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, WindowStepper, decode_stream
+from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, decode_stream, decode_window
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 from support.text_builders import BUILDERS, make_fast, push_all
 
@@ -60,7 +60,7 @@ def test_the_librarys_stream_serves_where_there_is_a_backend_and_a_window_elsewh
     decode = HFTokenizer(tokenizer).decode
     fast = choose_detokenizer(decode, vocabulary, (), tokenizer.backend_tokenizer)
     slow = choose_detokenizer(decode, vocabulary)
-    assert [fast.args[1].func, slow.args[1].func] == [decode_stream, WindowStepper]
+    assert [fast.args[1].func, slow.args[1].func] == [decode_stream, decode_window]
 
 
 def test_a_backend_that_decodes_differently_is_not_chosen() -> None:
@@ -72,7 +72,7 @@ def test_a_backend_that_decodes_differently_is_not_chosen() -> None:
         return tokenizer.decode(ids).upper()
 
     factory = choose_detokenizer(shouted, vocabulary, (), tokenizer.backend_tokenizer)
-    assert factory.args[1].func is WindowStepper
+    assert factory.args[1].func is decode_window
 
 
 def test_the_choice_is_the_same_every_time() -> None:

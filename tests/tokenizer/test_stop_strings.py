@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagedcore.errors import InvalidStop
-from pagedcore.tokenizer.stop_strings import StopMatcher
+from pagedcore.tokenizer.incremental_text import StopMatcher
 from support.text_builders import common_prefix, cut_at_stop, futures, law
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)

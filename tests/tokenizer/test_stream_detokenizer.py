@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedcore.errors import InternalError
-from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, WindowStepper, decode_at_end, decode_stream
+from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, decode_at_end, decode_stream, decode_window
 from support.text_builders import chunked, law, make_fast, push_all
 
 
@@ -17,7 +17,7 @@ def decoder(kind: str):
 
 
 def window(decode) -> StreamDetokenizer:
-    return StreamDetokenizer(decode, partial(WindowStepper, decode))
+    return StreamDetokenizer(decode, partial(decode_window, decode))
 
 
 def library(kind: str) -> StreamDetokenizer:

@@ -39,7 +39,7 @@ def test_a_sequence_owns_its_tokens() -> None:
     sequence = make_sequence(prompt)
     prompt.append(3)
     assert sequence.token_ids == [1, 2]
-    assert sequence.num_uncomputed_tokens == 2
+    assert len(sequence.token_ids) - sequence.num_computed_tokens == 2
 
 
 def test_the_last_allowed_token_ends_the_turn_with_length() -> None:

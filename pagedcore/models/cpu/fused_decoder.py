@@ -18,27 +18,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention_interface import PagedStep
 from pagedcore.models.attention_layers import AttentionLayer
-from pagedcore.models.cpu.fused_match import Structure, recognise
-from pagedcore.models.cpu.packed_linear import FASTEST, PackedLinear
-from pagedcore.models.cpu.rotary_table import RotaryAngles
+from pagedcore.models.cpu.fused_match import recognised_activation
+from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
 from pagedcore.models.decoder import Decoder, ModuleDecoder
 from pagedcore.protocols import LinearFactory, ShowsKVPool
 from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, KVDestination, RmsNorm, RotaryEmbedding
 from pagedcore_kernels.layout import KVLayout
 
-OnUnused = Callable[[torch.Tensor], None]
-
 
 def best_decoder(
     model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused, linears: LinearFactory = FASTEST
 ) -> Decoder:
-    """Return the fused decoder where the model is of a kind it knows, else the general one; see ``DecoderFactory``."""
-    structure = recognise(model, layers, linears)
-    if structure is None:
+    """Return the fused decoder where the model is of a kind it knows, else the general one; see ``DecoderFactory``.
+
+    ``linears`` makes the products, where it supports them.
+    """
+    activation = recognised_activation(model, layers, linears)
+    if activation is None:
         return ModuleDecoder(model, layers, on_unused, linears)
-    return FusedDecoder(model, layers, structure, on_unused, linears)
+    return FusedDecoder(model, layers, activation, on_unused, linears)
 
 
 class FusedPart(nn.Module):
@@ -46,14 +47,12 @@ class FusedPart(nn.Module):
 
     def __init__(self, whole: PackedLinear, begin: int, end: int) -> None:
         super().__init__()
-        self.whole = whole
-        self._range = begin, end
+        self.whole, self._outputs = whole, slice(begin, end)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [..., in] and return [..., end - begin]."""
-        begin, end = self._range
         product: torch.Tensor = self.whole(rows)
-        return product[..., begin:end]
+        return product[..., self._outputs]
 
 
 @dataclass(slots=True)
@@ -94,11 +93,7 @@ class FusedLayer:
         self.gate_up = fuse(mlp, ("gate_proj", "up_proj"))
         self.activation = activation
         self.down = fuse(mlp, ("down_proj",))
-
-    @property
-    def products(self) -> tuple[PackedLinear, ...]:
-        """The matrix products in the order of their use."""
-        return self.qkv, self.output, self.gate_up, self.down
+        self.products = self.qkv, self.output, self.gate_up, self.down
 
     def attend(self, step: PagedStep, rows: Rows, addend: torch.Tensor | None) -> torch.Tensor:
         """Add ``addend`` to the residual and return the attention over it, [T, H * D]."""
@@ -123,39 +118,66 @@ class FusedLayer:
         return self.down.multiply(rows.gated)
 
 
-class FusedDecoder:
+class RotaryAngles:
+    """Cosines and sines by position, as ``RotaryEmbedding`` reads them, up to the longest context seen.
+
+    Every variant whose angles depend on the position alone works, because the model's own module computes them.
+
+    Invariant: a row never changes once it is in the table.
+    """
+
+    def __init__(self, rotary: Any, head_size: int, dtype: torch.dtype) -> None:
+        """Make the first rows.
+
+        Args:
+            rotary: called with a tensor of the model's dtype and positions [1, n]; returns cosines and sines [1, n, D].
+            head_size: D.
+            dtype: number format of the model, which the angles are rounded to.
+
+        Raises:
+            ModelNotSupported: the module does not rotate the two halves of a whole head alike.
+        """
+        self._rotary, self._head_size, self._dtype = rotary, head_size, dtype
+        self._table = torch.empty(0, head_size)
+        self.upto(1024)
+
+    def upto(self, num_positions: int) -> torch.Tensor:
+        """Return float32 [n, D] with n at least ``num_positions``: D / 2 cosines, then D / 2 sines."""
+        known = len(self._table)
+        if num_positions > known:
+            self._table = torch.cat([self._table, self._rows(known, max(num_positions, 2 * known))])
+        return self._table
+
+    def _rows(self, begin: int, end: int) -> torch.Tensor:
+        cosines, sines = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(begin, end)[None])
+        half = self._head_size // 2
+        for angles in (cosines, sines):
+            if angles.shape != (1, end - begin, 2 * half) or not torch.equal(angles[..., :half], angles[..., half:]):
+                raise ModelNotSupported("model: its rotary embedding does not turn both halves of a head alike.")
+        return torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=-1).float().contiguous()
+
+
+class FusedDecoder(Decoder):
     """Computes batches of a recognised model; see ``Decoder``.
 
     The model's own tree stays usable: its linear layers become parts of the fused ones.
     """
 
-    other_matrices: tuple[str, ...] = ()
-
     def __init__(
-        self, model: Any, layers: Mapping[int, AttentionLayer], structure: Structure, on_unused: OnUnused,
-        linears: LinearFactory = FASTEST,
+        self, model: Any, layers: Mapping[int, AttentionLayer], activation: str, on_unused: OnUnused,
+        linears: LinearFactory,
     ) -> None:
-        """Fuse the weights, one layer at a time.
-
-        Args:
-            model: changed in place.
-            layers: its attention layers by their own numbers.
-            structure: as recognised.
-            on_unused: called with each weight that was packed and is not needed any more.
-            linears: makes the products.
-        """
-        fuse = partial(_fuse, linears, on_unused)
-        body, dtype = model.model, model.dtype
-        activation = GatedActivation(structure.activation, dtype)
+        """Fuse the weights, one layer at a time; arguments as for ``best_decoder``, ``activation`` as recognised."""
+        fuse, body, dtype = partial(_fuse, linears, on_unused), model.model, model.dtype
+        gate = GatedActivation(activation, dtype)
         self._general = partial(ModuleDecoder, model, layers, on_unused, linears)
         self._embedding = body.embed_tokens
-        self._angles = RotaryAngles(body.rotary_emb, structure.head_size, dtype)
-        self._layers = [
-            FusedLayer(layer, layers[number], activation, fuse) for number, layer in enumerate(body.layers)
-        ]
+        self._angles = RotaryAngles(body.rotary_emb, layers[0].key_head_size, dtype)
+        self._layers = [FusedLayer(layer, layers[number], gate, fuse) for number, layer in enumerate(body.layers)]
         self._norm = _norm(body.norm)
+        # Why: the embedding still has a weight that is tied.
         is_tied = model.lm_head.weight is body.embed_tokens.weight
-        self._head = _fuse(linears, _keep if is_tied else on_unused, model, ("lm_head",))
+        self._head = _fuse(linears, (lambda weight: None) if is_tied else on_unused, model, ("lm_head",))
         self.products = (*(product for layer in self._layers for product in layer.products), self._head)
 
     def fallback(self) -> Decoder:
@@ -182,41 +204,28 @@ class FusedDecoder:
         return self._head.multiply(work.normed)
 
     def _begin(self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor) -> Rows:
-        residual = torch.nn.functional.embedding(token_ids, self._embedding.weight)
+        residual = nn.functional.embedding(token_ids, self._embedding.weight)
+        attention, destination = step.attention, None
+        if isinstance(attention, ShowsKVPool) and isinstance(attention.layout, KVLayout):
+            destination = KVDestination(attention.layout, attention.pool, step.slots)
         return Rows(
             residual, torch.empty_like(residual), residual.new_empty(len(residual), self._layers[0].down.in_features),
-            self._angles.upto(int(positions.max()) + 1), _destination(step),
+            self._angles.upto(int(positions.max()) + 1), destination,
         )
 
 
-def _fuse(
-    factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: tuple[str, ...]
-) -> PackedLinear:
+def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: tuple[str, ...]) -> PackedLinear:
     """Pack linear layers of one parent as one product and put its parts in their places."""
     linears = [getattr(parent, name) for name in names]
-    weights = [linear.weight for linear in linears]
-    biases = [linear.bias for linear in linears]
-    whole = PackedLinear(
-        weights[0] if len(weights) == 1 else torch.cat(weights),
-        None if biases[0] is None else torch.cat(biases),
-        factory,
-    )
-    begin = 0
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    whole = PackedLinear(weight, None if biases[0] is None else torch.cat(biases), factory)
+    end = 0
     for name, linear in zip(names, linears, strict=True):
-        end = begin + linear.out_features
+        begin, end = end, end + linear.out_features
         setattr(parent, name, FusedPart(whole, begin, end))
-        begin = end
-    for weight in weights:
-        on_unused(weight)
+        on_unused(linear.weight)
     return whole
-
-
-def _destination(step: PagedStep) -> KVDestination | None:
-    """Return where K and V go if the attention backend shows its pool; else it writes them itself."""
-    shown = step.attention
-    if isinstance(shown, ShowsKVPool) and isinstance(shown.layout, KVLayout):
-        return KVDestination(shown.layout, shown.pool, step.slots)
-    return None
 
 
 def _norm(module: Any) -> RmsNorm:
@@ -230,7 +239,3 @@ def _rotary(attention: Any, place: AttentionLayer, dtype: torch.dtype) -> Rotary
     norms = attention.q_norm, attention.k_norm
     weights = norms[0].weight.detach().clone(), norms[1].weight.detach().clone()
     return RotaryEmbedding(*shape, norms=weights, epsilon=norms[0].variance_epsilon)
-
-
-def _keep(weight: torch.Tensor) -> None:
-    """Leave a weight alone that the embedding still has."""

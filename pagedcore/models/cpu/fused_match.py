@@ -2,14 +2,12 @@
 
 Owns the comparison of a model with what its architecture is known to be: classes, names of submodules, plain linear
 layers, activation, rotary embedding. Anything unexpected, such as an adapter around a linear layer, one more norm, or
-a hook, means "not recognised", and the model runs through its own modules. It changes nothing. Read
-``fused_decoder.py`` next.
+a hook, means "not recognised", and the model runs through its own modules. It changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -22,11 +20,19 @@ from pagedcore_kernels.cpu.layers.elementwise import can_compute
 #: Name of the classes of each architecture: ``<name>Model``, ``<name>DecoderLayer`` and so on.
 _FAMILIES: Final = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
-_MODEL: Final = {"embed_tokens", "layers", "norm", "rotary_emb"}
-_LAYER: Final = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION: Final = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS: Final = {"q_norm", "k_norm"}
-_MLP: Final = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+#: Modules by path: the end of the name of one of transformers' classes, which begins with the architecture's, or the
+#: class itself. The class of ``act_fn`` depends on the configuration.
+_MODEL: Final[Mapping[str, str | type[nn.Module]]] = {
+    "": "ForCausalLM", "model": "Model", "model.embed_tokens": nn.Embedding, "model.layers": nn.ModuleList,
+    "model.norm": "RMSNorm", "model.rotary_emb": "RotaryEmbedding", "lm_head": nn.Linear,
+}
+_LAYER: Final[Mapping[str, str | type[nn.Module]]] = {
+    "": "DecoderLayer", ".input_layernorm": "RMSNorm", ".self_attn": "Attention", ".self_attn.q_proj": nn.Linear,
+    ".self_attn.k_proj": nn.Linear, ".self_attn.v_proj": nn.Linear, ".self_attn.o_proj": nn.Linear,
+    ".post_attention_layernorm": "RMSNorm", ".mlp": "MLP", ".mlp.gate_proj": nn.Linear, ".mlp.up_proj": nn.Linear,
+    ".mlp.down_proj": nn.Linear, ".mlp.act_fn": nn.Module,
+}
+_HEAD_NORMS: Final = {".self_attn.q_norm": "RMSNorm", ".self_attn.k_norm": "RMSNorm"}
 
 #: Activation by configuration value: the kernels' name and the class of the module.
 _ACTIVATIONS: Final = {
@@ -38,91 +44,49 @@ _ACTIVATIONS: Final = {
 _MOVING_ANGLES: Final = frozenset({"dynamic", "longrope"})
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What a recognised model consists of."""
-
-    activation: str
-    """A key of ``pagedcore_kernels.cpu.layers.elementwise.ACTIVATIONS``."""
-    head_size: int
-    num_heads: int
-    num_kv_heads: int
-
-
-def recognise(
+def recognised_activation(
     model: Any, layers: Mapping[int, AttentionLayer], linears: LinearFactory = FASTEST
-) -> Structure | None:
-    """Return the structure of a model that the fused decoder computes, else ``None``.
+) -> str | None:
+    """Return the activation of a model that the fused decoder computes, a key of the kernels' ``ACTIVATIONS``.
 
-    Args:
-        model: a causal language model of transformers, on the CPU.
-        layers: its attention layers by their own numbers.
-        linears: has to support every product.
+    ``None`` is any other model, and one with a product that ``linears`` does not support; see ``best_decoder``.
     """
-    family = _FAMILIES.get(model.config.model_type)
+    config = model.config
+    family = _FAMILIES.get(config.model_type)
     if family is None or not (_has_known_modules(model, family) and _has_known_layers(model, layers)):
         return None
-    first, config = layers[0], model.config
-    activation, class_name = _ACTIVATIONS.get(config.hidden_act, ("", ""))
-    fits = all(linears.supports(model.dtype, linear.in_features) for linear in _linears(model)) and can_compute(
-        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, head_size=first.key_head_size,
-        dtype=model.dtype,
+    activation, class_name = _ACTIVATIONS.get(config.hidden_act, (None, ""))
+    widths = [module.in_features for module in model.modules() if type(module) is nn.Linear]
+    fits = all(linears.supports(model.dtype, width) for width in widths) and can_compute(
+        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        head_size=layers[0].key_head_size, dtype=model.dtype,
     )
-    if not fits or {type(layer.mlp.act_fn).__name__ for layer in model.model.layers} != {class_name}:
-        return None
-    return Structure(activation, first.key_head_size, first.num_heads, first.num_kv_heads)
+    has_activation = {type(layer.mlp.act_fn).__name__ for layer in model.model.layers} == {class_name}
+    return activation if fits and has_activation else None
 
 
 def _has_known_modules(model: Any, family: str) -> bool:
     """Whether every module is of the class that the architecture has in its place, and computes as its class says."""
-    if not _is(model, f"{family}ForCausalLM", {"model", "lm_head"}) or not _is(model.model, f"{family}Model", _MODEL):
-        return False
-    body = model.model
-    known = (
-        _is(body.rotary_emb, f"{family}RotaryEmbedding", set())
-        and body.rotary_emb.rope_type not in _MOVING_ANGLES
-        and _is_norm(body.norm, family)
-        and type(body.embed_tokens) is nn.Embedding
-        and type(body.layers) is nn.ModuleList
-        and all(_is_known_layer(layer, family) for layer in body.layers)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    of_layer = {**_LAYER, **_HEAD_NORMS} if family == "Qwen3" else _LAYER
+    known = dict(_MODEL)
+    for number in range(model.config.num_hidden_layers):
+        known |= {f"model.layers.{number}{path}": kind for path, kind in of_layer.items()}
+    return (
+        modules.keys() == known.keys()
+        and all(_is(modules[path], kind, family) and _is_untouched(modules[path]) for path, kind in known.items())
+        and model.model.rotary_emb.rope_type not in _MOVING_ANGLES
     )
-    return known and all(_is_untouched(module) for module in model.modules()) and all(map(_is_linear, _linears(model)))
 
 
-def _is_known_layer(layer: Any, family: str) -> bool:
-    if not _is(layer, f"{family}DecoderLayer", _LAYER):
-        return False
-    attention, has_head_norms = layer.self_attn, family == "Qwen3"
-    names = _ATTENTION | _HEAD_NORMS if has_head_norms else _ATTENTION
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    if not _is(attention, f"{family}Attention", names) or not _is(layer.mlp, f"{family}MLP", _MLP):
-        return False
-    if has_head_norms:
-        norms += [attention.q_norm, attention.k_norm]
-    return all(_is_norm(norm, family) for norm in norms)
-
-
-def _linears(model: Any) -> Iterator[Any]:
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        yield from (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    yield model.lm_head
-
-
-def _is(module: Any, class_name: str, children: set[str]) -> bool:
-    """Whether a module is transformers' own class of this name and has exactly these submodules."""
-    kind = type(module)
-    is_known = kind.__name__ == class_name and kind.__module__.startswith("transformers.models.")
-    return is_known and {name for name, _ in module.named_children()} == children
-
-
-def _is_norm(module: Any, family: str) -> bool:
-    return _is(module, f"{family}RMSNorm", set()) and set(dict(module.named_parameters())) == {"weight"}
-
-
-def _is_linear(module: Any) -> bool:
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
+def _is(module: nn.Module, kind: str | type[nn.Module], family: str) -> bool:
+    if isinstance(kind, str):
+        own = type(module)
+        is_known = own.__name__ == f"{family}{kind}" and own.__module__.startswith("transformers.models.")
+        return is_known and (kind != "RMSNorm" or set(dict(module.named_parameters())) == {"weight"})
+    # Why: a subclass of a linear layer, or of a tensor, computes in its own way.
+    is_exact = kind is nn.Module or type(module) is kind
+    return is_exact and (kind is not nn.Linear or type(module.weight) is nn.Parameter)
 
 
 def _is_untouched(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 Owns ``PackedLinear`` and the walk over a module tree that puts it in the place of ``nn.Linear`` and of GPT-2's
 ``Conv1D``, one layer at a time so that memory never holds two copies of the model. It never touches a module of
-another type. Read ``row_invariance.py`` next.
+another type. Owns also the check that a product gives a row the same bits in any batch.
 
 A ``LinearFactory`` makes what does the arithmetic: ``pagedcore_kernels/cpu/matmul`` on x86 processors with AVX2 or
 AVX-512, oneDNN elsewhere, or an entry of the plugin table ``linears``.
@@ -11,7 +11,7 @@ AVX-512, oneDNN elsewhere, or an entry of the plugin table ``linears``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,48 +22,15 @@ from pagedcore.execution.memory_pages import move_to_huge_pages
 from pagedcore.protocols import LinearFactory, Matmul
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 
+OnUnused = Callable[[torch.Tensor], None]
+"""Called with a weight that was packed and that no module needs any more."""
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is rearranged for the product that runs here.
-
-    Invariant: the product runs over two rows or more; a lone row is doubled and the copy dropped, so that a row's
-    result does not depend on whether it was alone.
-    """
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, factory: LinearFactory | None = None
-    ) -> None:
-        """Pack a weight of shape [out, in]; neither tensor is kept.
-
-        Args:
-            weight: of a format that the factory supports, any strides.
-            bias: shape [out], or ``None``.
-            factory: makes what multiplies; ``None``: the fastest here.
-        """
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        #: What computes; may be called directly with two rows or more, [M, in] and contiguous.
-        self.multiply: Matmul = (factory or FASTEST)(weight.detach(), None if bias is None else bias.detach())
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The packed weight: some modules ask their layers' weights for number format and device, all that is left."""
-        return self.multiply.weight
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply ``rows`` [..., in] and return [..., out]."""
-        flat = rows.reshape(-1, self.in_features).contiguous()
-        if flat.shape[0] == 1:
-            return self.multiply(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
-        return self.multiply(flat).view(*rows.shape[:-1], self.out_features)
-
-    def use_huge_pages(self) -> None:
-        """Move the weight into huge pages, where the system has them."""
-        move_to_huge_pages(*self.multiply.memory)
-
-    def extra_repr(self) -> str:
-        """Describe the layer's shape and what computes it."""
-        return f"{self.in_features}, {self.out_features}, {type(self.multiply).__name__}"
+#: Rows per product that is checked: the smallest, odd ones, and both sides of the sizes at which libraries change their
+#: blocking.
+_NUM_ROWS: Final = (2, 3, 8, 17, 33, 64, 256, 512)
+#: Wider layers are output layers: they see one row per sequence, never a whole prompt.
+_WIDE: Final = 32768
+_NUM_ROWS_WIDE: Final = (2, 3, 8, 17, 33, 64)
 
 
 class OneDnnMatmul:
@@ -114,6 +81,41 @@ FASTEST: Final[LinearFactory] = _Fastest()
 """What ``linear_backend="auto"`` means."""
 
 
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is rearranged for the product that runs here.
+
+    Invariant: the product runs over two rows or more; a lone row is doubled and the copy dropped, so that a row's
+    result does not depend on whether it was alone.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, factory: LinearFactory = FASTEST) -> None:
+        """Pack a weight [out, in], in a format of the factory's and any strides, and a bias [out]; neither is kept."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        #: What computes; may be called directly with two rows or more, [M, in] and contiguous.
+        self.multiply: Matmul = factory(weight.detach(), None if bias is None else bias.detach())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The packed weight: some modules ask their layers' weights for number format and device, all that is left."""
+        return self.multiply.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [..., in] and return [..., out]."""
+        flat = rows.reshape(-1, self.in_features).contiguous()
+        if flat.shape[0] == 1:
+            return self.multiply(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
+        return self.multiply(flat).view(*rows.shape[:-1], self.out_features)
+
+    def use_huge_pages(self) -> None:
+        """Move the weight into huge pages, where the system has them."""
+        move_to_huge_pages(*self.multiply.memory)
+
+    def extra_repr(self) -> str:
+        """Describe the layer's shape and what computes it."""
+        return f"{self.in_features}, {self.out_features}, {type(self.multiply).__name__}"
+
+
 @dataclass(frozen=True, slots=True)
 class PackingReport:
     """What ``pack_linears`` found."""
@@ -129,8 +131,7 @@ def can_pack(dtype: torch.dtype, num_inputs: int = 2) -> bool:
 
 
 def pack_linears(
-    model: nn.Module, *, linears: LinearFactory = FASTEST,
-    on_unused: Callable[[torch.Tensor], None] = lambda weight: None,
+    model: nn.Module, *, linears: LinearFactory = FASTEST, on_unused: OnUnused = lambda weight: None
 ) -> PackingReport:
     """Replace every linear layer inside ``model`` and free each original before the next one is packed.
 
@@ -139,52 +140,33 @@ def pack_linears(
     Args:
         model: changed in place.
         linears: makes the products; layers of formats that it does not support are left alone.
-        on_unused: called with each weight that no module of the model has any more.
+        on_unused: not called with weights that another module of the model has.
     """
     packed = []
-    shared = _shared_parameters(model)
+    num_uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if not _is_plain_linear(child) or not linears.supports(*_format_of(child)):
+            if (replacement := _pack(child, linears)) is None:
                 continue
-            packed.append(_pack(child, linears))
-            setattr(parent, name, packed[-1])
-            if id(child.weight) not in shared:
-                on_unused(_weight_of(child))
+            packed.append(replacement)
+            setattr(parent, name, replacement)
+            if num_uses[id(child.weight)] == 1:
+                on_unused(child.get_parameter("weight"))
             # Why: another reference to the old layer must not keep its memory.
             child.register_parameter("weight", None)
     return PackingReport(tuple(packed), tuple(sorted({type(m).__name__ for m in _holders_of_matrices(model)})))
 
 
-def _weight_of(linear: nn.Module) -> torch.Tensor:
-    return linear.get_parameter("weight")
-
-
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is exactly a linear layer: a subclass may compute something else."""
-    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and type(module).__bases__ == (nn.Module,))
-
-
-def _format_of(linear: nn.Module) -> tuple[torch.dtype, int]:
-    weight = _weight_as_in_linear(linear)
-    return weight.dtype, weight.shape[1]
-
-
-def _weight_as_in_linear(linear: Any) -> torch.Tensor:
-    """Return the weight [out, in]; that of ``Conv1D`` is [in, out]."""
-    weight: torch.Tensor = linear.weight if type(linear) is nn.Linear else linear.weight.t()
-    return weight
-
-
-def _pack(linear: Any, factory: LinearFactory) -> PackedLinear:
-    packed = PackedLinear(_weight_as_in_linear(linear), linear.bias, factory)
-    packed.train(linear.training)
-    return packed
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    return {identity for identity, count in uses.items() if count > 1}
+def _pack(module: Any, factory: LinearFactory) -> PackedLinear | None:
+    """Pack a module that is exactly a linear layer, as a subclass may compute something else, of a supported format."""
+    kind = type(module)
+    if kind is not nn.Linear and not (kind.__name__ == "Conv1D" and kind.__bases__ == (nn.Module,)):
+        return None
+    # Shape: that of ``Conv1D`` is [in, out]
+    weight: torch.Tensor = module.weight if kind is nn.Linear else module.weight.t()
+    if not factory.supports(weight.dtype, weight.shape[1]):
+        return None
+    return PackedLinear(weight, module.bias, factory).train(module.training)
 
 
 def _holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
@@ -194,3 +176,29 @@ def _holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
             parameter.ndim >= 2 for parameter in module.parameters(recurse=False)
         ):
             yield module
+
+
+@torch.inference_mode()
+def probe_invariance(layers: Iterable[PackedLinear]) -> tuple[tuple[int, int, torch.dtype], ...]:
+    """Return the shapes (out, in, dtype) whose rows depend on the number of rows or on their place; empty is good.
+
+    Our own product adds up in one order by construction. oneDNN chooses its path by shape, processor and number of
+    threads; on those tried, packed products of two rows or more add up in one order. That is an observation, not a
+    promise, so one layer of each shape is tried, with its own weights and the number of threads that is set.
+    """
+    of_shape = {(layer.out_features, layer.in_features, layer.weight.dtype): layer for layer in layers}
+    return tuple(shape for shape, layer in of_shape.items() if not _is_invariant(layer))
+
+
+def _is_invariant(layer: PackedLinear) -> bool:
+    sizes = _NUM_ROWS_WIDE if layer.out_features > _WIDE else _NUM_ROWS
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(max(sizes), layer.in_features, generator=generator).to(layer.weight.dtype)
+    expected = layer(rows)
+    # Shape: the first rows, the last rows, and all of them in another order
+    in_company = all(
+        torch.equal(layer(rows[:n].contiguous()), expected[:n])
+        and torch.equal(layer(rows[-n:].contiguous()), expected[-n:])
+        for n in sizes[:-1]
+    )
+    return in_company and torch.equal(layer(rows.roll(1, 0)), expected.roll(1, 0))
