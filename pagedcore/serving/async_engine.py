@@ -86,9 +86,9 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         """Complete one prompt, delta by delta; the last delta of each completion has a finish reason.
 
         The very last delta also has ``usage``, the tokens that the request took, and ``prompt_logprobs`` if asked for.
+        Prompt, parameters and options are as for ``Engine.add_request``.
 
         Args:
-            prompt, params, **options: as for ``Engine.add_request``.
             timeout_s: longest time from here to the last delta, in seconds; ``None``: no limit.
             wait_for_room: wait when the waiting queue is full, first come, first served, instead of being refused.
 
