@@ -71,6 +71,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             "transformers, or an object with the members of ModelBackend."
         )
     from pagedcore.execution import devices
+    from pagedcore.models.ownership import require_free
     from pagedcore.models.pretrained import load_pretrained, resolve_dtype
     from pagedcore.models.transformers_model import TransformersModel, requirements_of
 
@@ -88,6 +89,8 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         dtype = device.default_dtype if config.dtype == "auto" else config.dtype
         model = load_pretrained(_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
     elif config.dtype != "auto":
+        # Why: the conversion works in place, on the weights of the engine that has the model.
+        require_free(model)
         model = model.to(resolve_dtype(config.dtype))
     return TransformersModel(
         model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,

@@ -92,12 +92,14 @@ def test_a_direct_forward_is_refused(family: str, call: Callable[[Any], object])
         assert error_of_a_request(engine) is None
 
 
-def test_a_second_engine_is_refused() -> None:
-    """A model belongs to the engine that took it, also when that one is closed; the first engine is not disturbed."""
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_second_engine_is_refused(dtype: str) -> None:
+    """A model belongs to the engine that took it, also when that one is closed; the first engine is not disturbed,
+    not even by a conversion of its weights."""
     model, first = taken_over("llama")
     with first:
         with pytest.raises(ModelTakenOver, match="Load the model once more, or share that engine"):
-            Engine.from_pretrained(model, **SMALL)
+            Engine.from_pretrained(model, dtype=dtype, **SMALL)
         assert error_of_a_request(first) is None
     with pytest.raises(ModelTakenOver, match="Load the model once more, or share that engine"):
         Engine.from_pretrained(model, **SMALL)
