@@ -311,7 +311,7 @@ class OutputProcessor:
     def _note_finished(self, pending: list[PendingOutput]) -> list[PendingOutput]:
         """Note the requests whose last completion is among these, each once."""
         for request in dict.fromkeys(one.request for one in pending if one.sequence.finish_reason is not None):
-            if request.is_done and request.metrics.finished_s is None:
+            if request.is_done:
                 request.metrics = replace(request.metrics, finished_s=self._clock.now())
                 self.counters.num_finished += 1
                 if self._observer.observes_requests:
