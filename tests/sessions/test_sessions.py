@@ -34,13 +34,15 @@ from support.engine_builders import assert_all_free
 from support.toy_sessions import PARAMS, ask, flood, make
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process may grow beyond sixteen bytes."""
+    """No file of this process may grow beyond sixteen bytes; pytest's own output may be such a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def store_of(engine: Engine) -> ToyStore:
@@ -263,15 +265,16 @@ def test_what_cannot_be_written_is_not_kept(tmp_path: Any) -> None:
     assert ask(session, 4) == 0
 
 
-def test_a_full_disk_costs_the_kv_alone(tmp_path: Path, full_disk: None) -> None:
+def test_a_full_disk_costs_the_kv_alone(tmp_path: Path) -> None:
     """Where the disk takes no byte, only tokens are kept, and no part of a file is left behind."""
     engine = make(disk_kv_dir=str(tmp_path))
     session = engine.session(PARAMS)
     ask(session, 1, 2, 3)
-    assert session.park("disk").tier == "tokens"
-    assert (len(engine.sessions.parking.directory.files), list(tmp_path.iterdir())) == (0, [])
-    with pytest.raises(OSError, match="large"):
-        session.export(tmp_path / "chat.json")
+    with full_disk():
+        assert session.park("disk").tier == "tokens"
+        assert (len(engine.sessions.parking.directory.files), list(tmp_path.iterdir())) == (0, [])
+        with pytest.raises(OSError, match="large"):
+            session.export(tmp_path / "chat.json")
     assert list(tmp_path.iterdir()) == []
     assert ask(session, 4) == 7
 
