@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from pagedcore.config import field_rules as rules
@@ -34,6 +34,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "eviction_policy": rules.one_of("lru", "lfu", "fifo"),
     "preemption": rules.one_of("auto", "swap", "shrink", "recompute", "wait"),
     "disk_kv_dir": rules.NAME.or_none(),
+    "session_key": rules.SECRET.or_none(),
     "tokenizer": rules.NAME.or_none(),
     # Safety: any other true value, the text "false" among them, would let foreign code run.
     "trust_remote_code": rules.BOOLEAN,
@@ -94,6 +95,9 @@ class EngineConfig:
     taken at the start, which may take three seconds a gigabyte."""
     disk_kv_dir: str | None = None
     """Directory for KV that sessions park on disk; ``None``: a private temporary one, removed with the engine."""
+    session_key: str | bytes | None = field(default=None, repr=False)
+    """Secret of 16 to 1,024 bytes that signs the KV of exported sessions. Engines with the same key share imported KV
+    among all requests of a salt, and use no other; ``None``: imported KV serves its own session only."""
     preemption: str = "auto"
     """What happens when running requests lack blocks: "auto" takes the cheapest way by its own measurements;
     "swap", "shrink", "recompute" and "wait" force one."""
@@ -123,6 +127,12 @@ class EngineConfig:
     def waiting_limit(self) -> int:
         """Most requests that may wait to be started."""
         return self.max_num_waiting if self.max_num_waiting is not None else 4 * self.max_num_seqs
+
+    @property
+    def session_secret(self) -> bytes:
+        """``session_key`` as bytes; empty without one."""
+        key = self.session_key or b""
+        return key.encode() if isinstance(key, str) else key
 
     @classmethod
     def from_keywords(cls, **settings: Any) -> EngineConfig:

@@ -102,6 +102,11 @@ LABEL: Final[FieldRule[str]] = FieldRule(
     lambda label: isinstance(label, str) and 1 <= len(label) <= limits.MAX_REQUEST_ID_LENGTH and label.isprintable(),
     f"printable text of 1 to {limits.MAX_REQUEST_ID_LENGTH} characters",
 )
+SECRET: Final[FieldRule[Any]] = FieldRule(
+    lambda value: isinstance(value, str | bytes) and 16 <= len(value) <= 1024 and not (
+        isinstance(value, str) and _SURROGATE.search(value)
+    ), "a secret of 16 to 1024 characters or bytes"
+)
 _TOKEN_ID: Final[FieldRule[int]] = FieldRule(
     integer(0, limits.MAX_COUNT).accepts, "token ids: integers from 0 to the vocabulary's size - 1"
 )

@@ -71,7 +71,8 @@ class Engine:
             self._clock,
         )
         self.sessions = SessionStore(
-            self.accept, self.step, self.input_processor, self.requests, parking, components.fingerprint
+            self.accept, self.step, self.input_processor, self.requests, parking, components.fingerprint,
+            config.session_secret,
         )
         """The open sessions."""
         self._is_closed = False

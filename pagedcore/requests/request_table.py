@@ -99,7 +99,8 @@ class RequestTable:
             )
         arrival, request_id = next(self._arrivals), secrets.token_hex(16)
         seed = params.seed if params.seed is not None else self.seed + arrival * SEED_STRIDE
-        root, arrival_s, sequences = self._root(options.salt, request_id), self.clock.now(), list[Sequence]()
+        root = self._root(options.salt, request_id, self.shares_prefixes)
+        arrival_s, sequences = self.clock.now(), list[Sequence]()
         for index in range(params.n):
             sequences.append(Sequence(
                 next(self.sequence_ids), processed.token_ids, params, max_tokens=processed.max_tokens,
@@ -157,17 +158,21 @@ class RequestTable:
         self.scheduler.add_sequences(sequence)
         self.outputs.reopen_text(request, sequence)
 
-    def adopt(self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None) -> Request:
+    def adopt(
+        self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None, *,
+        is_shared: bool = True,
+    ) -> Request:
         """Make a finished request with this past, which the caller has checked.
 
-        It shares the blocks of ``cache_root``; ``None``: those of all requests with the same salt.
+        It shares the blocks of ``cache_root``; ``None``: those of all requests with the same salt, unless it is not
+        ``is_shared``: then only its own turns and forks find its blocks.
         """
         request_id = secrets.token_hex(16)
         sequence = Sequence(
             next(self.sequence_ids), list(snapshot.token_ids), snapshot.params, max_tokens=snapshot.max_tokens,
             seed=snapshot.seed, stop_token_ids=self.inputs.stop_token_ids(snapshot.params), priority=options.priority,
             arrival=next(self._arrivals),
-            cache_root=cache_root if cache_root is not None else self._root(options.salt, request_id),
+            cache_root=cache_root or self._root(options.salt, request_id, self.shares_prefixes and is_shared),
         )
         sequence.move_to(SequenceStatus.FINISHED)
         sequence.num_prompt_tokens, sequence.finish_reason = snapshot.num_prompt_tokens, snapshot.finish_reason
@@ -207,7 +212,7 @@ class RequestTable:
             self.outputs.open_text(request, sequence, index)
         self.outputs.counters.num_prompt_tokens += len(processed.token_ids)
 
-    def _root(self, salt: bytes, request_id: str) -> bytes:
+    def _root(self, salt: bytes, request_id: str, is_shared: bool) -> bytes:
         # Why: without sharing, a request's completions and turns still share with each other.
-        own = {} if self.shares_prefixes else {"request": request_id.encode()}
+        own = {} if is_shared else {"request": request_id.encode()}
         return self.scheduler.kv_cache.device.hasher.root({"salt": salt, **own})

@@ -1,14 +1,14 @@
 """KV on disk: copies of whole blocks in a safetensors file of their own, each proven before it is used.
 
 Owns the files and their checks. A file is written under another name and renamed when it is complete. Of a file that
-is read, the leading blocks are used whose bytes are what was written for exactly these tokens; the rest is computed
-again. Files are read and written on any thread; this module knows no pool and no block id.
+is read, the leading blocks are used whose bytes are what a holder of the same key wrote for exactly these tokens; the
+rest is computed again. Files are read and written on any thread; this module knows no pool and no block id.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
+import hmac
 import logging
 import os
 import secrets
@@ -16,7 +16,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("pagedcore")
 
 _HEADER_BYTES: Final = 4096
 """Upper bound of the header of these files."""
-_NAME: Final = b"pagedcore kv 1"
+_NAME: Final = b"pagedcore kv 2"
 _Bytes = npt.NDArray[np.uint8]
 _NOTHING: Final[tuple[_Bytes, _Bytes]] = (np.empty((0, 0), np.uint8), np.empty((0, 0), np.uint8))
 
@@ -51,6 +51,8 @@ class KVSpec:
     block_size: int
     block_bytes: int
     kv_format: str
+    key: bytes = field(default=b"", repr=False)
+    """Secret that authenticates the blocks; empty: a file proves no more than that it is undamaged."""
 
     def block_keys(self) -> list[bytes]:
         """Return a digest for each block, over its tokens and all before them."""
@@ -75,7 +77,8 @@ def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
             # Why: safetensors reports a full disk as an error of the format.
             raise OSError(errno.EIO, str(error)) from error
 
-    checks = np.frombuffer(b"".join(_checks(kv.blocks, spec.block_keys())), dtype=np.uint8).reshape(-1, KEY_BYTES)
+    digests = b"".join(_checks(kv.blocks, spec.block_keys(), spec.key))
+    checks = np.frombuffer(digests, dtype=np.uint8).reshape(-1, KEY_BYTES)
     tensors = {"blocks": np.ascontiguousarray(kv.blocks), "checks": checks}
     replace_file(path, save)
 
@@ -84,8 +87,8 @@ def read_kv(path: Path, spec: KVSpec) -> KVCopy | None:
     """Return the leading blocks of a file that match ``spec``; ``None``: none does, which the log says."""
     keys = spec.block_keys()
     blocks, checks = _read_blocks(path, len(keys), spec.block_bytes)
-    found = _checks(blocks, keys)
-    num_good = next((i for i, check in enumerate(found) if check != checks[i].tobytes()), len(blocks))
+    found = enumerate(_checks(blocks, keys, spec.key))
+    num_good = next((i for i, check in found if not hmac.compare_digest(check, checks[i].tobytes())), len(blocks))
     if num_good == 0 or num_good < len(blocks):
         _log.warning("KV file: %d of %d blocks can be used; the rest is computed again", num_good, len(keys))
     return KVCopy(min(num_good * spec.block_size, len(spec.token_ids)), blocks[:num_good]) if num_good else None
@@ -110,9 +113,9 @@ def _read_blocks(path: Path, num_blocks: int, block_bytes: int) -> tuple[_Bytes,
     return (blocks, checks) if is_ours else _NOTHING
 
 
-def _checks(blocks: _Bytes, keys: ListOf[bytes]) -> Iterator[bytes]:
-    for block, key in zip(blocks, keys, strict=False):
-        yield hashlib.sha256(key + block.tobytes()).digest()
+def _checks(blocks: _Bytes, block_keys: ListOf[bytes], key: bytes) -> Iterator[bytes]:
+    for block, block_key in zip(blocks, block_keys, strict=False):
+        yield hmac.digest(key, block_key + block.tobytes(), "sha256")
 
 
 def read_bounded(path: Path, most: int) -> bytes:
@@ -164,6 +167,8 @@ class KVDirectory:
         """Name the directory, which is made with the first file; ``None``: a private temporary one."""
         self._path = Path(path) if path is not None else None
         self._private: tempfile.TemporaryDirectory[str] | None = None
+        self.secret: Final = secrets.token_bytes(32)
+        """Authenticates its files: what another program writes there is never used, nor what an earlier engine left."""
         self.files: set[Path] = set()
         """The files that were named and not removed."""
 

@@ -157,7 +157,8 @@ class Parking:
         except OSError as error:
             _log.warning("parking: the directory for KV files cannot be made (%s)", error.strerror)
             return None
-        return ParkedFile(self.directory, path, self.spec(sequence.token_ids[: kv.num_tokens]), kv)
+        spec = replace(self.spec(sequence.token_ids[: kv.num_tokens]), key=self.directory.secret)
+        return ParkedFile(self.directory, path, spec, kv)
 
     def file_of(self, sequence: Sequence) -> ParkedFile | None:
         """Return the file that a sequence is parked in; ``None``: it is in none, or has expired."""

@@ -33,7 +33,7 @@ from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable, SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence
-from pagedcore.sessions.kv_file import KVCopy
+from pagedcore.sessions.kv_file import KVCopy, KVSpec
 from pagedcore.sessions.operation import Operation, run
 from pagedcore.sessions.parking import ParkedFile, ParkedState, Parking
 from pagedcore.sessions.session_file import SessionSnapshot, read_session, write_session
@@ -277,7 +277,7 @@ class Session(AbstractContextManager["Session"]):
             model=self._store.fingerprint, params=self._params, priority=self._options.priority,
             is_salted=self._options.cache_salt is not None,
             history=SequenceSnapshot.of(sequence) if sequence is not None else None, kv=kv,
-            kv_spec=parking.spec(self.token_ids[: kv.num_tokens]) if kv is not None else None,
+            kv_spec=self._store.describe_kv(self.token_ids[: kv.num_tokens]) if kv is not None else None,
         )
 
     def _require_open(self, what: str) -> Sequence | None:
@@ -305,6 +305,8 @@ class SessionStore:
     requests: RequestTable
     parking: Parking
     fingerprint: ModelFingerprint
+    session_key: bytes = b""
+    """Authenticates the KV of exported sessions; without it, imported KV is the session's own and never shared."""
     sessions: set[Session] = field(default_factory=set, init=False)
     _is_closed: bool = field(default=False, init=False)
 
@@ -324,7 +326,11 @@ class SessionStore:
 
     def read(self, path: str | os.PathLike[str]) -> SessionSnapshot:
         """Read and check a session's files; callable from any thread. Errors as ``Engine.import_session``."""
-        return read_session(Path(path), self.fingerprint, self.input_processor, self.parking.spec)
+        return read_session(Path(path), self.fingerprint, self.input_processor, self.describe_kv)
+
+    def describe_kv(self, token_ids: tuple[int, ...]) -> KVSpec:
+        """Describe the KV of these tokens in a file that travels."""
+        return replace(self.parking.spec(token_ids), key=self.session_key)
 
     def take_in(self, snapshot: SessionSnapshot, cache_salt: str | bytes | None) -> Session:
         """Make a session of a file's contents. Errors as ``Engine.import_session``."""
@@ -344,7 +350,9 @@ class SessionStore:
             raise TooManySessions(MAX_SESSIONS)
         request = None
         if history is not None:
-            request = self.requests.adopt(history, options, cache_root)
+            # Safety: without a signature the blocks prove nothing, so that no other request may find them.
+            is_shared = kv is None or bool(self.session_key)
+            request = self.requests.adopt(history, options, cache_root, is_shared=is_shared)
             request.sequences[0].is_in_session = True
         session = Session(self, params, options, request)
         self.sessions.add(session)
