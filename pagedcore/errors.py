@@ -206,6 +206,10 @@ class InvalidLogits(RequestFailed):
     """The model returned NaN, an infinity or no finite value for this request's row."""
 
 
+class TextFailed(RequestFailed):
+    """The tokenizer failed while it turned this request's tokens into text; ``__cause__`` is its error."""
+
+
 class QueueTimeout(RequestFailed):
     """The request waited longer than ``queue_timeout_s`` without being started."""
 

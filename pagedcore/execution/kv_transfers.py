@@ -35,6 +35,7 @@ class KVTransfers:
         self._store, self._moves, self._clock, self._longest_s = store, moves, clock, longest_s
         self._started_s: dict[int, float] = {}
         self._late: set[int] = set()
+        self._has_failed_poll = False
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks before the next step computes."""
@@ -62,8 +63,16 @@ class KVTransfers:
         """Book the transfers that have ended, and time out late ones; ``wait``: wait a moment for one to end."""
         if self._store is None or not (self._started_s or self._late):
             return
-        for transfer_id, is_ok in self._store.poll_transfers(wait=wait):
-            self._report(transfer_id, is_ok=is_ok)
+        try:
+            ended = [(int(transfer_id), bool(is_ok)) for transfer_id, is_ok in self._store.poll_transfers(wait=wait)]
+        except Exception as error:  # the store may be the user's own; what it does not report is timed out
+            if not self._has_failed_poll:
+                self._has_failed_poll = True
+                _log.exception("host KV: the store cannot say which transfers have ended (%s)", type(error).__name__)
+            ended = []
+        for transfer_id, is_ok in ended:
+            if transfer_id in self._started_s or transfer_id in self._late:
+                self._report(transfer_id, is_ok=is_ok)
         self._time_out_late()
 
     def _time_out_late(self) -> None:

@@ -6,11 +6,11 @@ side needs to know of a sequence is in one ``PendingOutput``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed
+from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed, TextFailed
 from pagedcore.outputs import CompletionOutput, Delta, FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
@@ -52,31 +52,56 @@ class PendingOutput:
     """Which of the request's completions it is."""
     group: CandidateGroup | None
     """Where the sequence is a candidate; ``None``: it is a completion itself."""
+    open_stream: Callable[[], IncrementalText] | None = None
+    """Makes ``stream`` with the first token; ``None``: there is no tokenizer, or it has been made."""
     stream: IncrementalText | None = None
-    """Turns tokens into text, if there is a tokenizer, until the end."""
+    """Turns tokens into text until the end."""
+    failure: TextFailed | None = None
+    """Why there is no further text, where the tokenizer has failed."""
     _parts: list[str] = field(default_factory=list)
     _num_taken_parts: int = 0
     _num_taken_tokens: int = 0
 
     def begin_turn(self) -> None:
         """Begin with no text."""
-        self.stream, self._parts, self._num_taken_parts, self._num_taken_tokens = None, [], 0, 0
+        self.open_stream = self.stream = self.failure = None
+        self._parts, self._num_taken_parts, self._num_taken_tokens = [], 0, 0
 
     def add_token(self, token_id: int) -> bool:
         """Add the text that a committed token makes certain; return whether a stop string was met."""
-        if self.stream is None:
+        try:
+            if self.open_stream is not None:
+                self.stream, self.open_stream = self.open_stream(), None
+            if self.stream is None:
+                return False
+            delta = self.stream.push((token_id,))
+            self._add_text(delta.text)
+        except Exception as error:  # the tokenizer may be the user's own; its failure is this request's
+            self._fail(error)
             return False
-        delta = self.stream.push((token_id,))
-        self._parts.append(delta.text)
         return delta.is_stopped
 
     def finish_text(self) -> bool:
         """Add the text that was held back until the end; return whether that met a stop string."""
-        stream, self.stream = self.stream, None
+        stream, self.stream, self.open_stream = self.stream, None, None
         if stream is None:
             return False
-        self._parts.append(stream.finish())
+        try:
+            self._add_text(stream.finish())
+        except Exception as error:  # as above
+            self._fail(error)
+            return False
         return stream.is_stopped
+
+    def _add_text(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"the detokenizer returned {type(text).__name__}, not str")
+        self._parts.append(text)
+
+    def _fail(self, error: Exception) -> None:
+        self.stream, self.open_stream = None, None
+        self.failure = TextFailed(f"the tokenizer failed on the tokens of this request: {type(error).__name__}")
+        self.failure.__cause__ = error
 
     def mark_taken(self) -> None:
         """Count everything there is as taken."""
@@ -138,9 +163,9 @@ class OutputProcessor:
             pending = self.by_sequence[sequence.sequence_id] = PendingOutput(request, sequence, index, group)
         else:
             pending.begin_turn()
-        if self._tokenizer is not None and (group is None or group.search is None):
-            params = sequence.params
-            pending.stream = IncrementalText(self._tokenizer.new_detokenizer(), params.stop, params.min_tokens)
+        tokenizer, params = self._tokenizer, sequence.params
+        if tokenizer is not None and (group is None or group.search is None):
+            pending.open_stream = lambda: IncrementalText(tokenizer.new_detokenizer(), params.stop, params.min_tokens)
         return pending
 
     def reopen_text(self, request: Request, sequence: Sequence) -> PendingOutput:
@@ -276,10 +301,22 @@ class OutputProcessor:
         if new.sequence.finish_reason is not None and one.finish_text():
             # Why: the token that completed a stop string may also have been the last one allowed.
             new.sequence.finish_reason = "stop"
-        if one.group is None:
+        if one.failure is not None:
+            pending += self._end_without_text(one, one.failure)
+        elif one.group is None:
             if one.request.metrics.first_token_s is None:
                 one.request.metrics = replace(one.request.metrics, first_token_s=now_s)
             pending.append(one)
+
+    def _end_without_text(self, one: PendingOutput, failure: TextFailed) -> list[PendingOutput]:
+        """End a completion whose tokens could not be turned into text, even if it has just ended by itself."""
+        if one.group is not None:
+            self.groups.close_group(one.request, "error")
+            return [self._end(own, "error", failure) for own in self.pending_of(one.request)]
+        self._end(one, "error", failure)
+        # Why: it may have ended with this very token, for another reason.
+        one.sequence.finish_reason = "error"
+        return [one]
 
     def _deliver_if_decided(self, group: CandidateGroup, now_s: float) -> list[PendingOutput]:
         """Give a request its chosen completions, as soon as they can be chosen."""
@@ -303,7 +340,8 @@ class OutputProcessor:
             sequence.token_ids.append(token_id)
             pending.add_token(token_id)
         pending.finish_text()
-        self._scheduler.finish_sequence(sequence, chosen.finish_reason)
+        pending.request.error = pending.failure
+        self._scheduler.finish_sequence(sequence, "error" if pending.failure is not None else chosen.finish_reason)
         if sequence.params.beam_width > 1:
             self.counters.num_generated_tokens += len(chosen.token_ids)
         return pending

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Final
+from typing import Any
 
+from pagedcore.scheduler.waiting_queue import BY_ARRIVAL
 from pagedcore.sequence import Sequence
-
-_BY_ARRIVAL: Final = attrgetter("arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +20,8 @@ class Policy:
 
     name: str
     order: Callable[[Sequence], Any]
-    """Sort key, smallest first; it must not change while the sequence waits or runs. Ties go by sequence id."""
+    """Sort key, smallest first, asked for when a sequence is added to a queue. Ties go by sequence id. If it raises, or
+    its values cannot be ordered (NaN), the engine logs it once and goes over to "fcfs"."""
     admits_while_running: bool = True
     """``False``: a new batch starts only when the one before has finished completely."""
     has_priorities: bool = False
@@ -34,7 +33,7 @@ class Policy:
 
 def fcfs() -> Policy:
     """First come, first served."""
-    return Policy("fcfs", _BY_ARRIVAL)
+    return Policy("fcfs", BY_ARRIVAL)
 
 
 def priority() -> Policy:
@@ -44,4 +43,4 @@ def priority() -> Policy:
 
 def static() -> Policy:
     """First come, first served, in batches that run to their end: static batching, for comparison."""
-    return Policy("static", _BY_ARRIVAL, admits_while_running=False, cache_bonus=0)
+    return Policy("static", BY_ARRIVAL, admits_while_running=False, cache_bonus=0)

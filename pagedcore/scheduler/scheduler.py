@@ -6,9 +6,10 @@ between the memories before a step is in ``swapping``, the laws that hold betwee
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagedcore.errors import InternalError, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
@@ -19,13 +20,15 @@ from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
 from pagedcore.scheduler.plan_state import PlanningRules
-from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.policies import Policy, fcfs
 from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
-from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
+from pagedcore.scheduler.waiting_queue import BY_ARRIVAL, PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
+
+_log = logging.getLogger("pagedcore")
 
 _WAITING, _RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
 _FINISHED, _REMOVED = SequenceStatus.FINISHED, SequenceStatus.REMOVED
@@ -170,6 +173,7 @@ class Scheduler:
             InternalError: a step is in flight, or nothing could be planned although there is work.
         """
         self._require_landed("schedule")
+        self._demote_failed_policy()
         plan = self._plan(may_wait=True)
         if not plan.rows and not plan.moves_blocks and self.has_work and not self.kv_cache.host.has_awaited:
             plan = self._plan(may_wait=False)
@@ -253,6 +257,18 @@ class Scheduler:
                 "prompt and max_tokens", num_tokens, f"at most the {self._num_pool_tokens} positions of the KV pool",
                 "Ask for fewer tokens, or build the engine with more KV blocks.",
             )
+
+    def _demote_failed_policy(self) -> None:
+        """Go over to "fcfs" in both queues if the policy's key has failed in one of them."""
+        failure = self.waiting.failure or self.running.failure
+        if failure is None or self.rules.policy.order is BY_ARRIVAL:
+            return
+        for queue in (self.waiting, self.running):
+            queue.demote(failure)
+        # Safety: its message is left out, which may hold what the policy was shown.
+        _log.error('scheduling policy %r: its key failed (%s); the engine continues with "fcfs"',
+                   self.rules.policy.name, type(failure).__name__)
+        self.rules = replace(self.rules, policy=fcfs())
 
     def _plan(self, *, may_wait: bool) -> SchedulePlan:
         queues = self.running.sequences, self.waiting.sequences

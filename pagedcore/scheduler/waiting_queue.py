@@ -7,23 +7,30 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from typing import Any
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, Final
 
 from pagedcore.errors import EngineOverloaded, InternalError
 from pagedcore.sequence import Sequence
 
 OrderKey = Callable[[Sequence], Any]
+BY_ARRIVAL: Final = attrgetter("arrival")
 
 
 class PolicyOrder:
-    """A set of sequences, always sorted by a policy's key.
+    """A set of sequences, always sorted by a policy's key, or by arrival once the key has failed.
 
     Invariant: sorted by (key, sequence id), so that the order is total and the same in every run.
+    Invariant: the key is asked for once, when a sequence is added; removing one never fails.
     """
 
     def __init__(self, key: OrderKey) -> None:
         self._key = key
         self._keys: list[tuple[Any, int]] = []
+        self._ids: set[int] = set()
+        self.failure: Exception | None = None
+        """Why the order is by arrival, if the policy's key raised, or gave values that cannot be ordered."""
         self.sequences: list[Sequence] = []
         """In order; not for changing."""
 
@@ -34,29 +41,43 @@ class PolicyOrder:
         return iter(self.sequences)
 
     def __contains__(self, sequence: object) -> bool:
-        return isinstance(sequence, Sequence) and self._find(sequence) is not None
+        return isinstance(sequence, Sequence) and sequence.sequence_id in self._ids
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Insert a sequence in order. Raises ``InternalError`` if it is in it already."""
-        key = (self._key(sequence), sequence.sequence_id)
-        place = bisect_left(self._keys, key)
-        if place < len(self._keys) and self._keys[place] == key:
+        if sequence in self:
             raise InternalError(f"sequence {sequence.sequence_id} is already in this queue")
-        self._keys.insert(place, key)
-        self.sequences.insert(place, sequence)
+        try:
+            self._insert(sequence)
+        except Exception as error:  # the policy may be the user's own, and the request is not to blame
+            self.demote(error)
+            self._insert(sequence)
 
     def remove_sequence(self, sequence: Sequence) -> bool:
         """Remove a sequence, and return whether it was in it."""
-        place = self._find(sequence)
-        if place is None:
+        if sequence not in self:
             return False
+        place = self.sequences.index(sequence)
         del self._keys[place], self.sequences[place]
+        self._ids.discard(sequence.sequence_id)
         return True
 
-    def _find(self, sequence: Sequence) -> int | None:
-        place = bisect_left(self._keys, (self._key(sequence), sequence.sequence_id))
-        is_there = place < len(self.sequences) and self.sequences[place] is sequence
-        return place if is_there else None
+    def demote(self, failure: Exception) -> None:
+        """Order by arrival from now on."""
+        self.failure, self._key = failure, BY_ARRIVAL
+        self.sequences.sort(key=lambda one: (one.arrival, one.sequence_id))
+        self._keys = [(one.arrival, one.sequence_id) for one in self.sequences]
+
+    def _insert(self, sequence: Sequence) -> None:
+        key = (self._key(sequence), sequence.sequence_id)
+        place = bisect_left(self._keys, key)
+        # Why: NaN, and other values that are neither smaller nor larger, would be anywhere in the order.
+        if not all(one < other for one, other in pairwise([*self._keys[max(0, place - 1) : place], key,
+                                                           *self._keys[place : place + 1]])):
+            raise ValueError("keys that cannot be ordered")
+        self._keys.insert(place, key)
+        self.sequences.insert(place, sequence)
+        self._ids.add(sequence.sequence_id)
 
 
 class WaitingQueue(PolicyOrder):

@@ -240,3 +240,30 @@ def test_a_store_that_moves_nothing_at_the_start_is_refused() -> None:
     mover = KVTransfers(backend.cache_store, Lab().engine.scheduler.moves, clock)
     with pytest.raises(InvalidConfig, match=r"host_kv_memory: .* in 10 s"):
         mover.calibrate(CostModel(), 8)
+
+
+@pytest.mark.parametrize("lie", ["raises", "raises once", "unknown ids", "ends twice"])
+def test_a_store_that_cannot_say_what_has_ended(
+    lie: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ``poll_transfers`` that raises, or names transfers that are not under way, ends no request: what it does not
+    report is timed out, what it reports twice counts once, and the log says so once."""
+    lab = Lab()
+    real, num_polls = lab.store.poll_transfers, 0
+
+    def poll_transfers(*, wait: bool) -> list[tuple[int, bool]]:
+        nonlocal num_polls
+        num_polls += 1
+        if lie == "raises" or (lie == "raises once" and num_polls == 1):
+            raise ZeroDivisionError
+        ended = list(real(wait=wait))
+        return {"unknown ids": [*ended, (10**6, True)], "ends twice": ended * 2}.get(lie, ended)
+
+    monkeypatch.setattr(lab.store, "poll_transfers", poll_transfers)
+    requests = [lab.add(prompt, 16) for prompt in PROMPTS]
+    lab.run()
+    assert lab.engine.stats().num_preemptions
+    for request, prompt in zip(requests, PROMPTS, strict=True):
+        assert list(request.output().outputs[0].token_ids) == toy_answer(prompt, 16)
+    assert caplog.text.count("cannot say which transfers have ended") == ("raises" in lie)
+    assert_all_free(lab.engine)
