@@ -224,3 +224,14 @@ class RequestTimeout(PagedcoreError, TimeoutError):
 
 class EngineClosed(PagedcoreError):
     """The engine was closed, or its thread ended; requests in flight were aborted."""
+
+
+class ForkedProcess(EngineClosed):
+    """The engine belongs to the process ``owner``, of which this one is a fork without the engine's threads."""
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+        super().__init__(
+            f"this engine belongs to process {owner}, of which this one is a fork. Make an engine after the fork, or "
+            'start processes with the method "spawn".'
+        )

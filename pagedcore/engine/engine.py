@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Unpack
 
 from pagedcore.engine.calibration import calibrate
-from pagedcore.errors import EngineClosed, InvalidRequest
+from pagedcore.errors import EngineClosed, ForkedProcess, InvalidRequest
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
@@ -76,6 +76,7 @@ class Engine:
         )
         """The open sessions."""
         self._is_closed = False
+        self._process_id = os.getpid()
         self._laws: InvariantChecker | None = None
         if config.check_invariants:
             from pagedcore.scheduler.invariants import InvariantChecker
@@ -322,7 +323,8 @@ class Engine:
 
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""
-        if self._is_closed:
+        # Why: a forked child shares files and devices with the engine's process, which goes on using them.
+        if self._is_closed or os.getpid() != self._process_id:
             return
         self.sessions.close()
         for request in self.requests:
@@ -340,3 +342,5 @@ class Engine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineClosed("this engine is closed; make a new one.")
+        if os.getpid() != self._process_id:
+            raise ForkedProcess(self._process_id)

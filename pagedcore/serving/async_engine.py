@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, Unpack
 
 from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineClosed
+from pagedcore.errors import EngineClosed, ForkedProcess
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
@@ -258,6 +258,11 @@ def _cancel(commands: Commands, sink: OutputSink) -> None:
 
 
 def _close(commands: Commands, thread: threading.Thread, long_prompts: LongPrompts) -> None:
+    try:
+        commands.require_process()
+    except ForkedProcess:
+        # Why: the threads to stop and to wait for are those of another process.
+        return
     long_prompts.close()
     with suppress(EngineClosed):
         commands.put(EngineLoop.stop)

@@ -7,6 +7,7 @@ due, not when their tokens are. Only commands from ``async_engine`` tell it what
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineClosed, PagedcoreError, StepFailed
+from pagedcore.errors import EngineClosed, ForkedProcess, PagedcoreError, StepFailed
 from pagedcore.outputs import Delta
 from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore.requests.input_processor import ProcessedRequest
@@ -46,11 +47,19 @@ class Commands:
         self._queue: SimpleQueue[Command] = SimpleQueue()
         # Why: re-entrant, because the garbage collector may cancel a stream while this thread is in ``put``.
         self._lock = threading.RLock()
+        self._process_id = os.getpid()
         self.is_closed = False
         """Whether ``put`` takes no more."""
 
+    def require_process(self) -> None:
+        """Raise ``ForkedProcess`` in a forked child, which has no engine thread."""
+        if os.getpid() != self._process_id:
+            raise ForkedProcess(self._process_id)
+
     def put(self, command: Command) -> None:
         """Hand a command over. Raises ``EngineClosed`` if the engine thread takes no more."""
+        # Why: before the lock, which another thread may have held when the process was forked.
+        self.require_process()
         with self._lock:
             if self.is_closed:
                 raise EngineClosed("this engine is closed; make a new one.")

@@ -58,6 +58,7 @@ class LongPrompts:
         Raises ``EngineOverloaded`` if there are as many as may be and it may not wait; ``EngineClosed`` after ``close``
         or at the end of the interpreter.
         """
+        self._commands.require_process()
         with self._lock:
             if self._num_present >= self._limit and not may_wait:
                 raise EngineOverloaded(self._num_present, self._limit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 
-from pagedcore.errors import RequestTimeout
+from pagedcore.errors import ForkedProcess, RequestTimeout
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import MonotonicClock
 
@@ -135,6 +136,7 @@ class StreamReader:
         self._stream = stream
         self._clock = MonotonicClock()
         self._timeout_s = timeout_s
+        self._process_id = os.getpid()
         self._deadline_s = math.inf if timeout_s is None else self._clock.now() + timeout_s
         self._finalizer = weakref.finalize(self, cancel)
         # Why: at interpreter exit the engine's own shutdown ends every request.
@@ -173,6 +175,8 @@ class StreamReader:
         return self._stream.take()
 
     def _check_time(self) -> float | None:
+        if os.getpid() != self._process_id:
+            raise ForkedProcess(self._process_id)
         if self._timeout_s is None:
             return None
         time_left_s = self._deadline_s - self._clock.now()

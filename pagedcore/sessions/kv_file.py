@@ -12,8 +12,10 @@ import hmac
 import logging
 import os
 import secrets
+import shutil
 import stat
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from pagedcore.errors import ForkedProcess
 from pagedcore.kv_cache.block_hash import KEY_BYTES, BlockHasher
 
 _log = logging.getLogger("pagedcore")
@@ -166,17 +169,23 @@ class KVDirectory:
     def __init__(self, path: str | None) -> None:
         """Name the directory, which is made with the first file; ``None``: a private temporary one."""
         self._path = Path(path) if path is not None else None
-        self._private: tempfile.TemporaryDirectory[str] | None = None
+        self._remove_private: Callable[[], object] | None = None
+        self._process_id: Final = os.getpid()
         self.secret: Final = secrets.token_bytes(32)
         """Authenticates its files: what another program writes there is never used, nor what an earlier engine left."""
         self.files: set[Path] = set()
         """The files that were named and not removed."""
 
+    def require_process(self) -> None:
+        """Raise ``ForkedProcess`` in a forked child, whose parent the files belong to."""
+        if os.getpid() != self._process_id:
+            raise ForkedProcess(self._process_id)
+
     def name_file(self) -> Path:
         """Return a path for a new file. Raises ``OSError`` if the directory cannot be made."""
         if self._path is None:
-            self._private = tempfile.TemporaryDirectory(prefix="pagedcore-kv-", ignore_cleanup_errors=True)
-            self._path = Path(self._private.name)
+            self._path = Path(tempfile.mkdtemp(prefix="pagedcore-kv-"))
+            self._remove_private = weakref.finalize(self, _remove_directory, self._path, self._process_id)
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._path / f"{secrets.token_hex(16)}.kv.safetensors"
         self.files.add(path)
@@ -184,6 +193,8 @@ class KVDirectory:
 
     def remove(self, path: Path) -> None:
         """Remove a file if it exists; its writer removes it if it is being written now. A failure is only logged."""
+        if os.getpid() != self._process_id:
+            return
         # Safety: in this order. Whichever comes last of this line and the writer's look at the set removes the file.
         self.files.discard(path)
         try:
@@ -195,6 +206,12 @@ class KVDirectory:
         """Remove all files, and the directory if it is a private one; a second call does nothing."""
         for path in list(self.files):
             self.remove(path)
-        if self._private is not None:
-            self._private.cleanup()
-            self._private = self._path = None
+        if self._remove_private is not None:
+            self._remove_private()
+            self._remove_private = self._path = None
+
+
+def _remove_directory(path: Path, process_id: int) -> None:
+    # Safety: a forked child that exits must not remove what its parent has parked.
+    if os.getpid() == process_id:
+        shutil.rmtree(path, ignore_errors=True)

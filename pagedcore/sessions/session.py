@@ -283,6 +283,7 @@ class Session(AbstractContextManager["Session"]):
     def _require_open(self, what: str) -> Sequence | None:
         if self._is_closed:
             raise SessionStateError(what, "closed", "open", "Open a new session, or import an exported one.")
+        self._store.parking.directory.require_process()
         return self._request.sequences[0] if self._request is not None else None
 
     def _require_idle(self, what: str) -> Sequence | None:

@@ -1,0 +1,117 @@
+"""A process that was forked from one with engines: it is refused at once, takes nothing away, and may make its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import asyncio, json, multiprocessing, os, sys, threading, time
+from pathlib import Path
+from pagedcore import AsyncEngine, Engine, SamplingParams
+from pagedcore.errors import PagedcoreError
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=16)
+LONG = "What is 2 + 3? " * 2000
+SETTINGS = {"num_kv_blocks": 64}
+
+
+def ask(engine):
+    (output,) = engine.generate(["What is 2 + 3?"], PARAMS, show_progress=False)
+    return output.outputs[0].text
+
+
+def outcome(work):
+    try:
+        return repr(work())
+    except PagedcoreError as error:
+        return type(error).__name__ + (" advice" if "after the fork" in str(error) else "")
+
+
+async def stream(engine):
+    return [delta async for delta in engine.generate("What is 2 + 3?", PARAMS)]
+
+
+def tries(engine, threaded, reader, session):
+    return {
+        "step": lambda: engine.step(),
+        "add_request": lambda: engine.add_request("What is 2 + 3?", PARAMS),
+        "generate": lambda: ask(engine),
+        "session": lambda: session.ask("And 4 + 4?"),
+        "park": lambda: session.park("disk"),
+        "submit": lambda: threaded.submit("What is 2 + 3?", PARAMS).result(),
+        "long submit": lambda: threaded.submit(LONG, PARAMS).result(),
+        "stream": lambda: asyncio.run(stream(threaded)),
+        "generate_sync": lambda: list(threaded.generate_sync("What is 2 + 3?", PARAMS)),
+        "stream that was open": lambda: list(reader),
+        "stats": lambda: threaded.stats(),
+        "close": lambda: (threaded.close(), engine.close()),
+        "own engine": lambda: ask(Engine.from_pretrained("demo", **SETTINGS)),
+    }
+
+
+def spawned(results):
+    with Engine.from_pretrained("demo", **SETTINGS) as engine:
+        results.put(ask(engine))
+
+
+def main(way):
+    engine = Engine.from_pretrained("demo", **SETTINGS)
+    threaded = AsyncEngine.from_pretrained("demo", **SETTINGS)
+    expected = ask(engine)
+    session = engine.session(PARAMS)
+    session.ask("What is 2 + 3?")
+    session.park("disk")
+    (file,) = engine.sessions.parking.directory.files
+    reader = threaded.generate_sync("Tell me about yourself.", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(reader)
+    own_end, childs_end = os.pipe()
+    child = os.fork()
+    if not child:
+        found = {name: outcome(work) for name, work in tries(engine, threaded, reader, session).items()}
+        os.write(childs_end, json.dumps(found).encode())
+        # An exit with finalizers, and one without.
+        sys.exit(0) if way == "exit" else os._exit(0)
+    os.close(childs_end)
+    found = json.loads(os.fdopen(own_end, "rb").read())
+    assert os.waitpid(child, 0)[1] == 0
+    reader.close()
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    process = multiprocessing.get_context("spawn").Process(target=spawned, args=(queue,))
+    process.start()
+    found |= {
+        "expected": repr(expected), "spawned": repr(queue.get()), "file": file.exists(), "parent": repr(ask(engine)),
+        "parents session": session.parked.tier,
+        "parents future": threaded.submit("What is 2 + 3?", PARAMS).result(60).outputs[0].text,
+    }
+    process.join()
+    threaded.close()
+    engine.close()
+    found["file at the end"] = file.exists() or file.parent.exists()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("way", ["exit", "_exit"])
+def test_a_forked_child_is_refused_and_harms_nothing(way: str, tmp_path: Path) -> None:
+    """Every call of an engine of the parent raises ``ForkedProcess`` with advice instead of waiting for threads that do
+    not exist; closing does nothing; an engine of the child's own works; the parent has its files and its engines."""
+    script = tmp_path / "forking.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, script, way], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = found.pop("expected")
+    assert {found.pop(name) for name in ("own engine", "spawned", "parent")} == {expected}
+    assert repr(found.pop("parents future")) == expected
+    assert (found.pop("file"), found.pop("file at the end"), found.pop("parents session")) == (True, False, "disk")
+    assert found.pop("close") == "(None, None)"
+    assert set(found.values()) == {"ForkedProcess advice"}, found
