@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Unpack
 
 from pagedcore.engine.calibration import calibrate
-from pagedcore.errors import EngineClosed, ForkedProcess, InvalidRequest
+from pagedcore.errors import EngineClosed, InvalidRequest
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
@@ -76,7 +76,6 @@ class Engine:
         )
         """The open sessions."""
         self._is_closed = False
-        self._process_id = os.getpid()
         self._laws: InvariantChecker | None = None
         if config.check_invariants:
             from pagedcore.scheduler.invariants import InvariantChecker
@@ -208,21 +207,24 @@ class Engine:
         if not plan.rows:
             self._transfers.settle(wait=self.is_stalled)
             return expired
-        copies, before_s = self.scheduler.reserve(plan), self._clock.now()
-        if plan.admitted:
-            self._outputs.note_started(plan, before_s)
         try:
-            if copies:
-                self._transfers.copy(copies)
-            sampled = self._runner.execute(plan.rows, self._blocks)
-        except Exception as error:
-            self.scheduler.rollback(plan)
-            return expired + self._outputs.fail(plan, error)
+            copies, before_s = self.scheduler.reserve(plan), self._clock.now()
+            if plan.admitted:
+                self._outputs.note_started(plan, before_s)
+            try:
+                if copies:
+                    self._transfers.copy(copies)
+                sampled = self._runner.execute(plan.rows, self._blocks)
+            except Exception as error:
+                self.scheduler.rollback(plan)
+                return expired + self._outputs.fail(plan, error)
+            now_s = self._clock.now()
+            self.scheduler.costs.step.observe(plan.num_tokens, now_s - before_s)
         except BaseException:
-            self.scheduler.rollback(plan)
+            # Why: Ctrl-C comes between any two lines.
+            if self.scheduler.is_in_flight(plan):
+                self.scheduler.rollback(plan)
             raise
-        now_s = self._clock.now()
-        self.scheduler.costs.step.observe(plan.num_tokens, now_s - before_s)
         pending = self._outputs.commit(plan, sampled, now_s)
         self._move_blocks()
         self._count_step(plan)
@@ -323,8 +325,7 @@ class Engine:
 
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""
-        # Why: a forked child shares files and devices with the engine's process, which goes on using them.
-        if self._is_closed or os.getpid() != self._process_id:
+        if self._is_closed:
             return
         self.sessions.close()
         for request in self.requests:
@@ -342,5 +343,3 @@ class Engine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineClosed("this engine is closed; make a new one.")
-        if os.getpid() != self._process_id:
-            raise ForkedProcess(self._process_id)

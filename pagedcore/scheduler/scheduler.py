@@ -90,6 +90,10 @@ class Scheduler:
         """What was reserved and neither committed nor rolled back, without sequences that were finished since."""
         return self._in_flight.rows if self._in_flight is not None else []
 
+    def is_in_flight(self, plan: SchedulePlan) -> bool:
+        """Whether a plan was reserved and neither committed nor rolled back."""
+        return self._in_flight is not None and self._in_flight.plan is plan
+
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence that grows to ``num_tokens`` positions fits the pool when alone."""
         return num_tokens <= self._num_pool_tokens

@@ -293,6 +293,31 @@ def test_an_interrupted_generate_leaves_no_request_behind(monkeypatch: pytest.Mo
     assert list(engine.generate([[3]], params(2))[0].outputs[0].token_ids) == toy_answer([3], 2)
 
 
+@pytest.mark.parametrize("place", ["note_started", "copy", "execute", "observe"])
+def test_ctrl_c_between_the_lines_of_a_step_rolls_it_back(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes between the reservation and the commit: no block is lost, and the same requests complete."""
+    engine = make_engine()
+    owners = {"note_started": engine._outputs, "copy": engine._transfers, "execute": engine._runner,
+              "observe": type(engine.scheduler.costs.step)}
+    owner, real = owners[place], getattr(owners[place], place)
+
+    def interrupted(*arguments: object) -> None:
+        monkeypatch.setattr(owner, place, real)
+        raise KeyboardInterrupt
+
+    # Why: the second one continues inside a block of the first one, so that a block is copied.
+    engine.generate([[1, 2, 3, 4, 5, 6]], params(2), show_progress=False)
+    requests = [engine.add_request([1, 2, 3, 4, 5, 7], params(6)), engine.add_request([3], params(6))]
+    monkeypatch.setattr(owner, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    run(engine)
+    assert [list(request.output().outputs[0].token_ids) for request in requests] == [
+        toy_answer([1, 2, 3, 4, 5, 7], 6), toy_answer([3], 6)
+    ]
+    assert_all_free(engine)
+
+
 def test_a_closed_engine_refuses_and_ends_what_was_running() -> None:
     """Closing aborts, twice is once, and later calls say that the engine is closed."""
     engine = make_engine()
