@@ -100,9 +100,9 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("way", ["exit", "_exit"])
 def test_a_forked_child_is_refused_and_harms_nothing(way: str, tmp_path: Path) -> None:
-    """Every call that needs the parent's engine thread or parked files raises ``ForkedProcess`` with advice, instead of
-    waiting for a thread that does not exist; closing takes nothing away. An engine of the child's own works, as does its
-    copy of the parent's ``Engine``. The parent has its files and its engines, and ``spawn`` works."""
+    """Calls that need the parent's engine thread or its parked files raise ``ForkedProcess`` with advice, instead of
+    waiting for a thread that does not exist; closing takes nothing away. An engine of the child's own works, as does
+    its copy of the parent's ``Engine``. The parent has its files and its engines, and ``spawn`` works."""
     script = tmp_path / "forking.py"
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, script, way], capture_output=True, text=True, timeout=120, check=False)
