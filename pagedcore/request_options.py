@@ -6,11 +6,14 @@ Every door takes the fields of ``RequestOptions`` as keywords (``OptionKeywords`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Final, TypedDict
 
-from pagedcore.config.field_rules import LABEL, PRIORITY
-from pagedcore.config.limits import MAX_SALT_BYTES
+from pagedcore.config.field_rules import LABEL, PRIORITY, FieldRule, seconds
+from pagedcore.config.limits import MAX_SALT_BYTES, MAX_TIMEOUT_S
 from pagedcore.errors import InvalidSalt
+
+TIMEOUT: Final[FieldRule[float | None]] = seconds(0, MAX_TIMEOUT_S, above_low=True).or_none()
+"""What every door accepts as the longest time to the end of a completion, in seconds; ``None``: no limit."""
 
 
 class OptionKeywords(TypedDict, total=False):

@@ -6,7 +6,6 @@ The engine validates all values but those that it never sees.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, RequestTimeout
-from pagedcore.request_options import OptionKeywords, RequestOptions
+from pagedcore.request_options import TIMEOUT, OptionKeywords, RequestOptions
 from pagedcore_bentoml.wire import BatchCompletion, Completion, completion_of
 from pagedcore_http.salts import combine_salts
 
@@ -70,17 +69,15 @@ class Call:
         """Cancel the block when the caller's time is up.
 
         Raises:
-            InvalidSampling: the time is not a number of seconds.
+            InvalidRequest: the time is not a number of seconds, or longer than thirty days.
             RequestTimeout: it is up.
         """
-        seconds = self.timeout_s
-        if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < math.inf):
-            raise InvalidSampling("timeout_s", seconds, "a finite number above 0, in seconds")
+        seconds = TIMEOUT.check("timeout_s", self.timeout_s)
         try:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
-            raise RequestTimeout(seconds) from None
+            raise RequestTimeout(seconds or 0.0) from None
 
 
 def _params(sampling: Any) -> SamplingParams:

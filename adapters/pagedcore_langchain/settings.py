@@ -7,7 +7,6 @@ does not know. Read ``chat.py`` and ``llm.py`` for the two models.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, SecretBytes, S
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidRequest, TooManySequences
-from pagedcore.request_options import OptionKeywords
+from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_langchain.host import EngineHost
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
 from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt, require_single_label, reveal_salt
@@ -144,7 +143,7 @@ class PagedCoreSettings(BaseModel):
                 options[name] = reveal_salt(given.pop(name))
         values = self._settings() | given
         values.pop("stream", None)
-        timeout_s = _positive(values.pop("timeout", self.timeout))
+        timeout_s = TIMEOUT.check("timeout", values.pop("timeout", self.timeout))
         if (model := values.pop("model", self.model)) != self.model:
             raise InvalidRequest("model", model, "this model's own name", "Build another model object for it.")
         if stop is not None:
@@ -186,11 +185,3 @@ def _with_logprobs(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(wanted, bool):
         values["logprobs"] = num_top if wanted else None
     return values
-
-
-def _positive(timeout: Any) -> float | None:
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise InvalidRequest("timeout", timeout, "a finite number of seconds above 0, or None")
-    return float(timeout)

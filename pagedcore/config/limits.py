@@ -51,6 +51,8 @@ MAX_SESSIONS: Final = 4096
 MAX_SESSION_FILE_BYTES: Final = 2**25
 #: Seconds that parked KV may be kept: thirty days. After that it is cheaper to compute it again.
 MAX_PARKING_S: Final = 2_592_000.0
+#: Seconds that a caller may wait for a completion: thirty days. Timers of Python's threads overflow above 292 years.
+MAX_TIMEOUT_S: Final = 2_592_000.0
 #: Seconds after which a transfer between the memories times out: a thousand times what one takes.
 MAX_TRANSFER_S: Final = 10.0
 #: Share of the host's blocks that parked sessions may pin; the rest is for running requests that have to make room.

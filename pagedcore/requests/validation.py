@@ -25,6 +25,7 @@ from pagedcore.errors import (
     TooManySequences,
 )
 from pagedcore.protocols import ChatMessage
+from pagedcore.request_options import TIMEOUT
 from pagedcore.sampling_params import SamplingParams
 
 _ENCODED_AT_ONCE = 4096
@@ -32,7 +33,7 @@ _IDS_AT_ONCE = 16_384
 
 validate_ttl: Final = partial(seconds(0, MAX_PARKING_S, above_low=True).or_none().check, "ttl_s")
 """Checks for how many seconds parked KV is kept, and returns it. Raises ``InvalidRequest``."""
-validate_timeout: Final = partial(seconds(0, above_low=True).or_none().check, "timeout_s")
+validate_timeout: Final = partial(TIMEOUT.check, "timeout_s")
 """Checks a time limit in seconds, and returns it. Raises ``InvalidRequest``."""
 
 

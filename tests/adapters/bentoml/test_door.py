@@ -90,6 +90,8 @@ REFUSED = [
     ({"prompt": [1], "sampling": []}, "UnknownParameter", "sampling parameters"),
     ({"prompt": [1], "priority": "high"}, None, "priority"),
     ({"prompt": [1], "timeout_s": -1}, None, "timeout_s"),
+    ({"prompt": [1], "timeout_s": 1e10}, None, "timeout_s"),
+    ({"prompt": [1], "timeout_s": 10**400}, None, "timeout_s"),
     ({"prompt": [1], "max_tokens": 3}, "UnknownParameter", "field name"),
     ([], "RefusedAtTheDoor", "body"),
     (b"{", "RefusedAtTheDoor", "body"),
