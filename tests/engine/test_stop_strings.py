@@ -1,0 +1,32 @@
+"""Stop strings end to end: why a completion ended, and where its text ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedcore import Engine, SamplingParams
+
+QUESTION = "What is 2 + 3?"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.from_pretrained("demo", num_kv_blocks=64)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 5, 8])
+@pytest.mark.parametrize("way", [{}, {"n": 2, "best_of": 3, "temperature": 1.0, "seed": 3}])
+def test_a_stop_string_in_the_last_allowed_token_is_the_reason(
+    engine: Engine, num_tokens: int, way: dict[str, int]
+) -> None:
+    """The token that completes a stop string is also the last one of ``max_tokens``: the reason is "stop", and the text
+    ends before the string."""
+    params = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True} | way
+    (without,) = engine.generate([QUESTION], SamplingParams(**params), show_progress=False)
+    stop = tuple(dict.fromkeys(completion.text[-1] for completion in without.outputs))
+    (output,) = engine.generate([QUESTION], SamplingParams(stop=stop, min_tokens=num_tokens - 1, **params),
+                                show_progress=False)
+    for completion in output.outputs:
+        assert completion.finish_reason == "stop"
+        assert len(completion.token_ids) == num_tokens
+        assert completion.text in {one.text[:-1] for one in without.outputs}
