@@ -38,15 +38,15 @@ def hide_salt(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {**keywords, "cache_salt": secret} if "cache_salt" in keywords else dict(keywords)
 
 
-def reveal_salt(salt: Any) -> Any:
-    """Return what the engine takes for a salt."""
+def reveal_secret(salt: Any) -> Any:
+    """Return what the engine takes for a salt or a key."""
     return salt.get_secret_value() if isinstance(salt, SecretStr | SecretBytes) else salt
 
 
 def mask_salt(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords for callbacks, tracers and caches: with the salt's pseudonym, or without a salt."""
     shown = {name: value for name, value in keywords.items() if name != "cache_salt"}
-    salt = reveal_salt(keywords.get("cache_salt"))
+    salt = reveal_secret(keywords.get("cache_salt"))
     if salt is None:
         return shown
     # Safety: keyed by the process, because a short salt could be found by trying all of them.

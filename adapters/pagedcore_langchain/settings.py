@@ -12,14 +12,24 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, SecretBytes, SecretStr, StrictInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    SecretBytes,
+    SecretStr,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidRequest, TooManySequences
 from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_langchain.host import EngineHost
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
-from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt, require_single_label, reveal_salt
+from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt, require_single_label, reveal_secret
 
 Prompt = str | list[dict[str, str]]
 
@@ -81,10 +91,18 @@ class PagedCoreSettings(BaseModel):
             kept["host"] = EngineHost(None, {}, kept.pop("engine"))
         return kept
 
+    @field_validator("engine_settings")
+    @classmethod
+    def _hide_session_key(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        # Safety: representations, caches and tracers show all settings.
+        key = settings.get("session_key")
+        hidden = SecretStr(key) if isinstance(key, str) else SecretBytes(key) if isinstance(key, bytes) else key
+        return {**settings, "session_key": hidden} if key is not None else settings
+
     @model_validator(mode="after")
     def _make_host(self) -> Self:
         if self.host is None:
-            self.host = EngineHost(self.model, self.engine_settings)
+            self.host = EngineHost(self.model, {n: reveal_secret(value) for n, value in self.engine_settings.items()})
             self.model_fields_set.discard("host")
         return self
 
@@ -137,10 +155,10 @@ class PagedCoreSettings(BaseModel):
     def _resolve(self, stop: Sequence[str] | None, keywords: Mapping[str, Any], *, is_stream: bool = False) -> Call:
         """Combine the fields with the keywords of one call. Raises ``InvalidRequest``."""
         given = {name: value for name, value in keywords.items() if value is not None}
-        options: OptionKeywords = {"priority": self.priority, "cache_salt": reveal_salt(self.cache_salt)}
+        options: OptionKeywords = {"priority": self.priority, "cache_salt": reveal_secret(self.cache_salt)}
         for name in OPTION_NAMES:
             if name in given:
-                options[name] = reveal_salt(given.pop(name))
+                options[name] = reveal_secret(given.pop(name))
         values = self._settings() | given
         values.pop("stream", None)
         timeout_s = TIMEOUT.check("timeout", values.pop("timeout", self.timeout))
