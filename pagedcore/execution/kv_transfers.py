@@ -7,6 +7,7 @@ sequence waits for it. ``kv_pool`` moves the bytes.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -20,6 +21,7 @@ from pagedcore.scheduler.swapping import Swapping
 _log = logging.getLogger("pagedcore")
 
 _CALIBRATION_BLOCKS: Final = (1, 8)
+_PAUSE_S: Final = 0.001
 
 
 class KVTransfers:
@@ -70,6 +72,9 @@ class KVTransfers:
                 self._has_failed_poll = True
                 _log.exception("host KV: the store cannot say which transfers have ended (%s)", type(error).__name__)
             ended = []
+            if wait:
+                # Why: nothing can run until a transfer ends or is timed out; other programs need the core meanwhile.
+                time.sleep(_PAUSE_S)
         for transfer_id, is_ok in ended:
             if transfer_id in self._started_s or transfer_id in self._late:
                 self._report(transfer_id, is_ok=is_ok)
