@@ -4,6 +4,7 @@ Anything of yours that has the same members can take the place of the shipped im
 tokenizer or attention factory may offer beyond is one protocol for each ability, looked for with ``isinstance``:
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
+                    NamesVariablePart
     Tokenizer       NamesTokens
     attention       AttentionRequirements (the factory)  ShowsKVPool (the backend)
 """
@@ -204,6 +205,15 @@ class UsesTorchThreads(Protocol):
     @property
     def computes_in_torch(self) -> bool:
         """Whether it does; the engine then uses the same number of threads in every step."""
+
+
+@runtime_checkable
+class NamesVariablePart(Protocol):
+    """A model backend that says why it is not schedule invariant."""
+
+    @property
+    def variable_part(self) -> str:
+        """What makes results depend on the schedule; empty if nothing does."""
 
 
 class Detokenizer(Protocol):

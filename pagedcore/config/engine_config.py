@@ -100,7 +100,8 @@ class EngineConfig:
     among all requests of a salt, and use no other; ``None``: imported KV serves its own session only."""
     preemption: str = "auto"
     """What happens when running requests lack blocks: "auto" takes the cheapest way by its own measurements;
-    "swap", "shrink", "recompute" and "wait" force one."""
+    "swap", "shrink", "recompute" and "wait" force one. Unless the model is schedule invariant, all but "wait" act as
+    "swap" where there is a host tier, and as "wait" where there is none."""
     tokenizer: str | None = None
     """Directory or name of the tokenizer; ``None``: the model's own."""
     trust_remote_code: bool = False

@@ -5,6 +5,7 @@ Every "auto" of the configuration is decided here, from the machine and the mode
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,13 +23,15 @@ from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
-from pagedcore.protocols import DecodesTokens, ModelFingerprint, UsesTorchThreads
+from pagedcore.protocols import DecodesTokens, ModelFingerprint, NamesVariablePart, UsesTorchThreads
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
     from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
+
+_log = logging.getLogger("pagedcore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ def build_components(
     scheduler = Scheduler(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
-        preemption=config.preemption, max_scored_tokens=max_scored_tokens(backend.vocab_size),
+        preemption=_preemption(backend, config, memory), max_scored_tokens=max_scored_tokens(backend.vocab_size),
     )
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
@@ -89,6 +92,20 @@ def build_components(
         EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
         backend_fingerprint(backend), kv_format(backend, memory.block_size),
     )
+
+
+def _preemption(backend: ModelBackend, config: EngineConfig, memory: KVMemory) -> str:
+    """Return how to preempt: where computing again may give other bits, by a way that keeps what was computed."""
+    if backend.is_schedule_invariant:
+        return config.preemption
+    chosen = "swap" if config.preemption != "wait" and memory.num_host_blocks else "wait"
+    reason = backend.variable_part if isinstance(backend, NamesVariablePart) else "its backend says so"
+    _log.warning(
+        "Results of this model depend on the schedule in their last bits (%s): the same request can get another "
+        "completion where two tokens are nearly equally likely. Preemption is %r, so that what was computed is kept.",
+        reason, chosen,
+    )
+    return chosen
 
 
 def max_scored_tokens(vocab_size: int) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from pagedcore.models.attention_interface import PagedStep, attention_step
 from pagedcore.models.attention_layers import AttentionLayer
+from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.protocols import LinearFactory
 
@@ -74,8 +75,9 @@ class ModuleDecoder(PlainDecoder):
         self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused, linears: LinearFactory = FASTEST
     ) -> None:
         super().__init__(model, layers, on_unused)
+        of_experts = pack_experts(model, linears=linears, on_unused=on_unused)
         report = pack_linears(model, linears=linears, on_unused=on_unused)
-        self.products, self.other_matrices = report.packed, report.unpacked
+        self.products, self.other_matrices = (*of_experts, *report.packed), report.unpacked
 
 
 def call_model(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -168,11 +168,21 @@ class TransformersModel:
         for product in self._decoder.products:
             product.use_huge_pages()
         is_reproducible = test is None or self._settle_decoder(test)
-        self.is_schedule_invariant = (
-            is_reproducible and not self._decoder.other_matrices and bool(self._decoder.products)
-            and not probe_invariance(self._decoder.products)
-        )
+        self.variable_part = self._find_variable_part(is_reproducible)
+        """What makes results depend on the schedule, or nothing."""
+
+    @property
+    def is_schedule_invariant(self) -> bool:
         """Whether products, attention and model were seen to give the same bits under every schedule tried."""
+        return not self.variable_part
+
+    def _find_variable_part(self, is_reproducible: bool) -> str:
+        products, others = self._decoder.products, self._decoder.other_matrices
+        if others or not products:
+            return f"torch multiplies the matrices of {', '.join(others) or 'all layers'}, by a path that rows decide"
+        if shapes := probe_invariance(products):
+            return f"products of the shapes {shapes} depend on the number of rows on this machine"
+        return "" if is_reproducible else "its logits differed in the last bits between chunked, whole and in company"
 
     def _settle_decoder(self, test: SelfTest) -> bool:
         """Run the self-test on a small pool of its own, and again with a slower decoder if it fails with one that has

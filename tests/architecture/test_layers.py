@@ -18,8 +18,8 @@ PUBLIC_MODULES = {
 """What adapters may import besides the public names: errors, metrics, the mark of a plugin, options of a request."""
 MAY_PROBE = {
     "pagedcore.models.attention_layers", "pagedcore.models.model_facts", "pagedcore.models.supported_models",
-    "pagedcore.models.cpu.packed_linear", "pagedcore.tokenizer.chat_template", "pagedcore.tokenizer.tokenizer",
-    "pagedcore.plugins.manager",
+    "pagedcore.models.cpu.packed_experts", "pagedcore.models.cpu.packed_linear", "pagedcore.tokenizer.chat_template",
+    "pagedcore.tokenizer.tokenizer", "pagedcore.plugins.manager",
 }
 """Modules that look at objects of transformers or torch, or at the name of a plugin that may be of any type."""
 OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai"}

@@ -20,6 +20,7 @@ from pagedcore.protocols import (
     ModelFingerprint,
     MovesKVBlocks,
     NamesTokens,
+    NamesVariablePart,
     ShowsKVPool,
     UsesTorchThreads,
 )
@@ -32,7 +33,7 @@ from support.doubles import ToyBackend
 from support.engine_builders import make_engine
 from support.families import tiny_model
 
-OF_BACKENDS = (MovesKVBlocks, HostsKVPool, HasFingerprint, DescribesItself, UsesTorchThreads)
+OF_BACKENDS = (MovesKVBlocks, HostsKVPool, HasFingerprint, DescribesItself, UsesTorchThreads, NamesVariablePart)
 
 
 class AbleBackend(ToyBackend):
@@ -43,6 +44,7 @@ class AbleBackend(ToyBackend):
     attention_name, linear_name = "hash", "none"
     device_name = "abacus"
     computes_in_torch = True
+    variable_part = "the order of its beads"
 
     def __init__(self) -> None:
         super().__init__()

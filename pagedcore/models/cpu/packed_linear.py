@@ -31,6 +31,8 @@ _NUM_ROWS: Final = (2, 3, 8, 17, 33, 64, 256, 512)
 #: Wider layers are output layers: they see one row per sequence, never a whole prompt.
 _WIDE: Final = 32768
 _NUM_ROWS_WIDE: Final = (2, 3, 8, 17, 33, 64)
+#: Most elements that a loop of torch takes at a time with vectors.
+VECTOR: Final = 64
 
 
 class OneDnnMatmul:
@@ -103,9 +105,13 @@ class PackedLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [..., in] and return [..., out]."""
         flat = rows.reshape(-1, self.in_features).contiguous()
-        if flat.shape[0] == 1:
-            return self.multiply(flat.expand(2, -1).contiguous())[:1].view(*rows.shape[:-1], self.out_features)
-        return self.multiply(flat).view(*rows.shape[:-1], self.out_features)
+        is_alone = len(flat) == 1
+        product = self.multiply(flat.expand(2, -1).contiguous())[:1] if is_alone else self.multiply(flat)
+        if self.out_features < VECTOR:
+            # Why: with a gap between rows, a sigmoid that follows takes row by row, not vectors of several rows, past
+            # the last of which torch computes single elements in another way.
+            product = nn.functional.pad(product, (0, 2))[:, :-2]
+        return product.view(*rows.shape[:-1], self.out_features)
 
     def use_huge_pages(self) -> None:
         """Move the weight into huge pages, where the system has them."""
@@ -173,7 +179,9 @@ def _holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
     """Yield modules with parameters of two dimensions or more that no packed layer or embedding accounts for."""
     for module in model.modules():
         if not isinstance(module, nn.Embedding | PackedLinear) and any(
-            parameter.ndim >= 2 for parameter in module.parameters(recurse=False)
+            # Why: what is called a bias is added.
+            parameter.ndim >= 2 and not name.endswith("bias")
+            for name, parameter in module.named_parameters(recurse=False)
         ):
             yield module
 

@@ -1,0 +1,146 @@
+"""Mixtures of experts with packed weights: a row's result does not depend on which rows choose the same experts.
+
+Owns ``PackedExperts``, which takes the place of an experts module of transformers, and ``RouterWeight``, which takes
+the place of a router's matrix. Both rely on conventions of transformers: ``use_experts_implementation`` notes on a
+module how its weights are laid out, and a class whose name ends in "Router" multiplies by ``F.linear`` alone. Modules
+that follow neither are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pagedcore.models.cpu.packed_linear import VECTOR, OnUnused, PackedLinear
+from pagedcore.protocols import LinearFactory
+
+_WEIGHTS: Final = ("gate_up_proj", "down_proj")
+
+
+class PackedExperts(nn.Module):
+    """The experts of one layer: each multiplies the rows that chose it, in products of two rows or more.
+
+    Invariant: the outputs of a row's experts are added in the order in which the row's router names them.
+    """
+
+    def __init__(self, experts: Any, factory: LinearFactory, on_unused: OnUnused) -> None:
+        """Pack the weights of ``experts``; it keeps its activation only."""
+        super().__init__()
+        self.experts = experts
+        self.gate_up, self.down = (_pack_each(experts, name, factory, on_unused) for name in _WEIGHTS)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sums of the rows' experts [T, hidden]; arguments are called as transformers calls them.
+
+        Args:
+            hidden_states: [T, hidden].
+            top_k_index: int64 [T, k]: the experts of each row.
+            top_k_weights: [T, k], of any float format.
+        """
+        num_rows, top_k = top_k_index.shape
+        chosen = top_k_index.flatten()
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=len(self.gate_up)).tolist()
+        gate_up = _multiply(self.gate_up, hidden_states[order // top_k], counts)
+        # Why: with rows to spare at the end, torch's activation computes all others with vectors.
+        spare = -(-VECTOR // gate_up.shape[1])
+        gated = self.experts._apply_gate(nn.functional.pad(gate_up, (0, 0, 0, spare)))[: len(order)]
+        outputs = _multiply(self.down, gated, counts)[order.argsort()].view(num_rows, top_k, -1)
+        weighted = outputs * top_k_weights.unsqueeze(-1)
+        # Why not sum(): torch promises no order of its additions.
+        total = weighted[:, 0].float()
+        for number in range(1, top_k):
+            total = total + weighted[:, number]
+        return total.to(hidden_states.dtype)
+
+
+class RouterWeight:
+    """What a router has in the place of its matrix: ``F.linear`` with it is a packed product, in float32.
+
+    Conversions have no effect, and every other function of torch raises ``TypeError``.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, factory: LinearFactory) -> None:
+        """Pack a weight [experts, hidden], and a bias [experts] that goes with it; neither is kept."""
+        self.dtype, self.device = weight.dtype, weight.device
+        self.product = PackedLinear(weight.float(), None if bias is None else bias.float(), factory)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Multiply; torch calls this in the place of its own functions."""
+        if function is not nn.functional.linear:
+            return NotImplemented
+        rows, weight = args[:2]
+        return weight.product(rows.float()).to(rows.dtype)
+
+    def to(self, *_: Any) -> RouterWeight:
+        """Return itself."""
+        return self
+
+    type = float = to
+
+
+def pack_experts(model: nn.Module, *, linears: LinearFactory, on_unused: OnUnused) -> tuple[PackedLinear, ...]:
+    """Replace the experts and the matrices of routers inside ``model``, and return the products of them.
+
+    Args:
+        model: changed in place, one tensor of weights at a time.
+        linears: makes the products; modules of formats that it does not support are left alone.
+        on_unused: as for ``pack_linears``.
+    """
+    packed: list[PackedLinear] = []
+    for parent in list(model.modules()):
+        if _is_router(parent, linears):
+            packed.append(_pack_router(parent, linears, on_unused))
+        for name, child in list(parent.named_children()):
+            if _has_experts(child, linears):
+                experts = PackedExperts(child, linears, on_unused).train(child.training)
+                packed += *experts.gate_up, *experts.down
+                setattr(parent, name, experts)
+    return tuple(packed)
+
+
+def _multiply(products: Sequence[PackedLinear], rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Multiply ``rows``, which lie expert by expert, so many for each."""
+    shares = zip(products, torch.split(rows, counts), strict=True)
+    return torch.cat([product(share) for product, share in shares if len(share)])
+
+
+def _has_experts(module: Any, factory: LinearFactory) -> bool:
+    """Whether a module is of a class that ``use_experts_implementation`` decorates, and of a kind that is known."""
+    if not getattr(module, "has_gate", False) or not hasattr(module, "_apply_gate") or module.has_post_expert_norm:
+        return False
+    weights = [module.get_parameter(name) for name in _WEIGHTS]
+    return all(factory.supports(one.dtype, one.shape[1 if module.is_transposed else 2]) for one in weights)
+
+
+def _pack_each(experts: Any, name: str, factory: LinearFactory, on_unused: OnUnused) -> Any:
+    """Pack a weight [experts, out, in], or transposed, expert by expert, and free it."""
+    weight = experts.get_parameter(name)
+    biases = experts.get_parameter(f"{name}_bias") if experts.has_bias else [None] * len(weight)
+    matrices = weight.transpose(1, 2) if experts.is_transposed else weight
+    packed = [PackedLinear(matrix, bias, factory) for matrix, bias in zip(matrices, biases, strict=True)]
+    for used in (name, f"{name}_bias") if experts.has_bias else (name,):
+        on_unused(experts.get_parameter(used))
+        experts.register_parameter(used, None)
+    return nn.ModuleList(packed)
+
+
+def _is_router(module: nn.Module, factory: LinearFactory) -> bool:
+    kind, weight = type(module), module._parameters.get("weight")
+    is_known = kind.__name__.endswith("Router") and kind.__module__.startswith("transformers.models.")
+    return is_known and weight is not None and weight.ndim == 2 and factory.supports(torch.float32, weight.shape[1])
+
+
+def _pack_router(router: Any, factory: LinearFactory, on_unused: OnUnused) -> PackedLinear:
+    weight = router.weight
+    del router.weight
+    router.weight = RouterWeight(weight, router._parameters.get("bias"), factory)
+    on_unused(weight)
+    product: PackedLinear = router.weight.product
+    return product
