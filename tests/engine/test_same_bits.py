@@ -1,136 +1,261 @@
-"""The central promise, end to end: tokens and logits are the same bytes whatever the scheduler does."""
+"""The central promise, end to end: tokens, log-probabilities and logits are the same bytes whatever happens on the way.
+
+Every way to a completion is compared with the same request run alone, in an engine of its own without prefix cache.
+"""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
+import torch
 
+from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
-from pagedcore.requests.request import Request
+from pagedcore.models.transformers_model import TransformersModel
+from pagedcore.outputs import CompletionOutput
+from pagedcore.requests.candidate_groups import SEED_RANGE, SEED_STRIDE
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.sessions.session import Session
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from support.doubles import FakeClock
 from support.engine_builders import assert_all_free, run
-from support.session_builders import VOCAB, Recorder, tiny_model
+from support.families import VOCAB, tiny_model
+from support.session_builders import Lab, Recorder
+from support.torture import scaled
+
+BLOCK_SIZE = 16
+NUM_QUESTIONS = max(4, scaled(4))
+"""Fewer do not press each other."""
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", {"num_hidden_layers": 2}),
+    "mixture of experts": ("qwen2_moe", {"num_hidden_layers": 2}),
+    "sliding window": ("gemma3_text", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+}
+SAMPLED: list[dict[str, Any]] = [{}, {"temperature": 1.3, "top_k": 40}, {"temperature": 0.8, "top_p": 0.9}]
+Question: TypeAlias = tuple[list[int], SamplingParams]
 
 
-def make_requests() -> list[tuple[list[int], SamplingParams]]:
-    """A ragged set: greedy and sampled, short and long."""
+class Answer(NamedTuple):
+    """What has to be equal."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Any, ...] | None
+    logits: dict[int, bytes]
+    """By position, as far as they were recorded."""
+
+
+class Case(NamedTuple):
+    """A model of one kind in one number format, and what its requests and conversations answer alone."""
+
+    backend: TransformersModel
+    rebuild: Callable[[], TransformersModel]
+    alone: list[Answer]
+    turns: list[Answer]
+
+
+def questions() -> list[Question]:
+    """Prompts of several lengths with a common beginning, greedy and sampled."""
     rng = random.Random(3)
-    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.choice((1, 5, 16, 17, 40)))] for _ in range(10)]
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.3, "top_k": 40}, {"temperature": 0.8, "top_p": 0.9}]
+    beginning = [rng.randrange(3, VOCAB) for _ in range(19)]
+    tails = [[rng.randrange(3, VOCAB) for _ in range((1, 13, 7, 26)[i % 4])] for i in range(NUM_QUESTIONS)]
     return [
-        (prompt, SamplingParams(max_tokens=rng.randint(12, 40), ignore_eos=True, seed=i, **kinds[i % 3]))
-        for i, prompt in enumerate(prompts)
+        ([*beginning, *tail], SamplingParams(max_tokens=18, ignore_eos=True, seed=i, logprobs=3, **SAMPLED[i % 3]))
+        for i, tail in enumerate(tails)
     ]
 
 
-def make_engine(dtype: str, **settings: Any) -> Engine:
-    model = tiny_model(num_layers=3)
-    return Engine.from_pretrained(model, dtype=dtype, block_size=16, max_num_waiting=16, **settings)
+#: What a conversation asks, turn by turn; its turns are sampled from one seed each.
+FIRST, SECOND = list(range(20, 38)), [60, 61, 62]
+TALKS = [SamplingParams(max_tokens=12, ignore_eos=True, seed=i, logprobs=3, **SAMPLED[i % 3]) for i in range(scaled(2))]
 
 
-def play(dtype: str, order: list[int], **settings: Any) -> tuple[dict[int, Any], int]:
-    """Run the requests in ``order``; return tokens and logits bytes by request number, and the preemptions."""
-    requests = make_requests()
-    with make_engine(dtype, **settings) as engine:
+@contextmanager
+def lab_of(backend: TransformersModel, **settings: Any) -> Iterator[Lab]:
+    """An engine that records logits, empty again at the end."""
+    defaults = {"num_kv_blocks": 12 * NUM_QUESTIONS, "block_size": BLOCK_SIZE, "max_num_waiting": 256, "num_threads": 1}
+    clock = FakeClock()
+    with Engine(build_components(backend, **{**defaults, **settings}), clock) as engine:
         recorder = Recorder(engine._runner.backend)
-        engine._runner.backend = recorder
-        handles: dict[int, Request] = {i: engine.add_request(*requests[i]) for i in order}
-        run(engine)
-        results = {}
-        for i, handle in handles.items():
-            sequence = handle.sequences[0]
-            rows = {pos: data for (sid, pos), data in recorder.logits.items() if sid == sequence.sequence_id}
-            results[i] = (list(handle.output().outputs[0].token_ids), rows)
-        num_preemptions = engine.stats().num_preemptions
+        engine._runner.backend = recorder  # type: ignore[assignment]
+        yield Lab(engine, recorder, clock)
+        for session in list(engine.sessions):
+            session.close()
         assert_all_free(engine)
-    return results, num_preemptions
 
 
-ALL = list(range(10))
-COMPANIES: dict[str, tuple[list[int], dict[str, Any]]] = {
-    "reversed": (ALL[::-1], {}),
-    "small chunks": (ALL, {"max_num_batched_tokens": 10, "max_num_seqs": 10}),
-    "two at a time": (ALL, {"max_num_seqs": 2, "max_num_batched_tokens": 64}),
-    "static batches": (ALL, {"max_num_seqs": 4, "scheduling_policy": "static"}),
-    "a pool that is too small": (ALL, {"num_kv_blocks": 6, "max_num_batched_tokens": 64}),
-}
+def ask(lab: Lab, asked: list[Question]) -> list[Answer]:
+    """Run requests at the same time."""
+    handles = [lab.engine.add_request(*question) for question in asked]
+    run(lab.engine)
+    answers = []
+    for handle in handles:
+        number = handle.sequences[0].sequence_id
+        logits = {position: row for (of, position), row in lab.recorder.logits.items() if of == number}
+        answers.append(answer_of(handle.output().outputs[0], logits))
+    return answers
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def alone(request: pytest.FixtureRequest) -> tuple[str, dict[int, Any]]:
-    """The completions of requests that run alone in the engine."""
-    results: dict[int, Any] = {}
-    for i in ALL:
-        results |= play(request.param, [i])[0]
-    return request.param, results
+def answer_of(completion: CompletionOutput, logits: dict[int, bytes] | None = None) -> Answer:
+    return Answer(completion.token_ids, completion.logprobs, logits or {})
 
 
-@pytest.mark.parametrize("company", COMPANIES)
-def test_tokens_and_logits_are_the_same_bytes_as_alone(alone: tuple[str, dict[int, Any]], company: str) -> None:
-    """Batch mates, order, chunking, batching policy and preemption by recompute change no bit."""
-    dtype, expected = alone
-    order, settings = COMPANIES[company]
-    results, num_preemptions = play(dtype, order, **settings)
-    assert (num_preemptions >= 3) == (company == "a pool that is too small"), num_preemptions
-    for i in ALL:
-        assert results[i][0] == expected[i][0], f"tokens of request {i}"
-        assert results[i][1] == expected[i][1], f"logits of request {i}"
+def alone(backend: TransformersModel, asked: list[Question]) -> list[Answer]:
+    """Run each request in an engine of its own, in which nothing is shared, cut or preempted."""
+    answers = []
+    for question in asked:
+        with lab_of(backend, enable_prefix_caching=False, max_num_batched_tokens=1024) as lab:
+            answers += ask(lab, [question])
+    return answers
 
 
-#: Ways to the same answers: what is found, and what happens when blocks are lacking.
+@pytest.fixture(scope="module", params=[(kind, d) for kind in KINDS for d in ("float32", "bfloat16")], ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    kind, dtype = request.param
+    family, changes = KINDS[kind]
+
+    def rebuild() -> TransformersModel:
+        return TransformersModel(
+            tiny_model(family, dtype=getattr(torch, dtype), **changes), NumbaCpuAttention, block_size=BLOCK_SIZE
+        )
+
+    backend = rebuild()
+    assert backend.is_schedule_invariant, backend.variable_part
+    firsts = alone(backend, [(FIRST, params) for params in TALKS])
+    seconds = [([*FIRST, *one.token_ids, *SECOND], params) for one, params in zip(firsts, TALKS, strict=True)]
+    return Case(backend, rebuild, alone(backend, questions()), alone(backend, seconds))
+
+
+# --- requests ---
+
+Evidence: TypeAlias = Callable[[Any], bool]
+"""Looks at an engine's statistics for the thing that was to happen."""
 TIGHT: dict[str, Any] = {"num_kv_blocks": 6, "max_num_batched_tokens": 64}
-WAYS: dict[str, dict[str, Any]] = {
-    "shared beginnings": {},
-    "nothing shared": {"enable_prefix_caching": False},
-    "swapped": {**TIGHT, "preemption": "swap", "host_kv_memory": "4MiB"},
-    "recomputed": {**TIGHT, "preemption": "recompute"},
-    "shrunk": {**TIGHT, "preemption": "shrink"},
-    "waited": {**TIGHT, "preemption": "wait"},
-    "the cheapest way": {**TIGHT, "preemption": "auto", "host_kv_memory": "4MiB"},
+HOST: dict[str, Any] = {"host_kv_memory": "4MiB"}
+
+
+def preempted(kind: str) -> Evidence:
+    return lambda stats: stats.num_preemptions_by_kind[kind] > 0
+
+
+WAYS: dict[str, tuple[dict[str, Any], Evidence]] = {
+    "in company": ({}, lambda stats: stats.num_preemptions == 0),
+    "in chunks": ({"max_num_batched_tokens": 10, "max_num_seqs": 10}, lambda stats: stats.num_steps > 20),
+    "two at a time": ({"max_num_seqs": 2, "max_num_batched_tokens": 64}, lambda stats: stats.num_steps > 20),
+    "in static batches": ({"scheduling_policy": "static", "max_num_seqs": 2}, lambda stats: stats.num_steps > 20),
+    "nothing shared": ({"enable_prefix_caching": False}, lambda stats: stats.num_cached_tokens == 0),
+    "swapped": ({**TIGHT, **HOST, "preemption": "swap"}, preempted("swap")),
+    "recomputed": ({**TIGHT, "preemption": "recompute"}, preempted("recompute")),
+    "shrunk": ({**TIGHT, "preemption": "shrink"}, preempted("shrink")),
+    "waited": ({**TIGHT, "preemption": "wait"}, lambda stats: stats.num_stalled_rows > 0),
+    "the cheapest way": ({**TIGHT, **HOST}, lambda stats: stats.num_preemptions + stats.num_stalled_rows > 0),
+    "two threads": ({"num_threads": 2}, lambda stats: True),
 }
-
-
-def ask_twice(dtype: str, **settings: Any) -> tuple[list[Any], Any]:
-    """Answer requests with a common beginning together, then all again; return tokens, logits and the statistics."""
-    rng = random.Random(8)
-    beginning = [rng.randrange(3, VOCAB) for _ in range(19)]
-    prompts = [[*beginning, *(rng.randrange(3, VOCAB) for _ in range(rng.choice((1, 7, 13))))] for _ in range(4)]
-    requests = [(prompt, SamplingParams(max_tokens=20, ignore_eos=True)) for prompt in prompts]
-    with make_engine(dtype, **settings) as engine:
-        recorder = Recorder(engine._runner.backend)
-        engine._runner.backend = recorder
-        results = []
-        for _ in range(2):
-            handles = [engine.add_request(*request) for request in requests]
-            run(engine)
-            for handle in handles:
-                sequence = handle.sequences[0]
-                rows = {pos: data for (sid, pos), data in recorder.logits.items() if sid == sequence.sequence_id}
-                results.append((list(handle.output().outputs[0].token_ids), rows))
-        stats = engine.stats()
-        assert_all_free(engine)
-    return results, stats
-
-
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def cold(request: pytest.FixtureRequest) -> tuple[str, list[Any]]:
-    """The completions of an engine without prefix hits and without memory pressure."""
-    return request.param, ask_twice(request.param, enable_prefix_caching=False)[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_reuse_and_every_kind_of_preemption_change_no_bit(cold: tuple[str, list[Any]], way: str) -> None:
-    """Cold, found, swapped, shrunk, recomputed or kept waiting: the same tokens from the same logits, byte for byte."""
-    dtype, expected = cold
-    results, stats = ask_twice(dtype, **WAYS[way])
-    kinds = stats.num_preemptions_by_kind
-    assert (stats.num_cached_tokens > 0) == (way != "nothing shared")
-    assert {"swapped": kinds["swap"] > 0, "recomputed": kinds["recompute"] > 0, "shrunk": kinds["shrink"] > 0}.get(
-        way, True
-    ), kinds
-    assert (stats.swapped_in_bytes > 0) or way != "swapped"
-    for number, (result, answer) in enumerate(zip(results, expected, strict=True)):
-        assert result[0] == answer[0], f"tokens of request {number}"
-        assert result[1] == answer[1], f"logits of request {number}"
+def test_requests_answer_with_the_same_bytes_as_alone(case: Case, way: str) -> None:
+    """Company, order, chunks, kinds of preemption and threads change no bit, nor does what the cache has the second
+    time.
+    """
+    settings, has_happened = WAYS[way]
+    with lab_of(case.backend, **settings) as lab:
+        assert ask(lab, questions()[::-1])[::-1] == case.alone
+        assert has_happened(lab.engine.stats()), lab.engine.stats()
+        before = lab.engine.stats().num_cached_tokens
+        assert ask(lab, questions()) == case.alone
+        assert (lab.engine.stats().num_cached_tokens > before) == (way != "nothing shared")
+        ways = lab.engine._runner._threads._contexts
+        assert max(one.num_threads for one in ways) == settings.get("num_threads", 1)
+
+
+def test_a_restarted_engine_answers_with_the_same_bytes(case: Case) -> None:
+    """Another engine with the same weights, packed anew, gives the same bits."""
+    with lab_of(case.rebuild()) as lab:
+        assert ask(lab, questions()) == case.alone
+
+
+@pytest.mark.parametrize("counts", [{"n": 3}, {"n": 3, "best_of": 3}], ids=str)
+def test_completions_that_were_forked_are_those_of_requests_of_their_own(case: Case, counts: dict[str, int]) -> None:
+    """``n`` and ``best_of`` fork after the prompt: each completion is that of a request with its seed, run alone."""
+    prompt, params = questions()[1]
+    seeds = [(params.seed + i * SEED_STRIDE) % SEED_RANGE for i in range(3)]
+    expected = alone(case.backend, [(prompt, replace(params, seed=seed)) for seed in seeds])
+    with lab_of(case.backend) as lab:
+        [output] = lab.engine.generate([prompt], replace(params, **counts))
+        assert {answer_of(one)[:2] for one in output.outputs} == {one[:2] for one in expected}
+
+
+# --- conversations ---
+
+Talk: TypeAlias = Callable[[Lab, Session, Path], Session]
+"""What happens between two turns; returns the session that goes on."""
+
+
+def in_place(lab: Lab, session: Session, path: Path) -> Session:
+    return session
+
+
+def forked(lab: Lab, session: Session, path: Path) -> Session:
+    fork = session.fork()
+    session.ask([70, 71])
+    return fork
+
+
+def forgotten(lab: Lab, session: Session, path: Path) -> Session:
+    lab.flood()
+    return session
+
+
+def parked(tier: Any, lab: Lab, session: Session, path: Path) -> Session:
+    state = session.park(tier)
+    assert (state.tier, state.num_tokens_kept) == (tier, len(session.token_ids) - 1)
+    lab.flood()
+    return session
+
+
+def expired(lab: Lab, session: Session, path: Path) -> Session:
+    session.park("disk", ttl_s=10)
+    lab.clock.advance(11)
+    lab.flood()
+    assert session.parked is None
+    return session
+
+
+def exported(lab: Lab, session: Session, path: Path, *, include_kv: bool) -> Session:
+    session.export(path, include_kv=include_kv)
+    session.close()
+    lab.flood()
+    return lab.engine.import_session(path)
+
+
+#: What happens, and whether the second turn finds the KV of the first one.
+TALK_WAYS: dict[str, tuple[Talk, bool]] = {
+    "in place": (in_place, True),
+    "forked": (forked, True),
+    "forgotten": (forgotten, False),
+    "parked on the host": (partial(parked, "host"), True),
+    "parked on disk": (partial(parked, "disk"), True),
+    "parked as tokens": (expired, False),
+    "exported with KV": (partial(exported, include_kv=True), True),
+    "exported as tokens": (partial(exported, include_kv=False), False),
+}
+
+
+@pytest.mark.parametrize("way", TALK_WAYS)
+def test_a_conversation_goes_on_with_the_bytes_of_a_request_alone(case: Case, way: str, tmp_path: Path) -> None:
+    """However its KV was kept or lost, a second turn is that of one request with all of the conversation's tokens."""
+    happen, is_found = TALK_WAYS[way]
+    for number, params in enumerate(TALKS):
+        with lab_of(case.backend, num_kv_blocks=8, **HOST) as lab:
+            session = lab.engine.session(params)
+            session.ask(FIRST)
+            output = happen(lab, session, tmp_path / f"{number}.json").ask(SECOND)
+            assert answer_of(output.outputs[0])[:2] == case.turns[number][:2]
+            assert (output.num_cached_tokens > 0) == is_found
