@@ -35,7 +35,8 @@ NUM_QUESTIONS = max(4, scaled(4))
 """Fewer do not press each other."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {"num_hidden_layers": 2}),
-    "mixture of experts": ("qwen2_moe", {"num_hidden_layers": 2}),
+    # Why four of eight: two numbers have the same sum in either order.
+    "mixture of experts": ("qwen2_moe", {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 4}),
     "sliding window": ("gemma3_text", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
 }
 SAMPLED: list[dict[str, Any]] = [{}, {"temperature": 1.3, "top_k": 40}, {"temperature": 0.8, "top_p": 0.9}]
