@@ -147,9 +147,7 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
     ) -> AsyncSession:
         """Open an exported conversation; errors as ``Engine.import_session``. The file is read on another thread."""
         snapshot = await asyncio.to_thread(self._read_session, path)
-        session = AsyncSession(self, lambda engine: engine.sessions.take_in(snapshot, cache_salt))
-        await session.open()
-        return session
+        return await AsyncSession(self, lambda engine: engine.sessions.take_in(snapshot, cache_salt)).__aenter__()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, a chat with its template, as ``generate`` would send them to the model.
@@ -168,7 +166,7 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         Raises ``EngineClosed`` if the engine was closed, or its thread did not answer within ``timeout_s`` seconds.
         """
         try:
-            return self._call(lambda engine: engine.stats()).result(timeout_s)
+            return self.send(lambda engine: engine.stats()).result(timeout_s)
         except TimeoutError:
             raise EngineClosed(f"the engine thread did not answer within {timeout_s} seconds.") from None
 
@@ -240,9 +238,10 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
 
         Raises ``EngineClosed`` if the engine is closed.
         """
-        return await asyncio.wrap_future(self._call(function))
+        return await asyncio.wrap_future(self.send(function))
 
-    def _call(self, function: Callable[[Engine], _T]) -> Future[_T]:
+    def send(self, function: Callable[[Engine], _T]) -> Future[_T]:
+        """Do the same without waiting for it, from any thread. Raises ``EngineClosed`` if the engine is closed."""
         result: Future[_T] = Future()
         self._commands.put(lambda worker: worker.call(function, result))
         return result

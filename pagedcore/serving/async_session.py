@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -32,6 +34,9 @@ _T = TypeVar("_T")
 class EngineAccess(Protocol):
     """What a session needs of the engine on its thread."""
 
+    def send(self, function: Callable[[Engine], _T]) -> Future[_T]:
+        """Have a function run on the engine thread, without waiting for it."""
+
     async def call(self, function: Callable[[Engine], _T]) -> _T:
         """Run a function on the engine thread."""
 
@@ -48,14 +53,19 @@ class AsyncSession:
 
     One turn at a time; several sessions advance together. Cancelling ``ask``, or leaving ``stream`` early, aborts the
     turn; the next one continues from the tokens generated until then.
+
+    Invariant: a session that is closed, lost, or cancelled while it is opened is closed in the engine too.
     """
 
     def __init__(self, engine: EngineAccess, make: Callable[[Engine], Session]) -> None:
         self._engine = engine
-        self._make = make
-        self._session: Session | None = None
+        self._make: Callable[[Engine], Session] | None = make
+        self._opened: list[Session] = []
         self._readers: set[StreamReader] = set()
         self._is_closed = False
+        # Why: weak, because an engine that is lost closes its sessions; it does so at the exit of the interpreter too.
+        self._close = weakref.finalize(self, _close, weakref.ref(engine), self._opened)
+        self._close.atexit = False
 
     async def open(self) -> None:
         """Make the session now; errors as ``Engine.session``."""
@@ -64,7 +74,7 @@ class AsyncSession:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Prompts and completions of all turns so far; complete between two turns."""
-        return self._session.token_ids if self._session is not None else ()
+        return self._opened[0].token_ids if self._opened else ()
 
     async def ask(self, prompt: Prompt | None, params: SamplingParams | None = None) -> RequestOutput:
         """Run a turn and return its completion. Arguments and errors as ``Session.ask``."""
@@ -105,27 +115,32 @@ class AsyncSession:
 
     async def fork(self) -> AsyncSession:
         """Return a second session with the same tokens. Errors as ``Session.fork``."""
-        fork = AsyncSession(self._engine, lambda engine: self._of(engine).fork())
-        await fork.open()
-        return fork
+        return await AsyncSession(self._engine, lambda engine: self._of(engine).fork()).__aenter__()
 
     async def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
         """Write everything that decides how the session continues. Arguments and errors as ``Session.export``."""
         await self._run(lambda session: session.export_operation(path, include_kv))
 
     async def aclose(self) -> None:
-        """Abort a turn that is under way, and free everything; a second call does nothing."""
+        """Abort a turn that is under way, and free everything; a second call does nothing.
+
+        A call that is cancelled is still completed in the background.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         for reader in list(self._readers):
             reader.close()
-        # Why: a closed engine has closed its sessions.
-        with suppress(EngineClosed):
-            await self._engine.call(lambda engine: self._session.close() if self._session is not None else None)
+        if (closing := self._close()) is not None:
+            await asyncio.shield(asyncio.wrap_future(closing))
 
     async def __aenter__(self) -> AsyncSession:
-        await self.open()
+        try:
+            await self.open()
+        except BaseException:
+            self._is_closed = True
+            self._close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -148,16 +163,33 @@ class AsyncSession:
         except BaseException:
             # Why: the engine thread may be running it now, so no other thread can close it.
             with suppress(EngineClosed):
-                await asyncio.shield(self._engine.call(lambda engine: operation.close() if operation else None))
+                self._engine.send(lambda engine: operation.close() if operation else None)
             raise
 
     async def _call(self, function: Callable[[Session], _T]) -> _T:
-        if self._is_closed:
-            raise SessionStateError("session", "closed", "open", "Open a new session, or import an exported one.")
         return await self._engine.call(lambda engine: function(self._of(engine)))
 
     def _of(self, engine: Engine) -> Session:
         """Return the session, made at its first use; runs on the engine thread."""
-        if self._session is None:
-            self._session = self._make(engine)
-        return self._session
+        if self._is_closed:
+            raise SessionStateError("session", "closed", "open", "Open a new session, or import an exported one.")
+        if self._make is not None:
+            self._opened.append(self._make(engine))
+            # Why: it holds what an import has read, or the session that was forked.
+            self._make = None
+        return self._opened[0]
+
+
+def _close(engine: weakref.ref[EngineAccess], opened: list[Session]) -> Future[None] | None:
+    """Have a session closed after the command that may be opening it; ``None``: its engine has closed it.
+
+    The garbage collector may call this on any thread, between any two lines.
+    """
+
+    def close(_: Engine) -> None:
+        for session in opened:
+            session.close()
+
+    with suppress(EngineClosed):
+        return present.send(close) if (present := engine()) is not None else None
+    return None
