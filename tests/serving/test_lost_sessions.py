@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from pagedcore.engine.engine import Engine
+from pagedcore.errors import SessionStateError, TooManySequences
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
 from support.engine_builders import assert_all_free, make_engine
@@ -31,18 +32,19 @@ class SteppedEngine(AsyncEngine):
 
     def __init__(self, engine: Engine) -> None:
         self._read_session, self._engine = engine.sessions.read, engine
-        self._sent: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
+        self._sent: deque[tuple[int, Callable[[Engine], Any], Future[Any]]] = deque()
+        self.iteration = 0
 
     def send(self, function: Callable[[Engine], Any]) -> Future[Any]:
         """Take a command."""
-        self._sent.append((function, result := Future()))
+        self._sent.append((self.iteration, function, result := Future()))
         return result
 
-    def run_command(self) -> bool:
-        """Run the oldest command as ``EngineLoop.call`` does; return whether there was one."""
-        if not self._sent:
+    def run_command(self, lag: int) -> bool:
+        """Run the oldest command as ``EngineLoop.call`` does, if it was sent ``lag`` iterations ago."""
+        if not self._sent or self._sent[0][0] + lag > self.iteration:
             return False
-        function, result = self._sent.popleft()
+        _, function, result = self._sent.popleft()
         if result.set_running_or_notify_cancel():
             try:
                 result.set_result(function(self._engine))
@@ -93,8 +95,8 @@ async def interrupt(
 ) -> bool:
     """Run a scenario, interrupt it in the ``at``-th iteration of the loop; return whether it had ended before.
 
-    Commands run once they are ``lag`` iterations old; ``runs_late``: those of the iteration of the interruption after
-    it, so that what they return comes too late to be delivered.
+    Commands run ``lag`` iterations after they were sent; ``runs_late``: in the iteration of the interruption after it,
+    so that what they return comes too late to be delivered.
     """
     scope = asyncio.timeout(None)
 
@@ -107,21 +109,22 @@ async def interrupt(
     await asyncio.sleep(0)
     has_ended = False
     for iteration in range(60):
-        if iteration >= lag and not runs_late:
-            engine.run_command()
+        engine.iteration += 1
+        if not runs_late:
+            engine.run_command(lag)
         if iteration == at:
             has_ended = task.done()
             if way == "cancelled" or has_ended:
                 task.cancel()
             else:
                 scope.reschedule(asyncio.get_running_loop().time())
-        if iteration >= lag and runs_late:
-            engine.run_command()
+        if runs_late:
+            engine.run_command(lag)
         await asyncio.sleep(0)
     assert task.done()
     with suppress(asyncio.CancelledError, TimeoutError):
         task.result()
-    assert not engine.run_command()
+    assert not engine.run_command(0)
     return has_ended
 
 
@@ -210,6 +213,19 @@ async def test_a_lost_session_is_closed() -> None:
         assert await count_open(engine) == 1
         await fork.ask([3])
         await fork.aclose()
+        assert await count_open(engine) == 0
+
+
+async def test_a_closed_session_is_not_opened() -> None:
+    """Closed before its first use, or entered in vain, a session is refused and none is made for it."""
+    async with AsyncEngine(make_engine()) as engine:
+        session, refused = engine.session(PARAMS), engine.session(SamplingParams(n=2))
+        await session.aclose()
+        with pytest.raises(TooManySequences):
+            await refused.__aenter__()
+        for one in (session, refused):
+            with pytest.raises(SessionStateError, match="closed"):
+                await one.open()
         assert await count_open(engine) == 0
 
 
