@@ -130,7 +130,7 @@ def read_bounded(path: Path, most: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OSError("not a plain file")
         if status.st_size > most:
-            raise OSError(f"more than {most} bytes")
+            raise OSError(errno.EFBIG, f"more than {most} bytes")
         return file.read(most)
 
 

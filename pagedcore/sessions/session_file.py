@@ -1,12 +1,14 @@
 """Sessions as files: one JSON file with everything that decides the continuation, and one beside it with the KV.
 
 Owns the format and its checks. Files are untrusted: sizes are checked before anything is read, every field before
-anything is made of it, the model before the tokens, and the blocks token by token. The KV file is optional: without
-it, or where a block of it is wrong, the same continuation is computed again.
+anything is made of it, the model before the tokens, and the blocks token by token. Only what ``export`` writes is read:
+every field is there, once, in the one form that it is written in. The KV file is optional: without it, or where a block
+of it is wrong, the same continuation is computed again.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -36,7 +38,24 @@ VERSION: Final = 1
 _KV_SUFFIX: Final = ".kv.safetensors"
 _DIGEST: Final = matching(r"[0-9a-f]{64}", "a digest")
 _MODEL: Final = {"architecture": matching(r"[\w.-]{1,64}", "a name"), "config": _DIGEST, "weights": _DIGEST}
+_FORM: Final[dict[str, FieldRule[Any]]] = {
+    "block_size": integer(1, MAX_COUNT), "block_bytes": integer(1, MAX_COUNT), "kv_format": _DIGEST,
+}
 _REASON: Final = one_of("stop", "length", "abort", "error")
+_FIELDS: Final = {
+    "document": {"format", "version", "checksum", "body"},
+    "body": {"model", "params", "priority", "is_salted", "history", "kv"},
+    "model": set(_MODEL),
+    "params": {field.name for field in fields(SamplingParams)},
+    "history": {"token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "finish_reason", "logprobs"},
+    "kv": {"num_tokens", "block_size", "block_bytes", "kv_format", "block_digests"},
+}
+_NUM_BASE_BYTES: Final = 2**16
+"""At least what a file without tokens takes: twice the parameters, most of them biases and stop strings."""
+_NUM_BYTES_PER_TOKEN: Final = 80 + 46 * (MAX_LOGPROBS + 1)
+"""At least what a token takes: its id, the digest of a block of its own, and each log-probability with its id."""
+_MAX_LOGPROB: Final = 0.001
+"""Above 0, because the logarithm of a certain token's probability is rounded."""
 
 DescribeKV = Callable[[tuple[int, ...]], KVSpec]
 """Describes the KV of some tokens as this engine makes it."""
@@ -87,19 +106,17 @@ def read_session(
         ModelMismatch: it was made with another model.
         OSError: there is no such file, or it cannot be read.
     """
-    body = _read_body(path)
+    body = _read_body(path, min(MAX_SESSION_FILE_BYTES, _NUM_BASE_BYTES + inputs.max_model_len * _NUM_BYTES_PER_TOKEN))
     names = _mapping(body, "model")
     made_with = ModelFingerprint(**{
-        name: rule.check(f"model.{name}", names.get(name), InvalidSessionFile) for name, rule in _MODEL.items()
+        name: rule.check(f"model.{name}", names[name], InvalidSessionFile) for name, rule in _MODEL.items()
     })
     if made_with != model:
         raise ModelMismatch(str(made_with), str(model))
-    history = None if body.get("history") is None else _history(_mapping(body, "history"), inputs)
-    params = None if body.get("params") is None else _params(_mapping(body, "params"), inputs)
+    history = None if body["history"] is None else _history(_mapping(body, "history"), inputs)
+    params = None if body["params"] is None else _params(_mapping(body, "params"), inputs)
     priority, is_salted = _field(body, "priority", PRIORITY), _field(body, "is_salted", BOOLEAN)
-    kv = None
-    if history is not None and body.get("kv") is not None:
-        kv = _kv(path, _mapping(body, "kv"), history, describe_kv)
+    kv = None if body["kv"] is None else _kv(path, _mapping(body, "kv"), history, describe_kv)
     return SessionSnapshot(model=model, params=params, priority=priority, is_salted=is_salted, history=history, kv=kv)
 
 
@@ -141,28 +158,39 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
+def _canonical(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def _checksum(body: Mapping[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return hashlib.sha256(_canonical(body).encode()).hexdigest()
 
 
-def _read_body(path: Path) -> Mapping[str, Any]:
-    content = read_bounded(path, MAX_SESSION_FILE_BYTES)
+def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
     try:
-        document = json.loads(content, parse_constant=_refuse_constant)
+        content = read_bounded(path, max_bytes)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise InvalidSessionFile("bytes", path.stat().st_size, f"at most {max_bytes}",
+                                     "It follows from the longest context of this engine's model.") from None
+        raise
+    try:
+        document = json.loads(
+            content.decode(), parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates,
+        )
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise InvalidSessionFile("format", f"{len(content)} bytes", f"JSON that says {FORMAT!r}")
-    if document.get("version") != VERSION:
-        raise InvalidSessionFile("version", document.get("version"), f"{VERSION}")
-    body = _mapping(document, "body")
+        raise InvalidSessionFile("format", f"{len(content)} bytes", f"JSON in UTF-8 that says {FORMAT!r}")
+    if type(version := document.get("version")) is not int or version != VERSION:
+        raise InvalidSessionFile("version", version, f"{VERSION}")
+    body = _mapping(_exactly(document, "document"), "body")
     try:
-        is_whole = _checksum(body) == document.get("checksum")
+        is_whole = _checksum(body) == document["checksum"]
     except (ValueError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise InvalidSessionFile("checksum", document.get("checksum"), "the digest of its own contents",
+        raise InvalidSessionFile("checksum", document["checksum"], "the digest of its own contents",
                                  "The file was changed or damaged; export the session again.")
     return body
 
@@ -171,15 +199,29 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(values := dict(pairs)) < len(pairs):
+        raise ValueError("duplicate")
+    return values
+
+
 def _field(values: Mapping[str, Any], name: str, rule: FieldRule[_T]) -> _T:
-    return rule.check(name, values.get(name), InvalidSessionFile)
+    return rule.check(name, values[name], InvalidSessionFile)
 
 
 def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = body.get(name)
+    value = body[name]
     if not isinstance(value, dict):
         raise InvalidSessionFile(name, value, "an object")
-    return value
+    return _exactly(value, name)
+
+
+def _exactly(values: dict[str, Any], name: str) -> dict[str, Any]:
+    if values.keys() != _FIELDS[name]:
+        missing = sorted(_FIELDS[name] - values.keys())
+        raise InvalidSessionFile(f"{name}, fields", f"{len(values)} without {', '.join(missing) or 'the right names'}",
+                                 f"exactly {', '.join(sorted(_FIELDS[name]))}", is_described=True)
+    return values
 
 
 def _params(values: Mapping[str, Any], inputs: InputProcessor) -> SamplingParams:
@@ -187,6 +229,8 @@ def _params(values: Mapping[str, Any], inputs: InputProcessor) -> SamplingParams
         params = SamplingParams.from_mapping(values)
         validation.check_params_for_model(params, inputs.vocab_size)
         validation.require_one_completion(params)
+    if _canonical(_plain(params)) != _canonical(values):
+        raise InvalidSessionFile("params", values, "the parameters in the form in which export writes them")
     return params
 
 
@@ -202,37 +246,60 @@ def _refusals_of(what: str) -> Iterator[None]:
 def _history(values: Mapping[str, Any], inputs: InputProcessor) -> SequenceSnapshot:
     with _refusals_of("token_ids"):
         # Why: one more than a prompt may have, because a history may fill the context; only its next turn is refused.
-        token_ids = validation.validate_prompt_ids(values.get("token_ids"), inputs.vocab_size, inputs.max_model_len + 1)
+        token_ids = validation.validate_prompt_ids(values["token_ids"], inputs.vocab_size, inputs.max_model_len + 1)
     num_prompt_tokens = _field(values, "num_prompt_tokens", integer(1, len(token_ids)))
+    params, output_ids = _params(_mapping(values, "params"), inputs), token_ids[num_prompt_tokens:]
     return SequenceSnapshot(
-        token_ids=tuple(token_ids), num_prompt_tokens=num_prompt_tokens,
-        params=_params(_mapping(values, "params"), inputs),
-        max_tokens=_field(values, "max_tokens", integer(max(1, len(token_ids) - num_prompt_tokens), MAX_COUNT)),
+        token_ids=tuple(token_ids), num_prompt_tokens=num_prompt_tokens, params=params,
+        max_tokens=_field(values, "max_tokens", integer(max(1, len(output_ids)), MAX_COUNT)),
         seed=_field(values, "seed", integer(0, MAX_SEED)),
         finish_reason=_field(values, "finish_reason", _REASON),
-        logprobs=_logprobs(values.get("logprobs"), len(token_ids) - num_prompt_tokens),
+        logprobs=_logprobs(values["logprobs"], output_ids if params.logprobs is not None else [], inputs.vocab_size),
     )
 
 
-def _logprobs(values: Any, num_output_tokens: int) -> tuple[TokenLogprobs, ...]:
-    if not isinstance(values, list) or len(values) > num_output_tokens:
-        raise InvalidSessionFile("logprobs", values, "a list of at most one entry per token of the completion")
+def _logprobs(values: Any, token_ids: list[int], vocab_size: int) -> tuple[TokenLogprobs, ...]:
+    is_token = integer(0, vocab_size - 1).accepts
     try:
-        return tuple(
-            TokenLogprobs(int(token_id), float.fromhex(value), tuple((int(i), float.fromhex(v)) for i, v in top))
-            for token_id, value, top in values if len(top) <= MAX_LOGPROBS
-        )
+        if type(values) is not list:
+            raise TypeError
+        return tuple(_token_logprobs(*one, expected, is_token) for one, expected in zip(values, token_ids, strict=True))
     except (ValueError, TypeError, OverflowError):
-        raise InvalidSessionFile("logprobs", values, "[token id, log-probability, [[id, value], ...]]") from None
+        pass
+    raise InvalidSessionFile(
+        "logprobs", values, f"a list of [token id, log-probability, [[id, value], ...]] for {len(token_ids)} tokens of "
+        f"the completion, the log-probabilities at most 0 and in hexadecimal, and at most {MAX_LOGPROBS} ids a token",
+    )
 
 
-def _kv(path: Path, values: Mapping[str, Any], history: SequenceSnapshot, describe_kv: DescribeKV) -> KVCopy | None:
+def _token_logprobs(
+    token_id: Any, value: Any, top: Any, expected: int, is_token: Callable[[Any], bool]
+) -> TokenLogprobs:
+    pairs = tuple((other, _logprob(text)) for other, text in top)
+    is_list = type(top) is list and len(top) <= MAX_LOGPROBS
+    if not (is_list and is_token(token_id) and token_id == expected and all(is_token(other) for other, _ in pairs)):
+        raise ValueError
+    return TokenLogprobs(token_id, _logprob(value), pairs)
+
+
+def _logprob(text: Any) -> float:
+    value = float.fromhex(text)
+    if value.hex() != text or not value <= _MAX_LOGPROB:
+        raise ValueError
+    return value
+
+
+def _kv(
+    path: Path, values: Mapping[str, Any], history: SequenceSnapshot | None, describe_kv: DescribeKV
+) -> KVCopy | None:
     """Return the KV if it is of use here; only a contradiction between digests and tokens refuses the file."""
-    num_tokens = _field(values, "num_tokens", integer(1, len(history.token_ids)))
-    spec = describe_kv(history.token_ids[:num_tokens])
-    if any(values.get(name) != value for name, value in _form_of(spec).items()):
+    token_ids = history.token_ids if history is not None else ()
+    num_tokens = _field(values, "num_tokens", integer(1, len(token_ids)))
+    form = {name: _field(values, name, rule) for name, rule in _FORM.items()}
+    spec = describe_kv(token_ids[:num_tokens])
+    if form != _form_of(spec):
         _log.info("session file: its KV was made in another form than this engine's; it is computed again")
         return None
-    if values.get("block_digests") != [key.hex() for key in spec.block_keys()]:
-        raise InvalidSessionFile("block_digests", values.get("block_digests"), "the digests of its own tokens")
+    if values["block_digests"] != [key.hex() for key in spec.block_keys()]:
+        raise InvalidSessionFile("block_digests", values["block_digests"], "the digests of its own tokens")
     return read_kv(_kv_path(path), spec)
