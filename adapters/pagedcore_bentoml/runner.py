@@ -36,7 +36,7 @@ from pagedcore_bentoml.wire import (
     json_of,
     prompt_logprobs_of,
 )
-from pagedcore_http.body import MAX_BODY_BYTES
+from pagedcore_http.body import MAX_BODY_BYTES, body_limit
 from pagedcore_http.drain import DrainSignal, OpenCalls
 from pagedcore_http.event_stream import ClientGone, run_until_disconnect
 from pagedcore_http.events import encode, frame_text
@@ -73,8 +73,9 @@ class PagedCoreRunner:
     drain_s: ClassVar[float] = 25.0
     """Longest wait for calls in flight when the service ends, in seconds; ``bentoml serve`` kills a worker 30 seconds
     after it asked it to end."""
-    max_body_bytes: ClassVar[int] = MAX_BODY_BYTES
-    """Largest request body."""
+    max_body_bytes: ClassVar[int | None] = None
+    """Largest request body; ``None``: 16 bytes for each token of the context, at most 4 MiB, and 256 KiB besides. It
+    may have one number or object for every 16 of these bytes, and 16,384 strings and as many lists."""
     degraded_after_s: ClassVar[float] = 10.0
     """Seconds without progress after which the service is not ready; longer than the longest step."""
     dead_after_s: ClassVar[float] = 60.0
@@ -85,6 +86,8 @@ class PagedCoreRunner:
         self._starting = threading.Lock()
         self._open_calls = OpenCalls()
         self._drain_signal = DrainSignal(lambda: self._open_calls.drain(self.drain_s))
+        self.body_limit = MAX_BODY_BYTES if self.max_body_bytes is None else self.max_body_bytes
+        """Bytes of a request body that are accepted."""
 
     @property
     def engine(self) -> AsyncEngine:
@@ -116,6 +119,8 @@ class PagedCoreRunner:
         engine = await asyncio.to_thread(lambda: self.engine)
         output = await asyncio.wrap_future(engine.submit([0], SamplingParams(max_tokens=1)))
         output.raise_for_error()
+        if self.max_body_bytes is None:
+            self.body_limit = body_limit((await asyncio.to_thread(engine.stats)).max_model_len)
         engine_metrics(engine)
         self._drain_signal.install()
         # Why: the present objects stay; collecting garbage among all of them stalls every stream for 0.2 s.
@@ -272,7 +277,7 @@ def _no_salt(reason: str) -> SaltNotDerived:
 
 
 def _raise_refusal_of_body(ctx: bentoml.Context | None) -> None:
-    refused: PagedcoreError | None = None if ctx is None else ctx.request.scope.get(REFUSAL_KEY)
+    refused: PagedcoreError | HTTPException | None = None if ctx is None else ctx.request.scope.get(REFUSAL_KEY)
     if refused is not None:
         raise refused
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Final
 
 from bentoml import IODescriptor, get_current_service
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pagedcore import RequestOutput, TokenLogprobs
@@ -20,6 +21,7 @@ from pagedcore.errors import PagedcoreError
 from pagedcore_http.body import MAX_BODY_BYTES, read_fields
 from pagedcore_http.event_stream import EventStream
 from pagedcore_http.json_pieces import map_in_pieces, with_list
+from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST
 
 REFUSAL_KEY: Final = "pagedcore_bentoml.refusal"
 """Where a request's scope holds the error of a body that was refused."""
@@ -61,7 +63,9 @@ class EndpointInput(IODescriptor):
             return cls.model_construct(**await read_fields(request, cls.model_fields, required, _max_body_bytes()))
         except PagedcoreError as error:
             request.scope[REFUSAL_KEY] = error
-            return cls.model_construct(**dict.fromkeys(cls.model_fields))
+        except ClientDisconnect:
+            request.scope[REFUSAL_KEY] = HTTPException(CLIENT_CLOSED_REQUEST, "the client left before its body's end.")
+        return cls.model_construct(**dict.fromkeys(cls.model_fields))
 
 
 def is_from_sibling(request: Request) -> bool:
@@ -74,7 +78,7 @@ def is_from_sibling(request: Request) -> bool:
 
 
 def _max_body_bytes() -> int:
-    return getattr(get_current_service(), "max_body_bytes", MAX_BODY_BYTES)
+    return getattr(get_current_service(), "body_limit", MAX_BODY_BYTES)
 
 
 class PromptInput(EndpointInput):

@@ -14,8 +14,15 @@ from starlette.requests import Request
 from pagedcore.errors import InvalidPrompt, UnknownParameter
 from pagedcore_http.refusals import RefusedAtTheDoor
 
-MAX_BODY_BYTES: Final = 2**20
-"""Bytes of a body unless the service sets another limit: a quarter of a million tokens of text."""
+TEXT_BYTES_PER_TOKEN: Final = 16
+"""Bytes of text per token of context, and their most for any context, as the engine accepts them in a chat."""
+MAX_TEXT_BYTES: Final = 2**22
+ROOM_BYTES: Final = 2**18
+"""Bytes of a body besides one prompt as long as the context: parameters, and batches of short prompts."""
+MAX_BODY_BYTES: Final = MAX_TEXT_BYTES + ROOM_BYTES
+"""Bytes of a body for any context."""
+MAX_STRINGS_OR_LISTS: Final = 2**14
+"""Strings, and lists, of a body: 256 chats of 32 messages. The parser makes as many in two milliseconds."""
 MAX_HEADER_BYTES: Final = 2**14
 """Bytes of all header names and values."""
 MAX_JSON_DEPTH: Final = 64
@@ -23,9 +30,16 @@ MAX_JSON_DEPTH: Final = 64
 _HOLDERS: Final = frozenset((dict, list))
 _LONG_BODY: Final = 2**14
 """Bytes that take up to a millisecond to parse."""
+_BYTES_PER_VALUE: Final = 16
+"""Bytes of the limit per number or object of a body: it has as many as the context has tokens, and room."""
 _VALUES_AT_ONCE: Final = 2048
 _PAUSE_S: Final = 50e-6
 """Long enough for a thread that waits for the interpreter's lock to wake and get it."""
+
+
+def body_limit(max_model_len: int) -> int:
+    """Return the bytes of a body that may be needed for a context of so many tokens."""
+    return min(TEXT_BYTES_PER_TOKEN * max_model_len, MAX_TEXT_BYTES) + ROOM_BYTES
 
 
 async def read_fields(request: Request, known: Collection[str], required: Collection[str],
@@ -36,11 +50,15 @@ async def read_fields(request: Request, known: Collection[str], required: Collec
         RefusedAtTheDoor: the type, the size or the form is refused, with the status that says so.
         UnknownParameter: a name that is not known; names are never ignored.
         InvalidPrompt: a required name is missing.
+        ClientDisconnect: the client disconnected before the end of its body.
     """
     _require_short_headers(request)
     _require_json(request)
     body = await _read(request, max_body_bytes)
-    fields = _parse(body) if len(body) <= _LONG_BODY else await asyncio.to_thread(_parse, body, _Pauses())
+    if len(body) <= _LONG_BODY:
+        fields = _parse(body)
+    else:
+        fields = await asyncio.to_thread(_parse_long, body, max_body_bytes // _BYTES_PER_VALUE)
     for name in fields:
         if name not in known:
             raise UnknownParameter("field name", name, f"one of {', '.join(known)}")
@@ -85,40 +103,66 @@ def _too_large(given: object, max_bytes: int) -> RefusedAtTheDoor:
 
 class _Pauses:
     """Lets other threads run while a long body is parsed, as the parser itself never releases the interpreter's lock.
-    Numbers and objects are counted, because no valid request has many values of other types.
+    Numbers and objects are counted, at most ``limit`` of them; strings and lists were counted before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._num_values = 0
 
     def integer(self, digits: str) -> int:
         """Parse an integer."""
-        self._count()
+        # Why: the time for one grows with the square of its length; the longest that is parsed takes as long as 200.
+        self._count(1 + len(digits) // 20)
         return int(digits)
 
     def real(self, digits: str) -> float:
         """Parse a number that is no integer."""
-        self._count()
+        self._count(1)
         return float(digits)
 
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Make an object."""
-        self._count()
+        self._count(1)
         return dict(pairs)
 
-    def _count(self) -> None:
-        self._num_values += 1
-        if self._num_values % _VALUES_AT_ONCE == 0:
+    def _count(self, num_values: int) -> None:
+        before, self._num_values = self._num_values, self._num_values + num_values
+        if self._num_values > self._limit:
+            raise _too_many("numbers and objects", self._num_values, self._limit)
+        if before // _VALUES_AT_ONCE != self._num_values // _VALUES_AT_ONCE:
             time.sleep(_PAUSE_S)
 
 
-def _parse(body: bytes, pauses: _Pauses | None = None) -> dict[str, Any]:
-    hooks: dict[str, Any] = {} if pauses is None else {
-        "parse_int": pauses.integer, "parse_float": pauses.real, "object_pairs_hook": pauses.object
-    }  # fmt: skip
+def _parse_long(body: bytes, max_values: int) -> dict[str, Any]:
+    _require_few_strings_and_lists(body, MAX_STRINGS_OR_LISTS)
+    pauses = _Pauses(max_values)
+    return _parse(body, parse_int=pauses.integer, parse_float=pauses.real, object_pairs_hook=pauses.object)
+
+
+def _require_few_strings_and_lists(body: bytes, limit: int) -> None:
+    # Why: the parser calls nothing while it makes these, so they are counted before. A string has one or two quotes
+    # that do not follow a backslash.
+    num_quotes = body.count(b'"') - body.count(b'\\"')
+    if num_quotes > 2 * limit:
+        raise _too_many("strings", num_quotes // 2, limit)
+    if body.count(b"[") > limit:
+        outside_of_strings = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
+        num_lists = sum(part.count(b"[") for part in outside_of_strings)
+        if num_lists > limit:
+            raise _too_many("lists", num_lists, limit)
+
+
+def _too_many(what: str, given: int, limit: int) -> RefusedAtTheDoor:
+    return RefusedAtTheDoor(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body", given, f"at most {limit} {what}")
+
+
+def _parse(body: bytes, **hooks: Any) -> dict[str, Any]:
     try:
         # Safety: decoded here, because the parser would take UTF-16 and UTF-32 too, which no filter before us reads.
         fields = json.loads(body.decode() or "{}", parse_constant=_refuse_constant, **hooks)
+    except RefusedAtTheDoor:
+        raise
     except (ValueError, RecursionError):
         # Safety: from None, because the parser's own message repeats the text.
         raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", len(body), "JSON text in UTF-8") from None

@@ -44,12 +44,20 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGone
-        return working.result()
+    except BaseException:
+        await _stop(working)
+        raise
     finally:
         leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait({working})
+    return working.result()
+
+
+async def _stop(task: asyncio.Task[Any]) -> None:
+    """Cancel a task that has no reader any more; an error of it is logged if it is unforeseen."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled() and isinstance(error := task.exception(), Exception):
+        refusal_of(error)
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -107,11 +115,10 @@ class EventStream(StreamingResponse):
             while not (await asyncio.wait({first}, timeout=patience_s))[0]:
                 await self._send(WAITING, send)
                 patience_s = KEEP_ALIVE_S
-        finally:
+        except BaseException:
             # Why: a generator cannot be closed while it runs.
-            if not first.done():
-                first.cancel()
-                await asyncio.wait({first})
+            await _stop(first)
+            raise
         await self._send(first.result(), send)
         async for event in events:
             await self._send(event, send)

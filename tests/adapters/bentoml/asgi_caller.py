@@ -64,10 +64,11 @@ class App:
     runner: PagedCoreRunner
     engine: AsyncEngine
 
-    def begin(self, path: str, body: Any, headers: Any = JSON_TYPE, client: Any = ("127.0.0.1", 1)) -> Exchange:
-        """Start a call; ``body`` is bytes, or what becomes JSON."""
+    def begin(self, path: str, body: Any, headers: Any = JSON_TYPE, client: Any = ("127.0.0.1", 1),
+              is_whole: bool = True) -> Exchange:
+        """Start a call; ``body`` is bytes, or what becomes JSON; more of it never comes unless it ``is_whole``."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent = iter([{"type": "http.request", "body": content, "more_body": False}])
+        sent = iter([{"type": "http.request", "body": content, "more_body": not is_whole}])
         leaving, arrived = asyncio.Event(), asyncio.Event()
 
         async def receive() -> dict[str, Any]:

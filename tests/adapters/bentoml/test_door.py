@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -98,7 +99,7 @@ REFUSED = [
     (b'{"prompt": NaN}', "RefusedAtTheDoor", "body"),
     (b"\xff\xfe", "RefusedAtTheDoor", "body"),
     (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "RefusedAtTheDoor", "body"),
-    (b"[" * 200_000, "RefusedAtTheDoor", "body"),
+    (b"[" * 16_000, "RefusedAtTheDoor", "body"),
 ]
 
 
@@ -179,6 +180,27 @@ async def test_a_client_that_leaves_gives_its_blocks_back(app: App, path: str, b
         await neighbour.leave()
     assert app.is_idle()
     assert app.engine.stats().num_generated_tokens < 4000
+
+
+SIBLING = {"client": None, "headers": [(b"content-type", b"application/vnd.bentoml+pickle")]}
+
+
+@pytest.mark.parametrize("how", [{}, SIBLING])
+async def test_a_client_that_leaves_before_its_bodys_end_is_no_error(
+    caplog: pytest.LogCaptureFixture, how: dict[str, Any]
+) -> None:
+    """At every endpoint, and from a sibling process: nothing above the access log, no open call, the next answered."""
+    with AsyncEngine(make_engine()) as engine:
+        async with serving(engine, is_main=not how) as app:
+            for path in ("/generate", "/stream", "/batch", "/chat"):
+                exchange = app.begin(path, b'{"prompt": [1', is_whole=False, **how)
+                await asyncio.sleep(0.01)
+                assert not exchange.task.done()
+                await exchange.leave()
+                assert [message["status"] for message in exchange.messages[:1]] == [499]
+            assert [record for record in caplog.records if record.levelno > logging.INFO or record.exc_info] == []
+            assert (app.is_idle(), app.runner._open_calls.num_open) == (True, 0)
+            assert (await app.call("/generate", {"prompt": [1], "sampling": short()})).status == 200
 
 
 async def reach(app: App, exchange: Any, path: str, moment: str) -> None:
@@ -267,8 +289,20 @@ async def test_the_body_is_limited_before_it_is_parsed() -> None:
             assert (await app.call("/generate", b"{}", headers=announced)).status == 413
             assert (await app.call("/stream", b" " * 101)).status == 413
             assert (await app.call("/generate", b" " * 100)).status == 400
+            assert (app.runner.body_limit, (await app.call("/generate", b"9" * 100)).status) == (100, 400)
             many = [(b"content-type", b"application/json"), (b"x", b"y" * 2**14)]
             assert (await app.call("/generate", {"prompt": [1]}, headers=many)).status == 431
+
+
+async def test_the_limit_of_a_body_follows_from_the_models_context(app: App) -> None:
+    """Unless the service sets another: what one prompt as long as the context may take, and 256 KiB."""
+    limit = 16 * app.engine.stats().max_model_len + 2**18
+    for path in ("/generate", "/stream", "/batch", "/chat"):
+        assert (await app.call(path, b" " * (limit + 1))).status == 413
+        refused = await app.call(path, b" " * limit)
+        assert (refused.status, refused.error["type"]) == (400, "RefusedAtTheDoor")
+    many = await app.call("/generate", b'{"prompt":' + b"[" * (limit - 20))
+    assert (many.status, many.error["limit"]) == (413, "at most 16384 lists")
 
 
 @pytest.mark.parametrize("is_main", [True, False])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
+import tracemalloc
 from collections.abc import AsyncGenerator
 from hashlib import sha256
 from itertools import product
@@ -19,7 +21,9 @@ pytest.importorskip("starlette")
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from pagedcore_http.body import MAX_JSON_DEPTH, read_fields
+from pagedcore.config import limits
+from pagedcore_http import body as door
+from pagedcore_http.body import MAX_JSON_DEPTH, MAX_STRINGS_OR_LISTS, body_limit, read_fields
 from pagedcore_http.drain import DrainSignal, OpenCalls
 from pagedcore_http.event_stream import EventStream
 from pagedcore_http.events import WAITING, EventParser, frame
@@ -114,6 +118,27 @@ async def test_a_stream_of_other_events_ends_too() -> None:
     assert await sent_for(mine, mine) == [(mine, True), (mine, True), ("", False)]
 
 
+@pytest.mark.parametrize(("error", "is_logged"), [(NotServing("busy"), False), (RuntimeError("canary"), True)])
+async def test_an_error_whose_client_has_left_is_logged_if_it_is_unforeseen(
+    caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
+) -> None:
+    """The client leaves in the same round of the loop in which the stream fails: asyncio has nothing to complain of."""
+
+    async def events() -> AsyncGenerator[str, None]:
+        raise error
+        yield ""
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    await EventStream(events())({"type": "http"}, receive, send)
+    gc.collect()
+    assert ("unforeseen" in caplog.text, "never retrieved" in caplog.text) == (is_logged, False)
+
+
 async def test_a_drain_waits_for_open_calls_and_no_longer_than_its_timeout() -> None:
     """Draining admits no request, ends when all have ended, and stops waiting after its time limit."""
     door = OpenCalls()
@@ -157,6 +182,82 @@ async def test_a_long_body_is_read_as_a_short_one(filler: Any) -> None:
         broken = b'{"prompt":' + json.dumps(filler).encode() + ending
         with pytest.raises(RefusedAtTheDoor, match="JSON text"):
             await read_fields(request_with(broken), ["prompt"], [], 2**20)
+
+
+def test_the_limit_of_a_body_follows_from_the_context() -> None:
+    """The longest text that the engine accepts for a context fits, up to the most of a chat, and 256 KiB besides."""
+    assert (door.TEXT_BYTES_PER_TOKEN, door.MAX_TEXT_BYTES) == (limits.MAX_TEXT_BYTES_PER_TOKEN, limits.MAX_CHAT_BYTES)
+    assert [body_limit(n) - 2**18 for n in (1, 4096, 131_072, 10**9)] == [16, 2**16, 2**21, 2**22]
+
+
+SIZE = body_limit(4096)
+MOST = MAX_STRINGS_OR_LISTS
+
+
+@pytest.mark.parametrize(("item", "what"), [
+    (b"1,", "numbers"), (b"1.5,", "numbers"), (b"{},", "numbers"), (b"[],", "lists"), (b"[", "lists"),
+    (b'"",', "strings"), (b'"":0,', "strings"), (b'"\\\\",', "strings"), (b'"\\"",', "strings"),
+    (b'"[",[],[],', "lists"),
+])
+async def test_a_body_of_too_many_values_is_413_and_never_made(
+    item: bytes, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the limit of bytes there is room for so many values that to parse them takes long, and much memory."""
+    parsed: list[Any] = []
+    monkeypatch.setattr(door, "_is_deeper_than", lambda fields, limit: parsed.append(fields) or False)
+    copies = (SIZE - 20) // len(item) if item != b'"[",[],[],' else MOST - 5
+    request = request_with(b'{"prompt":[' + item * copies)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RefusedAtTheDoor, match=what) as refused:
+            await read_fields(request, ["prompt"], [], SIZE)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (refused.value.status, parsed) == (413, [])
+    assert peak < 15 * SIZE
+
+
+@pytest.mark.parametrize("value", [
+    "[" * 200_000, '"[,' * 50_000, "\\[" * 60_000, '\\"[{' * 40_000, ["a[[[["] * (MOST - 5), [131_071] * 20_000,
+    [[]] * (MOST - 5),
+])
+async def test_text_may_have_what_looks_like_many_values(value: Any) -> None:
+    """Brackets and quotes of a text are no lists and no strings, however they are escaped; a whole context fits."""
+    body = json.dumps({"prompt": value}).encode()
+    assert await read_fields(request_with(body), ["prompt"], [], SIZE) == {"prompt": value}
+
+
+TREACHEROUS = st.text('"\\[a', max_size=6)
+
+
+@given(st.recursive(st.none() | st.integers() | TREACHEROUS, lambda inner: st.lists(inner, max_size=5)
+                    | st.dictionaries(TREACHEROUS, inner, max_size=3), max_leaves=15))
+def test_strings_and_lists_are_counted_as_the_parser_makes_them(value: Any) -> None:
+    """Where there are as many as may be, a body passes; one list more, or twice the strings, and it is refused."""
+    body, (num_lists, num_strings) = json.dumps(value).encode(), lists_and_strings(value)
+    door._require_few_strings_and_lists(body, max(num_lists, num_strings))
+    for limit in ([num_lists - 1] if num_lists else []) + ([(num_strings - 1) // 2] if num_strings else []):
+        with pytest.raises(RefusedAtTheDoor):
+            door._require_few_strings_and_lists(body, limit)
+
+
+def lists_and_strings(value: Any) -> tuple[int, int]:
+    children = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    counts = [lists_and_strings(child) for child in children]
+    return (sum(one for one, _ in counts) + isinstance(value, list),
+            sum(two for _, two in counts) + isinstance(value, str))
+
+
+async def test_other_threads_run_while_many_numbers_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a pause after every 2,048 numbers, or after ten of the longest: one of these takes as long as 200."""
+    pauses: list[float] = []
+    monkeypatch.setattr(door.time, "sleep", pauses.append)
+    for number, count in (("1", 17_000), ("9" * 4299, 77)):
+        pauses.clear()
+        body = f'{{"prompt":[{",".join([number] * count)}]}}'.encode()
+        await read_fields(request_with(body), ["prompt"], [], 2**19)
+        assert len(pauses) == 8
 
 
 def request_with(body: bytes, *headers: tuple[bytes, bytes]) -> Request:
