@@ -207,7 +207,7 @@ class InvalidLogits(RequestFailed):
 
 
 class TextFailed(RequestFailed):
-    """The tokenizer failed while it turned this request's tokens into text; ``__cause__`` is its error."""
+    """The tokenizer failed on this request's prompt, or on its tokens; ``__cause__`` is its error."""
 
 
 class QueueTimeout(RequestFailed):

@@ -45,7 +45,7 @@ class RequestOptions:
     """The salt as it enters cache keys; empty for requests without one."""
 
     def __post_init__(self) -> None:
-        if self.priority or type(self.priority) is not int:
+        if type(self.priority) is not int or self.priority:
             PRIORITY.check("priority", self.priority)
         object.__setattr__(self, "salt", _salt_bytes(self.cache_salt))
         if self.request_id is not None:

@@ -165,7 +165,7 @@ class PagedCoreSettings(BaseModel):
         if (model := values.pop("model", self.model)) != self.model:
             raise InvalidRequest("model", model, "this model's own name", "Build another model object for it.")
         if stop is not None:
-            values["stop"] = list(stop)
+            values["stop"] = stop
         params = SamplingParams.from_mapping(_with_logprobs(values))
         if is_stream and params.n != 1:
             raise TooManySequences("n", params.n, "1 for a stream")

@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Unpack
 
 from pagedcore.engine.calibration import calibrate
-from pagedcore.errors import EngineClosed, InvalidRequest
+from pagedcore.errors import EngineClosed
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
@@ -24,6 +24,7 @@ from pagedcore.requests.output_processor import OutputProcessor, PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import EngineStats, StepStats
+from pagedcore.requests.validation import pair_with_params
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.parking import Parking
@@ -113,6 +114,7 @@ class Engine:
 
         Raises:
             InvalidRequest: the request is refused; the subclass names the input, the value and the limit.
+            TextFailed: the tokenizer failed on the prompt.
             EngineOverloaded: the waiting queue is full.
             EngineClosed: after ``close()``.
         """
@@ -270,12 +272,7 @@ class Engine:
         """
         from tqdm import tqdm
 
-        if isinstance(prompts, str):
-            raise InvalidRequest("prompts", prompts, "a list of prompts", "For one prompt pass [prompt].")
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequest("params", len(each), f"one SamplingParams, or one per prompt ({len(prompts)})")
-        waiting = deque([self.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)])
+        waiting = deque([self.prepare(prompt, one) for prompt, one in pair_with_params(prompts, params)])
         requests: list[Request] = []
         is_hidden = None if show_progress is None else not show_progress
         try:

@@ -6,11 +6,13 @@ thread, and a request that it refuses was never accepted. Next: ``request_table`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pagedcore.errors import InvalidPrompt, InvalidRequest, TooManySequences
+from pagedcore.errors import InvalidPrompt, InvalidRequest, PagedcoreError, TextFailed, TooManySequences
 from pagedcore.outputs import TokenText
 from pagedcore.protocols import ChatMessage, NamesTokens, Tokenizer
 from pagedcore.request_options import RequestOptions
@@ -57,7 +59,7 @@ class InputProcessor:
         """Validate and resolve a request, or a turn after the tokens ``known``. Raises as ``Engine.add_request``."""
         if known is None:
             self.check_options(options)
-        params, num_known = params or SamplingParams(), len(known or ())
+        params, num_known = validation.validate_params(params), len(known or ())
         stop_token_ids, has_candidates = self.stop_token_ids(params), params.has_candidates
         num_initial, num_sequences = params.num_initial_sequences, params.num_sequences
         validation.check_params_for_model(params, self.vocab_size)
@@ -68,16 +70,17 @@ class InputProcessor:
             validation.validate_text(prompt, self.max_model_len)
             if self.tokenizer is None:
                 raise _needs_tokenizer("text")
-            token_ids = self.tokenizer.encode(prompt, add_special_tokens=known is None)
+            with _tokenizing():
+                given: object = self.tokenizer.encode(prompt, add_special_tokens=known is None)
         else:
-            token_ids = self._chat_ids(prompt, known) if _is_chat(prompt) else prompt  # type: ignore[assignment]
-        validation.validate_prompt_ids(token_ids, self.vocab_size, self.max_model_len - num_known)
+            given = self._chat_ids(prompt, known) if _is_chat(prompt) else prompt
+        token_ids = validation.validate_prompt_ids(given, self.vocab_size, self.max_model_len - num_known)
         num_prompt, longest = num_known + len(token_ids), self.max_model_len
         if params.max_tokens is None:
             longest = max(min(longest, self.num_pool_tokens), num_prompt + 1)
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
         validation.check_fits_pool(num_prompt, max_tokens, num_sequences, self.num_pool_tokens)
-        return ProcessedRequest(list(token_ids), params, options, max_tokens, stop_token_ids, has_candidates)
+        return ProcessedRequest(token_ids, params, options, max_tokens, stop_token_ids, has_candidates)
 
     def check_options(self, options: RequestOptions) -> None:
         """Raise ``InvalidRequest`` for a priority that the scheduling policy would ignore."""
@@ -92,23 +95,36 @@ class InputProcessor:
         return self.eos_token_ids.union(params.stop_token_ids)
 
     def token_text(self, token_id: int) -> TokenText:
-        """Return what a token stands for. Raises ``InvalidRequest`` outside of the vocabulary."""
+        """Return what a token stands for. Raises ``InvalidRequest`` outside of the vocabulary, and ``TextFailed``."""
         validation.validate_prompt_ids([token_id], self.vocab_size, 2)
         if self.tokenizer is None:
             return TokenText("", None)
-        if isinstance(self.tokenizer, NamesTokens):
-            return self.tokenizer.token_text(token_id)
-        # Why: a tokenizer of the user's own need not have more than its protocol says.
-        text = self.tokenizer.decode([token_id])
+        with _tokenizing():
+            if isinstance(self.tokenizer, NamesTokens):
+                return self.tokenizer.token_text(token_id)
+            # Why: a tokenizer of the user's own need not have more than its protocol says.
+            text = self.tokenizer.decode([token_id])
         return TokenText(text, text.encode() if text and "\ufffd" not in text else None)
 
     def _chat_ids(self, messages: Any, known: list[int] | None) -> list[int]:
         messages = validation.validate_chat(messages, self.max_model_len)
         if self.tokenizer is None:
             raise _needs_tokenizer("chat messages")
-        if known is None:
-            return self.tokenizer.encode_chat(messages)
-        return self.tokenizer.encode_chat_turn(messages, known)
+        with _tokenizing():
+            if known is None:
+                return self.tokenizer.encode_chat(messages)
+            return self.tokenizer.encode_chat_turn(messages, known)
+
+
+@contextmanager
+def _tokenizing() -> Iterator[None]:
+    """Raise ``TextFailed`` for an error of a tokenizer, which may be the user's own, but not for its refusal."""
+    try:
+        yield
+    except PagedcoreError:
+        raise
+    except Exception as error:
+        raise TextFailed(f"the tokenizer failed on the prompt of this request: {type(error).__name__}") from error
 
 
 def _needs_tokenizer(kind: str) -> InvalidPrompt:

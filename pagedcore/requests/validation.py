@@ -6,9 +6,9 @@ It allocates nothing in proportion to what it refuses, and knows no engine. Chec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from pagedcore.config.field_rules import seconds
 from pagedcore.config.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_PARKING_S, MAX_TEXT_BYTES_PER_TOKEN
@@ -16,6 +16,7 @@ from pagedcore.errors import (
     InvalidMaxTokens,
     InvalidMinTokens,
     InvalidPrompt,
+    InvalidRequest,
     InvalidSampling,
     InvalidText,
     InvalidToken,
@@ -35,6 +36,32 @@ validate_ttl: Final = partial(seconds(0, MAX_PARKING_S, above_low=True).or_none(
 """Checks for how many seconds parked KV is kept, and returns it. Raises ``InvalidRequest``."""
 validate_timeout: Final = partial(TIMEOUT.check, "timeout_s")
 """Checks a time limit in seconds, and returns it. Raises ``InvalidRequest``."""
+
+
+def validate_params(params: object) -> SamplingParams:
+    """Return sampling parameters, those of a greedy completion for ``None``. Raises ``InvalidSampling`` otherwise."""
+    if params is None:
+        return SamplingParams()
+    # Safety: a subclass may have other values than those that were checked.
+    if type(params) is not SamplingParams:
+        advice = "SamplingParams.from_mapping takes a mapping."
+        raise InvalidSampling("params", params, "SamplingParams, or None", advice)
+    return params
+
+
+def pair_with_params(prompts: Any, params: Any) -> list[tuple[Any, Any]]:
+    """Return each prompt of a batch with its parameters, which are one for all, or a collection with one for each.
+
+    Raises:
+        InvalidRequest: the prompts are no collection, or there is another number of parameters.
+    """
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
+        raise InvalidRequest("prompts", prompts, "a list of prompts", "For one prompt pass [prompt].")
+    if isinstance(params, str | bytes | Mapping) or not isinstance(params, Collection):
+        return [(prompt, params) for prompt in prompts]
+    if len(params) != len(prompts):
+        raise InvalidRequest("params", len(params), f"one SamplingParams, or one per prompt ({len(prompts)})")
+    return list(zip(prompts, params, strict=True))
 
 
 def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) -> list[int]:
@@ -172,10 +199,11 @@ def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int,
         )
 
 
-def require_one_completion(params: SamplingParams) -> None:
+def require_one_completion(params: SamplingParams | None) -> None:
     """Raise ``TooManySequences`` unless parameters ask for one completion, which a session can continue."""
-    if params.num_sequences != 1:
+    num_sequences = validate_params(params).num_sequences
+    if num_sequences != 1:
         raise TooManySequences(
-            "n, best_of or beam_width", params.num_sequences, "1 in a session",
+            "n, best_of or beam_width", num_sequences, "1 in a session",
             "Fork the session to try several continuations.",
         )

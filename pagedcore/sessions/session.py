@@ -234,7 +234,7 @@ class Session(AbstractContextManager["Session"]):
         """Process a turn's prompt, ``None`` where the latest completion is continued; read the parked KV."""
         processed = None
         if prompt is not None:
-            params = params or self._params or SamplingParams()
+            params = self._params if params is None else params
             validation.require_one_completion(params)
             known = list(self._request.sequences[0].token_ids) if self._request is not None else None
             processed = self._store.input_processor.process(prompt, params, self._options, known)
