@@ -107,8 +107,8 @@ class EngineConfig:
     trust_remote_code: bool = False
     """Whether code shipped with a model may run in this process."""
     check_invariants: bool = False
-    """Whether the laws of scheduler and cache are checked after every step, which raises ``InternalError`` if one is
-    broken; it is slow, and meant for tests and for reports of a bug."""
+    """Whether the laws of scheduler and cache are checked after every step, and KV slots before they are read, which
+    raises ``InternalError`` if one is broken; it is slow, and meant for tests and for reports of a bug."""
     seed: int = 0
     """Seeds of requests without one are derived from it."""
 

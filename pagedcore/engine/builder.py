@@ -30,6 +30,7 @@ from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
     from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
+    from pagedcore.scheduler.invariants import InvariantChecker
 
 _log = logging.getLogger("pagedcore")
 
@@ -50,6 +51,8 @@ class EngineComponents:
     fingerprint: ModelFingerprint
     kv_format: str
     """What KV blocks of another process have to match to be of use here."""
+    laws: InvariantChecker | None = None
+    """What is checked after every step, with ``check_invariants`` only."""
 
 
 def build_components(
@@ -85,12 +88,17 @@ def build_components(
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=_preemption(backend, config, memory), max_scored_tokens=max_scored_tokens(backend.vocab_size),
     )
+    store, laws = memory.store, None
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
+    runner = ModelRunner(backend, Sampler(backend.vocab_size), threads)
+    if config.check_invariants:
+        from pagedcore.engine.shadow import shadow
+
+        store, runner, laws = shadow(scheduler, store, runner)
     return EngineComponents(
-        config, input_processor, kv_cache, scheduler, ModelRunner(backend, Sampler(backend.vocab_size), threads),
-        EngineHooks(manager, at_the_end=memory.close), info, memory.num_bytes, memory.store,
-        backend_fingerprint(backend), kv_format(backend, memory.block_size),
+        config, input_processor, kv_cache, scheduler, runner, EngineHooks(manager, at_the_end=memory.close), info,
+        memory.num_bytes, store, backend_fingerprint(backend), kv_format(backend, memory.block_size), laws,
     )
 
 

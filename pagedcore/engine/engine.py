@@ -32,7 +32,6 @@ from pagedcore.sessions.session import Session, SessionStore
 
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents
-    from pagedcore.scheduler.invariants import InvariantChecker
     from pagedcore.scheduler.plan import SchedulePlan
 
 
@@ -77,11 +76,7 @@ class Engine:
         )
         """The open sessions."""
         self._is_closed = False
-        self._laws: InvariantChecker | None = None
-        if config.check_invariants:
-            from pagedcore.scheduler.invariants import InvariantChecker
-
-            self._laws = InvariantChecker(scheduler)
+        self._laws = components.laws
         self.is_stalled = False
         """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
         self.hooks.engine_started(components.info)

@@ -1,7 +1,7 @@
 """The state laws of scheduler and cache, as a pure check of an immutable snapshot.
 
 ``EngineConfig(check_invariants=True)`` checks them after every step: in tests, and where a user reports a bug.
-Otherwise no engine imports this file.
+Otherwise no engine imports this file. What the slots of the blocks hold is checked by ``engine/shadow``.
 
     S1   free blocks + idle blocks + referenced blocks = all blocks, on the device and on the host
     S2   a block's reference count is the number of tables, transfers, pins and copies it is in
@@ -93,10 +93,10 @@ class InvariantChecker:
         self._scheduler = scheduler
         self._before: Snapshot | None = None
 
-    def check(self) -> None:
-        """Raise ``InternalError`` with every law that is broken now."""
+    def check(self, *further: Violation) -> None:
+        """Raise ``InternalError`` with every law that is broken now, and with what else was found."""
         now = snapshot(self._scheduler)
-        violations, self._before = check(now, self._before), now
+        violations, self._before = [*check(now, self._before), *further], now
         if violations:
             broken = "; ".join(f"{one.law}: {one.what}" for one in violations)
             raise InternalError(f"broken laws of scheduler and cache: {broken}")
