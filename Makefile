@@ -3,6 +3,7 @@
 # make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a GPU
 # make gpu     everything there is to measure on an NVIDIA GPU; see benchmarks/h200.md
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
+# make mutants bugs put in by hand, each with the test that finds it
 # make docs    the site, build/site/index.html  make architecture  the pictures of the documentation
 #
 # Without make, `make -n test` prints the plain commands.
@@ -11,7 +12,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check slow bench bench-doors kernels gpu docs architecture
+.PHONY: demo test check slow mutants bench bench-doors kernels gpu docs architecture
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -20,10 +21,13 @@ test: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 slow: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --timeout 3600 $(PYTEST_ARGS)
+
+mutants: $(VENV)/.stamp-test
+	PYTHONPATH=.:kernels:adapters:tests $(BIN)/python -m mutants $(MUTANTS_ARGS)
 
 kernels: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m kernels tests/kernels tests/ptxsim $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m kernels --timeout 3600 tests/kernels tests/ptxsim $(PYTEST_ARGS)
 
 gpu: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/gpu.py build

@@ -17,6 +17,7 @@ from pagedcore.errors import (
     InvalidPrompt,
     InvalidRequest,
     PromptEmpty,
+    PromptTooLong,
     QueueTimeout,
     RequestStateError,
     RequestTooLarge,
@@ -76,6 +77,29 @@ def test_deltas_of_a_step_add_up_to_the_output() -> None:
     assert {delta.request_id for delta in deltas} == {request.request_id}
 
 
+def test_a_delta_has_the_log_probabilities_of_its_own_tokens(engine: Engine) -> None:
+    """Taken in any portions, those of all deltas are those of the completion."""
+    request = engine.add_request([1, 2], params(6, logprobs=1))
+    taken = []
+    while engine.has_pending_requests():
+        taken += [entry for delta in engine.step() for entry in delta.logprobs or ()]
+    whole = request.output().outputs[0]
+    assert whole.logprobs == tuple(taken)
+    assert [entry.token_id for entry in taken] == list(whole.token_ids)
+
+
+def test_an_abort_keeps_the_reasons_of_completions_that_have_ended(engine: Engine) -> None:
+    """Of two completions the one that came to its end stays as it is."""
+    first, *_ = toy_answer([1, 2], 1)
+    request = engine.add_request([1, 2], params(8, n=2, temperature=2.0, seed=11, stop_token_ids=(first,)))
+    while all(sequence.finish_reason is None for sequence in request.sequences):
+        engine.step()
+    assert not request.is_done
+    request.abort()
+    assert sorted(one.finish_reason or "" for one in request.output().outputs) == ["abort", "stop"]
+    assert request.error is None
+
+
 def test_extending_continues_as_if_the_conversation_had_been_one_prompt() -> None:
     """The second turn answers the concatenation, computing only what is new."""
     engine = make_engine()
@@ -121,6 +145,19 @@ def test_several_answers_of_one_request_differ_only_by_their_seeds() -> None:
     assert first == draw()
 
 
+def test_requests_without_a_seed_draw_different_numbers() -> None:
+    """Two equal requests are independent draws, and the same again in an engine with the same seed."""
+    def draw() -> list[tuple[int, ...]]:
+        engine = make_engine(seed=3)
+        requests = [engine.add_request([1, 2], params(8, temperature=2.0)) for _ in range(3)]
+        run(engine)
+        return [request.output().outputs[0].token_ids for request in requests]
+
+    first = draw()
+    assert len(set(first)) == 3
+    assert first == draw()
+
+
 @pytest.mark.parametrize("when", ["waiting", "prefill", "decode", "finished", "removed"])
 def test_aborting_in_every_state_returns_all_blocks(when: str) -> None:
     """Abort is idempotent, frees everything at once, and affects no other request."""
@@ -153,6 +190,7 @@ def test_a_failing_step_ends_its_batch_and_no_other_request() -> None:
     assert reasons == ["error", "error", "length"]
     assert isinstance(requests[0].error, StepFailed)
     assert str(requests[0].error.__cause__) == "the device is gone"
+    assert "device" not in str(requests[0].error), "its words are for the log of the operator"
     assert list(requests[2].output().outputs[0].token_ids) == toy_answer([3], 6)
     for request in requests:
         request.remove()
@@ -242,6 +280,9 @@ def test_a_refused_continuation_leaves_the_request_as_it_was(engine: Engine) -> 
     before = request.output()
     with pytest.raises(InvalidRequest):
         request.extend([10**9])
+    # Why: with the conversation so far one position too many, without it not.
+    with pytest.raises(PromptTooLong):
+        request.extend([1] * (engine.stats().max_model_len - 3))
     assert request.output() == before
     request.extend([3], params(1))
     run(engine)

@@ -153,3 +153,15 @@ def test_where_everything_stops_the_search_ends() -> None:
     assert found.advance([[(0, -0.5), (1, -1.0)]]) == []
     assert found.is_done
     assert len(found.hypotheses) == 2
+
+
+def test_a_hypothesis_beyond_the_width_keeps_no_search_alive() -> None:
+    """The end is measured by the worst of those that are kept, not by one that has been pushed out."""
+    search = BeamSearch(BeamRules(2, 10, stop_token_ids=frozenset({0})))
+    search.advance([[(1, -0.2), (0, -2.0), (2, -2.5)]])
+    search.advance([[(0, -0.1), (3, -1.0)], [(0, -0.1), (3, -3.0)]])
+    assert [one.score for one in search.hypotheses] == pytest.approx([-0.15, -2.0])
+    assert not search.is_done
+    search.advance([[(0, -0.1), (4, -1.2)], [(0, -0.1), (4, -3.0)]])
+    assert [one.score for one in search.hypotheses] == pytest.approx([-0.15, -1.3 / 3])
+    assert search.is_done

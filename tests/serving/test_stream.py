@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
+from pagedcore.errors import RequestTimeout
 from pagedcore.outputs import Delta, TokenLogprobs, Usage
 from pagedcore.serving.stream import Stream, StreamReader, join, wake
 
@@ -117,6 +119,16 @@ def test_waking_a_closed_loop_or_a_cancelled_reader_is_harmless() -> None:
     here.run_until_complete(asyncio.sleep(0))
     here.close()
     assert awake.is_set()
+
+
+def test_time_is_up_also_with_something_unread() -> None:
+    """A reader that comes too late gets the error, not what has been waiting for it."""
+    stream = Stream()
+    reader = StreamReader(stream, lambda: None, timeout_s=1e-3)
+    stream.put([delta("late")])
+    time.sleep(2e-3)
+    with pytest.raises(RequestTimeout):
+        next(iter(reader))
 
 
 def test_a_lost_reader_aborts_its_request() -> None:

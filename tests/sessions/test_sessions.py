@@ -412,6 +412,19 @@ def test_parked_kv_expires(tier: Any) -> None:
     assert (ask(session, 4), ask(other, 4)) == (0, 7)
 
 
+def test_every_parked_session_expires_in_its_own_time() -> None:
+    """The second one to expire does so, too."""
+    clock = FakeClock()
+    engine = make(clock=clock)
+    sessions = [engine.session(PARAMS) for _ in range(3)]
+    for index, session in enumerate(sessions):
+        ask(session, index + 1, 2, 3)
+        session.park("host", ttl_s=10 * (index + 1))
+    for num_left in (2, 1, 0):
+        clock.advance(10)
+        assert sum(session.parked is not None for session in sessions) == num_left
+
+
 def test_forks_go_their_own_ways() -> None:
     """A fork shares what there is, and nothing that either says later reaches the other."""
     engine = make()

@@ -34,6 +34,14 @@ async def test_what_is_there_at_the_start_is_not_searched_for_garbage() -> None:
     assert gc.get_freeze_count() == 0
 
 
+async def test_an_engine_of_somebody_else_stays_open() -> None:
+    """A service that was given an engine leaves its end to the owner."""
+    with AsyncEngine(make_engine()) as engine:
+        async with serving(engine):
+            pass
+        assert engine.is_alive
+
+
 @pytest.mark.parametrize("workers", [2, "cpu_count", 0, None])
 def test_more_than_one_worker_is_refused(workers: object) -> None:
     """Workers would each load the model and divide the batch."""

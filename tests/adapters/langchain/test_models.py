@@ -341,6 +341,16 @@ def test_one_bad_input_of_a_batch(engine: AsyncEngine, kind: Any) -> None:
         asyncio.run(model.abatch(inputs))
 
 
+async def test_the_others_of_a_failed_batch_are_aborted(engine: AsyncEngine) -> None:
+    """An error leaves no task behind whose result is of no use."""
+    chat = build(ChatPagedCore, engine, max_tokens=200, sampling={"ignore_eos": True})
+    with pytest.raises(InvalidRequest):
+        await chat.abatch([*PROMPTS[:4], "word " * 9000])
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 def test_max_concurrency_is_kept(engine: AsyncEngine) -> None:
     """With at most two at a time, sixteen prompts take several times the steps."""
     chat = build(ChatPagedCore, engine, max_tokens=10, sampling={"ignore_eos": True})

@@ -1,0 +1,195 @@
+"""Bugs above the scheduler, put in by hand: requests, sessions, serving and doors, each with a test that finds it.
+
+Those below, of blocks, plans and transfers, are in ``simulation/test_mutants.py``.
+"""
+
+from __future__ import annotations
+
+from mutants.killing import Mutant
+
+_TABLE = "pagedcore/requests/request_table.py"
+_OUTPUT = "pagedcore/requests/output_processor.py"
+_GROUPS = "pagedcore/requests/candidate_groups.py"
+_INPUT = "pagedcore/requests/input_processor.py"
+_VALIDATION = "pagedcore/requests/validation.py"
+_BEAMS = "pagedcore/requests/beam_search.py"
+_TEXT = "pagedcore/tokenizer/incremental_text.py"
+_SESSION = "pagedcore/sessions/session.py"
+_PARKING = "pagedcore/sessions/parking.py"
+_KV_FILE = "pagedcore/sessions/kv_file.py"
+_STREAM = "pagedcore/serving/stream.py"
+_LOOP = "pagedcore/serving/engine_loop.py"
+_HEALTH = "pagedcore/serving/health.py"
+_LONG = "pagedcore/serving/long_prompts.py"
+_HOOKS = "pagedcore/plugins/manager.py"
+
+REQUESTS = (
+    Mutant("A removed request stays in the table.", _TABLE,
+           "if self._by_id.pop(request.request_id, None) is None:", "if self._by_id.get(request.request_id) is None:",
+           "engine/test_engine.py::test_handles_refuse_calls_out_of_turn"),
+    Mutant("A removed request keeps its label.", _TABLE,
+           "        self._labels.discard((request.options.salt, request.options.request_id))\n", "",
+           "serving/test_tenants.py::test_a_label_is_free_again_however_its_request_ends"),
+    Mutant("Labels are unique over all salts.", _TABLE,
+           "label = (options.salt, options.request_id)", 'label = (b"", options.request_id)',
+           "serving/test_tenants.py::test_a_label_is_taken_within_its_salt_until_its_request_ends"),
+    Mutant("All completions of a request draw the same numbers.", _TABLE,
+           "seed=(seed + index * SEED_STRIDE) % SEED_RANGE", "seed=seed % SEED_RANGE",
+           "engine/test_engine.py::test_several_answers_of_one_request_differ_only_by_their_seeds"),
+    Mutant("Requests without a seed draw the same numbers.", _TABLE,
+           "self.seed + arrival * SEED_STRIDE", "self.seed",
+           "engine/test_engine.py::test_requests_without_a_seed_draw_different_numbers"),
+    Mutant("Tenants with different salts share blocks.", _TABLE, 'root({"salt": salt, **own})', "root({**own})",
+           "sessions/test_sessions.py::test_salts_are_kept_apart"),
+    Mutant("A turn begins although the queue is full.", _TABLE,
+           "        self.scheduler.waiting.require_room(processed.params.num_initial_sequences)\n", "",
+           "sessions/test_sessions.py::test_a_turn_that_is_refused_changes_nothing"),
+    Mutant("KV of an unsigned file is shared.", _TABLE, "self.shares_prefixes and is_shared", "self.shares_prefixes",
+           "sessions/test_forged_kv.py::test_forged_kv_reaches_no_other_caller"),
+    Mutant("A turn that continues a completion delivers its text again.", _OUTPUT,
+           "            pending.add_token(token_id)\n        pending.mark_taken()",
+           "            pending.add_token(token_id)",
+           "serving/test_async_sessions.py::test_going_on_with_a_cut_off_answer_tells_what_is_new"),
+    Mutant("A delta has the log-probabilities of the first tokens.", _OUTPUT,
+           "tuple(sequence.logprobs[-len(token_ids) :])", "tuple(sequence.logprobs[: len(token_ids)])",
+           "engine/test_engine.py::test_a_delta_has_the_log_probabilities_of_its_own_tokens"),
+    Mutant("A request counts as finished with its first completion.", _OUTPUT,
+           "            if request.is_done:\n                request.metrics",
+           "            if True:\n                request.metrics",
+           "engine/test_engine.py::test_a_request_with_several_answers_finishes_once"),
+    Mutant("Requests expire before their time.", _OUTPUT, "self._clock.now() - limit_s", "self._clock.now() + limit_s",
+           "engine/test_engine.py::test_waiting_too_long_is_a_queue_timeout"),
+    Mutant("A stop string within the last token allowed goes unreported.", _OUTPUT,
+           '            new.sequence.finish_reason = "stop"', "            pass",
+           "engine/test_stop_strings.py::test_a_stop_string_in_the_last_allowed_token_is_the_reason"),
+    Mutant("An error of the model is shown to its callers.", _OUTPUT,
+           "this request failed: {type(error).__name__}", "this request failed: {error}",
+           "engine/test_engine.py::test_a_failing_step_ends_its_batch_and_no_other_request"),
+    Mutant("The text that is held back is lost when a request ends from outside.", _OUTPUT,
+           "        self._scheduler.finish_sequence(pending.sequence, reason)\n        pending.finish_text()",
+           "        self._scheduler.finish_sequence(pending.sequence, reason)",
+           "engine/test_stop_strings.py::test_an_abort_returns_the_text_that_was_held_back"),
+    Mutant("best_of returns the worst.", _GROUPS, "key=lambda one: -one.score", "key=lambda one: one.score",
+           "engine/test_beams.py::test_the_best_answers_are_returned_best_first"),
+    Mutant("Candidates of a request that ended stay in the scheduler.", _GROUPS,
+           "            self._remove_candidate(request, candidate)\n", "",
+           "engine/test_beams.py::test_an_aborted_contest_leaves_nothing"),
+    Mutant("A turn is measured without the conversation before it.", _INPUT,
+           "self.max_model_len - num_known", "self.max_model_len",
+           "engine/test_engine.py::test_a_refused_continuation_leaves_the_request_as_it_was"),
+    Mutant("Every turn begins with the special tokens of a document.", _INPUT,
+           "add_special_tokens=known is None", "add_special_tokens=True",
+           "requests/test_input_processor.py::test_only_the_first_turn_begins_a_document"),
+    Mutant("A priority that the policy ignores is taken.", _INPUT,
+           "if options.priority and not self.has_priorities", "if False",
+           "serving/test_tenants.py::test_refused_options_are_typed_at_every_door"),
+    Mutant("A prompt may leave no room for a completion.", _VALIDATION,
+           "if len(token_ids) > max_model_len - 1:", "if len(token_ids) > max_model_len:",
+           "requests/test_validation.py::test_a_context_without_room_refuses_every_prompt"),
+    Mutant("Several completions cost as much as one.", _VALIDATION,
+           "cost = num_sequences * (num_prompt_tokens + max_tokens)", "cost = num_prompt_tokens + max_tokens",
+           "requests/test_validation.py::test_a_request_has_to_fit_the_whole_pool"),
+    Mutant("A boolean is a token id.", _VALIDATION, "if set(map(type, some)) != {int}:",
+           "if not set(map(type, some)) <= {int, bool}:",
+           "requests/test_validation.py::test_other_prompts_are_refused"),
+    Mutant("A search keeps more hypotheses than its width.", _BEAMS, "        del self.hypotheses[width:]\n", "",
+           "requests/test_beam_search.py::test_a_hypothesis_beyond_the_width_keeps_no_search_alive"),
+    Mutant("Of two stop strings the later match wins.", _TEXT, "end, start = min(found)", "end, start = max(found)",
+           "tokenizer/test_incremental_text.py::test_the_text_is_the_one_shot_decoding_up_to_the_first_stop_string"),
+    Mutant("Stop strings are not looked for in the last piece of text.", _TEXT,
+           "return self._matcher.push(rest) + self._matcher.finish()", "return self._matcher.finish() + rest",
+           "tokenizer/test_incremental_text.py::test_a_stop_string_completed_by_the_end_stops_the_answer"),
+)
+
+SESSIONS = (
+    Mutant("A closed session counts as open.", _SESSION, "        self._store.sessions.discard(self)\n", "",
+           "sessions/test_sessions.py::test_sessions_are_bounded"),
+    Mutant("A fork takes the label of its original.", _SESSION, "replace(self._options, request_id=None)",
+           "self._options",
+           "sessions/test_sessions.py::test_a_label_stays_with_its_session_when_a_fork_is_closed"),
+    Mutant("A turn prepared for an earlier state is taken.", _SESSION,
+           "if len(self.token_ids) != num_known:", "if False:",
+           "sessions/test_sessions.py::test_a_turn_follows_what_it_was_prepared_for"),
+    Mutant("A session that was made with a salt opens without one.", _SESSION,
+           "if snapshot.is_salted and cache_salt is None:", "if False:",
+           "sessions/test_session_files.py::test_the_salt_is_not_in_the_file"),
+    Mutant("A closed session stays parked.", _SESSION,
+           "            self._store.parking.free_kv(self._request.sequences[0])\n", "",
+           "sessions/test_sessions.py::test_files_go_with_what_they_are_for"),
+    Mutant("Only the first parked session expires.", _PARKING,
+           "self._next_expiry_s = min(expiries, default=math.inf)", "self._next_expiry_s = math.inf",
+           "sessions/test_sessions.py::test_every_parked_session_expires_in_its_own_time"),
+    Mutant("The file of a session that is used again stays.", _PARKING,
+           "            self.directory.remove(parked.file.path)", "            pass",
+           "sessions/test_sessions.py::test_files_go_with_what_they_are_for"),
+    Mutant("KV is read whatever its signature.", _KV_FILE,
+           "if not hmac.compare_digest(check, checks[i].tobytes())", "if False",
+           "sessions/test_kv_file.py::test_damage_is_never_read"),
+    Mutant("A file that could not be written leaves a part.", _KV_FILE, "        temporary.unlink(missing_ok=True)\n",
+           "",
+           "sessions/test_kv_file.py::test_a_file_is_whole_or_the_old_one"),
+)
+
+SERVING = (
+    Mutant("The request of a reader is never removed.", _LOOP, "            request.remove()\n", "            pass\n",
+           "serving/test_tenants.py::test_a_label_is_free_again_however_its_request_ends"),
+    Mutant("A closed engine takes commands.", _LOOP, "            self.is_closed = True\n", "            pass\n",
+           "serving/test_async_engine.py::test_closing_ends_every_stream_and_refuses_new_ones"),
+    Mutant("Pending output is delivered twice.", _LOOP, "            if one not in own:\n", "            if True:\n",
+           "serving/test_stream_flusher.py::test_each_completion_with_pending_output_is_due"),
+    Mutant("The last delta is lost.", _STREAM, "return self._add(last)", "return self._add(())",
+           "serving/test_async_engine.py::test_answers_that_end_in_one_step_are_all_delivered"),
+    Mutant("Joined deltas have no log-probabilities.", _STREAM,
+           "tuple(chain.from_iterable(logprobs)) if logprobs else None", "None",
+           "serving/test_stream.py::test_joining_keeps_what_only_one_of_them_has"),
+    Mutant("A time limit counts only while the reader sleeps.", _STREAM,
+           "if time_left_s <= 0 and not self._stream.has_ended:", "if False:",
+           "serving/test_stream.py::test_time_is_up_also_with_something_unread"),
+    Mutant("The health never recovers from failed steps.", _HEALTH,
+           "        elif has_output:\n            self._num_failed_steps = 0\n", "",
+           "serving/test_health.py::test_failed_steps_in_a_row_degrade_and_one_good_step_heals"),
+    Mutant("A prepared long prompt keeps its place.", _LONG, "self._num_present -= 1", "pass",
+           "serving/test_long_prompts.py::test_as_many_wait_as_the_queue_holds"),
+    Mutant("An observer that raises ends the engine.", _HOOKS,
+           "except Exception:  # an observer", "except ValueError:  # an observer",
+           "plugins/test_plugins.py::test_a_raising_observer_is_logged_once_and_hurts_nobody"),
+)
+
+DOORS = (
+    Mutant("A body may be nested without end.", "adapters/pagedcore_http/body.py",
+           "if _is_deeper_than(fields, MAX_JSON_DEPTH):", "if False:",
+           "adapters/bentoml/test_door.py::test_what_is_refused_says_what_the_value_and_the_limit"),
+    Mutant("A body of unannounced length is read whole.", "adapters/pagedcore_http/body.py",
+           "        if len(body) > max_bytes:\n", "        if False:\n",
+           "adapters/bentoml/test_door.py::test_the_body_is_limited_before_it_is_parsed"),
+    Mutant("A drain waits for calls that have ended.", "adapters/pagedcore_http/drain.py",
+           "            self.num_open -= 1\n", "",
+           "adapters/http/test_parts.py::test_a_drain_waits_for_open_calls_and_no_longer_than_its_timeout"),
+    Mutant("A salt in a body replaces the operator's.", "adapters/pagedcore_http/salts.py",
+           "for part in (derived, named):", "for part in (named or derived,):",
+           "adapters/http/test_parts.py::test_different_pairs_give_different_salts"),
+    Mutant("A refusal for lack of room does not say when to come back.", "adapters/pagedcore_http/refusals.py",
+           '{"Retry-After": str(retry_after_s)}', "{}",
+           "adapters/bentoml/test_door.py::test_overload_is_429_with_a_hint"),
+    Mutant("BentoML forgets the tenant's salt.", "adapters/pagedcore_bentoml/runner.py",
+           "return await work(engine, call.with_salt(await self._derived_salt(ctx)))",
+           "return await work(engine, call)",
+           "adapters/bentoml/test_salts.py::test_the_hooks_salt_and_the_bodys_are_combined_at_every_endpoint"),
+    Mutant("BentoML closes an engine that it does not own.", "adapters/pagedcore_bentoml/runner.py",
+           "if self._engine is not None and self._engine is not self.model:", "if self._engine is not None:",
+           "adapters/bentoml/test_parts.py::test_an_engine_of_somebody_else_stays_open"),
+    Mutant("After an error the other inputs of a batch run on.", "adapters/pagedcore_langchain/batching.py",
+           "            task.cancel()\n", "            pass\n",
+           "adapters/langchain/test_models.py::test_the_others_of_a_failed_batch_are_aborted"),
+    Mutant("Requests whose caller stopped waiting run on.", "adapters/pagedcore_langchain/in_flight.py",
+           "            future.cancel()\n", "            pass\n",
+           "adapters/langchain/test_models.py::test_time_limits_end_every_kind_of_call"),
+    Mutant("One label is given to several prompts.", "adapters/pagedcore_langchain/options.py",
+           "if num_prompts > 1 and", "if num_prompts > 2 and",
+           "adapters/langchain/test_options.py::test_one_label_is_for_one_prompt"),
+    Mutant("Callbacks see the salt.", "adapters/pagedcore_langchain/options.py",
+           'f"salt-{blake2b(known, key=_PSEUDONYM_KEY, digest_size=16).hexdigest()}"', "known.decode()",
+           "adapters/langchain/test_options.py::test_a_salt_is_shown_nowhere"),
+)
+
+MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *DOORS)
