@@ -12,7 +12,9 @@
       * RequestFailed                     one accepted request ended with finish_reason "error"
           - StepFailed  InvalidLogits  QueueTimeout
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
+      * EngineInUse                       the program's: two threads call one Engine at once
       * EngineClosed                      the engine was closed; make a new one
+          - ForkedProcess  EngineHung
       * InternalError                     a law of the engine is broken: a defect of pagedcore
 
 Messages are made of names, numbers and limits only: never a prompt, a path or an object's repr.
@@ -213,6 +215,9 @@ class TextFailed(RequestFailed):
 class QueueTimeout(RequestFailed):
     """The request waited longer than ``queue_timeout_s`` without being started."""
 
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"not started within {limit_s:g} seconds; retry later or raise queue_timeout_s")
+
 
 class RequestTimeout(PagedcoreError, TimeoutError):
     """A completion was not ready within ``timeout_s`` seconds, as its caller asked; the request was aborted."""
@@ -220,6 +225,17 @@ class RequestTimeout(PagedcoreError, TimeoutError):
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         super().__init__(f"timeout: the completion was not ready within {timeout_s:g} seconds; it was aborted.")
+
+
+class EngineInUse(PagedcoreError):
+    """The thread ``caller`` called an ``Engine`` while the thread ``owner`` was in a call of it; nothing was done."""
+
+    def __init__(self, owner: str, caller: str) -> None:
+        self.owner, self.caller = owner, caller
+        super().__init__(
+            f"engine: thread {caller!r} called it while thread {owner!r} is in a call of it. "
+            "An Engine takes one call at a time; use AsyncEngine for callers on several threads."
+        )
 
 
 class EngineClosed(PagedcoreError):
@@ -234,4 +250,15 @@ class ForkedProcess(EngineClosed):
         super().__init__(
             f"this engine belongs to process {owner}, of which this one is a fork. Make an engine after the fork, or "
             'start processes with the method "spawn".'
+        )
+
+
+class EngineHung(EngineClosed):
+    """The engine thread did not end a step for ``seconds`` seconds and was given up; whatever it returns is dropped."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        super().__init__(
+            f"the engine thread did not end a step for {seconds:g} seconds and was given up; make a new engine. "
+            "Raise dead_after_s if a step may take that long."
         )

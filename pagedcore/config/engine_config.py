@@ -71,7 +71,8 @@ class EngineConfig:
     max_num_waiting: int | None = None
     """Most requests that may wait; ``None``: four times ``max_num_seqs``."""
     queue_timeout_s: float | None = None
-    """Longest wait for a first start, in seconds; ``None``: no limit."""
+    """Longest wait for a first start, in seconds; ``None``: 300 for an ``AsyncEngine``, no limit for an ``Engine``,
+    where long queues are normal."""
     num_threads: int | None = None
     """Most CPU threads that a step computes with, the engine's own among them; ``None``: as many as torch uses. Never
     more than the cores that affinity and container quota leave."""

@@ -45,6 +45,8 @@ MAX_PRIORITY: Final = 1_000_000
 MAX_SALT_BYTES: Final = 64
 #: Characters of a caller's own label of a request: it is kept as long as the request and repeated to hooks.
 MAX_REQUEST_ID_LENGTH: Final = 128
+#: Sequences that wait outside a full waiting queue, for callers with ``wait_for_room``: each keeps its prompt.
+MAX_HELD_SEQUENCES: Final = 16_384
 #: Sessions that are open at once: each keeps its tokens until it is closed.
 MAX_SESSIONS: Final = 4096
 #: Bytes of a session file without KV, checked before it is read: more than a million tokens take.

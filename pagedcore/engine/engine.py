@@ -14,6 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Unpack
 
 from pagedcore.engine.calibration import calibrate
+from pagedcore.engine.one_caller import OneCaller, for_one_caller
 from pagedcore.errors import EngineClosed
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 class Engine:
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
 
-    Not thread-safe: use it from one thread, or use ``AsyncEngine``.
+    For one thread at a time: a call while another thread is in one raises ``EngineInUse``. Use ``AsyncEngine`` for
+    callers on several threads.
 
     Invariant: every accepted request gets exactly one finish reason per turn.
     Invariant: between steps every block is free, cached, on its way, or in the table of a live sequence.
@@ -46,13 +48,16 @@ class Engine:
 
     def __init__(self, components: EngineComponents, clock: Clock | None = None) -> None:
         config, kv_cache = components.config, components.kv_cache
+        self.one_caller = OneCaller()
         self._components = components
         self.input_processor: InputProcessor = components.input_processor
         self.scheduler = scheduler = components.scheduler
         """For invariant checks and observation; do not call its verbs."""
         self.hooks = components.hooks
         """The observers of this engine; further ones may be added, on the engine's thread."""
-        self._queue_timeout_s, self._blocks, self._runner = config.queue_timeout_s, kv_cache.device, components.runner
+        self.queue_timeout_s = config.queue_timeout_s
+        """Longest wait for a first start, in seconds; ``None``: no limit. For an owner to set."""
+        self._blocks, self._runner = kv_cache.device, components.runner
         self._clock = clock if clock is not None else MonotonicClock()
         tokenizer, sequence_ids = self.input_processor.tokenizer, count(1)
         self._outputs = OutputProcessor(tokenizer, scheduler, sequence_ids, self.hooks, self._clock)
@@ -97,6 +102,7 @@ class Engine:
 
         return cls(build_components(model, **settings))
 
+    @for_one_caller
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
     ) -> Request:
@@ -122,16 +128,19 @@ class Engine:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
         return self.input_processor.process(prompt, params, RequestOptions(**options))
 
+    @for_one_caller
     def accept(self, processed: ProcessedRequest) -> Request:
         """Take a prepared request. Raises as ``add_request``; then nothing was taken."""
         self._require_open()
         return self.requests.accept(processed)
 
+    @for_one_caller
     def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
         """Continue a finished request; see ``Request.extend``."""
         self._require_open()
         self.requests.extend(request, prompt, params)
 
+    @for_one_caller
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> Session:
         """Open a conversation that can wait, fork and outlive the process; arguments as ``add_request``.
 
@@ -141,6 +150,7 @@ class Engine:
         """
         return self.sessions.open_checked(params, RequestOptions(**options))
 
+    @for_one_caller
     def import_session(self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None) -> Session:
         """Open an exported conversation; it continues as it would have where it was exported.
 
@@ -151,6 +161,7 @@ class Engine:
         """
         return self.sessions.take_in(self.sessions.read(path), cache_salt)
 
+    @for_one_caller
     def abort_request(self, request_id: str) -> bool:
         """End a request now and free its blocks; return whether it was live. Unknown ids are no error."""
         request = self.requests.find(request_id)
@@ -160,6 +171,7 @@ class Engine:
         self._move_blocks()
         return True
 
+    @for_one_caller
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks; a second call does nothing."""
         self.requests.remove(request)
@@ -184,6 +196,7 @@ class Engine:
         """Return what was added to a completion since its last delta."""
         return pending.take_delta()
 
+    @for_one_caller
     def step_pending(self) -> list[PendingOutput]:
         """Run one step; return completions with pending output, whose ``take_delta`` may be called at any time.
 
@@ -197,7 +210,7 @@ class Engine:
     def _run_step(self) -> list[PendingOutput]:
         self._require_open()
         self.sessions.parking.expire()
-        limit_s = self._queue_timeout_s
+        limit_s = self.queue_timeout_s
         expired = self._outputs.expire_waiting(limit_s) if limit_s is not None else []
         plan = self._next_plan()
         self.is_stalled = not plan.rows and self.scheduler.has_work
@@ -251,6 +264,7 @@ class Engine:
                 num_waiting=len(self.scheduler.waiting), engine_stats=self.stats,
             ))
 
+    @for_one_caller
     def generate(
         self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None, *,
         show_progress: bool | None = None,
@@ -315,6 +329,7 @@ class Engine:
         """Free what only steps need of the calling thread: its helpers slow down other engines of this process."""
         self._runner.idle()
 
+    @for_one_caller
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""
         if self._is_closed:

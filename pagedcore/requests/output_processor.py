@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed, TextFailed
@@ -245,13 +246,12 @@ class OutputProcessor:
     def expire_waiting(self, limit_s: float) -> list[PendingOutput]:
         """End the requests that have waited longer than ``limit_s`` seconds for their first start."""
         latest = self._clock.now() - limit_s
-        error = QueueTimeout(f"not started within {limit_s} seconds; retry later or raise queue_timeout_s")
-        expired = [
-            sequence
-            for sequence in self._scheduler.waiting.never_started()
-            if self.by_sequence[sequence.sequence_id].request.metrics.arrival_s < latest
-        ]
-        return self._note_finished(self._end_all(expired, "error", error))
+        # Why: the oldest comes first, so a step in which none expires looks at one.
+        expired = list(takewhile(
+            lambda sequence: self.by_sequence[sequence.sequence_id].request.metrics.arrival_s < latest,
+            self._scheduler.waiting.never_started(),
+        ))
+        return self._note_finished(self._end_all(expired, "error", QueueTimeout(limit_s))) if expired else []
 
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""

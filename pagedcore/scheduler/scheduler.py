@@ -94,6 +94,12 @@ class Scheduler:
         """Whether a plan was reserved and neither committed nor rolled back."""
         return self._in_flight is not None and self._in_flight.plan is plan
 
+    @property
+    def num_unstarted(self) -> int:
+        """Sequences that were added and not started; those of a step in flight are started. Readable in any thread."""
+        step, count = self._in_flight, self.waiting.num_never_started
+        return count - sum(map(self.waiting.is_never_started, step.plan.admitted)) if step is not None else count
+
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence that grows to ``num_tokens`` positions fits the pool when alone."""
         return num_tokens <= self._num_pool_tokens

@@ -6,6 +6,7 @@ A full queue refuses new sequences; an accepted one stays until it is removed, a
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from operator import attrgetter
@@ -28,7 +29,7 @@ class PolicyOrder:
     def __init__(self, key: OrderKey) -> None:
         self._key = key
         self._keys: list[tuple[Any, int]] = []
-        self._ids: set[int] = set()
+        self._key_of: dict[int, tuple[Any, int]] = {}
         self.failure: Exception | None = None
         """Why the order is by arrival, if the policy's key raised, or gave values that cannot be ordered."""
         self.sequences: list[Sequence] = []
@@ -41,7 +42,7 @@ class PolicyOrder:
         return iter(self.sequences)
 
     def __contains__(self, sequence: object) -> bool:
-        return isinstance(sequence, Sequence) and sequence.sequence_id in self._ids
+        return isinstance(sequence, Sequence) and sequence.sequence_id in self._key_of
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Insert a sequence in order. Raises ``InternalError`` if it is in it already."""
@@ -57,16 +58,25 @@ class PolicyOrder:
         """Remove a sequence, and return whether it was in it."""
         if sequence not in self:
             return False
-        place = self.sequences.index(sequence)
-        del self._keys[place], self.sequences[place]
-        self._ids.discard(sequence.sequence_id)
+        place = self._place_of(sequence)
+        del self._keys[place], self.sequences[place], self._key_of[sequence.sequence_id]
         return True
+
+    def _place_of(self, sequence: Sequence) -> int:
+        try:
+            place = bisect_left(self._keys, self._key_of[sequence.sequence_id])
+            if self.sequences[place] is sequence:
+                return place
+        except Exception:  # the policy's keys are the user's own
+            pass
+        return self.sequences.index(sequence)
 
     def demote(self, failure: Exception) -> None:
         """Order by arrival from now on."""
         self.failure, self._key = failure, BY_ARRIVAL
         self.sequences.sort(key=lambda one: (one.arrival, one.sequence_id))
         self._keys = [(one.arrival, one.sequence_id) for one in self.sequences]
+        self._key_of = {key[1]: key for key in self._keys}
 
     def _insert(self, sequence: Sequence) -> None:
         key = (self._key(sequence), sequence.sequence_id)
@@ -77,7 +87,7 @@ class PolicyOrder:
             raise ValueError("keys that cannot be ordered")
         self._keys.insert(place, key)
         self.sequences.insert(place, sequence)
-        self._ids.add(sequence.sequence_id)
+        self._key_of[sequence.sequence_id] = key
 
 
 class WaitingQueue(PolicyOrder):
@@ -89,12 +99,17 @@ class WaitingQueue(PolicyOrder):
     def __init__(self, key: OrderKey, limit: int) -> None:
         super().__init__(key)
         self.limit = limit
-        self._never_started: set[int] = set()
+        # Why ordered: the oldest is found in constant time, also after many before it were taken out.
+        self._never_started: OrderedDict[int, Sequence] = OrderedDict()
 
     @property
     def num_never_started(self) -> int:
         """Sequences that count against the bound: those that were not started since they were pushed."""
         return len(self._never_started)
+
+    def is_never_started(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits and counts against the bound."""
+        return sequence.sequence_id in self._never_started
 
     @property
     def num_free_slots(self) -> int:
@@ -111,7 +126,7 @@ class WaitingQueue(PolicyOrder):
         self.require_room(len(sequences))
         for sequence in sequences:
             self.add_sequence(sequence)
-            self._never_started.add(sequence.sequence_id)
+            self._never_started[sequence.sequence_id] = sequence
 
     def push_preempted(self, sequence: Sequence) -> None:
         """Take back a sequence that was accepted before: never refused, and not counted against the bound."""
@@ -119,9 +134,9 @@ class WaitingQueue(PolicyOrder):
 
     def remove_sequence(self, sequence: Sequence) -> bool:
         """Remove a sequence, and return whether it was in it."""
-        self._never_started.discard(sequence.sequence_id)
+        self._never_started.pop(sequence.sequence_id, None)
         return super().remove_sequence(sequence)
 
-    def never_started(self) -> tuple[Sequence, ...]:
-        """Return in order the sequences that were not started since they were pushed."""
-        return tuple(sequence for sequence in self if sequence.sequence_id in self._never_started)
+    def never_started(self) -> Iterator[Sequence]:
+        """Yield the sequences that were not started since they were pushed, in the order of their pushes."""
+        return iter(self._never_started.values())

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, Unpack
 
 from pagedcore.config.field_rules import invalid_setting, seconds
+from pagedcore.config.limits import MAX_TIMEOUT_S
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, ForkedProcess
 from pagedcore.outputs import Delta, RequestOutput, TokenText
@@ -29,14 +30,21 @@ from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_session import AsyncSession
-from pagedcore.serving.engine_loop import Commands, EngineLoop, StreamFlusher
-from pagedcore.serving.health import Health
+from pagedcore.serving.commands import Commands, Places
+from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
+from pagedcore.serving.health import Health, watch
 from pagedcore.serving.long_prompts import LongPrompts, is_long
 from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, StreamReader
 
 _STREAM_INTERVAL: Final = seconds(0, 1)
 STREAM_INTERVAL_S: Final = 0.05
 """How often a reader gets new text, in seconds: twenty times a second looks continuous."""
+_DEAD_AFTER: Final = seconds(0, MAX_TIMEOUT_S, above_low=True)
+DEAD_AFTER_S: Final = 300.0
+"""How long a step may take before the engine is given up, in seconds. Unlike a verdict of ``health``, which a late step
+takes back, that is final; so it is longer than any step should be, of a large model on a small machine too."""
+QUEUE_TIMEOUT_S: Final = 300.0
+"""The longest wait for a first start unless the engine has its own ``queue_timeout_s``, in seconds."""
 _T = TypeVar("_T")
 
 
@@ -50,34 +58,56 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
     Invariant: every stream that was handed out ends, with a finish reason or an error.
     """
 
-    def __init__(self, engine: Engine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> None:
+    def __init__(
+        self, engine: Engine, *, stream_interval_s: float = STREAM_INTERVAL_S, dead_after_s: float = DEAD_AFTER_S
+    ) -> None:
         """Take over ``engine``: no other code may call it from now on.
 
-        A reader gets its first and last delta at once, and those between, joined, at times ``stream_interval_s`` apart,
-        the same for all readers, and farther apart if those are more than fifty; 0: every delta. Raises
-        ``InvalidConfig`` if it is not a number of seconds from 0 to 1.
+        Args:
+            engine: if it has no ``queue_timeout_s``, it gets one of 300 seconds.
+            stream_interval_s: a reader gets its first and last delta at once, and those between, joined, at times so
+                far apart, the same for all readers, and farther apart if those are more than fifty; 0: every delta.
+            dead_after_s: an engine thread that has work and does not end a step for so many seconds is given up: every
+                reader and every later call gets ``EngineHung``. Compiling kernels, and times in which the process is
+                stopped, do not count.
+
+        Raises:
+            InvalidConfig: ``stream_interval_s`` is not a number of seconds from 0 to 1, or ``dead_after_s`` not one
+                above 0 and up to thirty days.
         """
-        _STREAM_INTERVAL.check("stream_interval_s", stream_interval_s, invalid_setting)
+        _check(stream_interval_s, dead_after_s)
+        if engine.queue_timeout_s is None:
+            engine.queue_timeout_s = QUEUE_TIMEOUT_S
         self._input_processor = engine.input_processor
         self._read_session = engine.sessions.read
-        self._commands = Commands()
-        self._long_prompts = LongPrompts(self._commands, engine.input_processor.max_num_waiting)
+        scheduler = engine.scheduler
+        self._commands = Commands(Places(engine.input_processor.max_num_waiting, lambda: scheduler.num_unstarted))
+        self._long_prompts = LongPrompts(self._commands)
         worker = EngineLoop(engine, self._commands, StreamFlusher(stream_interval_s, MonotonicClock()))
         self._progress = worker.progress
         # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
         engine.idle()
         self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
-        # Why: the thread must not keep this object alive, so that losing it closes the engine.
-        self._finalizer = weakref.finalize(self, _close, self._commands, self._thread, self._long_prompts)
+        watchdog = threading.Thread(
+            target=watch, args=(worker.progress, worker.is_over, dead_after_s, worker.give_up),
+            name="pagedcore-watchdog", daemon=True,
+        )
+        # Why: neither thread may keep this object alive, so that losing it closes the engine.
+        closing = partial(_close, self._commands, self._thread, self._long_prompts, worker)
+        self._finalizer = weakref.finalize(self, closing)
         self._thread.start()
+        watchdog.start()
 
     @classmethod
     def from_pretrained(
-        cls, model: Any, *, stream_interval_s: float = STREAM_INTERVAL_S, **settings: Any
+        cls, model: Any, *, stream_interval_s: float = STREAM_INTERVAL_S, dead_after_s: float = DEAD_AFTER_S,
+        **settings: Any,
     ) -> AsyncEngine:
-        """Build an engine and put it on its own thread; arguments and errors as ``Engine.from_pretrained``."""
-        _STREAM_INTERVAL.check("stream_interval_s", stream_interval_s, invalid_setting)
-        return cls(Engine.from_pretrained(model, **settings), stream_interval_s=stream_interval_s)
+        """Build an engine and put it on its own thread; arguments as here and as ``Engine.from_pretrained``, errors
+        likewise."""
+        _check(stream_interval_s, dead_after_s)
+        engine = Engine.from_pretrained(model, **settings)
+        return cls(engine, stream_interval_s=stream_interval_s, dead_after_s=dead_after_s)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None,
@@ -94,8 +124,9 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
 
         Raises:
             InvalidRequest: the request is refused, at the first iteration.
-            EngineOverloaded: the waiting queue is full.
-            EngineClosed: the engine was closed before the completion was.
+            EngineOverloaded: the waiting queue is full, or too many callers wait for room.
+            EngineClosed: the engine was closed before the completion was; ``EngineHung``: it made no progress.
+            QueueTimeout: the request waited for room longer than ``queue_timeout_s``.
             RequestTimeout: it took longer than ``timeout_s``; the request is aborted.
         """
         reader = self._open(prompt, params, RequestOptions(**options), timeout_s, wait_for_room)
@@ -125,17 +156,20 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
 
         Cheaper than ``generate``, because no reader is woken in between. ``asyncio.wrap_future`` makes the future
         awaitable. Cancelling it aborts the request; losing it does not. Its callbacks run on the engine thread and
-        must not block. A completion that failed has the finish reason "error" and its error in the output.
+        must not block; what they raise is logged and ends nothing else. A completion that failed has the finish reason
+        "error" and its error in the output.
 
         Raises:
             InvalidRequest: the request is refused; raised by the future if the prompt is long, because it is looked
                 at on another thread then.
-            EngineOverloaded: the waiting queue is full; raised by the future, or at once for a long prompt.
+            EngineOverloaded: the waiting queue is full, or too many callers wait for room; raised at once, before
+                anything is done.
             EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
+            QueueTimeout: raised by the future; the request waited for room longer than ``queue_timeout_s``.
         """
-        sink, commands = CompletionFuture(), self._commands
+        sink, commands = CompletionFuture[RequestOutput](), self._commands
         self._accept(prompt, params, RequestOptions(**options), sink, wait_for_room)
-        sink.future.add_done_callback(lambda future: _cancel(commands, sink) if future.cancelled() else None)
+        sink.future.add_done_callback(lambda future: commands.abort(sink) if future.cancelled() else None)
         return sink.future
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> AsyncSession:
@@ -177,7 +211,7 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         """
         manager = PluginManager()
         manager.add(plugin, type(plugin).__name__)
-        self._commands.put(lambda worker: worker.engine.hooks.add(manager))
+        self.send(lambda engine: engine.hooks.add(manager))
 
     def health(self, *, degraded_after_s: float = 10.0, dead_after_s: float = 60.0) -> Health:
         """Judge whether the engine makes progress, by the seconds since its last step or idle check; never waits.
@@ -191,16 +225,21 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine thread runs."""
-        return self._thread.is_alive()
+        """Whether the engine thread runs and was not given up."""
+        return self._thread.is_alive() and not self._progress.is_given_up
 
-    def close(self) -> None:
-        """Abort everything, end all streams and stop the thread; a second call does nothing."""
-        self._finalizer()
+    def close(self, timeout_s: float | None = None) -> None:
+        """Abort everything, end all streams and stop the thread; a second call does nothing.
 
-    async def aclose(self) -> None:
+        A step that has not ended after ``timeout_s`` seconds, or ``dead_after_s`` without it, is left to itself, with
+        the memory that it may write to: readers get ``EngineHung``, and this returns.
+        """
+        if (finalizer := self._finalizer.detach()) is not None:
+            finalizer[1](timeout_s)
+
+    async def aclose(self, timeout_s: float | None = None) -> None:
         """Close without blocking the event loop."""
-        await asyncio.to_thread(self.close)
+        await asyncio.to_thread(self.close, timeout_s)
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -220,50 +259,71 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, sink: OutputSink, may_wait: bool
     ) -> None:
         """Send a request to the engine thread, by way of another one if preparing it takes long."""
-        prepare = partial(self._input_processor.process, prompt, params, options)
-        if is_long(prompt):
-            self._long_prompts.send(prepare, sink, may_wait)
-            return
-        prepared = prepare()
-        self._commands.put(lambda worker: worker.accept(prepared, sink, may_wait))
+        places = self._commands.places
+        self._commands.require_open()
+        try:
+            # Why before the prompt is looked at: a refusal must cost next to nothing.
+            # What is no SamplingParams is refused with the prompt.
+            places.take(sink, params.num_initial_sequences if isinstance(params, SamplingParams) else 1, may_wait)
+            prepare = partial(self._input_processor.process, prompt, params, options)
+            if is_long(prompt):
+                self._long_prompts.send(prepare, sink)
+                return
+            prepared = prepare()
+            self._commands.put(lambda worker: worker.accept(prepared, sink), sink)
+        except BaseException:
+            places.give_back(sink)
+            raise
 
     def read_turn(self, begin: Callable[[], Request]) -> StreamReader:
         """Read what a session's turn brings forth, which ``begin`` begins on the engine thread."""
         stream = Stream()
-        self._commands.put(lambda worker: worker.serve(begin, stream))
+        self._commands.put(lambda worker: worker.serve(begin, stream), stream)
         return StreamReader(stream, partial(_cancel, self._commands, stream))
 
     async def call(self, function: Callable[[Engine], _T]) -> _T:
         """Run a short function on the engine thread, between two steps; return its result or raise its exception.
 
-        Raises ``EngineClosed`` if the engine is closed.
+        Raises ``EngineClosed`` if the engine is closed, and ``RuntimeError`` instead of what would end more than the
+        call: ``SystemExit``, ``KeyboardInterrupt`` and ``StopIteration``.
         """
         return await asyncio.wrap_future(self.send(function))
 
     def send(self, function: Callable[[Engine], _T]) -> Future[_T]:
         """Do the same without waiting for it, from any thread. Raises ``EngineClosed`` if the engine is closed."""
-        result: Future[_T] = Future()
-        self._commands.put(lambda worker: worker.call(function, result))
-        return result
+        result = CompletionFuture[_T]()
+        self._commands.put(lambda worker: worker.call(function, result), result)
+        return result.future
 
 
-def _cancel(commands: Commands, sink: OutputSink) -> None:
-    if isinstance(sink, Stream):
-        if sink.has_ended:
-            return
-        sink.is_cancelled = True
-    with suppress(EngineClosed):
-        commands.put(lambda worker: worker.cancel_sink(sink))
+def _check(stream_interval_s: float, dead_after_s: float) -> None:
+    _STREAM_INTERVAL.check("stream_interval_s", stream_interval_s, invalid_setting)
+    _DEAD_AFTER.check("dead_after_s", dead_after_s, invalid_setting)
 
 
-def _close(commands: Commands, thread: threading.Thread, long_prompts: LongPrompts) -> None:
+def _cancel(commands: Commands, stream: Stream) -> None:
+    if not stream.has_ended:
+        stream.is_cancelled = True
+        commands.abort(stream)
+
+
+def _close(
+    commands: Commands, thread: threading.Thread, long_prompts: LongPrompts, worker: EngineLoop,
+    timeout_s: float | None = None,
+) -> None:
     try:
-        commands.require_process()
+        commands.require_open()
     except ForkedProcess:
         # Why: the threads to stop and to wait for are those of another process.
         return
+    except EngineClosed:
+        pass
     long_prompts.close()
     with suppress(EngineClosed):
-        commands.put(EngineLoop.stop)
-    if thread is not threading.current_thread():
+        commands.put(EngineLoop.stop, CompletionFuture())
+    if thread is threading.current_thread():
+        return
+    if not worker.is_over.wait(timeout_s):
+        worker.give_up(timeout_s or 0.0)
+    if not worker.progress.is_given_up:
         thread.join()

@@ -1,87 +1,42 @@
 """What runs on the engine's own thread: take commands between steps, step, deliver.
 
 Owns the order of these three, every reader that waits for output, and when it gets some: deltas are made when they are
-due, not when their tokens are. Only commands from ``async_engine`` tell it what to do; ``stream`` hands deltas over.
+due, not when their tokens are. What callers send is in ``commands``; ``stream`` hands deltas over.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
-from typing import Final, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineClosed, ForkedProcess, PagedcoreError, StepFailed
+from pagedcore.errors import EngineClosed, EngineHung, QueueTimeout, StepFailed
 from pagedcore.outputs import Delta
-from pagedcore.protocols import Clock, MonotonicClock
+from pagedcore.protocols import Clock
 from pagedcore.requests.input_processor import ProcessedRequest
 from pagedcore.requests.output_processor import PendingOutput
 from pagedcore.requests.request import Request
+from pagedcore.serving.commands import Command, Commands, as_exception, end_sinks
 from pagedcore.serving.health import IDLE_CHECK_S, Progress
 from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, Waiter, wake
 
-Command = Callable[["EngineLoop"], None]
-"""What a caller asks for; it runs on the engine thread, between two steps."""
 LULL_S: Final = 0.001
 """How long nothing must come before an engine that was idle takes its first step, in seconds."""
 GATHER_S: Final = 0.01
 """The longest it waits for that."""
+MAX_COMMANDS: Final = 1024
+"""Commands between two steps; further ones come after the next step."""
+COMMANDS_S: Final = 0.01
+"""Seconds between two steps after which no further command is begun."""
 READERS_PER_INTERVAL: Final = 50
 """Readers that get their output once per interval; with more of them intervals are longer in proportion."""
 _T = TypeVar("_T")
-
-
-class Commands:
-    """What callers ask of the engine thread, in order.
-
-    Invariant: a command that ``put`` took is carried out.
-    """
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Command] = SimpleQueue()
-        # Why: re-entrant, because the garbage collector may cancel a stream while this thread is in ``put``.
-        self._lock = threading.RLock()
-        self._process_id = os.getpid()
-        self.is_closed = False
-        """Whether ``put`` takes no more."""
-
-    def require_process(self) -> None:
-        """Raise ``ForkedProcess`` in a forked child, which has no engine thread."""
-        if os.getpid() != self._process_id:
-            raise ForkedProcess(self._process_id)
-
-    def put(self, command: Command) -> None:
-        """Hand a command over. Raises ``EngineClosed`` if the engine thread takes no more."""
-        # Why: before the lock, which another thread may have held when the process was forked.
-        self.require_process()
-        with self._lock:
-            if self.is_closed:
-                raise EngineClosed("this engine is closed; make a new one.")
-            self._queue.put(command)
-
-    def wait(self, timeout_s: float) -> Command | None:
-        """Return the next command, sleeping until there is one, but no longer than ``timeout_s`` seconds."""
-        try:
-            return self._queue.get(timeout=timeout_s)
-        except Empty:
-            return None
-
-    def take_all(self) -> Iterator[Command]:
-        """Yield the commands that are there, without sleeping."""
-        while not self._queue.empty():
-            yield self._queue.get()
-
-    def close(self) -> Iterator[Command]:
-        """Refuse further commands and yield those that came before."""
-        with self._lock:
-            self.is_closed = True
-        return self.take_all()
 
 
 @dataclass(eq=False, repr=False)
@@ -144,105 +99,165 @@ class StreamFlusher:
 class EngineLoop:
     """What runs on the thread: take commands, step, deliver.
 
-    Invariant: a sink is in ``_sinks`` exactly while its request runs in the engine, in ``_queued`` before that.
+    Invariant: a sink is in ``_sinks`` exactly while its request runs in the engine, has a place before that, and gets
+    its end in every case: by the thread, or by the one that gives it up.
     """
 
     def __init__(self, engine: Engine, commands: Commands, flusher: StreamFlusher) -> None:
         self.engine = engine
         self.progress = Progress()
+        self.is_over = threading.Event()
+        """Set when nothing is left to wait for: the thread has ended, or was given up."""
         self._flusher = flusher
         self._commands = commands
+        self._clock = flusher.clock
         self._sinks: dict[Request, OutputSink] = {}
-        self._queued: deque[tuple[ProcessedRequest, OutputSink]] = deque()
+        self._requests: dict[OutputSink, Request] = {}
+        # Why ordered: its first entry is found in constant time, also after thousands of others were taken out.
+        self._held: OrderedDict[OutputSink, tuple[ProcessedRequest, float]] = OrderedDict()
+        self._present: Command | None = None
         self._is_stopping = False
 
     def run(self) -> None:
         """Serve until ``stop``; whatever happens, every sink gets its end and the engine is closed."""
-        cause: BaseException | None = None
+        error = EngineClosed("the engine was closed while this request was in flight.")
         try:
-            while not self._is_stopping:
-                while self._queued and self.engine.can_accept(self._queued[0][0].params.num_initial_sequences):
-                    self.accept(*self._queued.popleft(), may_wait=False)
-                self._take_commands()
-                pending = self.engine.step_pending()
-                self._deliver(pending)
-                if not self.engine.is_stalled:
-                    self.progress.step_ended(has_output=bool(pending), has_failed=any(
-                        one.sequence.finish_reason == "error" and isinstance(one.request.error, StepFailed)
-                        for one in pending
-                    ))
-        except BaseException as error:
-            cause = error
+            while not self._is_stopping and not self._commands.is_closed:
+                self.run_once()
+        except BaseException as cause:
+            error.__cause__ = cause
             raise
         finally:
-            self.progress.has_ended = True
-            self._shut_down(cause)
+            self._shut_down(error)
+
+    def run_once(self) -> None:
+        """Take commands, step once, deliver."""
+        self._take_aborts()
+        self._admit_held()
+        self._take_commands()
+        pending = self.engine.step_pending()
+        self._deliver(pending)
+        if not self.engine.is_stalled:
+            self.progress.step_ended(has_output=bool(pending), has_failed=any(
+                one.sequence.finish_reason == "error" and isinstance(one.request.error, StepFailed)
+                for one in pending
+            ))
 
     def stop(self) -> None:
         """Leave the loop after the step in flight."""
         self._is_stopping = True
 
-    def accept(self, processed: ProcessedRequest, sink: OutputSink, may_wait: bool) -> None:
-        """Take a request for a sink, queue it until there is room, or end the sink with the reason."""
+    def give_up(self, seconds: float) -> None:
+        """Leave a thread that hangs to itself, with all it may still touch; every reader gets ``EngineHung``.
+
+        Called on any other thread. If the thread comes back, it delivers nothing and closes the engine.
+        """
+        self.progress.is_given_up = True
+        self._commands.close(partial(EngineHung, seconds))
+        self.is_over.set()
+        self._end_all(EngineHung(seconds))
+
+    def accept(self, processed: ProcessedRequest, sink: OutputSink) -> None:
+        """Take a request for a sink that has a place, or hold it until the engine's queue has room."""
         if sink.is_cancelled:
-            return
-        has_room = not self._queued and self.engine.can_accept(processed.params.num_initial_sequences)
-        if may_wait and not self._is_stopping and not has_room:
-            self._queued.append((processed, sink))
-            return
-        self.serve(lambda: self.engine.accept(processed), sink)
+            self._commands.places.give_back(sink)
+        elif self._held or not self.engine.can_accept(processed.params.num_initial_sequences):
+            self._held[sink] = processed, self._clock.now()
+        else:
+            self._admit(processed, sink)
 
     def serve(self, begin: Callable[[], Request], sink: OutputSink) -> None:
         """Begin a request or a session's turn for a sink, or end the sink with the reason."""
         try:
             request = begin()
-        except PagedcoreError as error:
+        except Exception as error:  # of whatever kind, it is this caller's
             wake([sink.end(error)])
             return
-        self._sinks[request] = sink
+        self._sinks[request], self._requests[sink] = sink, request
         if isinstance(sink, Stream):
             self._flusher.expect(request, sink)
 
-    def call(self, function: Callable[[Engine], _T], result: Future[_T]) -> None:
-        """Settle a future with what a function of the engine returns or raises, unless it was cancelled."""
-        if not result.set_running_or_notify_cancel():
-            return
-        try:
-            result.set_result(function(self.engine))
-        except Exception as error:  # the caller gets it, and the engine continues
-            result.set_exception(error)
+    def call(self, function: Callable[[Engine], _T], result: CompletionFuture[_T]) -> None:
+        """Settle a future with what a function of the engine returns, unless it was cancelled."""
+        if not result.is_cancelled:
+            result.complete(function(self.engine))
 
-    def cancel_sink(self, sink: OutputSink) -> None:
-        """Abort the request whose reader is gone."""
-        if self._queued:
-            self._queued = deque(queued for queued in self._queued if queued[1] is not sink)
-        for request, other in list(self._sinks.items()):
-            if other is sink:
-                # Why: a session may be closed by one task while another one reads its completion.
-                last = self._take_deltas(request)
-                request.abort()
-                wake([self._end_request(request, last)])
+    def cancel_sink(self, sink: Any) -> None:
+        """Abort the request whose reader is gone, if it has one."""
+        if self._held.pop(sink, None) is not None:
+            self._commands.places.give_back(sink)
+        elif (request := self._requests.get(sink)) is not None:
+            # Why: a session may be closed by one task while another one reads its completion.
+            last = self._take_deltas(request)
+            request.abort()
+            wake([self._end_request(request, last)])
+
+    def _take_aborts(self) -> None:
+        aborts = self._commands.aborts
+        # Why counted: others may come meanwhile, without end.
+        for _ in range(len(aborts)):
+            self.cancel_sink(aborts.popleft())
+
+    def _admit_held(self) -> None:
+        limit_s = self.engine.queue_timeout_s
+        while self._held:
+            sink, (processed, since_s) = next(iter(self._held.items()))
+            if limit_s is not None and self._clock.now() - since_s > limit_s:
+                del self._held[sink]
+                self._commands.places.give_back(sink)
+                wake([sink.end(QueueTimeout(limit_s))])
+            elif self.engine.can_accept(processed.params.num_initial_sequences):
+                del self._held[sink]
+                self._admit(processed, sink, self._clock.now() - since_s)
+            else:
+                return
+
+    def _admit(self, processed: ProcessedRequest, sink: OutputSink, held_s: float = 0.0) -> None:
+        def begin() -> Request:
+            request = self.engine.accept(processed)
+            # Why: to its caller it arrived before it was held, and its time limit began there.
+            request.metrics = replace(request.metrics, arrival_s=request.metrics.arrival_s - held_s)
+            return request
+
+        self.serve(begin, sink)
+        # Why not before: until then nothing else counts it.
+        self._commands.places.give_back(sink)
 
     def _take_commands(self) -> None:
         if not self.engine.has_pending_requests():
-            if (command := self._commands.wait(IDLE_CHECK_S)) is None:
+            self.progress.is_idle = True
+            command = self._commands.wait(IDLE_CHECK_S)
+            self.progress.is_idle = False
+            if command is None:
                 self.engine.idle()
             else:
-                command(self)
+                self._carry_out(command)
                 self._gather()
-        for command in self._commands.take_all():
-            command(self)
+        end_s = self._clock.now() + COMMANDS_S
+        for command in self._commands.take(MAX_COMMANDS):
+            self._carry_out(command)
+            if self._clock.now() > end_s:
+                return
 
     def _gather(self) -> None:
         """Let requests that come together begin together: those that missed a step need one more for their last tokens,
         which costs about as much as if all were in it.
         """
-        clock = MonotonicClock()
-        end_s = clock.now() + GATHER_S
-        while self.engine.has_pending_requests() and (time_left_s := end_s - clock.now()) > 0:
+        end_s = self._clock.now() + GATHER_S
+        while self.engine.has_pending_requests() and (time_left_s := end_s - self._clock.now()) > 0:
             if (command := self._commands.wait(min(LULL_S, time_left_s))) is None:
                 return
-            command(self)
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        # Why here too: what a caller aborted before it sent this command is gone when the command runs.
+        self._take_aborts()
+        self._present = command
+        try:
+            command.run(self)
+        except BaseException as error:  # the caller gets it, and the engine continues
+            wake([command.sink.end(as_exception(error))])
+        self._present = None
 
     def _deliver(self, pending: list[PendingOutput]) -> None:
         self._flusher.add(pending)
@@ -250,38 +265,50 @@ class EngineLoop:
         ended = dict.fromkeys(one.request for one in pending if one.sequence.finish_reason is not None
                               and one.request.is_done and one.request in self._sinks)
         waiters, sleeping = list[Waiter | None](), dict[Waiter, Stream]()
-        for request in ended:
-            last = self._take_deltas(request)
-            if isinstance(self._sinks[request], Stream):
-                last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs)
-            waiters.append(self._end_request(request, last))
-        for stream, due in self._flusher.take_due().items():
-            if (waiter := stream.put([one.take_delta() for one in due])) is not None:
-                sleeping[waiter] = stream
-        for lost in wake([*sleeping, *waiters]):
+        try:
+            for request in ended:
+                last = self._take_deltas(request)
+                if isinstance(self._sinks[request], Stream):
+                    last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs)
+                waiters.append(self._end_request(request, last))
+            for stream, due in self._flusher.take_due().items():
+                if (waiter := stream.put([one.take_delta() for one in due])) is not None:
+                    sleeping[waiter] = stream
+        finally:
+            # Why: a reader that was taken from its stream is woken by nothing else.
+            lost = wake([*sleeping, *waiters])
+        for waiter in lost:
             # Why: its loop was closed, so its reader will never come back to say that it left.
-            if lost in sleeping:
-                self.cancel_sink(sleeping[lost])
+            if waiter in sleeping:
+                self.cancel_sink(sleeping[waiter])
 
     def _take_deltas(self, request: Request) -> list[Delta]:
         return [one.take_delta() for one in self._flusher.take(request)]
 
     def _end_request(self, request: Request, last: list[Delta]) -> Waiter | None:
-        sink = self._sinks.pop(request)
+        sink = self._sinks[request]
         if isinstance(sink, CompletionFuture):
             sink.complete(request.output())
         if not request.sequences[0].is_in_session:
             request.remove()
+        # Why last: whatever raises before, the sink still gets its end.
+        del self._sinks[request], self._requests[sink]
         return sink.end(None, last)
 
-    def _shut_down(self, cause: BaseException | None) -> None:
-        error = EngineClosed("the engine was closed while this request was in flight.")
-        error.__cause__ = cause
-        wake([sink.end(error, self._take_deltas(request)) for request, sink in self._sinks.items()])
-        wake([sink.end(error) for _, sink in self._queued])
-        self._sinks.clear()
-        self._queued.clear()
-        self.engine.close()
-        # Why: what was sent while stopping gets its result too; accepting fails now, because the engine is closed.
-        for command in self._commands.close():
-            command(self)
+    def _shut_down(self, error: EngineClosed) -> None:
+        self.progress.has_ended = True
+        try:
+            self._commands.close()
+            for request, sink in list(self._sinks.items()):
+                with suppress(Exception):  # the end of the stream says that something is missing
+                    wake([sink.end(error, self._take_deltas(request))])
+            self._end_all(error)
+            self.engine.close()
+        finally:
+            self.is_over.set()
+
+    def _end_all(self, error: EngineClosed) -> None:
+        end_sinks(list(self._sinks.values()), error)
+        self._commands.end_all(error)
+        if (present := self._present) is not None:
+            end_sinks([present.sink], error)

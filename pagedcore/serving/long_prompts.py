@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
 from typing import Any, Final
 
-from pagedcore.errors import EngineClosed, EngineOverloaded
+from pagedcore.errors import EngineClosed
 from pagedcore.requests.input_processor import ProcessedRequest
-from pagedcore.serving.engine_loop import Commands
-from pagedcore.serving.stream import OutputSink, wake
+from pagedcore.serving.commands import Commands, as_exception, end_sinks
+from pagedcore.serving.stream import OutputSink
 
 LONG_TEXT: Final = 2048
 """Characters of text, those of all messages of a chat together."""
@@ -44,49 +43,36 @@ class LongPrompts:
     Invariant: a sink that was taken reaches the engine thread, ends with an error, or has been cancelled.
     """
 
-    def __init__(self, commands: Commands, limit: int) -> None:
-        """Let at most ``limit`` prompts wait here or be prepared; no thread starts before there is one."""
+    def __init__(self, commands: Commands) -> None:
+        """Prepare nothing yet; no thread starts before there is a prompt."""
         self._commands = commands
-        self._limit = limit
-        self._num_present = 0
-        self._lock = Lock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagedcore-prompt")
 
-    def send(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, may_wait: bool) -> None:
-        """Prepare a request on another thread and send it on; a refusal ends the sink with its error.
+    def send(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink) -> None:
+        """Prepare a request on another thread and send it on; a refusal ends the sink, which has a place, with its
+        error.
 
-        Raises ``EngineOverloaded`` if there are as many as may be and it may not wait; ``EngineClosed`` after ``close``
-        or at the end of the interpreter.
+        Raises ``EngineClosed`` after ``close`` or at the end of the interpreter.
         """
-        self._commands.require_process()
-        with self._lock:
-            if self._num_present >= self._limit and not may_wait:
-                raise EngineOverloaded(self._num_present, self._limit)
-            try:
-                self._threads.submit(self._run, prepare, sink, may_wait)
-            except RuntimeError:
-                raise _closed() from None
-            self._num_present += 1
+        try:
+            self._threads.submit(self._run, prepare, sink)
+        except RuntimeError:
+            raise EngineClosed("this engine is closed; make a new one.") from None
 
     def close(self) -> None:
         """Take no more; what was taken gets its end. A second call does nothing."""
         self._threads.shutdown(wait=False)
 
-    def _run(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, may_wait: bool) -> None:
+    def _run(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink) -> None:
         try:
-            try:
-                # Why: a prompt whose caller has left, or whose engine is closed, need not be tokenised.
-                if sink.is_cancelled or self._commands.is_closed:
-                    raise _closed()
+            # Why: a prompt whose caller has left, or whose engine is closed, need not be tokenised.
+            self._commands.require_open()
+            if not sink.is_cancelled:
                 processed = prepare()
-            finally:
-                # Why: before the sink learns anything, so that the next request of the same caller has its place.
-                with self._lock:
-                    self._num_present -= 1
-            self._commands.put(lambda worker: worker.accept(processed, sink, may_wait))
-        except Exception as error:  # of any kind: the reader gets it
-            wake([sink.end(error)])
-
-
-def _closed() -> EngineClosed:
-    return EngineClosed("this engine is closed; make a new one.")
+                self._commands.put(lambda worker: worker.accept(processed, sink), sink)
+                return
+        except BaseException as error:  # of any kind: the reader gets it
+            # Why first: when the reader learns of it, the next request of the same caller has its place.
+            self._commands.places.give_back(sink)
+            end_sinks([sink], as_exception(error))
+        self._commands.places.give_back(sink)

@@ -7,6 +7,7 @@ never stalls a step. A reader that vanishes aborts its request. When deltas are 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import threading
@@ -14,12 +15,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+from typing import Any, Final, Generic, TypeVar
 
 from pagedcore.errors import ForkedProcess, RequestTimeout
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import MonotonicClock
 
+_log: Final = logging.getLogger("pagedcore")
+_T = TypeVar("_T")
 Waiter = asyncio.Future[None] | threading.Event
 """A reader that sleeps: on its event loop, or on its own thread."""
 
@@ -40,7 +45,7 @@ def join(deltas: list[Delta]) -> Delta:
 class Stream:
     """Deltas of one request on their way to its reader.
 
-    Invariant: after ``end`` nothing is added.
+    Invariant: after the first ``end`` nothing is added, whichever thread calls.
     """
 
     __slots__ = ("_error", "_lock", "_unread", "_waiter", "has_ended", "is_cancelled")
@@ -62,11 +67,14 @@ class Stream:
     def end(self, error: Exception | None = None, last: Iterable[Delta] = ()) -> Waiter | None:
         """End the stream with these deltas, and an error for the reader if there is one; return as ``put``."""
         with self._lock:
+            waiter = self._add(last)
             if not self.has_ended:
                 self.has_ended, self._error = True, error
-            return self._add(last)
+            return waiter
 
     def _add(self, deltas: Iterable[Delta]) -> Waiter | None:
+        if self.has_ended:
+            return None
         for delta in deltas:
             self._unread.setdefault(delta.index, []).append(delta)
         waiter, self._waiter = self._waiter, None
@@ -89,39 +97,58 @@ class Stream:
         return [join(deltas) for deltas in unread.values()]
 
 
-class CompletionFuture:
-    """The output of one request on its way to a caller who wants no deltas and is not woken before the end.
+class CompletionFuture(Generic[_T]):
+    """The result of one request or call on its way to a caller who wants no deltas and is not woken before the end.
 
-    Invariant: the future is settled once, with an output or an error, unless its owner cancelled it first.
+    Invariant: the future is settled once, with a result or an error, unless its owner cancelled it first.
     """
 
     def __init__(self) -> None:
-        self.future: Future[RequestOutput] = Future()
-        self._is_settled = False
+        self.future: Future[_T] = _CallersFuture()
+        self._settling = threading.Lock()
 
     @property
     def is_cancelled(self) -> bool:
         """Whether its owner cancelled it, which the engine may not know yet."""
         return self.future.cancelled()
 
-    def complete(self, outcome: RequestOutput | Exception) -> None:
-        """Hand the output or an error over; what was settled or cancelled before stays as it is."""
-        # Why: from here on a cancellation comes too late, so it cannot meet a result half-way.
-        if not self._is_settled and self.future.set_running_or_notify_cancel():
-            if isinstance(outcome, Exception):
-                self.future.set_exception(outcome)
-            else:
-                self.future.set_result(outcome)
-        self._is_settled = True
+    def complete(self, result: _T) -> None:
+        """Hand the result over; what was settled or cancelled before stays as it is."""
+        self._settle(self.future.set_result, result)
 
     def end(self, error: Exception | None = None, _: Iterable[Delta] = ()) -> Waiter | None:
         """Hand an error over if there is one; there is never a reader to wake."""
         if error is not None:
-            self.complete(error)
+            self._settle(self.future.set_exception, error)
         return None
 
+    def _settle(self, set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        # Why: never released, so the first of two threads settles the future; and from here on a cancellation comes
+        # too late, so it cannot meet a result half-way.
+        if self._settling.acquire(blocking=False) and self.future.set_running_or_notify_cancel():
+            set_outcome(outcome)
 
-OutputSink = Stream | CompletionFuture
+
+class _CallersFuture(Future[_T]):
+    """A future whose callbacks end nothing but themselves: ``Future`` guards its own thread against ``Exception``."""
+
+    def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        super().add_done_callback(partial(_call_back, fn))
+
+
+def _call_back(callback: Callable[[Future[_T]], object], future: Future[_T]) -> None:
+    try:
+        callback(future)
+    except Exception:  # the future logs it
+        raise
+    except BaseException:
+        # Why: on the main thread it may be Ctrl-C, and is that thread's own.
+        if threading.current_thread() is threading.main_thread():
+            raise
+        _log.exception("a callback of a future tried to end its thread")
+
+
+OutputSink = Stream | CompletionFuture[RequestOutput]
 """Where the output of a request is delivered."""
 
 
@@ -205,7 +232,7 @@ def wake(waiters: Iterable[Waiter | None]) -> list[Waiter]:
     for loop, sleeping in by_loop.items():
         try:
             loop.call_soon_threadsafe(_wake_all, sleeping)
-        except RuntimeError:
+        except Exception:  # a closed loop; loops of other libraries say it in other ways
             lost += sleeping
     return lost
 

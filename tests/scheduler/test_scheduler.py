@@ -443,7 +443,7 @@ def test_never_started_leaves_out_what_was_preempted() -> None:
     run_until_preempted(scheduler, preempted)
     new = add(scheduler)
     assert list(scheduler.waiting) == [preempted, new]
-    assert scheduler.waiting.never_started() == (new,)
+    assert list(scheduler.waiting.never_started()) == [new]
 
 
 def test_a_rolled_back_admission_was_never_started() -> None:
@@ -452,7 +452,7 @@ def test_a_rolled_back_admission_was_never_started() -> None:
     sequence = add(scheduler)
     plan = reserved_step(scheduler)
     scheduler.rollback(plan)
-    assert scheduler.waiting.never_started() == (sequence,)
+    assert list(scheduler.waiting.never_started()) == [sequence]
     assert scheduler.waiting.num_free_slots == 0
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving import engine_loop
 from pagedcore.serving.async_engine import AsyncEngine
+from pagedcore.serving.commands import Commands
 from support.async_helpers import SlowBackend, broken_step, complete, params, wait_until
 from support.doubles import FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import make_engine
@@ -38,20 +40,25 @@ async def test_a_reader_that_has_read_everything_asks_no_more_of_the_engine(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only who leaves early has something to cancel; every command wakes the engine's thread."""
-    sent, put = list[engine_loop.Command](), engine_loop.Commands.put
+    sent, put, abort = list[str](), Commands.put, Commands.abort
 
-    def note(commands: engine_loop.Commands, command: engine_loop.Command) -> None:
-        sent.append(command)
-        put(commands, command)
+    def note_put(commands: Commands, *command: Any) -> None:
+        sent.append("put")
+        put(commands, *command)
 
-    monkeypatch.setattr(engine_loop.Commands, "put", note)
-    for max_tokens, is_left_early in ((3, False), (40, True)):
+    def note_abort(commands: Commands, sink: Any) -> None:
+        sent.append("abort")
+        abort(commands, sink)
+
+    monkeypatch.setattr(Commands, "put", note_put)
+    monkeypatch.setattr(Commands, "abort", note_abort)
+    for max_tokens, expected in ((3, ["put"]), (40, ["put", "abort"])):
         sent.clear()
         async with aclosing(engine.generate([1, 2], params(max_tokens))) as deltas:
             async for _ in deltas:
-                if is_left_early:
+                if len(expected) == 2:
                     break
-        assert len(sent) == 1 + is_left_early
+        assert sent == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the helpers of libgomp")
@@ -72,7 +79,7 @@ def test_whoever_built_the_engine_keeps_no_helpers() -> None:
     builder = threading.Thread(target=build)
     builder.start()
     builder.join()
-    assert counts == [2, 1], "two helpers, then the engine's own thread"
+    assert counts == [2, 2], "two helpers, then the engine's own thread and its watchdog"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the helpers of libgomp")

@@ -150,7 +150,7 @@ async def test_a_label_is_free_again_however_its_request_ends() -> None:
         with pytest.raises(RequestTimeout):
             async for _ in engine.generate([1], endless, request_id="a", timeout_s=1e-6):
                 pass
-        cancelled = engine.submit([1], endless, request_id="a")
+        cancelled = engine.submit([1], endless, request_id="a", wait_for_room=True)
         cancelled.cancel()
         output = await asyncio.wrap_future(engine.submit([1], PARAMS, request_id="a", wait_for_room=True))
         assert (output.client_request_id, output.outputs[0].finish_reason) == ("a", "length")

@@ -19,6 +19,7 @@ from numba import cfunc
 from pagedcore_kernels.errors import InternalError
 
 _PACKAGE = "pagedcore_kernels.cpu"
+_compiling: list[str] = []
 
 
 class CompiledEntry:
@@ -48,10 +49,18 @@ def compile_entry(function: Callable[..., Any], signature: Any) -> CompiledEntry
     # Why: a name of its own for each variant also keeps two processes from overwriting each other's entry in one index.
     variant = zlib.crc32(repr(constants).encode(), _source_fingerprint(function.__module__))
     function.__qualname__ += f"_{variant:08x}"
+    _compiling.append(function.__qualname__)
     try:
         return CompiledEntry(cfunc(signature, cache=True, error_model="numpy")(function))
     except RuntimeError:  # Numba found no writable place for a cache
         return CompiledEntry(cfunc(signature, error_model="numpy")(function))
+    finally:
+        _compiling.pop()
+
+
+def is_compiling() -> bool:
+    """Whether any thread of this process compiles a kernel now, or reads one from the cache."""
+    return bool(_compiling)
 
 
 @cache
