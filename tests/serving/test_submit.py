@@ -75,11 +75,14 @@ def test_who_does_not_wait_is_refused_at_once() -> None:
     with AsyncEngine(make_engine(backend, max_num_seqs=1, max_num_waiting=1)) as engine:
         taken = [engine.submit([0], params(2))]
         assert backend.is_entered.wait(30)
-        with pytest.raises(EngineOverloaded):
-            engine.submit([1], params(2))
-        backend.gate.set()
-        assert tokens(taken[0]) == toy_answer([0], 2)
-        assert tokens(engine.submit([1], params(2))) == toy_answer([1], 2)
+        taken.append(engine.submit([1], params(2)))
+        try:
+            with pytest.raises(EngineOverloaded):
+                engine.submit([2], params(2))
+        finally:
+            backend.gate.set()
+        assert [tokens(future) for future in taken] == [toy_answer([0], 2), toy_answer([1], 2)]
+        assert tokens(engine.submit([2], params(2))) == toy_answer([2], 2)
 
 
 def test_a_refused_request_raises_at_once(engine: AsyncEngine) -> None:

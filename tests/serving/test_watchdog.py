@@ -18,7 +18,7 @@ import pytest
 
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, EngineHung, InvalidConfig
-from pagedcore.outputs import RequestOutput
+from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.request_options import RequestOptions
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.health import Progress, watch
@@ -74,14 +74,17 @@ def errors_of(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
 
 def calls_on(engine: AsyncEngine) -> dict[str, Callable[[], Any]]:
     return {
-        "stream": lambda: asyncio.run(complete(engine, [1], 5)),
-        "sync": lambda: list(engine.generate_sync([1], params(5))),
+        "stream": lambda: asyncio.run(read(engine)),
+        "sync": lambda: list(engine.generate_sync([1], params(5), wait_for_room=True)),
         "submit": lambda: engine.submit([1], params(5), wait_for_room=True).result(),
-        "held": lambda: engine.submit([1], params(5), wait_for_room=True).result(),
         "call": lambda: asyncio.run(engine.call(lambda inner: inner.stats())),
         "stats": lambda: engine.stats(),
         "session": lambda: asyncio.run(ask(engine)),
     }
+
+
+async def read(engine: AsyncEngine) -> list[Delta]:
+    return [delta async for delta in engine.generate([1], params(5), wait_for_room=True)]
 
 
 async def ask(engine: AsyncEngine) -> RequestOutput:
@@ -94,7 +97,7 @@ async def test_a_hang_is_told_to_everybody_and_its_late_return_delivers_nothing(
 ) -> None:
     """Streams, futures, calls and sessions get EngineHung, those before the hang, those during it and those after it;
     nothing is freed under the forward, which may return: then the engine closes and what it computed is dropped."""
-    inner, close = make_engine(backend, max_num_seqs=1, max_num_waiting=3), Engine.close
+    inner, close = make_engine(backend, max_num_seqs=1, max_num_waiting=2), Engine.close
     monkeypatch.setattr(Engine, "close", lambda inner: (backend.events.append("closed"), close(inner)))
     engine = AsyncEngine(inner, dead_after_s=SOON_S)
     backend.hangs = False
@@ -136,11 +139,13 @@ def test_a_stream_gets_what_came_before_the_hang_and_nothing_after_it() -> None:
     later = HangsLater()
     engine = AsyncEngine(make_engine(later), dead_after_s=SOON_S, stream_interval_s=0)
     reader = engine._open([1], params(9), RequestOptions(), None, False)
-    deltas = iter(reader)
-    tokens = [token for _ in range(3) for token in next(deltas).token_ids]
-    assert tokens == toy_answer([1], 9)[:3]
-    with pytest.raises(EngineHung):
-        next(deltas)
+    tokens, end = list[int](), None
+    try:
+        for delta in reader:
+            tokens += delta.token_ids
+    except EngineHung as error:
+        end = error
+    assert (tokens, type(end)) == (toy_answer([1], 9)[:3], EngineHung)
     later.go_on.set()
     engine._thread.join(10)
     with pytest.raises(EngineHung):
