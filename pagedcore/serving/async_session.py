@@ -132,7 +132,8 @@ class AsyncSession:
         for reader in list(self._readers):
             reader.close()
         if (closing := self._close()) is not None:
-            await asyncio.shield(asyncio.wrap_future(closing))
+            with suppress(EngineClosed):
+                await asyncio.shield(asyncio.wrap_future(closing))
 
     async def __aenter__(self) -> AsyncSession:
         try:

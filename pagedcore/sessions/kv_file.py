@@ -87,7 +87,15 @@ def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
 
 
 def read_kv(path: Path, spec: KVSpec) -> KVCopy | None:
-    """Return the leading blocks of a file that match ``spec``; ``None``: none does, which the log says."""
+    """Return the leading blocks of a file that match ``spec``; ``None``: none does, or the file cannot be read."""
+    try:
+        return _read_proven(path, spec)
+    except Exception as error:  # of whatever kind: no memory, no file, no such format; the same is computed again
+        _log.warning("KV file: it could not be read (%s); its tokens are computed again", reason_of(error))
+        return None
+
+
+def _read_proven(path: Path, spec: KVSpec) -> KVCopy | None:
     keys = spec.block_keys()
     blocks, checks = _read_blocks(path, len(keys), spec.block_bytes)
     found = enumerate(_checks(blocks, keys, spec.key))
@@ -98,22 +106,23 @@ def read_kv(path: Path, spec: KVSpec) -> KVCopy | None:
 
 
 def _read_blocks(path: Path, num_blocks: int, block_bytes: int) -> tuple[_Bytes, _Bytes]:
-    """Return the blocks of a file and their digests, of any values; none if it is no such file."""
-    from safetensors import SafetensorError
+    """Return the blocks of a file and their digests, of any values; none if they have another form."""
     from safetensors.numpy import load
 
-    try:
-        # Why: read, not mapped; access to a mapped file that was truncated meanwhile ends the process.
-        tensors = load(read_bounded(path, num_blocks * (block_bytes + KEY_BYTES) + _HEADER_BYTES))
-        blocks, checks = tensors["blocks"], tensors["checks"]
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
-        return _NOTHING
+    # Why: read, not mapped; access to a mapped file that was truncated meanwhile ends the process.
+    tensors = load(read_bounded(path, num_blocks * (block_bytes + KEY_BYTES) + _HEADER_BYTES))
+    blocks, checks = tensors["blocks"], tensors["checks"]
     count = len(blocks) if blocks.ndim else -1
     is_ours = (
         blocks.dtype == checks.dtype == np.uint8 and 0 < count <= num_blocks
         and blocks.shape == (count, block_bytes) and checks.shape == (count, KEY_BYTES)
     )
     return (blocks, checks) if is_ours else _NOTHING
+
+
+def reason_of(error: Exception) -> str:
+    """Say what kind of error it is, without what it says."""
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
 def _checks(blocks: _Bytes, block_keys: ListOf[bytes], key: bytes) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ from pagedcore.kv_cache.prefix_match import contents, find_blocks
 from pagedcore.protocols import CacheStore, Clock
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
-from pagedcore.sessions.kv_file import KVCopy, KVDirectory, KVSpec, read_kv, write_kv
+from pagedcore.sessions.kv_file import KVCopy, KVDirectory, KVSpec, read_kv, reason_of, write_kv
 from pagedcore.sessions.operation import Operation
 
 _log = logging.getLogger("pagedcore")
@@ -54,8 +54,8 @@ class ParkedFile:
         assert self.kv is not None  # Invariant: only what was copied is written
         try:
             write_kv(self.path, self.kv, self.spec)
-        except OSError as error:
-            _log.warning("parking: the KV file could not be written (%s); only tokens are kept", error.strerror)
+        except Exception as error:  # of whatever kind: no room, no memory; the session continues without its KV
+            _log.warning("parking: the KV file could not be written (%s); only tokens are kept", reason_of(error))
             return False
         if self.path not in self.directory.files:
             self.directory.remove(self.path)
@@ -152,13 +152,12 @@ class Parking:
         kv = self.copy_kv(sequence)
         if kv is None:
             return None
-        try:
-            path = self.directory.name_file()
-        except OSError as error:
-            _log.warning("parking: the directory for KV files cannot be made (%s)", error.strerror)
-            return None
         spec = replace(self.spec(sequence.token_ids[: kv.num_tokens]), key=self.directory.secret)
-        return ParkedFile(self.directory, path, spec, kv)
+        try:
+            return ParkedFile(self.directory, self.directory.name_file(), spec, kv)
+        except Exception as error:  # of whatever kind: no directory, no memory
+            _log.warning("parking: the directory for KV files cannot be made (%s)", reason_of(error))
+            return None
 
     def file_of(self, sequence: Sequence) -> ParkedFile | None:
         """Return the file that a sequence is parked in; ``None``: it is in none, or has expired."""
@@ -190,19 +189,26 @@ class Parking:
                 store.write_blocks(fresh, kv.blocks[start : start + len(fresh)])
                 for block_id, content in zip(fresh, lacking, strict=False):
                     cache.register_block(block_id, content)
+        except Exception as error:  # the store may be the user's own
+            _log.warning("parking: KV could not be loaded (%s); it is computed again", reason_of(error))
+            return here.num_tokens
         finally:
             for block_id in reversed([*here.block_ids, *fresh]):
                 cache.free_block(block_id)
         return here.num_tokens + sum(len(content.token_ids) for content in lacking[: len(fresh)])
 
     def copy_kv(self, sequence: Sequence) -> KVCopy | None:
-        """Copy the KV of a sequence from the device or the host, whichever has more; ``None``: neither has any."""
+        """Copy the KV of a sequence from the device or the host, whichever has more; ``None``: there is none."""
         here, there = self.scheduler.kv_cache.find(sequence)
         if self.store is None or not (here.num_tokens or there.num_tokens):
             return None
-        if here.num_tokens >= there.num_tokens:
-            return KVCopy(here.num_tokens, self.store.read_blocks(here.block_ids))
-        return KVCopy(there.num_tokens, self.store.read_host_blocks(there.block_ids))
+        try:
+            if here.num_tokens >= there.num_tokens:
+                return KVCopy(here.num_tokens, self.store.read_blocks(here.block_ids))
+            return KVCopy(there.num_tokens, self.store.read_host_blocks(there.block_ids))
+        except Exception as error:  # the store may be the user's own, or there is no memory for the copy
+            _log.warning("parking: KV could not be copied (%s); only tokens are kept", reason_of(error))
+            return None
 
     def spec(self, token_ids: list[int] | tuple[int, ...]) -> KVSpec:
         """Describe the KV of these tokens as this engine makes it."""

@@ -263,7 +263,7 @@ def _logprobs(values: Any, token_ids: list[int], vocab_size: int) -> tuple[Token
     try:
         if type(values) is not list:
             raise TypeError
-        return tuple(_token_logprobs(*one, expected, is_token) for one, expected in zip(values, token_ids, strict=True))
+        return tuple(_token_logprobs(one, expected, is_token) for one, expected in zip(values, token_ids, strict=True))
     except (ValueError, TypeError, OverflowError):
         pass
     raise InvalidSessionFile(
@@ -272,9 +272,8 @@ def _logprobs(values: Any, token_ids: list[int], vocab_size: int) -> tuple[Token
     )
 
 
-def _token_logprobs(
-    token_id: Any, value: Any, top: Any, expected: int, is_token: Callable[[Any], bool]
-) -> TokenLogprobs:
+def _token_logprobs(entry: Any, expected: int, is_token: Callable[[Any], bool]) -> TokenLogprobs:
+    token_id, value, top = entry
     pairs = tuple((other, _logprob(text)) for other, text in top)
     is_list = type(top) is list and len(top) <= MAX_LOGPROBS
     if not (is_list and is_token(token_id) and token_id == expected and all(is_token(other) for other, _ in pairs)):
