@@ -67,7 +67,7 @@ def questions() -> list[Question]:
     beginning = [rng.randrange(3, VOCAB) for _ in range(19)]
     tails = [[rng.randrange(3, VOCAB) for _ in range((1, 13, 7, 26)[i % 4])] for i in range(NUM_QUESTIONS)]
     return [
-        ([*beginning, *tail], SamplingParams(max_tokens=18, ignore_eos=True, seed=i, logprobs=3, **SAMPLED[i % 3]))
+        ([*beginning, *tail], SamplingParams(max_tokens=13, ignore_eos=True, seed=i, logprobs=3, **SAMPLED[i % 3]))
         for i, tail in enumerate(tails)
     ]
 
@@ -147,9 +147,9 @@ def preempted(kind: str) -> Evidence:
 
 WAYS: dict[str, tuple[dict[str, Any], Evidence]] = {
     "in company": ({}, lambda stats: stats.num_preemptions == 0),
-    "in chunks": ({"max_num_batched_tokens": 10, "max_num_seqs": 10}, lambda stats: stats.num_steps > 20),
-    "two at a time": ({"max_num_seqs": 2, "max_num_batched_tokens": 64}, lambda stats: stats.num_steps > 20),
-    "in static batches": ({"scheduling_policy": "static", "max_num_seqs": 2}, lambda stats: stats.num_steps > 20),
+    "in chunks": ({"max_num_batched_tokens": 10, "max_num_seqs": 10}, lambda stats: stats.num_steps > 15),
+    "two at a time": ({"max_num_seqs": 2, "max_num_batched_tokens": 64}, lambda stats: stats.num_steps > 15),
+    "in static batches": ({"scheduling_policy": "static", "max_num_seqs": 2}, lambda stats: stats.num_steps > 15),
     "nothing shared": ({"enable_prefix_caching": False}, lambda stats: stats.num_cached_tokens == 0),
     "swapped": ({**TIGHT, **HOST, "preemption": "swap"}, preempted("swap")),
     "recomputed": ({**TIGHT, "preemption": "recompute"}, preempted("recompute")),

@@ -128,11 +128,25 @@ def test_a_routers_logits_do_not_depend_on_the_number_of_rows() -> None:
             assert torch.equal(alone.sigmoid(), wide.sigmoid()[row : row + 1])
 
 
-def test_a_routers_weight_is_good_for_nothing_else() -> None:
-    """A router of another convention fails when it is loaded; it never computes something else."""
+def test_a_router_that_multiplies_in_another_way_keeps_its_matrix() -> None:
+    """What takes the place of a matrix raises ``TypeError`` for any other function; such a router gets its own back."""
+
+    class OtherRouter(nn.Linear):
+        """Multiplies by an operator."""
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(rows, self.weight)
+
     weight: Any = RouterWeight(torch.randn(4, 64), None, FASTEST)
     with pytest.raises(TypeError, match="matmul"):
         torch.matmul(torch.randn(2, 64), weight)
+    OtherRouter.__module__ = "transformers.models.other"
+    router, unused = OtherRouter(64, 64), []
+    before = router.weight
+    assert not pack_experts(router, linears=FASTEST, on_unused=unused.append)
+    assert router.weight is before
+    assert dict(router.named_parameters())["weight"] is before
+    assert not unused
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ that follow neither are left alone.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -95,8 +96,8 @@ def pack_experts(model: nn.Module, *, linears: LinearFactory, on_unused: OnUnuse
     """
     packed: list[PackedLinear] = []
     for parent in list(model.modules()):
-        if _is_router(parent, linears):
-            packed.append(_pack_router(parent, linears, on_unused))
+        if _is_router(parent, linears) and (product := _pack_router(parent, linears, on_unused)) is not None:
+            packed.append(product)
         for name, child in list(parent.named_children()):
             if _has_experts(child, linears):
                 experts = PackedExperts(child, linears, on_unused).train(child.training)
@@ -115,8 +116,9 @@ def _has_experts(module: Any, factory: LinearFactory) -> bool:
     """Whether a module is of a class that ``use_experts_implementation`` decorates, and of a kind that is known."""
     if not getattr(module, "has_gate", False) or not hasattr(module, "_apply_gate") or module.has_post_expert_norm:
         return False
-    weights = [module.get_parameter(name) for name in _WEIGHTS]
-    return all(factory.supports(one.dtype, one.shape[1 if module.is_transposed else 2]) for one in weights)
+    weights = [module._parameters.get(name) for name in _WEIGHTS]
+    size = 1 if module.is_transposed else 2
+    return all(one is not None and one.ndim == 3 and factory.supports(one.dtype, one.shape[size]) for one in weights)
 
 
 def _pack_each(experts: Any, name: str, factory: LinearFactory, on_unused: OnUnused) -> Any:
@@ -137,10 +139,19 @@ def _is_router(module: nn.Module, factory: LinearFactory) -> bool:
     return is_known and weight is not None and weight.ndim == 2 and factory.supports(torch.float32, weight.shape[1])
 
 
-def _pack_router(router: Any, factory: LinearFactory, on_unused: OnUnused) -> PackedLinear:
+def _pack_router(router: Any, factory: LinearFactory, on_unused: OnUnused) -> PackedLinear | None:
+    """Replace the matrix of a router; ``None``: it cannot work without it, and has it still."""
     weight = router.weight
     del router.weight
-    router.weight = RouterWeight(weight, router._parameters.get("bias"), factory)
+    router.weight = packed = RouterWeight(weight, router._parameters.get("bias"), factory)
+    # Shape: a router takes rows, and some take a number for each expert beside them.
+    num_experts, hidden_size = weight.shape
+    others = [weight.new_zeros(num_experts)] * (len(inspect.signature(router.forward).parameters) - 1)
+    try:
+        router(weight.new_zeros(2, hidden_size), *others)
+    except Exception:  # Why any: other versions of the class may do anything with their matrix.
+        del router.weight
+        router.weight = weight
+        return None
     on_unused(weight)
-    product: PackedLinear = router.weight.product
-    return product
+    return packed.product
