@@ -27,6 +27,7 @@ from langchain_core.messages import ChatMessage
 
 from adapters.bentoml.asgi_caller import App, Exchange, serving
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
+from pagedcore.engine.engine import Engine
 from pagedcore.errors import PagedcoreError
 from pagedcore_asyncgen import AsyncTextGenerator
 from pagedcore_bentoml import EventParser
@@ -104,6 +105,8 @@ Ask = Callable[["House", Question], Awaitable[list[int]]]
 class House:
     """One engine and all its doors."""
 
+    inner: Engine
+    """The engine itself, for looking at while its thread stands still."""
     engine: AsyncEngine
     generator: AsyncTextGenerator
     llm: PagedCoreLLM
@@ -128,10 +131,11 @@ class House:
 async def house(backend: Any = None, **settings: Any) -> AsyncIterator[House]:
     """Open all doors of one engine."""
     settings = {"tokenizer": LetterTokenizer(), "max_model_len": MAX_MODEL_LEN, "num_kv_blocks": 300, **settings}
-    with AsyncEngine(make_engine(backend or EndlessBackend(), **settings), stream_interval_s=0.0) as engine:
+    inner = make_engine(backend or EndlessBackend(), **settings)
+    with AsyncEngine(inner, stream_interval_s=0.0) as engine:
         async with serving(engine) as app:
             llm, chat = (kind.from_engine(engine, wait_for_room=False) for kind in (PagedCoreLLM, ChatPagedCore))
-            yield House(engine, AsyncTextGenerator(engine, owns_engine=False), llm, chat, app)
+            yield House(inner, engine, AsyncTextGenerator(engine, owns_engine=False), llm, chat, app)
 
 
 def tokens_of_output(output: RequestOutput) -> list[int]:

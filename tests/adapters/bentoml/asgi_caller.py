@@ -65,8 +65,10 @@ class App:
     engine: AsyncEngine
 
     def begin(self, path: str, body: Any, headers: Any = JSON_TYPE, client: Any = ("127.0.0.1", 1),
-              is_whole: bool = True) -> Exchange:
-        """Start a call; ``body`` is bytes, or what becomes JSON; more of it never comes unless it ``is_whole``."""
+              is_whole: bool = True, reads: asyncio.Event | None = None) -> Exchange:
+        """Start a call; ``body`` is bytes, or what becomes JSON; more of it never comes unless it ``is_whole``. The
+        client reads nothing before ``reads`` is set.
+        """
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = iter([{"type": "http.request", "body": content, "more_body": not is_whole}])
         leaving, arrived = asyncio.Event(), asyncio.Event()
@@ -79,6 +81,8 @@ class App:
             return message
 
         async def send(message: dict[str, Any]) -> None:
+            if reads is not None:
+                await reads.wait()
             exchange.messages.append(message)
             arrived.set()
 
