@@ -198,6 +198,11 @@ class Simulation:
             raise SimulationFailure(f"after {len(self.trace)} steps, {what}\n  again with: {command}") from error
         return self
 
+    @property
+    def num_steps(self) -> int:
+        """Plans that were made."""
+        return len(self.trace)
+
     def _live(self) -> None:
         for _ in range(self.world.num_busy_steps):
             self._happenings()

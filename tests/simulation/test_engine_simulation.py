@@ -1,0 +1,162 @@
+"""Random lives of an engine with its async layer: every law, every completion, every caller's end, nothing left."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from pagedcore.kv_cache.host_cache import HostCache
+from pagedcore.requests.request import Request
+from pagedcore.serving import stream
+from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
+from pagedcore.serving.stream import Stream, StreamReader
+from pagedcore.sessions.session import Session
+from simulation.engine_simulator import EngineSimulation
+from simulation.faults import NAMES
+from simulation.laws import SimulationFailure
+from simulation.simulator import Simulation
+from support.torture import first_seed, scaled
+
+Patch = pytest.MonkeyPatch
+Record = Callable[[str, object], None]
+#: Seeds in which every fault fires.
+FEW = 40
+SEEDS = Path(__file__).parent / "seeds"
+KINDS = {"engine": EngineSimulation, "scheduler": Simulation}
+
+
+def live(kind: str, seed: int, has_faults: bool) -> int:
+    """Run one seed and return its steps; a failing one is kept as a file, which ``make test`` replays."""
+    simulation = KINDS[kind](seed, has_faults)
+    try:
+        simulation.run()
+    except SimulationFailure:
+        SEEDS.mkdir(exist_ok=True)
+        name = f"{kind}-{seed}{'-faults' if has_faults else ''}.json"
+        (SEEDS / name).write_text(json.dumps({"kind": kind, "seed": seed, "has_faults": has_faults}) + "\n")
+        raise
+    return simulation.num_steps
+
+
+def live_all(kind: str, seeds: Iterable[int], has_faults: bool, record: Record) -> None:
+    """Run seeds to the last one, whatever happens to others, and report how it went."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        counts["seeds"] += 1
+        try:
+            counts["steps"] += live(kind, seed, has_faults)
+        except SimulationFailure as error:
+            counts["violations"] += 1
+            print(error)
+    for name in ("seeds", "steps", "violations"):
+        record(name, counts[name])
+    assert not counts["violations"]
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_callers_get_what_they_would_get_alone(has_faults: bool, record_property: Record) -> None:
+    """Streams, futures, sessions, cancels, lost readers, slow ones, a full queue, with faults and without: every
+    completion is the oracle's, each request ends once, and an engine without callers is empty."""
+    live_all("engine", range(first_seed(), first_seed() + scaled(16)), has_faults, record_property)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_many_lives_of_a_scheduler(has_faults: bool, record_property: Record) -> None:
+    """The scheduler alone takes a hundredth of the time; each law holds after every step of every seed."""
+    live_all("scheduler", range(2000 + first_seed(), 2000 + first_seed() + scaled(60)), has_faults, record_property)
+
+
+def test_a_seed_leaves_the_same_trace_every_time() -> None:
+    """Nothing but the seed decides, threads, time and the order of sets included."""
+    for seed in range(4):
+        first, second = (EngineSimulation(seed, has_faults=True).run().trace for _ in range(2))
+        assert first
+        assert "\n".join(first).encode() == "\n".join(second).encode()
+
+
+@pytest.mark.parametrize("path", sorted(SEEDS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_seed_that_once_failed(path: Path) -> None:
+    """What was found once is looked for ever after."""
+    known = json.loads(path.read_text())
+    KINDS[known["kind"]](known["seed"], known["has_faults"]).run()
+
+
+def test_every_fault_and_every_trouble_occurs() -> None:
+    """What is never reached is not tested: every fault fires, and every kind of end comes about."""
+    fired: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
+    for seed in range(FEW):
+        simulation = EngineSimulation(seed, has_faults=True).run()
+        fired += simulation.faults.fired
+        seen.update(word for line in simulation.trace for word in line.split() if word.isalpha())
+        stats = simulation.engine.stats()
+        seen["preempted"] += stats.num_preemptions
+        seen["found"] += stats.num_cached_tokens
+    assert {name for name in NAMES if not fired[name]} == set()
+    wanted = {"EngineOverloaded", "RequestTimeout", "EngineClosed", "cancelled", "leaves", "lost", "left", "forgets"}
+    assert {kind for kind in wanted | {"preempted", "found"} if not seen[kind]} == set()
+
+
+# The suite itself on trial -----------------------------------------------------------------------------------------
+
+
+def request_never_removed(patch: Patch) -> None:
+    """A finished request stays in the engine's table."""
+    patch.setattr(Request, "remove", lambda self: None)
+
+
+def abort_forgotten(patch: Patch) -> None:
+    """A reader that leaves is not noticed."""
+    patch.setattr(StreamReader, "close", lambda self: self._finalizer.detach())
+    patch.setattr(EngineLoop, "cancel_sink", lambda self, sink: None)
+
+
+def delta_lost(patch: Patch) -> None:
+    """What is pending when a completion ends is dropped."""
+    patch.setattr(Stream, "end", lambda self, error=None, last=(), end=Stream.end: end(self, error, list(last)[:-1]))
+
+
+def delta_twice(patch: Patch) -> None:
+    """A delta is delivered twice."""
+    patch.setattr(Stream, "put", lambda self, deltas, put=Stream.put: put(self, [*deltas, deltas[-1]]))
+
+
+def reader_never_woken(patch: Patch) -> None:
+    """Readers that sleep are not woken."""
+    patch.setattr(stream, "_wake_all", lambda sleeping: None)
+
+
+def sinks_kept(patch: Patch) -> None:
+    """The flusher keeps the readers of requests that have ended."""
+    patch.setattr(StreamFlusher, "take", lambda self, request: self._pending.pop(request, []))
+
+
+def session_never_closed(patch: Patch) -> None:
+    """Closing a session does nothing."""
+    patch.setattr(Session, "close", lambda self: None)
+
+
+def pins_kept(patch: Patch) -> None:
+    """Blocks that are pinned on the host for a session stay so."""
+    patch.setattr(HostCache, "free_pins", lambda self, sequence_id: None)
+
+
+MUTANTS = [
+    request_never_removed, abort_forgotten, delta_lost, delta_twice, reader_never_woken, sinks_kept,
+    session_never_closed, pins_kept,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_defect_is_found(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    """Each of these defects, put in by hand above the scheduler, is found within thirty seeds."""
+    mutant(monkeypatch)
+    with pytest.raises(SimulationFailure, match="again with"):  # noqa: PT012
+        for seed in range(30):
+            EngineSimulation(seed, has_faults=seed % 2 == 1).run()
