@@ -48,6 +48,8 @@ class EngineSimulation:
         self.backend = SimBackend(rng, self.faults, self._in_step)
         self.has_text = rng.random() < 0.5
         self.settings = self._draw_settings()
+        self.cancels_sessions = False
+        """Whether conversations are cancelled or lost too."""
         self.has_priorities = self.settings["scheduling_policy"] == "priority"
         self.has_queue_timeout = "clock jumps" in self.faults.armed or self.settings["queue_timeout_s"] is not None
         pool = self.settings["num_kv_blocks"] * self.settings["block_size"]
