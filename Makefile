@@ -4,6 +4,7 @@
 # make gpu     everything there is to measure on an NVIDIA GPU; see benchmarks/h200.md
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
 # make mutants bugs put in by hand, each with the test that finds it
+# make torture MINUTES=30  the suites of random cases at length      make soak MINUTES=60  a real engine, used badly
 # make docs    the site, build/site/index.html  make architecture  the pictures of the documentation
 #
 # Without make, `make -n test` prints the plain commands.
@@ -11,8 +12,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+MINUTES ?= 10
 
-.PHONY: demo test check slow mutants bench bench-doors kernels gpu docs architecture
+.PHONY: demo test check slow mutants torture soak bench bench-doors kernels gpu docs architecture
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -25,6 +27,12 @@ slow: $(VENV)/.stamp-test
 
 mutants: $(VENV)/.stamp-test
 	PYTHONPATH=.:kernels:adapters:tests $(BIN)/python -m mutants $(MUTANTS_ARGS)
+
+torture: $(VENV)/.stamp-test
+	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES) $(TORTURE_ARGS)
+
+soak: $(VENV)/.stamp-test
+	PYTHONPATH=.:kernels:adapters:tests $(BIN)/python tests/torture/soak.py --minutes $(MINUTES) $(SOAK_ARGS)
 
 kernels: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m kernels --timeout 3600 tests/kernels tests/ptxsim $(PYTEST_ARGS)
