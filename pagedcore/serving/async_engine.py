@@ -262,9 +262,9 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         places = self._commands.places
         self._commands.require_open()
         try:
-            # Why before the prompt is looked at: a refusal must cost next to nothing.
-            # What is no SamplingParams is refused with the prompt.
-            places.take(sink, params.num_initial_sequences if isinstance(params, SamplingParams) else 1, may_wait)
+            # Why before the prompt is looked at: a refusal must cost next to nothing. Parameters of another type, whose
+            # values mean nothing, are refused with the prompt.
+            places.take(sink, params.num_initial_sequences if type(params) is SamplingParams else 1, may_wait)
             prepare = partial(self._input_processor.process, prompt, params, options)
             if is_long(prompt):
                 self._long_prompts.send(prepare, sink)

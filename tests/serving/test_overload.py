@@ -19,7 +19,14 @@ import pytest
 
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineOverloaded, InvalidRequest, PromptEmpty, QueueTimeout, TooManySequences
+from pagedcore.errors import (
+    EngineOverloaded,
+    InvalidRequest,
+    InvalidSampling,
+    PromptEmpty,
+    QueueTimeout,
+    TooManySequences,
+)
 from pagedcore.outputs import RequestOutput
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
@@ -171,7 +178,7 @@ async def test_every_place_is_given_back_once_however_its_request_ends(backend: 
                 engine.submit(prompt, params(2))  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest):
             await asyncio.wrap_future(engine.submit("x" * (LONG_TEXT + 1), params(2)))
-        with pytest.raises(AttributeError):
+        with pytest.raises(InvalidSampling):
             engine.submit([1], object())  # type: ignore[arg-type]
         assert places.sinks() == []
         first = start_one(engine, backend)
