@@ -43,16 +43,22 @@ def decode_window(decode: Decode) -> Stepper:
     """Start the rule of ``DecodeStream`` over any one-shot decoding.
 
     The window holds the tokens of the text returned last and those since. What the window's decoding adds to that
-    text is returned, unless it ends with U+FFFD, because a further token might complete a character.
+    text is returned, unless it ends with U+FFFD, because a further token might complete a character. A window of more
+    than 16 tokens is decoded again when it has grown by a sixteenth.
     """
     window: list[int] = []
-    returned, num_returned = "", 0
+    returned, num_returned, next_length = "", 0, 0
 
     def step(token_id: int) -> str | None:
-        nonlocal window, returned, num_returned
+        nonlocal window, returned, num_returned, next_length
         window.append(token_id)
+        # Why: a caller can bias a completion to bytes of no character; each would be decoded as often as others follow.
+        if len(window) < next_length:
+            return None
         text, before = decode(window), returned
+        next_length = 0
         if len(text) <= len(before) or text.endswith("\ufffd"):
+            next_length = len(window) + len(window) // 16
             return None
         if not text.startswith(before):
             raise _text_changed()
