@@ -108,8 +108,8 @@ class Client:
         try:
             await (self._converse() if self.is_conversing else self._ask_once())
         except asyncio.CancelledError:
+            # Why not raised again: the task would keep the error, its frames, and a lost session in one of them.
             self.note("cancelled")
-            raise
         except (PagedcoreError, Injected) as error:
             self.note(type(error).__name__)
             try:
@@ -200,10 +200,12 @@ class Client:
 
     async def _converse(self) -> None:
         session = self.engine.session(SamplingParams(max_tokens=2), cache_salt="one" if self.number % 2 else None)
-        try:
+        if self.rng.random() < 0.15:
+            await self._use(session, self.rng.randint(1, 3))
+            self.note("loses its session")
+            return
+        async with session:
             await self._use(session, self.rng.randint(1, 5))
-        finally:
-            await session.aclose()
 
     async def _use(self, session: AsyncSession, num_operations: int) -> None:
         for _ in range(num_operations):
@@ -241,26 +243,20 @@ class Client:
 
     async def _fork(self, session: AsyncSession) -> None:
         await self._between_turns(session)
-        fork = await session.fork()
-        try:
+        async with await session.fork() as fork:
             await self._use(fork, 1)
-        finally:
-            await fork.aclose()
 
     async def _travel(self, session: AsyncSession) -> None:
         await self._between_turns(session)
         path = self.folder / f"{self.number}.json"
         await session.export(path, include_kv=self.rng.random() < 0.7)
-        copy = await self.engine.import_session(path, cache_salt="one" if self.number % 2 else None)
-        try:
+        async with await self.engine.import_session(path, cache_salt="one" if self.number % 2 else None) as copy:
             require(copy.token_ids == session.token_ids, "an imported session has other tokens")
             await self._use(copy, 1)
-        finally:
-            await copy.aclose()
 
     async def _between_turns(self, session: AsyncSession) -> None:
         """A turn whose reader has left, and whose generator is lost, ends when that is found out."""
-        while await self.engine.call(lambda engine: session._session is not None and session._session.is_answering):
+        while await session._call(lambda one: one.is_answering):
             await asyncio.sleep(0.5)
 
 

@@ -48,8 +48,6 @@ class EngineSimulation:
         self.backend = SimBackend(rng, self.faults, self._in_step)
         self.has_text = rng.random() < 0.5
         self.settings = self._draw_settings()
-        self.cancels_sessions = False
-        """Whether conversations are cancelled or lost too."""
         self.has_priorities = self.settings["scheduling_policy"] == "priority"
         self.has_queue_timeout = "clock jumps" in self.faults.armed or self.settings["queue_timeout_s"] is not None
         pool = self.settings["num_kv_blocks"] * self.settings["block_size"]
@@ -170,7 +168,7 @@ class EngineSimulation:
                     self._spawn(prompt)
             self._spawn()
             self._next_arrival_s += rng.expovariate(1.0 / self.arrival_interval_s)
-        live = [client for client in self.clients if not client.task.done() and not client.is_conversing]
+        live = [client for client in self.clients if not client.task.done()]
         if live and rng.random() < 0.05:
             rng.choice(live).task.cancel()
         if self.faults.fires("clock jumps"):
