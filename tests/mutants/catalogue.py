@@ -19,8 +19,8 @@ _PARKING = "pagedcore/sessions/parking.py"
 _KV_FILE = "pagedcore/sessions/kv_file.py"
 _STREAM = "pagedcore/serving/stream.py"
 _LOOP = "pagedcore/serving/engine_loop.py"
+_COMMANDS = "pagedcore/serving/commands.py"
 _HEALTH = "pagedcore/serving/health.py"
-_LONG = "pagedcore/serving/long_prompts.py"
 _HOOKS = "pagedcore/plugins/manager.py"
 
 REQUESTS = (
@@ -133,12 +133,29 @@ SESSIONS = (
 SERVING = (
     Mutant("The request of a reader is never removed.", _LOOP, "            request.remove()\n", "            pass\n",
            "serving/test_tenants.py::test_a_label_is_free_again_however_its_request_ends"),
-    Mutant("A closed engine takes commands.", _LOOP, "            self.is_closed = True\n", "            pass\n",
-           "serving/test_async_engine.py::test_closing_ends_every_stream_and_refuses_new_ones"),
+    Mutant("A closed engine takes commands.", _COMMANDS, "            self._make_error = make_error or _closed\n"
+           "        self.is_closed = True\n", "            self._make_error = make_error or _closed\n",
+           "serving/test_submit.py::test_closing_settles_every_future"),
+    Mutant("A refused request keeps its place.", _COMMANDS, "self._num_taken -= self._taken.pop(sink, 0)",
+           "self._taken.pop(sink, 0)",
+           "serving/test_overload.py::test_every_place_is_given_back_once_however_its_request_ends"),
+    Mutant("Who waits for room is bounded by nothing.", _COMMANDS,
+           "limit = self.limit + MAX_HELD_SEQUENCES if may_wait else self.limit",
+           "limit = 10**9 if may_wait else self.limit",
+           "serving/test_overload.py::test_those_who_wait_for_room_have_a_limit"),
+    Mutant("Those who come last are admitted first.", _LOOP, "next(iter(self._held.items()))",
+           "next(reversed(self._held.items()))",
+           "serving/test_overload.py::test_held_requests_are_taken_in_order_and_cancelled_ones_skipped"),
+    Mutant("All commands are carried out before the next step.", _LOOP, "self._commands.take(MAX_COMMANDS)",
+           "self._commands.take(None)",
+           "serving/test_overload.py::test_commands_between_two_steps_are_bounded_in_number"),
     Mutant("Pending output is delivered twice.", _LOOP, "            if one not in own:\n", "            if True:\n",
            "serving/test_stream_flusher.py::test_each_completion_with_pending_output_is_due"),
-    Mutant("The last delta is lost.", _STREAM, "return self._add(last)", "return self._add(())",
+    Mutant("The last delta is lost.", _STREAM, "waiter = self._add(last)", "waiter = self._add(())",
            "serving/test_async_engine.py::test_answers_that_end_in_one_step_are_all_delivered"),
+    Mutant("A thread that was given up goes on delivering.", _STREAM,
+           "        if self.has_ended:\n            return None\n", "",
+           "serving/test_watchdog.py::test_a_stream_gets_what_came_before_the_hang_and_nothing_after_it"),
     Mutant("Joined deltas have no log-probabilities.", _STREAM,
            "tuple(chain.from_iterable(logprobs)) if logprobs else None", "None",
            "serving/test_stream.py::test_joining_keeps_what_only_one_of_them_has"),
@@ -148,8 +165,6 @@ SERVING = (
     Mutant("The health never recovers from failed steps.", _HEALTH,
            "        elif has_output:\n            self._num_failed_steps = 0\n", "",
            "serving/test_health.py::test_failed_steps_in_a_row_degrade_and_one_good_step_heals"),
-    Mutant("A prepared long prompt keeps its place.", _LONG, "self._num_present -= 1", "pass",
-           "serving/test_long_prompts.py::test_as_many_wait_as_the_queue_holds"),
     Mutant("An observer that raises ends the engine.", _HOOKS,
            "except Exception:  # an observer", "except ValueError:  # an observer",
            "plugins/test_plugins.py::test_a_raising_observer_is_logged_once_and_hurts_nobody"),
