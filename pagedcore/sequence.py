@@ -159,6 +159,13 @@ class Sequence:
         self.arrival = arrival
         self.finish_reason = None
 
+    def take_back(self, num_tokens: int, block_size: int) -> None:
+        """Be waiting again with the first ``num_tokens`` tokens, as if this turn had not generated the others."""
+        del self.token_ids[num_tokens:], self.block_keys[num_tokens // block_size :]
+        del self.logprobs[self.num_output_tokens :]
+        self.status, self.finish_reason, self.score = SequenceStatus.WAITING, None, None
+        self.reset_computed()
+
     def reset_computed(self) -> None:
         """Mark all positions as not computed, because the sequence has lost its blocks."""
         self.num_computed_tokens = 0

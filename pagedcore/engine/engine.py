@@ -1,7 +1,7 @@
-"""The engine at the step level: one step = plan, reserve, execute, commit, publish.
+"""The engine at the step level: requests come in, steps are run, outputs go out.
 
-A failed step ends the requests of its batch and no others. ``Engine`` runs in the caller's thread and is deterministic;
-``serving`` puts it on a thread of its own. How an engine is built is in ``builder``.
+``Engine`` runs in the caller's thread and is deterministic; ``serving`` puts it on a thread of its own. How an engine
+is built is in ``builder``, what a step is and how it is undone in ``step``.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any, Unpack
 
 from pagedcore.engine.calibration import calibrate
 from pagedcore.engine.one_caller import OneCaller, for_one_caller
+from pagedcore.engine.step import StepRunner
 from pagedcore.errors import EngineClosed
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore.request_options import OptionKeywords, RequestOptions
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
-from pagedcore.requests.output_processor import OutputProcessor, PendingOutput
+from pagedcore.requests.output_processor import OutputProcessor
+from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import EngineStats, StepStats
 from pagedcore.requests.validation import pair_with_params
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.sequence import SequenceStatus
 from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.parking import Parking
 from pagedcore.sessions.session import Session, SessionStore
@@ -57,7 +61,7 @@ class Engine:
         """The observers of this engine; further ones may be added, on the engine's thread."""
         self.queue_timeout_s = config.queue_timeout_s
         """Longest wait for a first start, in seconds; ``None``: no limit. For an owner to set."""
-        self._blocks, self._runner = kv_cache.device, components.runner
+        self._runner = components.runner
         self._clock = clock if clock is not None else MonotonicClock()
         tokenizer, sequence_ids = self.input_processor.tokenizer, count(1)
         self._outputs = OutputProcessor(tokenizer, scheduler, sequence_ids, self.hooks, self._clock)
@@ -67,8 +71,7 @@ class Engine:
         )
         """All requests that were not removed, oldest first."""
         self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
-        self._has_host_cache = kv_cache.host.num_blocks > 0
-        if self._has_host_cache and config.preemption == "auto":
+        if kv_cache.host.num_blocks > 0 and config.preemption == "auto":
             most_tokens = min(components.info.max_model_len, config.max_num_batched_tokens)
             calibrate(self._runner.backend, scheduler, self._transfers, self._clock, most_tokens)
         parking = Parking(
@@ -80,10 +83,11 @@ class Engine:
             config.session_secret,
         )
         """The open sessions."""
-        self._is_closed = False
+        self._steps = StepRunner(
+            scheduler, components.runner, self._transfers, self._outputs, self._clock, self._give_up
+        )
+        self._is_closed, self._closing_reason = False, "this engine is closed"
         self._laws = components.laws
-        self.is_stalled = False
-        """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
         self.hooks.engine_started(components.info)
 
     @classmethod
@@ -120,7 +124,7 @@ class Engine:
             EngineClosed: after ``close()``.
         """
         self._require_open()
-        return self.requests.accept(self.input_processor.process(prompt, params, RequestOptions(**options)))
+        return self.accept(self.input_processor.process(prompt, params, RequestOptions(**options)))
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
@@ -129,10 +133,11 @@ class Engine:
         return self.input_processor.process(prompt, params, RequestOptions(**options))
 
     @for_one_caller
-    def accept(self, processed: ProcessedRequest) -> Request:
-        """Take a prepared request. Raises as ``add_request``; then nothing was taken."""
+    def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
+        """Take a prepared request, and append it to ``accepted``. Raises as ``add_request``; then nothing was taken."""
         self._require_open()
-        return self.requests.accept(processed)
+        with self._steps.change():
+            return self.requests.accept(processed, accepted)
 
     @for_one_caller
     def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
@@ -148,6 +153,7 @@ class Engine:
             InvalidRequest: the parameters are refused, or ask for more than one completion.
             TooManySessions: as many as allowed are open.
         """
+        self._require_open()
         return self.sessions.open_checked(params, RequestOptions(**options))
 
     @for_one_caller
@@ -159,21 +165,25 @@ class Engine:
             InvalidSalt: the session had a cache salt, and none is given.
             TooManySessions: as many as allowed are open. ``OSError``: the file cannot be read.
         """
+        self._require_open()
         return self.sessions.take_in(self.sessions.read(path), cache_salt)
 
     @for_one_caller
     def abort_request(self, request_id: str) -> bool:
         """End a request now and free its blocks; return whether it was live. Unknown ids are no error."""
+        self._steps.recover()
         request = self.requests.find(request_id)
         if request is None or request.is_done:
             return False
-        self._outputs.abort(request)
-        self._move_blocks()
+        with self._steps.change():
+            self._outputs.abort(request)
+            self._transfers.advance()
         return True
 
     @for_one_caller
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks; a second call does nothing."""
+        self._steps.recover()
         self.requests.remove(request)
 
     def token_text(self, token_id: int) -> TokenText:
@@ -202,67 +212,24 @@ class Engine:
 
         Why: for a caller who reads several steps at once. Deltas take 4 % of a small model's step with 64 completions.
         """
-        pending = self._run_step()
+        self._require_open()
+        plan = self._steps.run(self._expire)
         if self._laws is not None:
             self._laws.check()
-        return pending
+        if plan.rows and self.hooks.observes_steps:
+            self._tell_step(plan)
+        return self._outputs.take_untold()
 
-    def _run_step(self) -> list[PendingOutput]:
-        self._require_open()
+    def _expire(self) -> None:
         self.sessions.parking.expire()
-        limit_s = self.queue_timeout_s
-        expired = self._outputs.expire_waiting(limit_s) if limit_s is not None else []
-        plan = self._next_plan()
-        self.is_stalled = not plan.rows and self.scheduler.has_work
-        if not plan.rows:
-            self._transfers.settle(wait=self.is_stalled)
-            return expired
-        try:
-            copies, before_s = self.scheduler.reserve(plan), self._clock.now()
-            if plan.admitted:
-                self._outputs.note_started(plan, before_s)
-            try:
-                if copies:
-                    self._transfers.copy(copies)
-                sampled = self._runner.execute(plan.rows, self._blocks)
-            except Exception as error:
-                self.scheduler.rollback(plan)
-                return expired + self._outputs.fail(plan, error)
-            now_s = self._clock.now()
-            self.scheduler.costs.step.observe(plan.num_tokens, now_s - before_s)
-        except BaseException:
-            # Why: Ctrl-C comes between any two lines.
-            if self.scheduler.is_in_flight(plan):
-                self.scheduler.rollback(plan)
-            raise
-        pending = self._outputs.commit(plan, sampled, now_s)
-        self._move_blocks()
-        self._count_step(plan)
-        return expired + pending
+        if self.queue_timeout_s is not None:
+            self._outputs.expire_waiting(self.queue_timeout_s)
 
-    def _next_plan(self) -> SchedulePlan:
-        """Make room as long as plans ask for it, and return one that computes, or nothing while blocks move."""
-        self._move_blocks()
-        plan = self.scheduler.schedule()
-        while plan.moves_blocks:
-            self._transfers.start(self.scheduler.make_room(plan))
-            plan = self.scheduler.schedule()
-        return plan
-
-    def _move_blocks(self) -> None:
-        if self._has_host_cache:
-            self._transfers.advance()
-
-    def _count_step(self, plan: SchedulePlan) -> None:
-        counters = self._outputs.counters
-        counters.num_steps += 1
-        counters.num_rows += len(plan.rows)
-        counters.num_computed_tokens += plan.num_tokens
-        if self.hooks.observes_steps:
-            self.hooks.step_done(StepStats(
-                num_steps=counters.num_steps, num_tokens=plan.num_tokens, num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting), engine_stats=self.stats,
-            ))
+    def _tell_step(self, plan: SchedulePlan) -> None:
+        self.hooks.step_done(StepStats(
+            num_steps=self._outputs.counters.num_steps, num_tokens=plan.num_tokens,
+            num_running=len(self.scheduler.running), num_waiting=len(self.scheduler.waiting), engine_stats=self.stats,
+        ))
 
     @for_one_caller
     def generate(
@@ -288,7 +255,8 @@ class Engine:
             with tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar:
                 while waiting or not all(request.is_done for request in requests):
                     while waiting and self.can_accept(waiting[0].params.num_initial_sequences):
-                        requests.append(self.accept(waiting.popleft()))
+                        # Why not appended here: an interrupt between the two calls would leave the request behind.
+                        self.accept(waiting.popleft(), requests)
                     self.step_pending()
                     if not bar.disable and (done := sum(request.is_done for request in requests)) > bar.n:
                         bar.set_postfix(tokens=self.stats().num_generated_tokens, refresh=False)
@@ -321,6 +289,16 @@ class Engine:
             is_schedule_invariant=info.is_schedule_invariant,
         )
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
+        return self._steps.is_stalled
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last step computed nothing because the model failed."""
+        return self._steps.has_failed
+
     def can_accept(self, num_sequences: int = 1) -> bool:
         """Whether the waiting queue has room for a request with this many initial sequences."""
         return self.scheduler.waiting.num_free_slots >= num_sequences
@@ -348,5 +326,20 @@ class Engine:
         self.close()
 
     def _require_open(self) -> None:
+        self._steps.recover()
         if self._is_closed:
-            raise EngineClosed("this engine is closed; make a new one.")
+            raise EngineClosed(f"{self._closing_reason}; make a new one.")
+
+    def _give_up(self, reason: str) -> None:
+        """Close an engine whose queues and blocks are beyond repair: end every request without a look at them."""
+        self._is_closed, self._closing_reason = True, reason
+        for request in self.requests:
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    request.error, sequence.finish_reason = EngineClosed(reason), "error"
+                    sequence.status = SequenceStatus.FINISHED
+        with suppress(Exception):
+            self.scheduler.restart(())
+        with suppress(Exception):
+            self.sessions.close()
+        self.hooks.engine_stopped(self._components.info)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from pagedcore.config.limits import MAX_TRANSFER_S
-from pagedcore.errors import InvalidConfig
+from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.protocols import CacheStore, Clock
 from pagedcore.scheduler.cost_model import CostModel
@@ -37,6 +37,7 @@ class KVTransfers:
         self._store, self._moves, self._clock, self._longest_s = store, moves, clock, longest_s
         self._started_s: dict[int, float] = {}
         self._late: set[int] = set()
+        self._polled: Sequence[tuple[int, bool]] = ()
         self._has_failed_poll = False
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -66,7 +67,11 @@ class KVTransfers:
         if self._store is None or not (self._started_s or self._late):
             return
         try:
-            ended = [(int(transfer_id), bool(is_ok)) for transfer_id, is_ok in self._store.poll_transfers(wait=wait)]
+            # Why kept until all are booked: an interrupt may come before, and the store reports each once.
+            self._polled = self._polled or self._store.poll_transfers(wait=wait)
+            ended = [(int(transfer_id), bool(is_ok)) for transfer_id, is_ok in self._polled]
+        except MemoryError:  # this machine's fault, not the store's
+            raise
         except Exception as error:  # the store may be the user's own; what it does not report is timed out
             if not self._has_failed_poll:
                 self._has_failed_poll = True
@@ -78,7 +83,21 @@ class KVTransfers:
         for transfer_id, is_ok in ended:
             if transfer_id in self._started_s or transfer_id in self._late:
                 self._report(transfer_id, is_ok=is_ok)
+        self._polled = ()
         self._time_out_late()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight and forget it all, unbooked. Raises ``InternalError`` if that takes too long.
+        """
+        under_way = {*self._started_s, *self._late} - {int(transfer_id) for transfer_id, _ in self._polled}
+        end_s = time.monotonic() + self._longest_s
+        while under_way and self._store is not None:
+            under_way -= {int(transfer_id) for transfer_id, _ in self._store.poll_transfers(wait=True)}
+            if under_way and time.monotonic() > end_s:
+                raise InternalError(f"host KV: {len(under_way)} transfers have not ended in {self._longest_s:g} s")
+        self._started_s.clear()
+        self._late.clear()
+        self._polled = ()
 
     def _time_out_late(self) -> None:
         latest_s = self._clock.now() - self._longest_s

@@ -6,20 +6,27 @@ a sequence or a block; the engine commits what this returns.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from math import log2
 
 import numpy as np
 import torch
 
 from pagedcore.errors import StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
+from pagedcore.execution.failures import concerns_all_rows
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
 from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import ModelBackend
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
+
+_Part = tuple[Seq[ScheduledRow], SampledTokens]
+"""Rows that were computed together, and their tokens."""
 
 
 class ModelRunner:
@@ -32,14 +39,62 @@ class ModelRunner:
         """End the helper threads that torch keeps for the calling thread; another engine's helpers run faster then."""
         end_openmp_helpers()
 
+    def forget(self) -> None:
+        """Forget what is kept from a step to the next, after one that broke off."""
+        self._sampler.forget()
+
     def execute(self, rows: Seq[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         """Compute ``rows``, sample one token for each row that reaches its last known token, in their order, and score
         the tokens of prompts that are reported.
 
+        If the model raises, the rows are computed in parts, so that those which make it raise are in ``failures`` and
+        the others have their tokens.
+
         Raises:
             StepFailed: the model returned logits of another shape or type than its protocol says.
             InternalError: a sequence has too few blocks.
+            Exception: what the model raised, if no row could be computed, or if it is not about single rows.
         """
+        try:
+            return self._compute(rows, block_manager)
+        except Exception as error:
+            self.forget()
+            if len(rows) == 1 or concerns_all_rows(error):
+                raise
+            return self._compute_in_parts(rows, block_manager, error)
+
+    def _compute_in_parts(
+        self, rows: Seq[ScheduledRow], block_manager: BlockManager, error: Exception
+    ) -> SampledTokens:
+        """Compute halves of the rows, then halves of those that fail, down to single rows.
+
+        One row that fails costs 2 * log2(rows) forwards, rounded up; there are never more than 4 * log2(rows). What is
+        not computed by then fails too. A row's keys, values and token are functions of the row, so computing it a
+        second time changes nothing.
+        """
+        num_left, parts, failures = int(4 * log2(len(rows))), list[_Part](), dict[int, Exception]()
+        # Why the largest first: that saves most rows when the forwards do not suffice.
+        failed: deque[tuple[Seq[ScheduledRow], Exception]] = deque([(rows, error)])
+        while failed:
+            group, cause = failed.popleft()
+            middle = (len(group) + 1) // 2
+            if len(group) == 1 or num_left < 2:
+                failures.update((row.sequence.sequence_id, cause) for row in group)
+                continue
+            num_left -= 2
+            for half in (group[:middle], group[middle:]):
+                try:
+                    parts.append((half, self._compute(half, block_manager)))
+                except Exception as half_error:
+                    self.forget()
+                    if concerns_all_rows(half_error):
+                        raise
+                    failed.append((half, half_error))
+        if not parts:
+            raise error
+        return _join(rows, parts, failures)
+
+    def _compute(self, rows: Seq[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         batch = build_batch(rows, block_manager)
         with self._threads.step(len(batch.token_ids)):
             logits = self.backend.forward(batch)
@@ -49,6 +104,18 @@ class ModelRunner:
                 return self._sampler.sample(logits, sequences)
             prompts = self._sampler.score(logits[len(sequences) :], [row for row in rows if row.scored_positions])
             return replace(self._sampler.sample(logits[: len(sequences)], sequences), prompts=prompts)
+
+
+def _join(rows: Seq[ScheduledRow], parts: Seq[_Part], failures: dict[int, Exception]) -> SampledTokens:
+    """Put the results of parts in the order of all rows."""
+    chosen, prompts = dict[int, tuple[int, TokenLogprobs | None]](), dict[int, list[TokenLogprobs] | None]()
+    for part, sampled in parts:
+        sequence_ids = [row.sequence.sequence_id for row in part if row.is_sampled]
+        chosen.update(zip(sequence_ids, zip(sampled.token_ids.tolist(), sampled.logprobs, strict=True), strict=True))
+        prompts.update(sampled.prompts)
+    in_order = [chosen.get(row.sequence.sequence_id, (-1, None)) for row in rows if row.is_sampled]
+    token_ids = np.array([token_id for token_id, _ in in_order], np.int64)
+    return SampledTokens(token_ids, [logprobs for _, logprobs in in_order], prompts, failures)
 
 
 def _require_logits(logits: object, shape: tuple[int, int]) -> None:

@@ -37,6 +37,8 @@ class SampledTokens:
     """One entry per row; ``None`` where none were requested or there is no token."""
     prompts: Mapping[int, list[TokenLogprobs] | None] = field(default_factory=dict)
     """Log-probabilities of prompts that are reported, by sequence id; ``None`` where a row of logits is not valid."""
+    failures: Mapping[int, Exception] = field(default_factory=dict)
+    """Why a row of the step could not be computed, by sequence id; if it was to be sampled, its token is -1."""
 
 
 class Sampler:
@@ -71,6 +73,10 @@ class Sampler:
             if token_ids[i] >= 0:
                 logprobs[i] = report.describe(int(token_ids[i]), rows[i])
         return SampledTokens(token_ids, logprobs)
+
+    def forget(self) -> None:
+        """Forget the adjusters; they are made again from their sequences."""
+        self._adjusters = {}
 
     def score(
         self, logits: FloatArray | torch.Tensor, rows: Seq[ScheduledRow]

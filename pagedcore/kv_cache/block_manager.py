@@ -50,6 +50,11 @@ class BlockManager(BlockMemory):
         self._tables: dict[int, BlockTable] = {}
         self._sources: Counter[int] = Counter()
 
+    def reset(self) -> None:
+        """As ``BlockMemory.reset``; no sequence has a table then."""
+        super().reset()
+        self._tables, self._sources = {}, Counter()
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)

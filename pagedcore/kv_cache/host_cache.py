@@ -84,6 +84,12 @@ class HostCache(BlockMemory):
         self._timed_out: set[int] = set()
         self.transfer_ids = count(1)
 
+    def reset(self) -> None:
+        """As ``BlockMemory.reset``; there are no pins and no transfers then."""
+        super().reset()
+        for collection in (self.pins, self.in_flight, self._cancelled, self._timed_out):
+            collection.clear()
+
     @property
     def has_awaited(self) -> bool:
         """Whether a transfer is in flight that has not been timed out."""

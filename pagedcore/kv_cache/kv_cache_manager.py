@@ -38,6 +38,11 @@ class KVCacheManager:
         self.device = BlockManager(num_blocks, block_size, policy=policy, secret=secret, copies_blocks=copies_blocks)
         self.host = HostCache(num_host_blocks, policy)
 
+    def reset(self) -> None:
+        """Forget everything in both memories; no transfer may be in flight."""
+        self.device.reset()
+        self.host.reset()
+
     def match(self, sequence: Sequence) -> PrefixMatch:
         """Find the longest beginning of a sequence that the device or the host holds."""
         is_host_used = self.host.num_blocks > 0 and not self.host.is_stuck

@@ -218,7 +218,7 @@ class BlockMemory:
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks, self._policy = num_blocks, policy
         self._pool = BlockPool(num_blocks)
         self.cache = PrefixCache(self._pool, policy)
 
@@ -236,6 +236,13 @@ class BlockMemory:
     def num_cached_blocks(self) -> int:
         """Blocks without a reference whose contents can be found."""
         return len(self._pool.idle_blocks)
+
+    def reset(self) -> None:
+        """Make every block free and forget all contents, in whatever state the bookkeeping is."""
+        num_evictions = self.cache.num_evictions
+        self._pool = BlockPool(self.num_blocks)
+        self.cache = PrefixCache(self._pool, self._policy)
+        self.cache.num_evictions = num_evictions
 
     def hold_blocks(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block."""

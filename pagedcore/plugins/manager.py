@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from importlib.metadata import entry_points as entry_points_of
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pluggy
@@ -116,9 +117,11 @@ class PluginManager:
 class EngineHooks:
     """Tells observers what happens in one engine.
 
-    One that raises is logged the first time, its later failures are silent, and the others are called all the same.
+    One that raises anything, ``SystemExit`` too, is logged the first time, its later failures are silent, and the
+    others are called all the same. Only ``KeyboardInterrupt`` on the main thread is raised on, because it may be
+    Ctrl-C; on other threads Python never raises it by itself.
 
-    Invariant: no method raises because of an observer.
+    Invariant: no method raises because of an observer, Ctrl-C aside.
     """
 
     def __init__(self, manager: PluginManager, *, at_the_end: Callable[[], None] = lambda: None) -> None:
@@ -153,8 +156,10 @@ class EngineHooks:
 
     def engine_stopped(self, info: EngineInfo) -> None:
         """Tell that the engine was closed, then carry out what its builder left for the end."""
-        self._tell("pagedcore_engine_stop", engine=info)
-        self._at_the_end()
+        try:
+            self._tell("pagedcore_engine_stop", engine=info)
+        finally:
+            self._at_the_end()
 
     def step_done(self, stats: StepStats) -> None:
         """Tell what a step did."""
@@ -168,7 +173,9 @@ class EngineHooks:
         for name, call in self._callers[hook]:
             try:
                 call(**what)
-            except Exception:  # an observer must not be able to hurt the engine
+            except BaseException as error:  # an observer must not be able to hurt the engine
+                if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+                    raise
                 if name not in self._reported:
                     self._reported.add(name)
                     _log.exception("plugin %s raised in a hook; later failures are not logged", name)

@@ -72,8 +72,15 @@ class CandidateGroups:
     remove_text: Callable[[Sequence], None]
     _groups: dict[str, CandidateGroup] = field(default_factory=dict, init=False)
 
-    def open_group(self, request: Request) -> None:
-        """Let the sequences wait among which a request's completions will be chosen. Raises as ``add_sequences``."""
+    @property
+    def open_requests(self) -> tuple[Request, ...]:
+        """The requests whose completions have not been chosen."""
+        return tuple([group.request for group in self._groups.values()]) if self._groups else ()
+
+    def open_group(self, request: Request, let_wait: Callable[..., None] | None = None) -> None:
+        """Let the sequences wait among which a request's completions will be chosen, by ``add_sequences`` unless
+        another verb is given. Raises as ``add_sequences``.
+        """
         first, params = request.sequences[0], request.params
         candidates = [
             first.branch(next(self.sequence_ids), seed=(first.seed + index * SEED_STRIDE) % SEED_RANGE)
@@ -81,7 +88,7 @@ class CandidateGroups:
         ]
         # Why: what the first candidate learns of the prompt is the request's at once; the others have it computed.
         candidates[0].prompt_logprobs = first.prompt_logprobs
-        self.scheduler.add_sequences(*candidates)
+        (let_wait or self.scheduler.add_sequences)(*candidates)
         group = CandidateGroup(request, candidates)
         if params.beam_width > 1:
             rules = BeamRules(
@@ -92,6 +99,10 @@ class CandidateGroups:
         self._groups[request.request_id] = group
         for candidate in candidates:
             self.open_text(request, candidate, 0, group)
+
+    def clear(self) -> None:
+        """Forget all groups, in whatever state they are."""
+        self._groups.clear()
 
     def find_group(self, request: Request) -> CandidateGroup | None:
         """Return the group of a request whose completions are chosen at the end and have not been chosen."""

@@ -1,21 +1,23 @@
 """Turns what happened to sequences into what callers see: text, pending output, finish reasons, errors.
 
-The engine decides when; this module says what. Every way a request can end passes through here. All that the output
-side needs to know of a sequence is in one ``PendingOutput``.
+The engine decides when; this module says what. Every way a request can end passes through here. What is kept of one
+sequence is in ``pending_output``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed, TextFailed
-from pagedcore.outputs import CompletionOutput, Delta, FinishReason, RequestOutput
+from pagedcore.outputs import FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
 from pagedcore.requests.candidate_groups import CandidateGroup, CandidateGroups
+from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
@@ -40,101 +42,6 @@ class RequestObserver(Protocol):
         """Note that every completion of a request has finished."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class PendingOutput:
-    """One completion of a request on the way to its reader.
-
-    Invariant: its text is the concatenation of the texts of all its deltas, taken or not.
-    """
-
-    request: Request
-    sequence: Sequence
-    index: int
-    """Which of the request's completions it is."""
-    group: CandidateGroup | None
-    """Where the sequence is a candidate; ``None``: it is a completion itself."""
-    open_stream: Callable[[], IncrementalText] | None = None
-    """Makes ``stream`` with the first token; ``None``: there is no tokenizer, or it has been made."""
-    stream: IncrementalText | None = None
-    """Turns tokens into text until the end."""
-    failure: TextFailed | None = None
-    """Why there is no further text, where the tokenizer has failed."""
-    _parts: list[str] = field(default_factory=list)
-    _num_taken_parts: int = 0
-    _num_taken_tokens: int = 0
-
-    def begin_turn(self) -> None:
-        """Begin with no text."""
-        self.open_stream = self.stream = self.failure = None
-        self._parts, self._num_taken_parts, self._num_taken_tokens = [], 0, 0
-
-    def add_token(self, token_id: int) -> bool:
-        """Add the text that a committed token makes certain; return whether a stop string was met."""
-        try:
-            if self.open_stream is not None:
-                self.stream, self.open_stream = self.open_stream(), None
-            if self.stream is None:
-                return False
-            delta = self.stream.push((token_id,))
-            self._add_text(delta.text)
-        except Exception as error:  # the tokenizer may be the user's own; its failure is this request's
-            self._fail(error)
-            return False
-        return delta.is_stopped
-
-    def finish_text(self) -> bool:
-        """Add the text that was held back until the end; return whether that met a stop string."""
-        stream, self.stream, self.open_stream = self.stream, None, None
-        if stream is None:
-            return False
-        try:
-            self._add_text(stream.finish())
-        except Exception as error:  # as above
-            self._fail(error)
-            return False
-        return stream.is_stopped
-
-    def _add_text(self, text: str) -> None:
-        if not isinstance(text, str):
-            raise TypeError(f"the detokenizer returned {type(text).__name__}, not str")
-        self._parts.append(text)
-
-    def _fail(self, error: Exception) -> None:
-        self.stream, self.open_stream = None, None
-        self.failure = TextFailed(f"the tokenizer failed on the tokens of this request: {type(error).__name__}")
-        self.failure.__cause__ = error
-
-    def mark_taken(self) -> None:
-        """Count everything there is as taken."""
-        self._num_taken_parts = len(self._parts)
-        self._num_taken_tokens = self.sequence.num_output_tokens
-
-    def take_delta(self) -> Delta:
-        """Return what was added since the last delta, with the end if the completion has ended."""
-        sequence, request = self.sequence, self.request
-        text = "".join(self._parts[self._num_taken_parts :])
-        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + self._num_taken_tokens :])
-        self._num_taken_parts = len(self._parts)
-        self._num_taken_tokens += len(token_ids)
-        reason = sequence.finish_reason
-        wants_logprobs = sequence.params.logprobs is not None and token_ids
-        logprobs = tuple(sequence.logprobs[-len(token_ids) :]) if wants_logprobs else None
-        error = request.error if reason == "error" else None
-        # Why: by position, because keywords would cost a quarter of the time, for every token of a step loop.
-        return Delta(
-            request.request_id, self.index, text, token_ids, reason, logprobs, error, sequence.num_prompt_tokens
-        )
-
-    def completion(self) -> CompletionOutput:
-        """Describe the completion as it stands."""
-        sequence = self.sequence
-        return CompletionOutput(
-            self.index, "".join(self._parts), tuple(sequence.output_token_ids), sequence.finish_reason,
-            logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
-            error=self.request.error if sequence.finish_reason == "error" else None, score=sequence.score,
-        )
-
-
 class OutputProcessor:
     """The output side of one engine.
 
@@ -150,6 +57,11 @@ class OutputProcessor:
         """By sequence id, from the time that the request was accepted until it is removed."""
         self.groups = CandidateGroups(scheduler, sequence_ids, self.open_text, self.remove_text)
         self.counters = Counters()
+        self.untold: list[PendingOutput] = []
+        """What steps have given output that no caller has been told of."""
+        self._num_untold_before = 0
+        self._expiring: SequenceOf[Sequence] = ()
+        self._open_requests: SequenceOf[Request] = ()
         self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._observer = observer
@@ -164,18 +76,21 @@ class OutputProcessor:
             pending = self.by_sequence[sequence.sequence_id] = PendingOutput(request, sequence, index, group)
         else:
             pending.begin_turn()
-        tokenizer, params = self._tokenizer, sequence.params
-        if tokenizer is not None and (group is None or group.search is None):
-            pending.open_stream = lambda: IncrementalText(tokenizer.new_detokenizer(), params.stop, params.min_tokens)
+        pending.open_stream = self._stream_for(sequence) if group is None or group.search is None else None
         return pending
 
     def reopen_text(self, request: Request, sequence: Sequence) -> PendingOutput:
         """Begin a completion that has tokens already, all of them taken, with the text that they make certain."""
         pending = self.open_text(request, sequence)
-        for token_id in sequence.output_token_ids:
-            pending.add_token(token_id)
+        pending.replay()
         pending.mark_taken()
         return pending
+
+    def _stream_for(self, sequence: Sequence) -> Callable[[], IncrementalText] | None:
+        tokenizer, params = self._tokenizer, sequence.params
+        if tokenizer is None:
+            return None
+        return lambda: IncrementalText(tokenizer.new_detokenizer(), params.stop, params.min_tokens)
 
     def pending_of(self, request: Request) -> list[PendingOutput]:
         """Return the pending output of a request's own sequences, in order; without text after their removal."""
@@ -189,6 +104,8 @@ class OutputProcessor:
         if (pending := self.by_sequence.pop(sequence.sequence_id, None)) is not None:
             pending.begin_turn()
             pending.mark_taken()
+            if pending in self.untold:
+                self.untold.remove(pending)
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
@@ -201,6 +118,51 @@ class OutputProcessor:
             prompt_logprobs=request.prompt_logprobs, client_request_id=request.client_request_id,
         )
 
+    def begin_step(self) -> None:
+        """Remember what ``undo_step`` needs to know."""
+        self._num_untold_before, self._expiring, self._open_requests = len(self.untold), (), self.groups.open_requests
+
+    def undo_step(self, plan: SchedulePlan) -> None:
+        """Let every request be where it was when the step began, with nothing computed, wherever the step broke off.
+
+        Tokens of the step, which no caller has been told of, are taken back; candidates of open groups begin anew, and
+        will be the same. The second time does nothing more.
+        """
+        del self.untold[self._num_untold_before :]
+        self._open_requests = tuple(dict.fromkeys(
+            request for request in (*self._open_requests, *self.groups.open_requests)
+            if request.sequences[0].sequence_id in self.by_sequence
+        ))
+        size = self._scheduler.kv_cache.device.block_size
+        self.groups.clear()
+        for one in [one for one in self.by_sequence.values() if one.group is not None]:
+            del self.by_sequence[one.sequence.sequence_id]
+        ends = {row.sequence: row.end for row in plan.rows if row.is_sampled}
+        for sequence in (*(row.sequence for row in plan.rows), *self._expiring):
+            if sequence.sequence_id in self.by_sequence:
+                self._take_back(sequence, ends.get(sequence, len(sequence.token_ids)), size)
+        for request in self._open_requests:
+            for sequence in request.sequences:
+                self._take_back(sequence, sequence.num_prompt_tokens, size)
+        self._scheduler.restart([
+            one.sequence for one in self.by_sequence.values()
+            if one.sequence.finish_reason is None and one.request not in self._open_requests
+        ])
+        for request in self._open_requests:
+            self.groups.open_group(request, self._scheduler.take_back)
+        self._scheduler.waiting.count_as_new(
+            one.sequence for one in self.by_sequence.values() if one.request.metrics.first_scheduled_s is None
+        )
+
+    def take_untold(self) -> list[PendingOutput]:
+        """Return what has output that no caller has been told of, each once."""
+        untold, self.untold = self.untold, []
+        return list(dict.fromkeys(untold)) if self._num_untold_before else untold
+
+    def note_step(self) -> None:
+        """Note the requests that the step has finished, once nothing can undo it any more."""
+        self._note_finished(self.untold[self._num_untold_before :])
+
     def note_started(self, plan: SchedulePlan, now_s: float) -> None:
         """Stamp the requests that a plan starts."""
         for sequence in plan.admitted:
@@ -208,9 +170,13 @@ class OutputProcessor:
             if request.metrics.first_scheduled_s is None:
                 request.metrics = replace(request.metrics, first_scheduled_s=now_s)
 
-    def commit(self, plan: SchedulePlan, sampled: SampledTokens, now_s: float) -> list[PendingOutput]:
-        """Make a computed step true and return what has output; rows without usable logits end first, and alone."""
-        pending = self._keep_prompt_logprobs(plan, sampled) if sampled.prompts else []
+    def commit(self, plan: SchedulePlan, sampled: SampledTokens, now_s: float) -> None:
+        """Make a computed step true; rows that could not be computed or have no usable logits end first, and alone."""
+        pending = self.untold
+        if sampled.failures:
+            self.fail(plan, sampled.failures)
+        if sampled.prompts:
+            self._keep_prompt_logprobs(plan, sampled)
         tokens, groups = dict[int, int | None](), dict[str, CandidateGroup]()
         sequences = [row.sequence for row in plan.rows if row.is_sampled]
         for sequence, token_id, logprobs in zip(sequences, sampled.token_ids.tolist(), sampled.logprobs, strict=True):
@@ -235,23 +201,25 @@ class OutputProcessor:
             self.groups.add_branches(branches)
             for group in groups.values():
                 pending += self._deliver_if_decided(group, now_s)
-        return self._note_finished(pending)
 
-    def fail(self, plan: SchedulePlan, error: Exception) -> list[PendingOutput]:
-        """End every request of a batch that could not be computed; call it after the rollback."""
-        failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
-        failure.__cause__ = error
-        return self._note_finished(self._end_all((row.sequence for row in plan.rows), "error", failure))
+    def fail(self, plan: SchedulePlan, errors: Mapping[int, Exception]) -> None:
+        """End the requests of rows that could not be computed, by sequence id with the reason."""
+        for row in plan.rows:
+            if (error := errors.get(row.sequence.sequence_id)) is not None:
+                failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
+                failure.__cause__ = error
+                self.untold += self._end_all([row.sequence], "error", failure)
 
-    def expire_waiting(self, limit_s: float) -> list[PendingOutput]:
+    def expire_waiting(self, limit_s: float) -> None:
         """End the requests that have waited longer than ``limit_s`` seconds for their first start."""
         latest = self._clock.now() - limit_s
         # Why: the oldest comes first, so a step in which none expires looks at one.
-        expired = list(takewhile(
+        self._expiring = list(takewhile(
             lambda sequence: self.by_sequence[sequence.sequence_id].request.metrics.arrival_s < latest,
             self._scheduler.waiting.never_started(),
         ))
-        return self._note_finished(self._end_all(expired, "error", QueueTimeout(limit_s))) if expired else []
+        if self._expiring:
+            self.untold += self._end_all(self._expiring, "error", QueueTimeout(limit_s))
 
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""
@@ -279,16 +247,19 @@ class OutputProcessor:
         pending.finish_text()
         return pending
 
-    def _keep_prompt_logprobs(self, plan: SchedulePlan, sampled: SampledTokens) -> list[PendingOutput]:
+    def _take_back(self, sequence: Sequence, num_tokens: int, block_size: int) -> None:
+        pending = self.by_sequence[sequence.sequence_id]
+        pending.open_stream = self._stream_for(sequence)
+        pending.take_back(num_tokens, block_size)
+
+    def _keep_prompt_logprobs(self, plan: SchedulePlan, sampled: SampledTokens) -> None:
         """Keep the log-probabilities of prompts; requests whose logits were unusable end."""
-        ended: list[PendingOutput] = []
         for row in plan.rows:
             scored = sampled.prompts.get(row.sequence.sequence_id, [])
             if scored is None:
-                ended += self._end_all([row.sequence], "error", InvalidLogits(_NO_LOGITS))
+                self.untold += self._end_all([row.sequence], "error", InvalidLogits(_NO_LOGITS))
             elif row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += scored
-        return ended
 
     def _publish(self, new: NewToken, now_s: float, pending: list[PendingOutput]) -> None:
         """Add a token to its completion; a candidate's is not pending before it is chosen."""
@@ -346,7 +317,7 @@ class OutputProcessor:
             self.counters.num_generated_tokens += len(chosen.token_ids)
         return pending
 
-    def _note_finished(self, pending: list[PendingOutput]) -> list[PendingOutput]:
+    def _note_finished(self, pending: list[PendingOutput]) -> None:
         """Note the requests whose last completion is among these, each once."""
         for request in dict.fromkeys(one.request for one in pending if one.sequence.finish_reason is not None):
             if request.is_done:
@@ -354,4 +325,3 @@ class OutputProcessor:
                 self.counters.num_finished += 1
                 if self._observer.observes_requests:
                     self._observer.request_finished(self.output_of(request))
-        return pending

@@ -85,8 +85,8 @@ class RequestTable:
         """Return the request with exactly this id."""
         return self._by_id.get(request_id)
 
-    def accept(self, processed: ProcessedRequest) -> Request:
-        """Make a request with one sequence per completion and let it wait.
+    def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
+        """Make a request with one sequence per completion, let it wait, and append it to ``accepted``.
 
         Raises ``InvalidRequest`` if its label is taken, ``EngineOverloaded``; then nothing changed.
         """
@@ -111,10 +111,17 @@ class RequestTable:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.
             sequences[0].prompt_logprobs = []
         request = Request(request_id, sequences, params, options, self.owner, arrival_s)
-        self._start(request, processed)
-        self._by_id[request_id] = request
-        if options.request_id is not None:
-            self._labels.add(label)
+        try:
+            self._start(request, processed)
+            if options.request_id is not None:
+                self._labels.add(label)
+            self._by_id[request_id] = request
+            if accepted is not None:
+                accepted.append(request)
+        except BaseException:
+            # Why: an interrupt may come between any two lines; the caller undoes what the scheduler knows.
+            self._forget(request)
+            raise
         return request
 
     def begin_turn(self, request: Request, processed: ProcessedRequest) -> None:
@@ -185,12 +192,10 @@ class RequestTable:
 
     def remove(self, request: Request) -> None:
         """Remove a finished request; a second call does nothing."""
-        if self._by_id.pop(request.request_id, None) is None:
-            return
-        self._labels.discard((request.options.salt, request.options.request_id))
-        for sequence in request.sequences:
-            self.scheduler.remove_sequence(sequence)
-            self.outputs.remove_text(sequence)
+        if request.request_id in self._by_id:
+            for sequence in request.sequences:
+                self.scheduler.remove_sequence(sequence)
+            self._forget(request)
 
     def require_extensible(self, request: Request) -> Sequence:
         """Return the one sequence of a request. Raises ``RequestStateError`` if none or several could be continued."""
@@ -201,6 +206,12 @@ class RequestTable:
         if len(request.sequences) > 1:
             raise RequestStateError("extend", "one with several completions", "one with n=1")
         return request.sequences[0]
+
+    def _forget(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self.outputs.remove_text(sequence)
+        self._labels.discard((request.options.salt, request.options.request_id))
+        self._by_id.pop(request.request_id, None)
 
     def _start(self, request: Request, processed: ProcessedRequest) -> None:
         """Let a turn wait: its own sequences, or the candidates among which its completions will be chosen."""

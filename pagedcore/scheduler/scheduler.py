@@ -150,6 +150,24 @@ class Scheduler:
             self._take_out(sequence)
             self._mark_finished(sequence, reason)
 
+    def restart(self, sequences: ListOf[Sequence]) -> None:
+        """Let exactly these live sequences wait, with nothing computed, cached, reserved or on its way, in whatever
+        state the queues and blocks are. The caller knows that no transfer is in flight.
+        """
+        self._in_flight = None
+        self.kv_cache.reset()
+        self.moves.reset()
+        self.running.reset()
+        for sequence in sequences:
+            sequence.status = _WAITING
+            sequence.reset_computed()
+        self.waiting.reset(*sequences)
+
+    def take_back(self, *sequences: Sequence) -> None:
+        """Let sequences of requests that were accepted before wait: never refused, nor counted against the bound."""
+        for sequence in sequences:
+            self.waiting.push_preempted(sequence)
+
     def add_branch(self, sequence: Sequence, parent: Sequence) -> None:
         """Let a sequence wait that continues all that ``parent`` has computed, and shares it.
 
@@ -176,17 +194,21 @@ class Scheduler:
             sequence.move_to(_REMOVED)
             self.moves.free_on_host(sequence)
 
-    def schedule(self) -> SchedulePlan:
+    def schedule(self, most_tokens: int | None = None) -> SchedulePlan:
         """Decide the next step, or what has to make room for it. Nothing moves: a second call gives an equal plan.
+
+        Args:
+            most_tokens: of the step; ``None``: as many as the rules allow.
 
         Raises:
             InternalError: a step is in flight, or nothing could be planned although there is work.
         """
         self._require_landed("schedule")
         self._demote_failed_policy()
-        plan = self._plan(may_wait=True)
+        rules = self.rules if most_tokens is None else replace(self.rules, max_num_batched_tokens=most_tokens)
+        plan = self._plan(rules, may_wait=True)
         if not plan.rows and not plan.moves_blocks and self.has_work and not self.kv_cache.host.has_awaited:
-            plan = self._plan(may_wait=False)
+            plan = self._plan(rules, may_wait=False)
             # Why: a store that hangs may keep the blocks that are lacking; then only its end can help.
             if not plan.rows and not plan.moves_blocks and not self.kv_cache.host.withholds_blocks:
                 raise InternalError(
@@ -280,9 +302,9 @@ class Scheduler:
                    self.rules.policy.name, type(failure).__name__)
         self.rules = replace(self.rules, policy=fcfs())
 
-    def _plan(self, *, may_wait: bool) -> SchedulePlan:
+    def _plan(self, rules: PlanningRules, *, may_wait: bool) -> SchedulePlan:
         queues = self.running.sequences, self.waiting.sequences
-        return StepPlanner(self.rules, self.kv_cache, *queues, may_wait=may_wait).plan()
+        return StepPlanner(rules, self.kv_cache, *queues, may_wait=may_wait).plan()
 
     def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:
         if self._in_flight is None or self._in_flight.plan is not plan:

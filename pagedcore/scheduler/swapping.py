@@ -55,6 +55,11 @@ class Swapping:
         self.due: list[Transfer] = []
         """Transfers that are booked and not started."""
 
+    def reset(self) -> None:
+        """Forget every transfer, parked sequence and open decision."""
+        for collection in (self.parked, self._open, self._moving, self.due):
+            collection.clear()
+
     def take_due(self) -> list[Transfer]:
         """Return the transfers to start, each once."""
         due, self.due = self.due, []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, Final
@@ -50,6 +50,8 @@ class PolicyOrder:
             raise InternalError(f"sequence {sequence.sequence_id} is already in this queue")
         try:
             self._insert(sequence)
+        except MemoryError:  # the machine's fault, not the policy's
+            raise
         except Exception as error:  # the policy may be the user's own, and the request is not to blame
             self.demote(error)
             self._insert(sequence)
@@ -61,6 +63,12 @@ class PolicyOrder:
         place = self._place_of(sequence)
         del self._keys[place], self.sequences[place], self._key_of[sequence.sequence_id]
         return True
+
+    def reset(self, *sequences: Sequence) -> None:
+        """Hold exactly these sequences, in whatever state the queue is."""
+        self._keys, self._key_of, self.sequences = [], {}, []
+        for sequence in sequences:
+            self.add_sequence(sequence)
 
     def _place_of(self, sequence: Sequence) -> int:
         try:
@@ -115,6 +123,10 @@ class WaitingQueue(PolicyOrder):
     def num_free_slots(self) -> int:
         """New sequences that can be pushed now."""
         return self.limit - self.num_never_started
+
+    def count_as_new(self, sequences: Iterable[Sequence]) -> None:
+        """Count exactly these against the bound, as far as they wait."""
+        self._never_started = OrderedDict((one.sequence_id, one) for one in sequences if one in self)
 
     def require_room(self, num_sequences: int) -> None:
         """Raise ``EngineOverloaded`` unless so many new sequences can be pushed now."""

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineClosed, EngineHung, QueueTimeout, StepFailed
+from pagedcore.errors import EngineClosed, EngineHung, QueueTimeout
 from pagedcore.outputs import Delta
 from pagedcore.protocols import Clock
 from pagedcore.requests.input_processor import ProcessedRequest
-from pagedcore.requests.output_processor import PendingOutput
+from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.serving.commands import Command, Commands, as_exception, end_sinks
 from pagedcore.serving.health import IDLE_CHECK_S, Progress
@@ -138,10 +138,7 @@ class EngineLoop:
         pending = self.engine.step_pending()
         self._deliver(pending)
         if not self.engine.is_stalled:
-            self.progress.step_ended(has_output=bool(pending), has_failed=any(
-                one.sequence.finish_reason == "error" and isinstance(one.request.error, StepFailed)
-                for one in pending
-            ))
+            self.progress.step_ended(has_output=bool(pending), has_failed=self.engine.has_failed)
 
     def stop(self) -> None:
         """Leave the loop after the step in flight."""

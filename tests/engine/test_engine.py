@@ -26,7 +26,7 @@ from pagedcore.errors import (
 )
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.plugins.hookspecs import hookimpl
-from pagedcore.requests.output_processor import PendingOutput
+from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.sampling_params import SamplingParams
 from support.doubles import FakeClock, FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
@@ -189,7 +189,7 @@ def test_a_failing_step_ends_its_batch_and_no_other_request() -> None:
     reasons = [request.output().outputs[0].finish_reason for request in requests]
     assert reasons == ["error", "error", "length"]
     assert isinstance(requests[0].error, StepFailed)
-    assert str(requests[0].error.__cause__) == "the device is gone"
+    assert str(requests[0].error.__cause__) == "CUDA error: the device is gone"
     assert "device" not in str(requests[0].error), "its words are for the log of the operator"
     assert list(requests[2].output().outputs[0].token_ids) == toy_answer([3], 6)
     for request in requests:

@@ -9,6 +9,7 @@ from mutants.killing import Mutant
 
 _TABLE = "pagedcore/requests/request_table.py"
 _OUTPUT = "pagedcore/requests/output_processor.py"
+_PENDING = "pagedcore/requests/pending_output.py"
 _GROUPS = "pagedcore/requests/candidate_groups.py"
 _INPUT = "pagedcore/requests/input_processor.py"
 _VALIDATION = "pagedcore/requests/validation.py"
@@ -18,6 +19,8 @@ _SESSION = "pagedcore/sessions/session.py"
 _PARKING = "pagedcore/sessions/parking.py"
 _KV_FILE = "pagedcore/sessions/kv_file.py"
 _STREAM = "pagedcore/serving/stream.py"
+_STEP = "pagedcore/engine/step.py"
+_TORN = "engine/test_torn_steps.py::test_"
 _LOOP = "pagedcore/serving/engine_loop.py"
 _COMMANDS = "pagedcore/serving/commands.py"
 _HEALTH = "pagedcore/serving/health.py"
@@ -47,10 +50,10 @@ REQUESTS = (
     Mutant("KV of an unsigned file is shared.", _TABLE, "self.shares_prefixes and is_shared", "self.shares_prefixes",
            "sessions/test_forged_kv.py::test_forged_kv_reaches_no_other_caller"),
     Mutant("A turn that continues a completion delivers its text again.", _OUTPUT,
-           "            pending.add_token(token_id)\n        pending.mark_taken()",
-           "            pending.add_token(token_id)",
+           "        pending.replay()\n        pending.mark_taken()",
+           "        pending.replay()",
            "serving/test_async_sessions.py::test_going_on_with_a_cut_off_answer_tells_what_is_new"),
-    Mutant("A delta has the log-probabilities of the first tokens.", _OUTPUT,
+    Mutant("A delta has the log-probabilities of the first tokens.", _PENDING,
            "tuple(sequence.logprobs[-len(token_ids) :])", "tuple(sequence.logprobs[: len(token_ids)])",
            "engine/test_engine.py::test_a_delta_has_the_log_probabilities_of_its_own_tokens"),
     Mutant("A request counts as finished with its first completion.", _OUTPUT,
@@ -170,6 +173,23 @@ SERVING = (
            "plugins/test_plugins.py::test_a_raising_observer_is_logged_once_and_hurts_nobody"),
 )
 
+STEPS = (
+    Mutant("A step that broke off is not undone.", _STEP,
+           "            self._undo()\n            raise", "            raise",
+           _TORN + "a_step_may_break_off_at_any_line"),
+    Mutant("Transfers are forgotten before they have ended.", "pagedcore/execution/kv_transfers.py",
+           "while under_way and self._store", "while False and self._store",
+           _TORN + "blocks_of_a_transfer_are_used_when_it_has_ended[False]"),
+    Mutant("Output of an interrupted step is lost.", _OUTPUT,
+           "len(self.untold), (), ", "self.untold.clear() or 0, (), ",
+           "plugins/test_plugins.py::test_a_signal_while_a_finished_request_is_told_comes_at_the_end_of_the_step"),
+    Mutant("A lack of memory in the forward ends the batch.", _STEP,
+           "if most_tokens is not None or not is_out_of_memory(error):", "if True:",
+           "engine/test_bad_rows.py::test_a_step_without_memory_is_repeated_with_half_of_its_tokens[4]"),
+    Mutant("One bad row ends the batch.", "pagedcore/execution/model_runner.py", "if len(rows) == 1 or", "if True or",
+           "engine/test_bad_rows.py::test_seven_of_eight_callers_finish"),
+)
+
 DOORS = (
     Mutant("A body may be nested without end.", "adapters/pagedcore_http/body.py",
            "if _is_deeper_than(fields, MAX_JSON_DEPTH):", "if False:",
@@ -207,4 +227,4 @@ DOORS = (
            "adapters/langchain/test_options.py::test_a_salt_is_shown_nowhere"),
 )
 
-MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *DOORS)
+MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *DOORS)

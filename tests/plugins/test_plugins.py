@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import sys
 import types
 from importlib.metadata import EntryPoint
 
 import pytest
 
+from pagedcore import AsyncEngine, SamplingParams
 from pagedcore.errors import InvalidConfig, MissingDependency
 from pagedcore.plugins import manager as manager_module
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.plugins.manager import EngineHooks, PluginManager, create_plugin_manager, expose
 from pagedcore.plugins.registry import Registry
+from support.doubles import toy_answer
+from support.engine_builders import assert_all_free, make_engine
 
 
 class Policy:
@@ -257,3 +262,89 @@ def test_expose_hands_the_model_and_settings_to_the_adapter(monkeypatch: pytest.
     assert expose("made-up", model="demo", seed=3) == ("demo", {"seed": 3})
     with pytest.raises(InvalidConfig, match=r"'bentobox'.*async-generator, made-up"):
         expose("bentobox", model="demo")
+
+
+class Quitting:
+    """A plugin whose hooks raise what ends a program or a thread."""
+
+    __name__ = "quitting"
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    @hookimpl
+    def pagedcore_step(self, stats: object) -> None:
+        raise self._error
+
+    @hookimpl
+    def pagedcore_request_finished(self, request: object) -> None:
+        raise self._error
+
+    @hookimpl
+    def pagedcore_engine_stop(self, engine: object) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), KeyboardInterrupt()], ids=repr)
+async def test_no_observer_ends_the_engines_thread(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it raises there is logged once; every request completes, the other observers are told, and the engine
+    closes in order."""
+    watching = Observer()
+    engine = make_engine(plugins=[Quitting(error), watching])
+    with caplog.at_level(logging.ERROR):
+        async with AsyncEngine(engine) as serving:
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            outputs = [await asyncio.wrap_future(serving.submit([value], params)) for value in (1, 2)]
+            assert serving.health().status == "ready"
+    assert [one.outputs[0].finish_reason for one in outputs] == ["length", "length"]
+    assert len(watching.seen) >= 2 + 2
+    assert len([record for record in caplog.records if "quitting" in record.message]) == 1
+
+
+def test_system_exit_of_an_observer_ends_no_program() -> None:
+    """On the main thread too: it is the observer's failure."""
+    hooks = EngineHooks(create_plugin_manager([Quitting(SystemExit(3))], entry_points=False))
+    hooks.step_done(None)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_in_an_observer_reaches_the_user() -> None:
+    """On the main thread ``KeyboardInterrupt`` is raised on, what the builder left for the end is done all the same,
+    and a step that was interrupted in this way is complete."""
+    ended: list[int] = []
+    hooks = EngineHooks(
+        create_plugin_manager([Quitting(KeyboardInterrupt())], entry_points=False), at_the_end=lambda: ended.append(1)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        hooks.engine_stopped(None)  # type: ignore[arg-type]
+    assert ended == [1]
+    engine = make_engine(plugins=[Quitting(KeyboardInterrupt())])
+    request = engine.add_request([1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
+    while not request.is_done:
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert list(request.output().outputs[0].token_ids) == toy_answer([1, 2], 2)
+    assert engine.stats().num_computed_tokens == 2 + 1
+    assert_all_free(engine)
+
+
+def test_a_signal_while_a_finished_request_is_told_comes_at_the_end_of_the_step() -> None:
+    """A real Ctrl-C while the engine tells of a finished request: all observers are told, then it is raised."""
+    seen: list[object] = []
+
+    class Signalling:
+        """Gets Ctrl-C."""
+
+        __name__ = "signalling"
+
+        @hookimpl
+        def pagedcore_request_finished(self, request: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+            seen.append(request)
+
+    watching = Observer()
+    engine = make_engine(plugins=[Signalling(), watching])
+    engine.add_request([1, 2], SamplingParams(max_tokens=1, ignore_eos=True))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert (len(seen), len(watching.seen)) == (1, 1)
+    assert [delta.finish_reason for delta in engine.step()] == ["length"]

@@ -222,7 +222,7 @@ class FlakyBackend(ToyBackend):
     """A ``ToyBackend`` that goes wrong in chosen steps; the first forward is step 1.
 
     Args:
-        raise_on_step: raise after the step's tokens were written, as a device that dies half-way.
+        raise_on_step: raise after the step's tokens were written, as a device that is lost half-way.
         nan_on: (step, row of the logits) that is returned as NaN.
         wrong_shape_on: step whose logits have one row too few.
     """
@@ -243,7 +243,7 @@ class FlakyBackend(ToyBackend):
         """Compute as ``ToyBackend`` does, then go wrong if it is time."""
         logits = super().forward(batch)
         if self.num_steps == self.raise_on_step:
-            raise RuntimeError("the device is gone")
+            raise RuntimeError("CUDA error: the device is gone")
         if self.nan_on is not None and self.num_steps == self.nan_on[0]:
             logits[self.nan_on[1]] = np.nan
         if self.num_steps == self.wrong_shape_on:

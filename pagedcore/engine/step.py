@@ -1,0 +1,176 @@
+"""One step as a transaction: plan, reserve, execute, commit; done, or undone whatever breaks it off.
+
+Before the forward and after it a step changes queues, blocks and requests; an exception there leaves ``is_torn`` set.
+``recover`` then makes all of that anew from what cannot be torn: the tokens of the live requests. It keeps no computed
+block, and results are what they would have been. During the forward a step is rolled back and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pagedcore.engine.interrupts import CtrlC
+from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidRequest
+from pagedcore.execution.failures import is_out_of_memory
+from pagedcore.execution.kv_transfers import KVTransfers
+from pagedcore.protocols import Clock
+from pagedcore.requests.output_processor import OutputProcessor
+from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from pagedcore.execution.model_runner import ModelRunner
+    from pagedcore.execution.sampler import SampledTokens
+
+
+class StepRunner:
+    """Runs the steps of one engine.
+
+    Invariant: after ``run`` the engine is before the step or after it, or else ``is_torn``.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, transfers: KVTransfers, outputs: OutputProcessor, clock: Clock,
+        give_up: Callable[[str], None],
+    ) -> None:
+        """Take the parts of an engine; ``give_up`` closes it with a reason."""
+        self._scheduler, self._runner, self._transfers = scheduler, runner, transfers
+        self._outputs, self._clock, self._give_up = outputs, clock, give_up
+        self._blocks = scheduler.kv_cache.device
+        self._plan = SchedulePlan()
+        self._ctrl_c = CtrlC()
+        self._is_inside = False
+        self.is_torn = False
+        """Whether something is being changed, or broke off and was not undone yet."""
+        self.is_stalled = False
+        """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
+        self.has_failed = False
+        """Whether the last step computed nothing because the model failed."""
+
+    def run(self, expire: Callable[[], None]) -> SchedulePlan:
+        """Run one step and return what was computed; ``expire`` ends before it what has waited too long.
+
+        A step that lacks memory is undone and repeated once.
+
+        Raises:
+            EngineClosed: the step broke off and could not be undone.
+            MemoryError: it lacked memory twice, and was undone.
+        """
+        with self._ctrl_c:
+            try:
+                with self.change():
+                    return self._run(expire)
+            except MemoryError:
+                with self.change():
+                    return self._run(expire)
+
+    def recover(self) -> None:
+        """Undo what broke off, if anything did and it is over. Raises ``EngineClosed`` if that is impossible."""
+        if self.is_torn and not self._is_inside:
+            self._undo()
+
+    def _undo(self) -> None:
+        if not self.is_torn:
+            return
+        try:
+            self._transfers.drain()
+            self._outputs.undo_step(self._plan)
+            self._runner.forget()
+        except Exception as error:
+            self.is_torn = False
+            reason = f"this engine is closed, because a step broke off and could not be undone: {type(error).__name__}"
+            self._give_up(reason)
+            raise EngineClosed(f"{reason}; make a new one.") from error
+        self.is_torn = False
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Change queues, blocks or requests; whatever breaks that off is undone, and a refusal changes nothing."""
+        if self._is_inside:
+            # Why: a tokenizer or an observer of the user's own may abort a request while a step is made.
+            yield
+            return
+        self._plan = SchedulePlan()
+        self._outputs.begin_step()
+        try:
+            self._is_inside = self.is_torn = True
+            yield
+            self.is_torn = False
+        except (InvalidRequest, EngineOverloaded):
+            self.is_torn = False
+            raise
+        except BaseException:
+            self._undo()
+            raise
+        finally:
+            self._is_inside = False
+
+    def _run(self, expire: Callable[[], None]) -> SchedulePlan:
+        self.is_stalled = self.has_failed = False
+        expire()
+        plan, sampled = self._compute(None)
+        if sampled is not None:
+            self._outputs.commit(plan, sampled, self._clock.now())
+            self._move_blocks()
+            counters = self._outputs.counters
+            counters.num_steps += 1
+            counters.num_rows += len(plan.rows)
+            counters.num_computed_tokens += plan.num_tokens
+        self._end()
+        return plan
+
+    def _end(self) -> None:
+        self.is_torn = False
+        self._outputs.note_step()
+
+    def _compute(self, most_tokens: int | None) -> tuple[SchedulePlan, SampledTokens | None]:
+        """Compute the next plan; ``None``: it has failed, its requests have ended, and nothing is in flight."""
+        self._plan = plan = self._next_plan(most_tokens)
+        if not plan.rows:
+            self.is_stalled = self._scheduler.has_work
+            self._transfers.settle(wait=self.is_stalled)
+            return plan, None
+        copies = self._scheduler.reserve(plan)
+        try:
+            return plan, self._execute(plan, copies)
+        except Exception as error:
+            self._scheduler.rollback(plan)
+            if most_tokens is not None or not is_out_of_memory(error):
+                self.has_failed = True
+                self._outputs.fail(plan, {row.sequence.sequence_id: error for row in plan.rows})
+                return plan, None
+        except BaseException:
+            self._scheduler.rollback(plan)
+            self._end()
+            raise
+        # Why: half of the tokens may fit; if not, the requests of that half end, and no others.
+        return self._compute(max(1, plan.num_tokens // 2))
+
+    def _execute(self, plan: SchedulePlan, copies: tuple[tuple[int, int], ...]) -> SampledTokens:
+        before_s = self._clock.now()
+        if plan.admitted:
+            self._outputs.note_started(plan, before_s)
+        try:
+            self._ctrl_c.allow()
+            if copies:
+                self._transfers.copy(copies)
+            sampled = self._runner.execute(plan.rows, self._blocks)
+        finally:
+            self._ctrl_c.hold()
+        self._scheduler.costs.step.observe(plan.num_tokens, self._clock.now() - before_s)
+        return sampled
+
+    def _next_plan(self, most_tokens: int | None) -> SchedulePlan:
+        """Make room as long as plans ask for it, and return one that computes, or nothing while blocks move."""
+        self._move_blocks()
+        plan = self._scheduler.schedule(most_tokens)
+        while plan.moves_blocks:
+            self._transfers.start(self._scheduler.make_room(plan))
+            plan = self._scheduler.schedule(most_tokens)
+        return plan
+
+    def _move_blocks(self) -> None:
+        if self._scheduler.kv_cache.host.num_blocks:
+            self._transfers.advance()

@@ -1,0 +1,147 @@
+"""One completion on the way to its reader: its tokens become text, and its text becomes deltas.
+
+Steps add tokens, and readers take deltas whenever they like. The tokenizer may be the user's own: its failures are
+this completion's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pagedcore.errors import TextFailed
+from pagedcore.outputs import CompletionOutput, Delta
+from pagedcore.requests.request import Request
+from pagedcore.sequence import Sequence
+from pagedcore.tokenizer.incremental_text import IncrementalText
+
+if TYPE_CHECKING:
+    from pagedcore.requests.candidate_groups import CandidateGroup
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PendingOutput:
+    """One completion of a request on the way to its reader.
+
+    Invariant: its text is the concatenation of the texts of all its deltas, taken or not.
+    """
+
+    request: Request
+    sequence: Sequence
+    index: int
+    """Which of the request's completions it is."""
+    group: CandidateGroup | None
+    """Where the sequence is a candidate; ``None``: it is a completion itself."""
+    open_stream: Callable[[], IncrementalText] | None = None
+    """Makes ``stream`` with the first token; ``None``: there is no tokenizer, or no further text."""
+    stream: IncrementalText | None = None
+    """Turns tokens into text until the end."""
+    failure: TextFailed | None = None
+    """Why there is no further text, where the tokenizer has failed."""
+    _parts: list[str] = field(default_factory=list)
+    _num_taken_parts: int = 0
+    _num_taken_tokens: int = 0
+
+    def begin_turn(self) -> None:
+        """Begin with no text."""
+        self.open_stream = self.stream = self.failure = None
+        self._parts, self._num_taken_parts, self._num_taken_tokens = [], 0, 0
+
+    def add_token(self, token_id: int) -> bool:
+        """Add the text that a committed token makes certain; return whether a stop string was met."""
+        try:
+            return self._push(token_id)
+        except MemoryError:
+            return self.replay()
+        except Exception as error:  # the tokenizer may be the user's own; its failure is this request's
+            self._fail(error)
+            return False
+
+    def replay(self) -> bool:
+        """Make the text of all tokens anew, after a failure in between; return as ``add_token`` for the last one."""
+        self.stream, self.failure, self._parts, is_stopped = None, None, [], False
+        try:
+            for token_id in self.sequence.output_token_ids:
+                is_stopped = self._push(token_id)
+        except Exception as error:  # as above
+            self._fail(error)
+            return False
+        return is_stopped
+
+    def finish_text(self) -> bool:
+        """Add the text that was held back until the end; return whether that met a stop string."""
+        try:
+            try:
+                return self._finish()
+            except MemoryError:
+                self.replay()
+                return self._finish()
+        except Exception as error:  # as above
+            self._fail(error)
+            return False
+
+    def _push(self, token_id: int) -> bool:
+        if self.stream is None:
+            if self.open_stream is None:
+                return False
+            self.stream = self.open_stream()
+        delta = self.stream.push((token_id,))
+        self._add_text(delta.text)
+        return delta.is_stopped
+
+    def _finish(self) -> bool:
+        if self.stream is None:
+            self.open_stream = None
+            return False
+        self._add_text(self.stream.finish())
+        is_stopped = self.stream.is_stopped
+        self.stream = self.open_stream = None
+        return is_stopped
+
+    def _add_text(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"the detokenizer returned {type(text).__name__}, not str")
+        self._parts.append(text)
+
+    def _fail(self, error: Exception) -> None:
+        self.stream, self.open_stream = None, None
+        self.failure = TextFailed(f"the tokenizer failed on the tokens of this request: {type(error).__name__}")
+        self.failure.__cause__ = error
+
+    def take_back(self, num_tokens: int, block_size: int) -> None:
+        """Be live again with so many tokens of the sequence and their text; what was taken of it stays taken."""
+        self.sequence.take_back(num_tokens, block_size)
+        self.replay()
+        if not any(one.finish_reason == "error" for one in self.request.sequences):
+            self.request.error = None
+
+    def mark_taken(self) -> None:
+        """Count everything there is as taken."""
+        self._num_taken_parts = len(self._parts)
+        self._num_taken_tokens = self.sequence.num_output_tokens
+
+    def take_delta(self) -> Delta:
+        """Return what was added since the last delta, with the end if the completion has ended."""
+        sequence, request = self.sequence, self.request
+        text = "".join(self._parts[self._num_taken_parts :])
+        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + self._num_taken_tokens :])
+        self._num_taken_parts = len(self._parts)
+        self._num_taken_tokens += len(token_ids)
+        reason = sequence.finish_reason
+        wants_logprobs = sequence.params.logprobs is not None and token_ids
+        logprobs = tuple(sequence.logprobs[-len(token_ids) :]) if wants_logprobs else None
+        error = request.error if reason == "error" else None
+        # Why: by position, because keywords would cost a quarter of the time, for every token of a step loop.
+        return Delta(
+            request.request_id, self.index, text, token_ids, reason, logprobs, error, sequence.num_prompt_tokens
+        )
+
+    def completion(self) -> CompletionOutput:
+        """Describe the completion as it stands."""
+        sequence = self.sequence
+        return CompletionOutput(
+            self.index, "".join(self._parts), tuple(sequence.output_token_ids), sequence.finish_reason,
+            logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
+            error=self.request.error if sequence.finish_reason == "error" else None, score=sequence.score,
+        )

@@ -1,0 +1,101 @@
+"""One small run in which steps do all they can do: admit, chunk, decode, hit prefixes, copy and share blocks, swap both
+ways, choose candidates and beams, match stop strings, expire and finish. Deterministic, and over in a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagedcore.engine.builder import build_components
+from pagedcore.engine.engine import Engine
+from pagedcore.outputs import CompletionOutput
+from pagedcore.requests.request import Request
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler.invariants import check, snapshot
+from support.doubles import FakeClock, ToyBackend
+
+
+class _Letters:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
+
+    def finish(self) -> str:
+        return "."
+
+
+class LetterTokenizer:
+    """Writes each token as a letter, and a full stop at the end."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode at once."""
+        return _Letters().push(token_ids)
+
+    def new_detokenizer(self) -> _Letters:
+        """Start an incremental decoding."""
+        return _Letters()
+
+
+def params(max_tokens: int, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+WANTED = [
+    ([1, 2, 3, 4, 6], params(5, logprobs=1)),
+    ([7, 8], params(4, stop=["q", "zz"])),
+    ([1, 2, 3], params(3, n=2, best_of=3, temperature=1.0, seed=5)),
+    ([2, 2], params(3, beam_width=2, n=2)),
+    ([9, 9, 9], params(3, temperature=1.0, seed=6, prompt_logprobs=1)),
+    ([3], params(6, presence_penalty=1.0)),
+    ([4, 5, 6, 7, 8, 9, 10], params(5)),
+]
+"""Prompts and parameters."""
+
+
+@dataclass
+class Scenario:
+    """An engine with all requests waiting, one of which has waited too long."""
+
+    engine: Engine
+    requests: list[Request]
+
+    @classmethod
+    def begin(cls) -> Scenario:
+        """Make the engine; a beginning and the past of a session are cached."""
+        clock = FakeClock()
+        engine = Engine(build_components(
+            ToyBackend(), num_kv_blocks=9, block_size=2, max_num_seqs=5, max_num_batched_tokens=12, preemption="swap",
+            host_kv_memory=32 * 32, tokenizer=LetterTokenizer(), max_num_waiting=64, queue_timeout_s=10.0,
+        ), clock)
+        engine.generate([[1, 2, 3, 4, 5]], params(2), show_progress=False)
+        late = [engine.add_request([5], params(2)), engine.add_request([5], params(2, best_of=2, temperature=1.0))]
+        clock.advance(11.0)
+        return cls(engine, late + [engine.add_request(prompt, params) for prompt, params in WANTED])
+
+    def finish(self) -> None:
+        """Step until nothing is left to do."""
+        while self.engine.has_pending_requests():
+            self.engine.step_pending()
+
+    def results(self) -> list[list[CompletionOutput]]:
+        """What every caller sees in the end, errors as their types."""
+        return [
+            [(one.token_ids, one.text, one.finish_reason, one.logprobs, one.score, type(one.error)) for one in  # type: ignore[misc]
+             request.output().outputs] + [request.prompt_logprobs]
+            for request in self.requests
+        ]
+
+    def broken_laws(self) -> list[str]:
+        """The state laws that do not hold now."""
+        return [f"{one.law}: {one.what}" for one in check(snapshot(self.engine.scheduler))]
+
+    def leaks(self) -> list[str]:
+        """What is held although every request has finished and is removed."""
+        for request in self.requests:
+            request.remove()
+        stats = self.engine.stats()
+        held = {"device": stats.num_blocks_used, "host": stats.num_host_blocks_used, "running": stats.num_running,
+                "waiting": stats.num_waiting, "text": len(self.engine._outputs.by_sequence)}
+        return [f"{count} {what}" for what, count in held.items() if count]
