@@ -28,7 +28,7 @@ _HOOKS = "pagedcore/plugins/manager.py"
 
 REQUESTS = (
     Mutant("A removed request stays in the table.", _TABLE,
-           "if self._by_id.pop(request.request_id, None) is None:", "if self._by_id.get(request.request_id) is None:",
+           "        self._by_id.pop(request.request_id, None)\n", "",
            "engine/test_engine.py::test_handles_refuse_calls_out_of_turn"),
     Mutant("A removed request keeps its label.", _TABLE,
            "        self._labels.discard((request.options.salt, request.options.request_id))\n", "",
@@ -169,7 +169,7 @@ SERVING = (
            "        elif has_output:\n            self._num_failed_steps = 0\n", "",
            "serving/test_health.py::test_failed_steps_in_a_row_degrade_and_one_good_step_heals"),
     Mutant("An observer that raises ends the engine.", _HOOKS,
-           "except Exception:  # an observer", "except ValueError:  # an observer",
+           "except BaseException as error:  # an observer", "except ValueError as error:  # an observer",
            "plugins/test_plugins.py::test_a_raising_observer_is_logged_once_and_hurts_nobody"),
 )
 
