@@ -131,7 +131,10 @@ class Commands:
 
     def end_all(self, error: EngineClosed) -> None:
         """End every sink that the engine does not know yet, after ``close``."""
-        end_sinks(self.places.sinks(), error)
+        held = self.places.sinks()
+        end_sinks(held, error)
+        for sink in held:
+            self.places.give_back(sink)
         end_sinks((command.sink for command in self.take(None)), error)
 
     def _take_all(self) -> Iterator[Command]:

@@ -121,7 +121,7 @@ class House:
 
     def is_idle(self) -> bool:
         """Whether no request, no label, no block and no open call is left."""
-        labels, requests = self.engine._call(
+        labels, requests = self.engine.send(
             lambda engine: (set(engine.requests._labels), len(list(engine.requests)))).result(60)
         return self.figures()[:3] == (0, 0, 0) and not labels and not requests and not (
             self.app.runner._open_calls.num_open)

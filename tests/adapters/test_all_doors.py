@@ -150,6 +150,7 @@ def is_brief(question: Question) -> bool:
     return type(timeout_s) in (int, float) and 0 < timeout_s < 1
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(("doors", "num_cases"),
                          [(ASYNC_ENGINE, 600), (GENERATOR, 600), (LANGCHAIN, 900), (HTTP, 500)],
                          ids=["AsyncEngine", "async generator", "LangChain", "BentoML"])

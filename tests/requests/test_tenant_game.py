@@ -97,6 +97,7 @@ def luck(num_digits: int, num_figures: int) -> int:
     return next(least for least in range(num_digits + 2) if tail(least) * num_figures < 1e-4)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(("salts", "params", "num_rounds"), [
     (("a", "b"), ASKED, NUM_ROUNDS), ((None, "b"), ASKED, 5), (("a", None), ASKED, 5), (("a", "b"), SCORED, 5),
 ])
@@ -111,6 +112,7 @@ def test_under_another_salt_a_thousand_guesses_do_no_better_than_chance(
     assert num_right < luck(num_rounds * len(SECRET), len(told)), (best, num_right, first_seed())
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("salt", ["a", None])
 def test_within_one_salt_the_same_guesses_find_the_secret(salt: str | None) -> None:
     """The test above can fail: cached and computed tokens tell the digits where the salt is shared."""
