@@ -86,7 +86,7 @@ async def test_a_command_between_the_last_look_and_the_closing_is_refused() -> N
     engine = AsyncEngine(make_engine())
     commands = engine._commands
     commands.require_open = engine.close  # type: ignore[method-assign]  # Why: it closes right after the look
-    late = engine._call(lambda _: 1)
+    late = engine.send(lambda _: 1)
     assert isinstance(late.exception(10), EngineClosed)
 
 

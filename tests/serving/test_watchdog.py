@@ -175,7 +175,7 @@ async def test_aclose_with_a_limit_returns(backend: HangingBackend) -> None:
 def test_a_call_that_hangs_is_a_hang_too(backend: HangingBackend) -> None:
     """What ``call`` runs is on the same thread; its caller is told as every other."""
     engine = AsyncEngine(make_engine(backend), dead_after_s=SOON_S)
-    hanging = engine._call(lambda _: backend.go_on.wait())
+    hanging = engine.send(lambda _: backend.go_on.wait())
     assert isinstance(hanging.exception(10), EngineHung)
 
 
