@@ -95,7 +95,7 @@ class EngineConfig:
     """Host memory for KV blocks that had to leave the pool, like ``kv_cache_memory``; ``None``: none. All of it is
     taken at the start, which may take three seconds a gigabyte."""
     disk_kv_dir: str | None = None
-    """Directory for KV that sessions park on disk; ``None``: a private temporary one, removed with the engine."""
+    """Where sessions park KV on disk, in a directory of the engine's own; ``None``: among the temporary files."""
     session_key: str | bytes | None = field(default=None, repr=False)
     """Secret of 16 to 1,024 bytes that signs the KV of exported sessions. Engines with the same key share imported KV
     among all requests of a salt, and use no other; ``None``: imported KV serves its own session only."""

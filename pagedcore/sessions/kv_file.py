@@ -18,6 +18,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,7 @@ import numpy.typing as npt
 
 from pagedcore.errors import ForkedProcess
 from pagedcore.kv_cache.block_hash import KEY_BYTES, BlockHasher
+from pagedcore.sessions.locked_directory import PARKED, PART, make_locked, release, sweep
 
 _log = logging.getLogger("pagedcore")
 
@@ -148,16 +150,18 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
     The file is readable by its owner only, and on the disk when this returns. Raises ``OSError``.
     """
-    handle, name = tempfile.mkstemp(prefix=".pagedcore-", suffix=".part", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    directory, lock = make_locked(path.parent, PART)
     try:
+        temporary = directory / "file"
+        temporary.touch(mode=0o600)
         write(temporary)
+        # Why: safetensors replaces the file that it is given.
+        temporary.chmod(0o600)
         _flush(temporary)
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        release(lock)
     _flush(path.parent)
 
 
@@ -170,20 +174,26 @@ def _flush(path: Path) -> None:
 
 
 class KVDirectory:
-    """The files of one engine's parked KV.
+    """The files of one engine's parked KV, in a directory of its own that is locked while its process lives.
 
     Invariant: its files have names that cannot be guessed; ``remove`` and ``close`` leave none of them.
     """
 
     def __init__(self, path: str | None) -> None:
-        """Name the directory, which is made with the first file; ``None``: a private temporary one."""
-        self._path = Path(path) if path is not None else None
-        self._remove_private: Callable[[], object] | None = None
+        """Name the parent of the directory, which is made with the first file; ``None``: that of temporary files.
+
+        What processes that were killed have left there is removed.
+        """
+        self._parent: Final = path
+        self._path: Path | None = None
+        self._remove_all: Callable[[], object] | None = None
         self._process_id: Final = os.getpid()
         self.secret: Final = secrets.token_bytes(32)
         """Authenticates its files: what another program writes there is never used, nor what an earlier engine left."""
         self.files: set[Path] = set()
         """The files that were named and not removed."""
+        with suppress(OSError):
+            sweep(Path(path or tempfile.gettempdir()), PARKED)
 
     def require_process(self) -> None:
         """Raise ``ForkedProcess`` in a forked child, whose parent the files belong to."""
@@ -192,10 +202,11 @@ class KVDirectory:
 
     def name_file(self) -> Path:
         """Return a path for a new file. Raises ``OSError`` if the directory cannot be made."""
-        if self._path is None:
-            self._path = Path(tempfile.mkdtemp(prefix="pagedcore-kv-"))
-            self._remove_private = weakref.finalize(self, _remove_directory, self._path, self._process_id)
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._path is None or not self._path.is_dir():
+            parent = Path(self._parent or tempfile.gettempdir())
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path, lock = make_locked(parent, PARKED)
+            self._remove_all = weakref.finalize(self, _remove_directory, self._path, lock, self._process_id)
         path = self._path / f"{secrets.token_hex(16)}.kv.safetensors"
         self.files.add(path)
         return path
@@ -208,19 +219,23 @@ class KVDirectory:
         self.files.discard(path)
         try:
             path.unlink(missing_ok=True)
+            if self._path is None:
+                # Why: its writer may have kept the directory from being removed.
+                path.parent.rmdir()
         except OSError as error:
             _log.warning("KV file: it could not be removed (%s)", error.strerror)
 
     def close(self) -> None:
-        """Remove all files, and the directory if it is a private one; a second call does nothing."""
+        """Remove all files and the directory; a second call does nothing."""
         for path in list(self.files):
             self.remove(path)
-        if self._remove_private is not None:
-            self._remove_private()
-            self._remove_private = self._path = None
+        if self._remove_all is not None:
+            self._path = None
+            self._remove_all()
 
 
-def _remove_directory(path: Path, process_id: int) -> None:
+def _remove_directory(path: Path, lock: int, process_id: int) -> None:
     # Safety: a forked child that exits must not remove what its parent has parked.
     if os.getpid() == process_id:
         shutil.rmtree(path, ignore_errors=True)
+        release(lock)

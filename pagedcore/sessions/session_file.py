@@ -28,6 +28,7 @@ from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.requests.request_table import SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.kv_file import KVCopy, KVSpec, read_bounded, read_kv, replace_file, write_kv
+from pagedcore.sessions.locked_directory import PART, sweep
 
 _T = TypeVar("_T")
 
@@ -80,8 +81,11 @@ class SessionSnapshot:
 def write_session(path: Path, snapshot: SessionSnapshot) -> None:
     """Write a session's files; the old file at ``path`` stays until the new one is complete.
 
+    What exports of killed processes have left beside ``path`` is removed, here and by ``read_session``.
+
     Raises ``InvalidSessionFile`` if it would be too large to be read, before anything is written; ``OSError``.
     """
+    sweep(path.parent, PART)
     body = _body_of(snapshot)
     text = json.dumps({"format": FORMAT, "version": VERSION, "checksum": _checksum(body), "body": body})
     if len(text) > MAX_SESSION_FILE_BYTES:
@@ -106,6 +110,7 @@ def read_session(
         ModelMismatch: it was made with another model.
         OSError: there is no such file, or it cannot be read.
     """
+    sweep(path.parent, PART)
     body = _read_body(path, min(MAX_SESSION_FILE_BYTES, _NUM_BASE_BYTES + inputs.max_model_len * _NUM_BYTES_PER_TOKEN))
     names = _mapping(body, "model")
     made_with = ModelFingerprint(**{

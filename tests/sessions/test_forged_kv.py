@@ -118,7 +118,7 @@ def test_a_parked_file_that_another_program_wrote_is_not_used(
         first = session.ask(QUESTION).outputs[0].token_ids
         spec = engine.sessions.describe_kv(session.token_ids[:-1])
         assert session.park("disk").tier == "disk"
-        (file,) = tmp_path.iterdir()
+        (file,) = tmp_path.glob("*/*")
         kv = KVCopy(len(spec.token_ids), np.full((len(spec.block_keys()), spec.block_bytes), 0xFF, np.uint8))
         # Why: another engine's requests, so that the session has to look into its file.
         engine.generate([[number] * 60 for number in range(40, 60)], GREEDY, show_progress=False)

@@ -110,7 +110,7 @@ def test_a_directory_leaves_nothing_behind(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {path.name for path in (tmp_path / "made" / "here").iterdir()} == {path.name for path in paths}
+    assert {path.name for path in paths[0].parent.iterdir()} == {path.name for path in paths}
     directory.remove(paths[0])
     directory.remove(paths[0])
     assert len(directory.files) == 7
