@@ -160,8 +160,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         _flush(temporary)
         os.replace(temporary, path)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        release(lock)
+        try:
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            release(lock)
     _flush(path.parent)
 
 

@@ -32,20 +32,29 @@ def make_locked(parent: Path, kind: tuple[str, str]) -> tuple[Path, int]:
     """
     while True:
         path = Path(tempfile.mkdtemp(prefix=kind[0], suffix=kind[1], dir=parent))
-        # Why: another process may sweep it before it is locked; then a new one is made.
-        with suppress(FileNotFoundError, BlockingIOError):
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            _held.add(handle)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.stat()
-                return path, handle
-            except (FileNotFoundError, BlockingIOError):
-                release(handle)
-            except OSError as error:
-                _log.warning("directories cannot be locked here (%s): if this process is killed, its files stay",
-                             error.strerror)
-                return path.rename(path.with_name(f"{path.name}-unlocked")), handle
+        try:
+            return _lock(path)
+        except (FileNotFoundError, BlockingIOError):
+            # Why: another process has swept it before it was locked.
+            continue
+        except BaseException:
+            path.rmdir()
+            raise
+
+
+def _lock(path: Path) -> tuple[Path, int]:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _held.add(handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.stat()
+        return path, handle
+    except (FileNotFoundError, BlockingIOError):
+        release(handle)
+        raise
+    except OSError as error:
+        _log.warning("directories cannot be locked here (%s): files of a killed process stay", error.strerror)
+        return path.rename(path.with_name(f"{path.name}-unlocked")), handle
 
 
 def release(handle: int) -> None:

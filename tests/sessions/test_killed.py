@@ -218,7 +218,7 @@ def test_a_sweep_at_any_moment_of_a_start(
 
 def test_starts_and_sweeps_on_many_threads(tmp_path: Path) -> None:
     """Eight engines start, park and end again and again while others sweep: no file is lost, and none is left."""
-    lost = list[Path]()
+    lost, held = list[Path](), set(locked_directory._held)
 
     def live() -> None:
         for _ in range(40):
@@ -237,7 +237,7 @@ def test_starts_and_sweeps_on_many_threads(tmp_path: Path) -> None:
         thread.join()
     assert not lost
     assert list(tmp_path.iterdir()) == []
-    assert not locked_directory._held
+    assert locked_directory._held <= held
 
 
 def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
