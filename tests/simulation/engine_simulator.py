@@ -216,7 +216,9 @@ class EngineSimulation:
         require(len(engine.sessions) == 0, f"{len(engine.sessions)} sessions are left")
         require(not list(engine.requests), f"{len(list(engine.requests))} requests are left")
         require(not engine.sessions.parking.directory.files, "parked files are left")
-        for name, value in [*vars(worker).items(), *vars(worker._flusher).items()]:
+        commands = worker._commands
+        parts = [vars(one) for one in (worker, worker._flusher, commands, commands.places)]
+        for name, value in [item for part in parts for item in part.items()]:
             is_kept = hasattr(value, "__len__") and not isinstance(value, str)
             require(not (is_kept and len(value)), f"the engine's thread keeps {name}")
 

@@ -11,7 +11,7 @@ import pytest
 from pagedcore.requests.request import Request
 from support.torture import scaled
 from torture.soak import Left, Soak, make_engine, warm_up
-from torture.torture import COLUMNS, Suite, write_table
+from torture.torture import COLUMNS, Suite, find_suites, write_table
 
 NOTHING = Left(0, 0, 0, 0, threads=9, files=0, handles=9, traced=2**20, resident=2**30)
 
@@ -34,7 +34,7 @@ async def use(model: str, num_requests: int, folder: Path) -> list[str]:
 async def test_nothing_is_left_behind(model: str, tmp_path: Path, record_property: object) -> None:
     """Aborted requests, lost and slow readers, parked, forked and exported sessions leave no block, request, session,
     task, thread, file or handle."""
-    num_requests = scaled(200 if model == "toy" else 100)
+    num_requests = scaled(200 if model == "toy" else 70)
     record_property("seeds", num_requests)  # type: ignore[operator]
     assert await use(model, num_requests, tmp_path) == []
 
@@ -71,3 +71,16 @@ def test_time_is_shared_in_chunks() -> None:
     assert suite.scale(1.0) == 1.0
     suite.seconds_at_one = 4.0
     assert [suite.scale(seconds) for seconds in (1000.0, 20.0, 1.0)] == [30.0, 5.0, None]
+
+
+def test_suites_are_found_and_failures_counted(tmp_path: Path) -> None:
+    """Files that scale their cases are suites; a run that fails is a violation, with the seeds that show it again."""
+    assert "tests/simulation/test_engine_simulation.py" in {suite.path for suite in find_suites(["tests"])}
+    path = tmp_path / "test_one.py"
+    path.write_text(
+        "import os\n\ndef test_one(record_property):\n    record_property('seeds', 7)\n"
+        "    assert os.environ['TORTURE_SEED'] != '5'\n"
+    )
+    suite = Suite(str(path))
+    assert "TORTURE_SCALE=2.000 TORTURE_SEED=5" in suite.run(2.0, 5)
+    assert (suite.counts["seeds"], suite.counts["violations"], suite.num_runs) == (7, 1, 1)

@@ -2,8 +2,9 @@
 
     python tests/torture/torture.py --minutes 30 [--table benchmarks/reliability.md] [PATH ...]
 
-A suite is a file with tests marked ``torture``. Each runs once to learn how long its share of ``make test`` takes, then
-again and again, scaled to the time that is left. Failing seeds of the simulations are kept in tests/simulation/seeds.
+A suite is a file of tests that takes its number of cases from ``support.torture``; where some of its tests have the
+mark ``torture``, those. Each runs once to learn how long its share of ``make test`` takes, then again, scaled to the
+time that is left. Failing seeds of the simulations are kept in tests/simulation/seeds.
 Ctrl-C ends it with the summary. The exit status is 1 if any case failed.
 """
 
@@ -38,6 +39,8 @@ class Suite:
     """One file of tests, and what its runs have shown."""
 
     path: str
+    selection: tuple[str, ...] = ()
+    """Arguments of pytest that choose its tests."""
     seconds_at_one: float | None = None
     """How long it takes as in ``make test``."""
     seconds: float = 0.0
@@ -55,8 +58,8 @@ class Suite:
         """Run once with ``scale`` and the seeds from ``seed`` on; return what failed."""
         started_s, expected_s = time.monotonic(), scale * (self.seconds_at_one or LONGEST_CHUNK_S)
         with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-            command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "torture", "--tb=short", "-p",
-                       "no:cacheprovider", "-o", "timeout=0", f"--junitxml={report.name}", self.path]
+            command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", "-p", "no:cacheprovider",
+                       "-o", "timeout=0", f"--junitxml={report.name}", *self.selection, self.path]
             variables = {**os.environ, "TORTURE_SCALE": f"{scale:.3f}", "TORTURE_SEED": str(seed)}
             try:
                 done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False,
@@ -96,11 +99,14 @@ class Suite:
 
 
 def find_suites(paths: Sequence[str]) -> list[Suite]:
-    """Return the files that have tests marked ``torture``."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "torture", "--collect-only", *paths]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    files = dict.fromkeys(line.split("::")[0] for line in done.stdout.splitlines() if "::" in line)
-    return [Suite(path) for path in files]
+    """Return the files of tests whose number of cases can be scaled."""
+    found = []
+    for path in sorted({file for one in paths for file in [ROOT / one, *(ROOT / one).rglob("test_*.py")]}):
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if "from support.torture import" in text and "scaled(" in text:
+            selection = ("-m", "torture") if "mark.torture" in text else ()
+            found.append(Suite(str(path.relative_to(ROOT)), selection))
+    return found
 
 
 def torture(suites: list[Suite], minutes: float, seed: int, num_jobs: int) -> list[str]:
@@ -125,7 +131,8 @@ def torture(suites: list[Suite], minutes: float, seed: int, num_jobs: int) -> li
                         failures.append(failure)
                         bar.write(failure)
                 bar.n = min(bar.total, round(time.monotonic() - started_s))
-                bar.set_postfix(steps=sum(one.counts["steps"] for one in suites), failures=len(failures), refresh=True)
+                steps = sum(one.counts["steps"] for one in suites)
+                bar.set_postfix_str(f"{steps:,} steps, {len(failures)} failures")
         except KeyboardInterrupt:
             # The runs have got the signal too, and end.
             return failures
