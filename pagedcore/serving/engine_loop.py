@@ -56,13 +56,13 @@ class StreamFlusher:
     clock: Clock
     _next_s: float = field(default=-math.inf, init=False)
     _readers: dict[Request, Stream] = field(default_factory=dict, init=False)
-    _without_first: set[Request] = field(default_factory=set, init=False)
+    _without_first: dict[Request, None] = field(default_factory=dict, init=False)
     _pending: dict[Request, list[PendingOutput]] = field(default_factory=dict, init=False)
 
     def expect(self, request: Request, stream: Stream) -> None:
         """Deliver a request's output to a stream from now on."""
         self._readers[request] = stream
-        self._without_first.add(request)
+        self._without_first[request] = None
 
     def add(self, pending: Iterable[PendingOutput]) -> None:
         """Keep what a step made pending."""
@@ -83,14 +83,14 @@ class StreamFlusher:
     def take(self, request: Request) -> list[PendingOutput]:
         """Take the pending output of one request, which may be none, and expect no more of it."""
         self._readers.pop(request, None)
-        self._without_first.discard(request)
+        self._without_first.pop(request, None)
         return sorted(self._pending.pop(request, []), key=lambda one: one.index)
 
     def _take(self, requests: Iterable[Request]) -> dict[Stream, list[PendingOutput]]:
         due: dict[Stream, list[PendingOutput]] = {}
         for request in requests:
             pending = self._pending.pop(request)
-            self._without_first.discard(request)
+            self._without_first.pop(request, None)
             if (stream := self._readers.get(request)) is not None:
                 due[stream] = pending
         return due
