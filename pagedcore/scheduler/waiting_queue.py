@@ -126,7 +126,8 @@ class WaitingQueue(PolicyOrder):
 
     def count_as_new(self, sequences: Iterable[Sequence]) -> None:
         """Count exactly these against the bound, as far as they wait."""
-        self._never_started = OrderedDict((one.sequence_id, one) for one in sequences if one in self)
+        oldest_first = sorted(sequences, key=BY_ARRIVAL)
+        self._never_started = OrderedDict((one.sequence_id, one) for one in oldest_first if one in self)
 
     def require_room(self, num_sequences: int) -> None:
         """Raise ``EngineOverloaded`` unless so many new sequences can be pushed now."""
