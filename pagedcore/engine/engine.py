@@ -15,7 +15,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Unpack
 
 from pagedcore.engine.calibration import calibrate
-from pagedcore.engine.one_caller import OneCaller, for_one_caller
 from pagedcore.engine.step import StepRunner
 from pagedcore.errors import EngineClosed
 from pagedcore.execution.kv_transfers import KVTransfers
@@ -52,7 +51,6 @@ class Engine:
 
     def __init__(self, components: EngineComponents, clock: Clock | None = None) -> None:
         config, kv_cache = components.config, components.kv_cache
-        self.one_caller = OneCaller()
         self._components = components
         self.input_processor: InputProcessor = components.input_processor
         self.scheduler = scheduler = components.scheduler
@@ -106,7 +104,6 @@ class Engine:
 
         return cls(build_components(model, **settings))
 
-    @for_one_caller
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
     ) -> Request:
@@ -124,7 +121,9 @@ class Engine:
             EngineClosed: after ``close()``.
         """
         self._require_open()
-        return self.accept(self.input_processor.process(prompt, params, RequestOptions(**options)))
+        processed = self.input_processor.process(prompt, params, RequestOptions(**options))
+        with self._steps.change():
+            return self.requests.accept(processed)
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
@@ -132,20 +131,18 @@ class Engine:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
         return self.input_processor.process(prompt, params, RequestOptions(**options))
 
-    @for_one_caller
     def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
         """Take a prepared request, and append it to ``accepted``. Raises as ``add_request``; then nothing was taken."""
         self._require_open()
         with self._steps.change():
             return self.requests.accept(processed, accepted)
 
-    @for_one_caller
     def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
         """Continue a finished request; see ``Request.extend``."""
         self._require_open()
-        self.requests.extend(request, prompt, params)
+        with self._steps.exclusive():
+            self.requests.extend(request, prompt, params)
 
-    @for_one_caller
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> Session:
         """Open a conversation that can wait, fork and outlive the process; arguments as ``add_request``.
 
@@ -156,7 +153,6 @@ class Engine:
         self._require_open()
         return self.sessions.open_checked(params, RequestOptions(**options))
 
-    @for_one_caller
     def import_session(self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None) -> Session:
         """Open an exported conversation; it continues as it would have where it was exported.
 
@@ -168,10 +164,9 @@ class Engine:
         self._require_open()
         return self.sessions.take_in(self.sessions.read(path), cache_salt)
 
-    @for_one_caller
     def abort_request(self, request_id: str) -> bool:
         """End a request now and free its blocks; return whether it was live. Unknown ids are no error."""
-        self._steps.recover()
+        self._recover()
         request = self.requests.find(request_id)
         if request is None or request.is_done:
             return False
@@ -180,11 +175,11 @@ class Engine:
             self._transfers.advance()
         return True
 
-    @for_one_caller
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks; a second call does nothing."""
-        self._steps.recover()
-        self.requests.remove(request)
+        self._recover()
+        with self._steps.exclusive():
+            self.requests.remove(request)
 
     def token_text(self, token_id: int) -> TokenText:
         """Return what a token stands for, from any thread. Raises ``InvalidRequest`` outside of the vocabulary."""
@@ -206,7 +201,6 @@ class Engine:
         """Return what was added to a completion since its last delta."""
         return pending.take_delta()
 
-    @for_one_caller
     def step_pending(self) -> list[PendingOutput]:
         """Run one step; return completions with pending output, whose ``take_delta`` may be called at any time.
 
@@ -231,7 +225,6 @@ class Engine:
             num_running=len(self.scheduler.running), num_waiting=len(self.scheduler.waiting), engine_stats=self.stats,
         ))
 
-    @for_one_caller
     def generate(
         self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None, *,
         show_progress: bool | None = None,
@@ -251,8 +244,8 @@ class Engine:
         waiting = deque([self.prepare(prompt, one) for prompt, one in pair_with_params(prompts, params)])
         requests: list[Request] = []
         is_hidden = None if show_progress is None else not show_progress
-        try:
-            with tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar:
+        with self._steps.exclusive(), tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar:
+            try:
                 while waiting or not all(request.is_done for request in requests):
                     while waiting and self.can_accept(waiting[0].params.num_initial_sequences):
                         # Why not appended here: an interrupt between the two calls would leave the request behind.
@@ -261,11 +254,11 @@ class Engine:
                     if not bar.disable and (done := sum(request.is_done for request in requests)) > bar.n:
                         bar.set_postfix(tokens=self.stats().num_generated_tokens, refresh=False)
                         bar.update(done - bar.n)
-            return [request.output() for request in requests]
-        finally:
-            for request in requests:
-                request.abort()
-                request.remove()
+                return [request.output() for request in requests]
+            finally:
+                for request in requests:
+                    request.abort()
+                    request.remove()
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
@@ -307,16 +300,16 @@ class Engine:
         """Free what only steps need of the calling thread: its helpers slow down other engines of this process."""
         self._runner.idle()
 
-    @for_one_caller
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""
         if self._is_closed:
             return
-        self.sessions.close()
-        for request in self.requests:
-            self.abort_request(request.request_id)
-            self.remove_request(request)
-        self._is_closed = True
+        with self._steps.exclusive():
+            self.sessions.close()
+            for request in self.requests:
+                self.abort_request(request.request_id)
+                self.remove_request(request)
+            self._is_closed = True
         self.hooks.engine_stopped(self._components.info)
 
     def __enter__(self) -> Engine:
@@ -325,8 +318,12 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _recover(self) -> None:
+        if self._steps.is_torn:
+            self._steps.recover()
+
     def _require_open(self) -> None:
-        self._steps.recover()
+        self._recover()
         if self._is_closed:
             raise EngineClosed(f"{self._closing_reason}; make a new one.")
 

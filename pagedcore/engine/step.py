@@ -7,12 +7,13 @@ block, and results are what they would have been. During the forward a step is r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pagedcore.engine.interrupts import CtrlC
-from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidRequest
+from pagedcore.errors import EngineClosed, EngineInUse, EngineOverloaded, InvalidRequest
 from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.protocols import Clock
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
     from pagedcore.execution.sampler import SampledTokens
 
 
+_NO_PLAN: Final = SchedulePlan()
+
+
 class StepRunner:
-    """Runs the steps of one engine.
+    """Runs the steps of one engine, and its other changes, for one thread at a time.
 
     Invariant: after ``run`` the engine is before the step or after it, or else ``is_torn``.
+    Invariant: a thread that is refused has changed nothing.
     """
 
     def __init__(
@@ -39,8 +44,10 @@ class StepRunner:
         self._scheduler, self._runner, self._transfers = scheduler, runner, transfers
         self._outputs, self._clock, self._give_up = outputs, clock, give_up
         self._blocks = scheduler.kv_cache.device
-        self._plan = SchedulePlan()
+        self._plan = _NO_PLAN
         self._ctrl_c = CtrlC()
+        # Why a lock that is never waited for: taking it and finding it taken are one operation.
+        self._lock, self._owner = threading.RLock(), ""
         self._is_inside = False
         self.is_torn = False
         """Whether something is being changed, or broke off and was not undone yet."""
@@ -56,9 +63,10 @@ class StepRunner:
 
         Raises:
             EngineClosed: the step broke off and could not be undone.
+            EngineInUse: another thread is in a call of this engine.
             MemoryError: it lacked memory twice, and was undone.
         """
-        with self._ctrl_c:
+        with self.exclusive(), self._ctrl_c:
             try:
                 with self.change():
                     return self._run(expire)
@@ -66,10 +74,25 @@ class StepRunner:
                 with self.change():
                     return self._run(expire)
 
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other threads out. Raises ``EngineInUse`` if one is in; this one may come in again."""
+        if not self._lock.acquire(blocking=False):
+            raise EngineInUse(self._owner, threading.current_thread().name)
+        try:
+            self._owner = threading.current_thread().name
+            yield
+        finally:
+            self._lock.release()
+
     def recover(self) -> None:
-        """Undo what broke off, if anything did and it is over. Raises ``EngineClosed`` if that is impossible."""
-        if self.is_torn and not self._is_inside:
-            self._undo()
+        """Undo what broke off, if anything did and it is over; for use while ``is_torn``.
+
+        Raises ``EngineClosed`` if that is impossible, ``EngineInUse`` if another thread makes a change.
+        """
+        with self.exclusive():
+            if not self._is_inside:
+                self._undo()
 
     def _undo(self) -> None:
         if not self.is_torn:
@@ -87,25 +110,29 @@ class StepRunner:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Change queues, blocks or requests; whatever breaks that off is undone, and a refusal changes nothing."""
-        if self._is_inside:
-            # Why: a tokenizer or an observer of the user's own may abort a request while a step is made.
-            yield
-            return
-        self._plan = SchedulePlan()
-        self._outputs.begin_step()
-        try:
-            self._is_inside = self.is_torn = True
-            yield
-            self.is_torn = False
-        except (InvalidRequest, EngineOverloaded):
-            self.is_torn = False
-            raise
-        except BaseException:
-            self._undo()
-            raise
-        finally:
-            self._is_inside = False
+        """Change queues, blocks or requests; whatever breaks that off is undone, and a refusal changes nothing.
+
+        Raises ``EngineInUse`` as ``exclusive``.
+        """
+        with self.exclusive():
+            if self._is_inside:
+                # Why: a tokenizer or an observer of the user's own may abort a request while a step is made.
+                yield
+                return
+            groups, self._plan = self._outputs.groups, _NO_PLAN
+            self._outputs.open_before = groups.open_requests if groups.by_request else ()
+            try:
+                self._is_inside = self.is_torn = True
+                yield
+                self.is_torn = False
+            except (InvalidRequest, EngineOverloaded):
+                self.is_torn = False
+                raise
+            except BaseException:
+                self._undo()
+                raise
+            finally:
+                self._is_inside = False
 
     def _run(self, expire: Callable[[], None]) -> SchedulePlan:
         self.is_stalled = self.has_failed = False

@@ -70,12 +70,13 @@ class CandidateGroups:
     sequence_ids: Iterator[int]
     open_text: Callable[[Request, Sequence, int, CandidateGroup], object]
     remove_text: Callable[[Sequence], None]
-    _groups: dict[str, CandidateGroup] = field(default_factory=dict, init=False)
+    by_request: dict[str, CandidateGroup] = field(default_factory=dict, init=False)
+    """By request id."""
 
     @property
     def open_requests(self) -> tuple[Request, ...]:
         """The requests whose completions have not been chosen."""
-        return tuple([group.request for group in self._groups.values()]) if self._groups else ()
+        return tuple(group.request for group in self.by_request.values())
 
     def open_group(self, request: Request, let_wait: Callable[..., None] | None = None) -> None:
         """Let the sequences wait among which a request's completions will be chosen, by ``add_sequences`` unless
@@ -96,21 +97,21 @@ class CandidateGroups:
                 params.early_stopping, params.logprobs, first.stop_token_ids - first.end_token_ids,
             )
             group.search = BeamSearch(rules)
-        self._groups[request.request_id] = group
+        self.by_request[request.request_id] = group
         for candidate in candidates:
             self.open_text(request, candidate, 0, group)
 
     def clear(self) -> None:
         """Forget all groups, in whatever state they are."""
-        self._groups.clear()
+        self.by_request.clear()
 
     def find_group(self, request: Request) -> CandidateGroup | None:
         """Return the group of a request whose completions are chosen at the end and have not been chosen."""
-        return self._groups.get(request.request_id)
+        return self.by_request.get(request.request_id)
 
     def close_group(self, request: Request, reason: FinishReason) -> None:
         """End a request's group, if there is one, and all its candidates."""
-        group = self._groups.pop(request.request_id, None)
+        group = self.by_request.pop(request.request_id, None)
         for candidate in group.candidates if group is not None else ():
             self.scheduler.finish_sequence(candidate, reason)
             self._remove_candidate(request, candidate)

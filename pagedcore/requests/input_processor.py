@@ -59,7 +59,9 @@ class InputProcessor:
         """Validate and resolve a request, or a turn after the tokens ``known``. Raises as ``Engine.add_request``."""
         if known is None:
             self.check_options(options)
-        params, num_known = validation.validate_params(params), len(known or ())
+        if type(params) is not SamplingParams:
+            params = validation.validate_params(params)
+        num_known = len(known or ())
         stop_token_ids, has_candidates = self.stop_token_ids(params), params.has_candidates
         num_initial, num_sequences = params.num_initial_sequences, params.num_sequences
         validation.check_params_for_model(params, self.vocab_size)

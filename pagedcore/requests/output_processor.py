@@ -59,9 +59,12 @@ class OutputProcessor:
         self.counters = Counters()
         self.untold: list[PendingOutput] = []
         """What steps have given output that no caller has been told of."""
-        self._num_untold_before = 0
+        self.open_before: SequenceOf[Request] = ()
+        """The requests with open groups when the present change began; set by the one that begins it."""
+        self._num_settled = 0
+        """How many of ``untold`` are of steps that nothing can undo any more."""
+        self._is_of_several_steps = False
         self._expiring: SequenceOf[Sequence] = ()
-        self._open_requests: SequenceOf[Request] = ()
         self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._observer = observer
@@ -105,7 +108,8 @@ class OutputProcessor:
             pending.begin_turn()
             pending.mark_taken()
             if pending in self.untold:
-                self.untold.remove(pending)
+                self._num_settled -= self.untold[: self._num_settled].count(pending)
+                self.untold[:] = [one for one in self.untold if one is not pending]
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
@@ -118,19 +122,15 @@ class OutputProcessor:
             prompt_logprobs=request.prompt_logprobs, client_request_id=request.client_request_id,
         )
 
-    def begin_step(self) -> None:
-        """Remember what ``undo_step`` needs to know."""
-        self._num_untold_before, self._expiring, self._open_requests = len(self.untold), (), self.groups.open_requests
-
     def undo_step(self, plan: SchedulePlan) -> None:
         """Let every request be where it was when the step began, with nothing computed, wherever the step broke off.
 
         Tokens of the step, which no caller has been told of, are taken back; candidates of open groups begin anew, and
         will be the same. The second time does nothing more.
         """
-        del self.untold[self._num_untold_before :]
-        self._open_requests = tuple(dict.fromkeys(
-            request for request in (*self._open_requests, *self.groups.open_requests)
+        del self.untold[self._num_settled :]
+        self.open_before = tuple(dict.fromkeys(
+            request for request in (*self.open_before, *self.groups.open_requests)
             if request.sequences[0].sequence_id in self.by_sequence
         ))
         size = self._scheduler.kv_cache.device.block_size
@@ -141,27 +141,29 @@ class OutputProcessor:
         for sequence in (*(row.sequence for row in plan.rows), *self._expiring):
             if sequence.sequence_id in self.by_sequence:
                 self._take_back(sequence, ends.get(sequence, len(sequence.token_ids)), size)
-        for request in self._open_requests:
+        for request in self.open_before:
             for sequence in request.sequences:
                 self._take_back(sequence, sequence.num_prompt_tokens, size)
         self._scheduler.restart([
             one.sequence for one in self.by_sequence.values()
-            if one.sequence.finish_reason is None and one.request not in self._open_requests
+            if one.sequence.finish_reason is None and one.request not in self.open_before
         ])
-        for request in self._open_requests:
+        for request in self.open_before:
             self.groups.open_group(request, self._scheduler.take_back)
         self._scheduler.waiting.count_as_new(
             one.sequence for one in self.by_sequence.values() if one.request.metrics.first_scheduled_s is None
         )
+        self._expiring = ()
 
     def take_untold(self) -> list[PendingOutput]:
         """Return what has output that no caller has been told of, each once."""
-        untold, self.untold = self.untold, []
-        return list(dict.fromkeys(untold)) if self._num_untold_before else untold
+        untold, self.untold, self._num_settled = self.untold, [], 0
+        return list(dict.fromkeys(untold)) if self._is_of_several_steps else untold
 
     def note_step(self) -> None:
         """Note the requests that the step has finished, once nothing can undo it any more."""
-        self._note_finished(self.untold[self._num_untold_before :])
+        self._note_finished(self.untold[self._num_settled :])
+        self._is_of_several_steps, self._num_settled, self._expiring = self._num_settled > 0, len(self.untold), ()
 
     def note_started(self, plan: SchedulePlan, now_s: float) -> None:
         """Stamp the requests that a plan starts."""

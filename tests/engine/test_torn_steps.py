@@ -421,3 +421,25 @@ def test_a_request_may_be_aborted_from_inside_a_step() -> None:
     assert list(requests[1].output().outputs[0].token_ids) == toy_answer([3], 3)
     assert engine.stats().num_computed_tokens == 2 + 1 + 2
     assert_all_free(engine)
+
+
+def test_what_breaks_off_later_takes_no_output_of_a_step_that_was_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose caller was interrupted before it got the output, then a request whose acceptance breaks off."""
+    engine = make_engine()
+    request = engine.add_request([1], params(2))
+    taken = [token_id for delta in engine.step() for token_id in delta.token_ids]
+    engine._steps.run(engine._expire)
+    table = engine.requests
+
+    def accept(*arguments: Any) -> Any:
+        original(*arguments)
+        raise _Lost
+
+    original = table.accept
+    monkeypatch.setattr(table, "accept", accept)
+    with pytest.raises(_Lost):
+        engine.add_request([2], params(4))
+    monkeypatch.undo()
+    assert request.is_done
+    taken += [token_id for delta in engine.step() for token_id in delta.token_ids]
+    assert taken == toy_answer([1], 2)
