@@ -31,7 +31,9 @@ class CtrlC:
     def __exit__(self, *_: object) -> None:
         if self._is_replaced:
             self._is_replaced = False
-            signal(SIGINT, default_int_handler)
+            # Why asked: an observer of the application may have installed a handler of its own meanwhile.
+            if getsignal(SIGINT) == self._note:
+                signal(SIGINT, default_int_handler)
             if self._is_noted:
                 raise KeyboardInterrupt
 

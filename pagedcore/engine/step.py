@@ -68,10 +68,10 @@ class StepRunner:
         """
         with self.exclusive(), self._ctrl_c:
             try:
-                with self.change():
+                with self._change():
                     return self._run(expire)
             except MemoryError:
-                with self.change():
+                with self._change():
                     return self._run(expire)
 
     @contextmanager
@@ -118,21 +118,26 @@ class StepRunner:
             if self._is_inside:
                 # Why: a tokenizer or an observer of the user's own may abort a request while a step is made.
                 yield
-                return
-            groups, self._plan = self._outputs.groups, _NO_PLAN
-            self._outputs.open_before = groups.open_requests if groups.by_request else ()
-            try:
-                self._is_inside = self.is_torn = True
-                yield
-                self.is_torn = False
-            except (InvalidRequest, EngineOverloaded):
-                self.is_torn = False
-                raise
-            except BaseException:
-                self._undo()
-                raise
-            finally:
-                self._is_inside = False
+            else:
+                with self._change():
+                    yield
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        groups, self._plan = self._outputs.groups, _NO_PLAN
+        self._outputs.open_before = groups.open_requests if groups.by_request else ()
+        try:
+            self._is_inside = self.is_torn = True
+            yield
+            self.is_torn = False
+        except (InvalidRequest, EngineOverloaded):
+            self.is_torn = False
+            raise
+        except BaseException:
+            self._undo()
+            raise
+        finally:
+            self._is_inside = False
 
     def _run(self, expire: Callable[[], None]) -> SchedulePlan:
         self.is_stalled = self.has_failed = False

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
@@ -40,6 +41,7 @@ class Places:
     counts it from then on, or has ended before that.
 
     Invariant: whoever has a place is not refused later because the queue is full.
+    Invariant: every request that waits is counted once.
     """
 
     def __init__(self, limit: int, count_in_engine: Callable[[], int]) -> None:
@@ -49,7 +51,8 @@ class Places:
         """
         self.limit = limit
         self._count_in_engine = count_in_engine
-        self._lock = threading.Lock()
+        # Why re-entrant: a scheduling policy of the user's own runs while a request is handed over.
+        self._lock = threading.RLock()
         self._taken: dict[Sink, int] = {}
         self._num_taken = 0
 
@@ -63,6 +66,15 @@ class Places:
                 raise EngineOverloaded(num_waiting, limit)
             self._taken[sink] = num_sequences
             self._num_taken += num_sequences
+
+    @contextmanager
+    def hand_over(self, sink: Sink) -> Iterator[None]:
+        """Give back the places of a request that the engine's own queue takes meanwhile, at one moment for others."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                self.give_back(sink)
 
     def give_back(self, sink: Sink) -> None:
         """Give back the places of a request; a second call does nothing."""

@@ -211,14 +211,13 @@ class EngineLoop:
 
     def _admit(self, processed: ProcessedRequest, sink: OutputSink, held_s: float = 0.0) -> None:
         def begin() -> Request:
-            request = self.engine.accept(processed)
+            with self._commands.places.hand_over(sink):
+                request = self.engine.accept(processed)
             # Why: to its caller it arrived before it was held, and its time limit began there.
             request.metrics = replace(request.metrics, arrival_s=request.metrics.arrival_s - held_s)
             return request
 
         self.serve(begin, sink)
-        # Why not before: until then nothing else counts it.
-        self._commands.places.give_back(sink)
 
     def _take_commands(self) -> None:
         if not self.engine.has_pending_requests():

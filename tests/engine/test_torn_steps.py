@@ -273,6 +273,26 @@ def test_a_handler_of_the_application_stays(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(request.output().outputs[0].token_ids) == toy_answer([1, 2, 3], 2)
 
 
+def test_a_handler_that_is_installed_during_a_step_stays() -> None:
+    """An observer of the application may install one; the end of the step does not replace it."""
+    def handler(*_: object) -> None:
+        raise AssertionError
+
+    class Installing(ToyBackend):
+        def forward(self, batch: Any) -> Any:
+            signal.signal(signal.SIGINT, handler)
+            return super().forward(batch)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        engine = make_engine(Installing())
+        engine.add_request([1], params(2))
+        engine.step()
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupted_recovery_is_done_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mark that was set before stays until the step is undone, whatever is called next."""
     engine = make_engine()

@@ -229,6 +229,34 @@ def send(loop: EngineLoop, sent: Commands, *, may_wait: bool = True, **options: 
     return sink
 
 
+def test_a_request_that_is_handed_over_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two places, one of a request that the engine's queue is just taking, another caller gets the second one."""
+    loop, sent = make_loop(max_num_waiting=2)
+    other, ends = CompletionFuture[RequestOutput](), list[str]()
+
+    def take() -> None:
+        sent.places.take(other, 1, False)
+        ends.append("taken")
+
+    caller = threading.Thread(target=take)
+
+    def accept(processed: Any) -> Any:
+        request = original(processed)
+        caller.start()
+        # Why: long enough for a caller that does not wait for the hand-over to be refused.
+        caller.join(0.1)
+        return request
+
+    original = loop.engine.accept
+    monkeypatch.setattr(loop.engine, "accept", accept)
+    send(loop, sent, may_wait=False)
+    loop.run_once()
+    caller.join()
+    assert ends == ["taken"]
+    with pytest.raises(EngineOverloaded):
+        sent.places.take(CompletionFuture(), 1, False)
+
+
 def test_commands_between_two_steps_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, a step comes after so many; none is lost."""
     monkeypatch.setattr(engine_loop, "MAX_COMMANDS", 10)
