@@ -33,6 +33,8 @@ _NOTHING: Final = (0, -1, 0)
 _FOREIGN: Final = (0, -2, 0)
 """Of bytes from another process, whose file is what proves them."""
 _ANY_ROOT: Final = 0
+_MOST_READ: Final = 4096
+"""Blocks that were read and whose tags are known if they are written again; older ones count as another process's."""
 _NAN: Final = 0xFF
 """Of these bytes, every number is NaN in float32, bfloat16, float16 and float8, and -1 in integers."""
 _Pairs = Seq[tuple[int, int]]
@@ -180,6 +182,8 @@ class ShadowStore:
             if not np.array_equal(known, own):
                 # Why: equal bytes of different tokens tell nothing.
                 known[...] = _FOREIGN
+        while len(self._read) > _MOST_READ:
+            del self._read[next(iter(self._read))]
         return contents
 
 

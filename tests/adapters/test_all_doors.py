@@ -81,7 +81,8 @@ def questions(seed: int, count: int) -> Iterator[Question]:
         value = random.choice([*WRONG, *[random.choice([1, 1, -1]) * edge] * 12, float(edge), random.random() * 4])
         match random.choice(["sampling", "sampling", "sampling", "prompt", "prompt", "option", "name", "mapping"]):
             case "sampling":
-                yield Question([1, 2], {**BASE, random.choice(FIELDS): value})
+                # Why a seed: without one a draw depends on the requests before it.
+                yield Question([1, 2], {**BASE, "seed": 5, random.choice(FIELDS): value})
             case "prompt":
                 yield Question(random.choice([value, *[random.choice(PROMPTS)] * 4]), BASE)
             case "option":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagedcore.demo_model.questions import demo_questions
+from pagedcore.engine import shadow
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InternalError
 from pagedcore.execution.kv_pool import KVPool
@@ -168,6 +169,22 @@ def test_parked_blocks_that_are_read_back_in_the_wrong_order_are_reported(monkey
     shadow_write = store.write_blocks
     monkeypatch.setattr(store, "write_blocks", lambda ids, blocks: shadow_write(ids, blocks[::-1]))
     with pytest.raises(InternalError, match=r"tags: sequence .* reads position 0 in block"):
+        ask(session, 7)
+
+
+def test_what_was_read_is_not_remembered_for_ever(monkeypatch: Patch) -> None:
+    """The tags of so many blocks are kept; older ones count as those of another process, and nothing is reported."""
+    monkeypatch.setattr(shadow, "_MOST_READ", 3)
+    engine = make()
+    store = engine.sessions.parking.store
+    assert isinstance(store, shadow.ShadowStore)
+    sessions = [engine.session(PARAMS) for _ in range(4)]
+    for number, session in enumerate(sessions):
+        ask(session, number, 2, 3, 4, 5, 6)
+        session.park("disk")
+        assert len(store._read) <= 3
+    flood(engine)
+    for session in sessions:
         ask(session, 7)
 
 

@@ -214,8 +214,7 @@ class Client:
             await self.rng.choice([self._turn, self._turn, self._park, self._resume, self._fork, self._travel])(session)
 
     async def _turn(self, session: AsyncSession) -> None:
-        # Why: the end of an earlier turn that was left is booked by the engine before it takes this.
-        await self.engine.call(lambda engine: None)
+        await self._between_turns(session)
         known = list(session.token_ids)
         if len(known) + 4 > self.world.longest:
             return

@@ -1,6 +1,6 @@
 """Uses a real ``AsyncEngine`` for the minutes it is given, as badly as callers do, and prints what is left behind.
 
-    python tests/torture/soak.py --minutes 60 [--model toy|demo|both] [--seed N]
+    make soak MINUTES=60 [SOAK_ARGS="--model toy|demo|both --seed N"]
 
 Requests are streams, futures and turns of sessions; 30 % are aborted at a random moment, 5 % of the readers vanish
 without a word, 5 % read slowly; sessions are parked, forked, exported, lost; bursts overload the queue. Once a minute
@@ -32,6 +32,7 @@ from pagedcore import AsyncEngine, SamplingParams
 from pagedcore.errors import EngineOverloaded
 from pagedcore.serving.async_session import AsyncSession
 from support.doubles import ToyBackend, toy_answer
+from support.toy_sessions import BLOCK
 
 ROOT_REQUESTS = 1000
 """Requests before the first look at memory."""
@@ -180,8 +181,8 @@ class Soak:
             async with await self.engine.import_session(path):
                 self.counts["sessions"] += 1
         finally:
-            for file in self.folder.glob(f"{path.stem}.*"):
-                file.unlink()
+            for file in (path, path.with_name(f"{path.name}.kv.safetensors")):
+                file.unlink(missing_ok=True)
 
     def _burst(self) -> None:
         """Ask for three times what may wait, at once, and forget half of it."""
@@ -198,11 +199,13 @@ class Soak:
 
 
 def make_engine(model: str, folder: Path) -> AsyncEngine:
-    """Return a small engine under memory pressure."""
-    settings = {"max_num_seqs": 16, "host_kv_memory": "1MiB", "disk_kv_dir": str(folder / "kv")}
+    """Return a small engine under memory pressure, whose memories are full after a thousand requests."""
+    settings = {"max_num_seqs": 16, "disk_kv_dir": str(folder / "kv")}
     if model == "toy":
-        return AsyncEngine.from_pretrained(ToyBackend(), num_kv_blocks=64, block_size=4, **settings)
-    return AsyncEngine.from_pretrained("demo", num_kv_blocks=40, block_size=16, **settings)
+        return AsyncEngine.from_pretrained(
+            ToyBackend(), num_kv_blocks=64, block_size=4, host_kv_memory=128 * BLOCK, **settings
+        )
+    return AsyncEngine.from_pretrained("demo", num_kv_blocks=40, block_size=16, host_kv_memory="1MiB", **settings)
 
 
 async def warm_up() -> None:
