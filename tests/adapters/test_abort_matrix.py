@@ -74,8 +74,6 @@ class GatedBackend(EndlessBackend):
 async def gated_house(state: str) -> AsyncIterator[tuple[House, GatedBackend, Finished]]:
     """A house with the settings of a state, its gate open at the beginning and at the end."""
     backend, finished = GatedBackend(), Finished()
-    # Why: the log of a test keeps the errors that no reader asks for any more, and with their frames the sinks.
-    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     async with house(backend, **{"num_kv_blocks": 64, "max_num_waiting": 8, **STATES[state]}) as opened:
         opened.engine.observe(finished)
         await asyncio.sleep(0)
@@ -285,6 +283,8 @@ async def settle(num_tasks: int) -> None:
     """Wait until no more tasks are left than before; a task that was cancelled needs a few rounds of the loop."""
     for _ in range(100):
         if len(asyncio.all_tasks()) == num_tasks:
+            # Why: what the engine's thread has told the loop at last, futures and errors of sinks, is in its queue.
+            await asyncio.sleep(0.001)
             return
         await asyncio.sleep(0.001)
     raise AssertionError(f"tasks are left: {asyncio.all_tasks()}")
