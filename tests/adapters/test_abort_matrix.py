@@ -296,6 +296,15 @@ def sinks() -> int:
     return sum(isinstance(one, Stream | CompletionFuture) for one in gc.get_objects())
 
 
+async def num_sinks_left(before: int) -> int:
+    """How many more sinks there are than before, once the engine's threads and the loop are done with them."""
+    for _ in range(20):
+        if (num_left := sinks() - before) == 0:
+            break
+        await asyncio.sleep(0.05)
+    return num_left
+
+
 @pytest.mark.parametrize("state", STATES)
 async def test_whoever_leaves_in_any_state_by_any_door_leaves_nothing(state: str) -> None:
     """No request, block, label, task or sink is left, and the neighbours get the tokens that they get alone."""
@@ -316,7 +325,7 @@ async def test_whoever_leaves_in_any_state_by_any_door_leaves_nothing(state: str
             assert opened.is_idle(), (state, door, kind)
             assert finished.reasons == REASONS.get(state, ["abort"]), (state, door, kind)
             finished.reasons.clear()
-        assert sinks() == before
+        assert await num_sinks_left(before) == 0
 
 
 CLOSING = {"held": "/batch", "waiting": "submit", "prefilling": "/generate", "decoding": "/stream",
@@ -346,4 +355,4 @@ async def test_closing_the_engine_in_any_state_ends_every_call(state: str) -> No
             del visit, neighbours, neighbour
             assert not opened.engine.is_alive
             await settle(num_tasks)
-    assert sinks() == before
+    assert await num_sinks_left(before) == 0
