@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,9 +15,8 @@ from typing import Any
 
 import pytest
 
-# Why here: BentoML reads these when it is imported.
-os.environ["BENTOML_DO_NOT_TRACK"] = "True"
-os.environ.setdefault("BENTOML_HOME", tempfile.mkdtemp(prefix="bentoml-home-"))
+import adapters.bentoml.home  # noqa: F401  # Why first: BentoML reads its home when it is imported.
+
 pytest.importorskip("bentoml")
 pytest.importorskip("langchain_core")
 
@@ -34,15 +31,14 @@ from pagedcore_bentoml import EventParser
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
 from support.doubles import ToyBackend
 from support.engine_builders import make_engine
+from support.letters import WritesLetters
 
 MAX_MODEL_LEN = 64
 CANARY = "canary-7f3a"
 
 
-class LetterTokenizer:
+class LetterTokenizer(WritesLetters):
     """A token for every letter; text with "!" makes it fail, and so does a chat of a role that it does not know."""
-
-    eos_token_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a token for each letter."""
@@ -57,23 +53,6 @@ class LetterTokenizer:
     def encode_chat_turn(self, messages: Sequence[Mapping[str, Any]], known_token_ids: Sequence[int]) -> list[int]:
         """Do the same."""
         return self.encode_chat(messages)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return a letter for each token."""
-        return "".join(chr(97 + token_id) for token_id in token_ids)
-
-    def new_detokenizer(self) -> Any:
-        """Return what does the same, piece by piece."""
-        tokenizer = self
-
-        class Letters:
-            def push(self, token_ids: Sequence[int]) -> str:
-                return tokenizer.decode(token_ids)
-
-            def finish(self) -> str:
-                return ""
-
-        return Letters()
 
 
 class EndlessBackend(ToyBackend):

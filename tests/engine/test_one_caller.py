@@ -11,22 +11,8 @@ import pytest
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineInUse, PromptEmpty
 from support.async_helpers import params
-from support.doubles import ToyBackend, toy_answer
+from support.doubles import GatedBackend, ToyBackend, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
-
-
-class GatedBackend(ToyBackend):
-    """A toy that computes only while ``gate`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_entered, self.gate = threading.Event(), threading.Event()
-
-    def forward(self, batch):  # type: ignore[no-untyped-def]
-        self.is_entered.set()
-        assert self.gate.wait(30)
-        return super().forward(batch)
-
 
 CALLS: dict[str, Callable[[Engine], Any]] = {
     "step": lambda engine: engine.step(),

@@ -18,6 +18,7 @@ from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.long_prompts import LONG_CHAT, LONG_IDS, LONG_TEXT, is_long
 from support.doubles import toy_answer
 from support.engine_builders import make_engine
+from support.letters import WritesLetters
 
 LONG = "x" * (LONG_TEXT + 1)
 TOKENS = [1, 2]
@@ -25,10 +26,8 @@ PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 ANSWER = toy_answer(TOKENS, 4)
 
 
-class GatedTokenizer:
+class GatedTokenizer(WritesLetters):
     """Takes every text for two tokens, once ``gate`` is set."""
-
-    eos_token_ids: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self.gate, self.is_entered = threading.Event(), threading.Event()
@@ -48,23 +47,6 @@ class GatedTokenizer:
     def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
         """Do the same."""
         return self.encode("")
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Give every token a letter."""
-        return "".join(chr(97 + token_id % 26) for token_id in token_ids)
-
-    def new_detokenizer(self) -> Any:
-        """Say the same, piece by piece."""
-        tokenizer = self
-
-        class Letters:
-            def push(self, token_ids: Sequence[int]) -> str:
-                return tokenizer.decode(token_ids)
-
-            def finish(self) -> str:
-                return ""
-
-        return Letters()
 
 
 @pytest.fixture

@@ -37,21 +37,8 @@ from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.long_prompts import LONG_TEXT
 from pagedcore.serving.stream import CompletionFuture, Stream
 from support.async_helpers import params
-from support.doubles import FakeClock, ToyBackend, toy_answer
+from support.doubles import FakeClock, GatedBackend, ToyBackend, toy_answer
 from support.engine_builders import make_engine
-
-
-class GatedBackend(ToyBackend):
-    """A toy that computes only while ``gate`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_entered, self.gate = threading.Event(), threading.Event()
-
-    def forward(self, batch):  # type: ignore[no-untyped-def]
-        self.is_entered.set()
-        assert self.gate.wait(30)
-        return super().forward(batch)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.engine_loop import StreamFlusher
 from pagedcore.serving.stream import wake
 from support.async_helpers import broken_step, complete, params
-from support.doubles import ToyBackend, toy_answer
+from support.doubles import GatedBackend, toy_answer
 from support.engine_builders import make_engine
 
 WAYS_TO_BREAK: dict[str, list[tuple[type, str]]] = {
@@ -28,19 +28,6 @@ WAYS_TO_BREAK: dict[str, list[tuple[type, str]]] = {
     "output": [(Request, "output"), (Engine, "close")],
     "remove": [(Engine, "remove_request"), (Engine, "close")],
 }
-
-
-class GatedBackend(ToyBackend):
-    """A toy that computes only while ``gate`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_entered, self.gate = threading.Event(), threading.Event()
-
-    def forward(self, batch):  # type: ignore[no-untyped-def]
-        self.is_entered.set()
-        assert self.gate.wait(30)
-        return super().forward(batch)
 
 
 def fail(*_: object, **__: object) -> None:

@@ -15,25 +15,12 @@ from pagedcore.outputs import RequestOutput
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.stream import CompletionFuture
-from support.doubles import FlakyBackend, ToyBackend, toy_answer
+from support.doubles import FlakyBackend, GatedBackend, ToyBackend, toy_answer
 from support.engine_builders import make_engine
 
 
 def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-
-
-class GatedBackend(ToyBackend):
-    """A toy that computes only while ``gate`` is set, so that a test decides when a step ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_entered, self.gate = threading.Event(), threading.Event()
-
-    def forward(self, batch):  # type: ignore[no-untyped-def]
-        self.is_entered.set()
-        assert self.gate.wait(30)
-        return super().forward(batch)
 
 
 @pytest.fixture

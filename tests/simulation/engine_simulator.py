@@ -24,7 +24,7 @@ from pagedcore.protocols import RaggedRows
 from pagedcore.requests.output_processor import PendingOutput
 from simulation.clients import FAILURES, PROMPT_TOKENS, Client
 from simulation.faults import Faults, RudeObserver, SimBackend, SimTokenizer, silence
-from simulation.laws import SimulationFailure, require
+from simulation.laws import SimulationFailure, failure_of, require
 from simulation.one_thread import Turns, one_thread
 from support.doubles import FakeClock
 
@@ -97,10 +97,10 @@ class EngineSimulation:
                 for loop in self.turns.loops:
                     loop.close()
         except Exception as error:
-            faults = " --faults" if self.has_faults else ""
-            command = f"PYTHONPATH=.:kernels:tests python -m simulation.engine_simulator {self.seed}{faults}"
-            what = f"{type(error).__name__}: {error}"
-            raise SimulationFailure(f"after {len(self.trace)} events, {what}\n  again with: {command}") from error
+            when = f"after {len(self.trace)} events"
+            raise failure_of(
+                error, when, "simulation.engine_simulator", self.seed, has_faults=self.has_faults
+            ) from error
         return self
 
     @property

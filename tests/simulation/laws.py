@@ -18,6 +18,12 @@ class SimulationFailure(AssertionError):
     """A law, a completion or the progress of one seed is not as it has to be."""
 
 
+def failure_of(error: Exception, when: str, module: str, seed: int, *, has_faults: bool) -> SimulationFailure:
+    """Describe the end of a life: when it came, why, and the command that shows it again."""
+    command = f"PYTHONPATH=.:kernels:tests python -m {module} {seed}{' --faults' if has_faults else ''}"
+    return SimulationFailure(f"{when}, {type(error).__name__}: {error}\n  again with: {command}")
+
+
 def require(holds: bool, message: str) -> None:
     """Fail with ``message`` unless it holds; unlike ``assert`` also under ``python -O``."""
     if not holds:

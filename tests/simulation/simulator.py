@@ -4,7 +4,7 @@ One seed decides everything: sizes, arrivals, shared beginnings, priorities, abo
 take, faults. There is one thread, no clock that runs by itself and no sleep; two runs of a seed leave the same trace.
 What is in the memories is compared with what the caches say of it. A failing seed is one command::
 
-    PYTHONPATH=.:tests python -m simulation.simulator SEED [--faults]
+    PYTHONPATH=.:kernels:tests python -m simulation.simulator SEED [--faults]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagedcore.scheduler.invariants import Snapshot, check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
-from simulation.laws import SimulationFailure, describe, require, require_lawful_plan, require_true_contents
+from simulation.laws import describe, failure_of, require, require_lawful_plan, require_true_contents
 from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 
 #: Few different tokens, so that sequences resemble each other and a mixed-up block is not lucky to be noticed.
@@ -192,10 +192,8 @@ class Simulation:
         try:
             self._live()
         except Exception as error:
-            faults = " --faults" if self.has_faults else ""
-            command = f"PYTHONPATH=.:tests python -m simulation.simulator {self.seed}{faults}"
-            what = f"{type(error).__name__}: {error}"
-            raise SimulationFailure(f"after {len(self.trace)} steps, {what}\n  again with: {command}") from error
+            when = f"after {len(self.trace)} steps"
+            raise failure_of(error, when, "simulation.simulator", self.seed, has_faults=self.has_faults) from error
         return self
 
     @property

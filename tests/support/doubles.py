@@ -7,6 +7,7 @@ place changes the answer or trips an assertion; ``toy_answer`` says what the ans
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
@@ -216,6 +217,20 @@ class ToyStore:
         place = slice(block_id * self._block_size, (block_id + 1) * self._block_size)
         both = np.broadcast_to(contents, (2, self._block_size))
         self._backend.slot_tokens[place], self._backend.slot_positions[place] = both
+
+
+class GatedBackend(ToyBackend):
+    """A toy that computes only while ``gate`` is set, so that a test decides when a step ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_entered, self.gate = threading.Event(), threading.Event()
+
+    def forward(self, batch):  # type: ignore[no-untyped-def]
+        """Wait for the gate, at most half a minute."""
+        self.is_entered.set()
+        assert self.gate.wait(30)
+        return super().forward(batch)
 
 
 class FlakyBackend(ToyBackend):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Why here: BentoML reads these when it is imported.
-os.environ["BENTOML_DO_NOT_TRACK"] = "True"
-os.environ.setdefault("BENTOML_HOME", tempfile.mkdtemp(prefix="bentoml-home-"))
+import adapters.bentoml.home  # noqa: F401  # Why first: BentoML reads its home when it is imported.
+
 pytest.importorskip("bentoml")
 
 from adapters.bentoml.asgi_caller import App, serving
