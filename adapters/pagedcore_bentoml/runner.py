@@ -75,7 +75,8 @@ class PagedCoreRunner:
     after it asked it to end."""
     max_body_bytes: ClassVar[int | None] = None
     """Largest request body; ``None``: 16 bytes for each token of the context, at most 4 MiB, and 256 KiB besides. It
-    may have one number or object for every 16 of these bytes, and 16,384 strings and as many lists."""
+    may have one number or object for every 16 of these bytes, 8,192 strings, as many lists and as many of ``null``,
+    ``true`` and ``false``, and 262,144 escapes."""
     degraded_after_s: ClassVar[float] = 10.0
     """Seconds without progress after which the service is not ready; longer than the longest step."""
     dead_after_s: ClassVar[float] = 60.0

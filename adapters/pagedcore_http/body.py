@@ -21,8 +21,11 @@ ROOM_BYTES: Final = 2**18
 """Bytes of a body besides one prompt as long as the context: parameters, and batches of short prompts."""
 MAX_BODY_BYTES: Final = MAX_TEXT_BYTES + ROOM_BYTES
 """Bytes of a body for any context."""
-MAX_STRINGS_OR_LISTS: Final = 2**14
-"""Strings, and lists, of a body: 256 chats of 32 messages. The parser makes as many in two milliseconds."""
+MAX_OF_A_KIND: Final = 2**13
+"""Strings, lists, and words such as ``null`` of a body: 64 chats of 32 messages. The parser makes as many in a
+millisecond, but a collection of garbage may come in between."""
+MAX_ESCAPES: Final = 2**18
+"""Backslashes of a body. The parser takes up to ten times as long for an escape as for a byte of text."""
 MAX_HEADER_BYTES: Final = 2**14
 """Bytes of all header names and values."""
 MAX_JSON_DEPTH: Final = 64
@@ -56,7 +59,7 @@ async def read_fields(request: Request, known: Collection[str], required: Collec
     _require_json(request)
     body = await _read(request, max_body_bytes)
     if len(body) <= _LONG_BODY:
-        fields = _parse(body)
+        fields = _require_flat_object(_load(_decode(body)))
     else:
         fields = await asyncio.to_thread(_parse_long, body, max_body_bytes // _BYTES_PER_VALUE)
     for name in fields:
@@ -135,37 +138,69 @@ class _Pauses:
 
 
 def _parse_long(body: bytes, max_values: int) -> dict[str, Any]:
-    _require_few_strings_and_lists(body, MAX_STRINGS_OR_LISTS)
+    # Why: each of these goes through the body once, and none of them releases the interpreter's lock.
+    for check in (_require_few_escapes, _require_few_strings, _require_few_lists_and_words):
+        check(body)
+        time.sleep(_PAUSE_S)
+    text = _decode(body)
+    time.sleep(_PAUSE_S)
     pauses = _Pauses(max_values)
-    return _parse(body, parse_int=pauses.integer, parse_float=pauses.real, object_pairs_hook=pauses.object)
+    fields = _load(text, parse_int=pauses.integer, parse_float=pauses.real, object_pairs_hook=pauses.object)
+    time.sleep(_PAUSE_S)
+    return _require_flat_object(fields)
 
 
-def _require_few_strings_and_lists(body: bytes, limit: int) -> None:
-    # Why: the parser calls nothing while it makes these, so they are counted before. A string has one or two quotes
-    # that do not follow a backslash.
+def _require_few_escapes(body: bytes) -> None:
+    num_backslashes = body.count(b"\\")
+    if num_backslashes > MAX_ESCAPES:
+        raise _too_many("backslashes (a client can send UTF-8 instead of escapes)", num_backslashes, MAX_ESCAPES)
+
+
+def _require_few_strings(body: bytes, limit: int = MAX_OF_A_KIND) -> None:
+    # Why: the parser calls nothing while it makes strings, lists or words, so they are counted before. A string has
+    # one or two quotes that do not follow a backslash.
     num_quotes = body.count(b'"') - body.count(b'\\"')
     if num_quotes > 2 * limit:
         raise _too_many("strings", num_quotes // 2, limit)
-    if body.count(b"[") > limit:
-        outside_of_strings = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
-        num_lists = sum(part.count(b"[") for part in outside_of_strings)
-        if num_lists > limit:
-            raise _too_many("lists", num_lists, limit)
+
+
+def _require_few_lists_and_words(body: bytes, limit: int = MAX_OF_A_KIND) -> None:
+    for what, marks in (("lists", (b"[",)), ("words", (b"null", b"true", b"false"))):
+        if sum(map(body.count, marks)) > limit:
+            time.sleep(_PAUSE_S)
+            outside_of_strings = b" ".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+            num_found = sum(map(outside_of_strings.count, marks))
+            if num_found > limit:
+                raise _too_many(what, num_found, limit)
 
 
 def _too_many(what: str, given: int, limit: int) -> RefusedAtTheDoor:
     return RefusedAtTheDoor(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body", given, f"at most {limit} {what}")
 
 
-def _parse(body: bytes, **hooks: Any) -> dict[str, Any]:
+def _decode(body: bytes) -> str:
+    # Safety: decoded here, because the parser would take UTF-16 and UTF-32 too, which no filter before us reads.
     try:
-        # Safety: decoded here, because the parser would take UTF-16 and UTF-32 too, which no filter before us reads.
-        fields = json.loads(body.decode() or "{}", parse_constant=_refuse_constant, **hooks)
+        return body.decode() or "{}"
+    except ValueError:
+        raise _not_json(len(body)) from None
+
+
+def _load(text: str, **hooks: Any) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, **hooks)
     except RefusedAtTheDoor:
         raise
     except (ValueError, RecursionError):
         # Safety: from None, because the parser's own message repeats the text.
-        raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", len(body), "JSON text in UTF-8") from None
+        raise _not_json(len(text)) from None
+
+
+def _not_json(length: int) -> RefusedAtTheDoor:
+    return RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", length, "JSON text in UTF-8")
+
+
+def _require_flat_object(fields: Any) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", fields, "a JSON object")
     if _is_deeper_than(fields, MAX_JSON_DEPTH):

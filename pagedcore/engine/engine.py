@@ -197,9 +197,14 @@ class Engine:
         """
         return [pending.take_delta() for pending in self.step_pending()]
 
-    def take_delta(self, pending: PendingOutput) -> Delta:
-        """Return what was added to a completion since its last delta."""
-        return pending.take_delta()
+    def pending_of(self, request: Request) -> list[PendingOutput]:
+        """Return what may be pending of each completion of a request; of one that was removed, how it ended."""
+        return self._outputs.pending_of(request)
+
+    @property
+    def num_aborted(self) -> int:
+        """How many requests were ended by ``abort_request``."""
+        return self._outputs.counters.num_aborted
 
     def step_pending(self) -> list[PendingOutput]:
         """Run one step; return completions with pending output, whose ``take_delta`` may be called at any time.

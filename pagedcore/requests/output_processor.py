@@ -96,9 +96,9 @@ class OutputProcessor:
         return lambda: IncrementalText(tokenizer.new_detokenizer(), params.stop, params.min_tokens)
 
     def pending_of(self, request: Request) -> list[PendingOutput]:
-        """Return the pending output of a request's own sequences, in order; without text after their removal."""
+        """Return the pending output of a request's own sequences, in order; after their removal it is empty."""
         return [
-            self.by_sequence.get(sequence.sequence_id) or PendingOutput(request, sequence, index, None)
+            self.by_sequence.get(sequence.sequence_id) or PendingOutput.of_removed(request, sequence, index)
             for index, sequence in enumerate(request.sequences)
         ]
 
@@ -225,6 +225,7 @@ class OutputProcessor:
 
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""
+        self.counters.num_aborted += 1
         self.groups.close_group(request, "abort")
         self._note_finished(self._end_all(request.sequences, "abort"))
 

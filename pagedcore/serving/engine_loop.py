@@ -115,6 +115,7 @@ class EngineLoop:
         self._requests: dict[OutputSink, Request] = {}
         # Why ordered: its first entry is found in constant time, also after thousands of others were taken out.
         self._held: OrderedDict[OutputSink, tuple[ProcessedRequest, float]] = OrderedDict()
+        self._num_aborts = engine.num_aborted
         self._present: Command | None = None
         self._is_stopping = False
 
@@ -137,6 +138,7 @@ class EngineLoop:
         self._take_commands()
         pending = self.engine.step_pending()
         self._deliver(pending)
+        self._end_aborted()
         if not self.engine.is_stalled:
             self.progress.step_ended(has_output=bool(pending), has_failed=self.engine.has_failed)
 
@@ -165,6 +167,10 @@ class EngineLoop:
 
     def serve(self, begin: Callable[[], Request], sink: OutputSink) -> None:
         """Begin a request or a session's turn for a sink, or end the sink with the reason."""
+        if sink.is_cancelled:
+            # Why: its abort may have come before, and ended nothing.
+            self._commands.places.give_back(sink)
+            return
         try:
             request = begin()
         except Exception as error:  # of whatever kind, it is this caller's
@@ -186,7 +192,7 @@ class EngineLoop:
         elif (request := self._requests.get(sink)) is not None:
             # Why: a session may be closed by one task while another one reads its completion.
             last = self._take_deltas(request)
-            request.abort()
+            self._num_aborts += request.abort()
             wake([self._end_request(request, last)])
 
     def _take_aborts(self) -> None:
@@ -263,10 +269,7 @@ class EngineLoop:
         waiters, sleeping = list[Waiter | None](), dict[Waiter, Stream]()
         try:
             for request in ended:
-                last = self._take_deltas(request)
-                if isinstance(self._sinks[request], Stream):
-                    last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs)
-                waiters.append(self._end_request(request, last))
+                waiters.append(self._finish(request, self._flusher.take(request)))
             for stream, due in self._flusher.take_due().items():
                 if (waiter := stream.put([one.take_delta() for one in due])) is not None:
                     sleeping[waiter] = stream
@@ -277,6 +280,23 @@ class EngineLoop:
             # Why: its loop was closed, so its reader will never come back to say that it left.
             if waiter in sleeping:
                 self.cancel_sink(sleeping[waiter])
+
+    def _end_aborted(self) -> None:
+        """End the sinks of requests that something else than their readers has aborted: a function of a caller's, an
+        observer, a session that was closed.
+        """
+        if self.engine.num_aborted == self._num_aborts:
+            return
+        self._num_aborts = self.engine.num_aborted
+        for request in [request for request in self._sinks if request.is_done]:
+            self._flusher.take(request)
+            wake([self._finish(request, self.engine.pending_of(request))])
+
+    def _finish(self, request: Request, pending: list[PendingOutput]) -> Waiter | None:
+        last = [one.take_delta() for one in pending]
+        if isinstance(self._sinks[request], Stream):
+            last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs)
+        return self._end_request(request, last)
 
     def _take_deltas(self, request: Request) -> list[Delta]:
         return [one.take_delta() for one in self._flusher.take(request)]

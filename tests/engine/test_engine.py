@@ -442,7 +442,7 @@ def in_pieces(engine: Engine, take_after: Callable[[int], bool]) -> dict[tuple[i
     while engine.has_pending_requests():
         pending.update(dict.fromkeys(engine.step_pending()))
         if take_after(engine.stats().num_steps) or not engine.has_pending_requests():
-            for delta in map(engine.take_delta, pending):
+            for delta in (one.take_delta() for one in pending):
                 found.setdefault((numbers[delta.request_id], delta.index), []).append(delta)
             pending.clear()
     for request in requests:

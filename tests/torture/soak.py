@@ -31,6 +31,7 @@ import psutil
 from pagedcore import AsyncEngine, SamplingParams
 from pagedcore.errors import EngineOverloaded
 from pagedcore.serving.async_session import AsyncSession
+from pagedcore.serving.stream import CompletionFuture, Stream
 from support.doubles import ToyBackend, toy_answer
 from support.toy_sessions import BLOCK
 
@@ -46,6 +47,8 @@ class Left:
 
     blocks: int
     requests: int
+    sinks: int
+    """Streams and futures of the hand-over to readers."""
     sessions: int
     tasks: int
     threads: int
@@ -56,7 +59,7 @@ class Left:
 
     def leaks(self, before: Left) -> list[str]:
         """Say what is too much compared with an earlier moment."""
-        found = [name for name in ("blocks", "requests", "sessions", "tasks", "files") if getattr(self, name)]
+        found = [name for name in ("blocks", "requests", "sinks", "sessions", "tasks", "files") if getattr(self, name)]
         found += [name for name in ("threads", "handles") if getattr(self, name) > getattr(before, name)]
         if self.traced - before.traced >= MOST_TRACED:
             found.append(f"traced memory by {self.traced - before.traced} bytes")
@@ -99,8 +102,9 @@ class Soak:
         left = await self.engine.call(lambda engine: (
             len(list(engine.requests)), len(engine.sessions), len(engine.sessions.parking.directory.files)
         ))
+        num_sinks = sum(type(one) in (Stream, CompletionFuture) for one in gc.get_objects())
         return Left(
-            stats.num_blocks_used + stats.num_host_blocks_used, left[0], left[1], len(asyncio.all_tasks()) - 1,
+            stats.num_blocks_used + stats.num_host_blocks_used, left[0], num_sinks, left[1], len(asyncio.all_tasks()) - 1,
             threading.active_count(), left[2] + len(list(self.folder.iterdir())), len(os.listdir("/proc/self/fd")),
             tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0, psutil.Process().memory_info().rss,
         )

@@ -7,6 +7,7 @@ import gc
 import json
 import signal
 import tracemalloc
+from collections import Counter
 from collections.abc import AsyncGenerator
 from hashlib import sha256
 from itertools import product
@@ -23,7 +24,7 @@ from starlette.requests import Request
 
 from pagedcore.config import limits
 from pagedcore_http import body as door
-from pagedcore_http.body import MAX_JSON_DEPTH, MAX_STRINGS_OR_LISTS, body_limit, read_fields
+from pagedcore_http.body import MAX_ESCAPES, MAX_JSON_DEPTH, MAX_OF_A_KIND, body_limit, read_fields
 from pagedcore_http.drain import DrainSignal, OpenCalls
 from pagedcore_http.event_stream import EventStream
 from pagedcore_http.events import WAITING, EventParser, frame
@@ -191,13 +192,13 @@ def test_the_limit_of_a_body_follows_from_the_context() -> None:
 
 
 SIZE = body_limit(4096)
-MOST = MAX_STRINGS_OR_LISTS
+MOST = MAX_OF_A_KIND
 
 
 @pytest.mark.parametrize(("item", "what"), [
     (b"1,", "numbers"), (b"1.5,", "numbers"), (b"{},", "numbers"), (b"[],", "lists"), (b"[", "lists"),
     (b'"",', "strings"), (b'"":0,', "strings"), (b'"\\\\",', "strings"), (b'"\\"",', "strings"),
-    (b'"[",[],[],', "lists"),
+    (b'"[",[],[],', "lists"), (b"null,", "words"), (b"true,", "words"), (b"false,", "words"),
 ])
 async def test_a_body_of_too_many_values_is_413_and_never_made(
     item: bytes, what: str, monkeypatch: pytest.MonkeyPatch
@@ -219,8 +220,8 @@ async def test_a_body_of_too_many_values_is_413_and_never_made(
 
 
 @pytest.mark.parametrize("value", [
-    "[" * 200_000, '"[,' * 50_000, "\\[" * 60_000, '\\"[{' * 40_000, ["a[[[["] * (MOST - 5), [131_071] * 20_000,
-    [[]] * (MOST - 5),
+    "[" * 200_000, "true null" * 20_000, '"[,' * 50_000, "\\[" * 60_000, '\\"[{' * 40_000, ["a[[[["] * (MOST - 5),
+    [131_071] * 20_000, [[]] * (MOST - 5),
 ])
 async def test_text_may_have_what_looks_like_many_values(value: Any) -> None:
     """Brackets and quotes of a text are no lists and no strings, however they are escaped; a whole context fits."""
@@ -231,33 +232,52 @@ async def test_text_may_have_what_looks_like_many_values(value: Any) -> None:
 TREACHEROUS = st.text('"\\[a', max_size=6)
 
 
-@given(st.recursive(st.none() | st.integers() | TREACHEROUS, lambda inner: st.lists(inner, max_size=5)
-                    | st.dictionaries(TREACHEROUS, inner, max_size=3), max_leaves=15))
-def test_strings_and_lists_are_counted_as_the_parser_makes_them(value: Any) -> None:
-    """Where there are as many as may be, a body passes; one list more, or twice the strings, and it is refused."""
-    body, (num_lists, num_strings) = json.dumps(value).encode(), lists_and_strings(value)
-    door._require_few_strings_and_lists(body, max(num_lists, num_strings))
-    for limit in ([num_lists - 1] if num_lists else []) + ([(num_strings - 1) // 2] if num_strings else []):
-        with pytest.raises(RefusedAtTheDoor):
-            door._require_few_strings_and_lists(body, limit)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | TREACHEROUS,
+                    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TREACHEROUS, inner, max_size=3),
+                    max_leaves=15))
+def test_values_are_counted_as_the_parser_makes_them(value: Any) -> None:
+    """Where there are as many as may be, a body passes; one list or word more, or twice the strings: refused."""
+    body, made = json.dumps(value).encode(), kinds(value)
+    most = max(made["list"], made["word"])
+    door._require_few_lists_and_words(body, most)
+    door._require_few_strings(body, made["str"])
+    if most:
+        with pytest.raises(RefusedAtTheDoor, match=f"got {most}, .* at most {most - 1} (lists|words)"):
+            door._require_few_lists_and_words(body, most - 1)
+    if made["str"]:
+        with pytest.raises(RefusedAtTheDoor, match="strings"):
+            door._require_few_strings(body, (made["str"] - 1) // 2)
 
 
-def lists_and_strings(value: Any) -> tuple[int, int]:
+def kinds(value: Any) -> Counter[str]:
     children = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
-    counts = [lists_and_strings(child) for child in children]
-    return (sum(one for one, _ in counts) + isinstance(value, list),
-            sum(two for _, two in counts) + isinstance(value, str))
+    kind = "word" if value is None or isinstance(value, bool) else type(value).__name__
+    return sum(map(kinds, children), Counter({kind: 1}))
+
+
+@pytest.mark.parametrize("escape", ["\\n", "\\u4e00", '\\"', "\\\\"])
+async def test_a_long_body_of_escapes_is_413_and_its_author_learns_of_utf8(escape: str) -> None:
+    """The parser takes up to ten times as long for an escape as for a letter; a body of 128k tokens had 1.2 million."""
+    limit = body_limit(131_072)
+    per_escape = escape.count("\\")
+    fits, more = (f'{{"prompt":"{escape * (count // per_escape)}"}}'.encode()
+                  for count in (MAX_ESCAPES, MAX_ESCAPES + 2))
+    text = await read_fields(request_with(fits), ["prompt"], [], limit)
+    assert len(text["prompt"]) == MAX_ESCAPES // per_escape
+    with pytest.raises(RefusedAtTheDoor, match=rf"{MAX_ESCAPES + 2}, .* {MAX_ESCAPES} backslashes .*UTF-8") as refused:
+        await read_fields(request_with(more), ["prompt"], [], limit)
+    assert refused.value.status == 413
 
 
 async def test_other_threads_run_while_many_numbers_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is a pause after every 2,048 numbers, or after ten of the longest: one of these takes as long as 200."""
+    """There is a pause after each of five passes and every 2,048 numbers, or ten of the longest, which take as long."""
     pauses: list[float] = []
     monkeypatch.setattr(door.time, "sleep", pauses.append)
     for number, count in (("1", 17_000), ("9" * 4299, 77)):
         pauses.clear()
         body = f'{{"prompt":[{",".join([number] * count)}]}}'.encode()
         await read_fields(request_with(body), ["prompt"], [], 2**19)
-        assert len(pauses) == 8
+        assert len(pauses) == 5 + 8
 
 
 def request_with(body: bytes, *headers: tuple[bytes, bytes]) -> Request:

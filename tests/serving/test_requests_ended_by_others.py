@@ -1,0 +1,159 @@
+"""A request that something else than its reader ends: the reader gets the end, and the loop keeps nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+import pytest
+
+from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
+from pagedcore.engine.engine import Engine
+from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.requests.request import Request
+from pagedcore.requests.stats import StepStats
+from pagedcore.serving.stream import CompletionFuture, Stream, StreamReader
+from support.async_helpers import SlowBackend
+from support.doubles import toy_answer
+from support.engine_builders import make_engine
+
+PARAMS = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+ANSWER = toy_answer([1, 2, 3], 50)
+
+
+def num_sinks() -> int:
+    gc.collect()
+    return sum(type(one) in (Stream, CompletionFuture) for one in gc.get_objects())
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(make_engine(SlowBackend())) as engine:
+        yield engine
+
+
+async def read(deltas: AsyncGenerator[Delta, None], seen: asyncio.Event) -> tuple[list[int], Delta]:
+    tokens = list[int]()
+    async with aclosing(deltas):
+        async for delta in deltas:
+            tokens += delta.token_ids
+            seen.set()
+    return tokens, delta
+
+
+def abort(engine: Engine) -> None:
+    for request in engine.requests:
+        request.abort()
+
+
+def remove(engine: Engine) -> None:
+    for request in engine.requests:
+        request.abort()
+        request.remove()
+
+
+def close_sessions(engine: Engine) -> None:
+    for session in engine.sessions:
+        session.close()
+
+
+def abort_and_raise(engine: Engine) -> None:
+    abort(engine)
+    raise ValueError("a caller's function")
+
+
+@pytest.mark.parametrize(("kind", "end"), [
+    *((kind, end) for kind in ("stream", "completion") for end in (abort, remove, abort_and_raise)),
+    *(("turn", end) for end in (abort, close_sessions, abort_and_raise)),
+])
+async def test_the_reader_gets_the_end(engine: AsyncEngine, kind: str, end: Callable[[Engine], None]) -> None:
+    """A caller's function may end any request, as an operator would by its id; its reader must not wait for ever."""
+    before, seen, session = num_sinks(), asyncio.Event(), engine.session()
+    if kind == "completion":
+        reading: asyncio.Future[Any] = asyncio.wrap_future(engine.submit([1, 2, 3], PARAMS))
+        await asyncio.sleep(0.05)
+    else:
+        deltas = engine.generate([1, 2, 3], PARAMS) if kind == "stream" else session.stream([1, 2, 3], PARAMS)
+        reading = asyncio.create_task(read(deltas, seen))
+        await seen.wait()
+        del deltas
+    with suppress(ValueError):
+        await engine.call(end)
+    tokens, reason = ended(await asyncio.wait_for(reading, 20))
+    assert (reason, tokens) == ("abort", ANSWER[: len(tokens)])
+    await session.aclose()
+    assert await engine.call(lambda engine: len(list(engine.requests)) + len(engine.sessions)) == 0
+    del reading, session
+    await require_gone(before)
+
+
+def ended(result: RequestOutput | tuple[list[int], Delta]) -> tuple[list[int], str | None]:
+    if isinstance(result, RequestOutput):
+        return list(result.outputs[0].token_ids), result.outputs[0].finish_reason
+    tokens, last = result
+    assert last.usage is not None
+    assert last.usage.num_output_tokens >= len(tokens) > 0
+    return tokens, last.finish_reason
+
+
+async def require_gone(before: int) -> None:
+    for _ in range(200):
+        if num_sinks() <= before:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{num_sinks() - before} sinks are kept")
+
+
+async def test_a_request_that_an_observer_aborts() -> None:
+    """What a hook ends while a step is made is found after it; a neighbour goes on."""
+
+    class Observer:
+        @hookimpl
+        def pagedcore_step(self, stats: StepStats) -> None:
+            if stats.num_steps == 3:
+                next(iter(inner.requests)).abort()
+
+    inner = make_engine(SlowBackend(), plugins=[Observer()])
+    async with AsyncEngine(inner) as engine:
+        outputs = [asyncio.wrap_future(engine.submit(prompt, PARAMS)) for prompt in ([1, 2, 3], [4, 5])]
+        first, second = [ended(await asyncio.wait_for(output, 20)) for output in outputs]
+    assert (first[1], second) == ("abort", (toy_answer([4, 5], 50), "length"))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_a_turn_that_is_cancelled_before_the_engine_begins_it(is_open: bool) -> None:
+    """The abort overtakes the turn. It is not begun then, and the session goes on; nothing of it is kept."""
+    gate, is_held = threading.Event(), threading.Event()
+    async with AsyncEngine(make_engine()) as engine:
+        session = engine.session()
+        if is_open:
+            await session.ask([1], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        known = list(session.token_ids)
+        begun = engine.read_turn
+        before = num_sinks()
+
+        def read_turn(begin: Callable[[], Request]) -> StreamReader:
+            # Why here: the engine thread is busy from before the turn is sent until after its reader has left.
+            engine.send(lambda _: (is_held.set(), gate.wait(20)))
+            assert is_held.wait(20)
+            reader = begun(begin)
+            reader.close()
+            gate.set()
+            return reader
+
+        engine.read_turn = read_turn  # type: ignore[method-assign]
+        reading = asyncio.create_task(session.ask([2, 3], PARAMS))
+        await asyncio.sleep(0.1)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        del engine.read_turn, reading  # type: ignore[method-assign]
+        await require_gone(before)
+        assert list(session.token_ids) == known
+        output = await session.ask([2, 3], PARAMS)
+        assert list(output.outputs[0].token_ids) == toy_answer([*known, 2, 3], 50)
+        await session.aclose()
+        assert await engine.call(lambda engine: len(list(engine.requests)) + len(engine.sessions)) == 0
