@@ -143,6 +143,12 @@ SESSIONS = (
 SERVING = (
     Mutant("The request of a reader is never removed.", _LOOP, "            request.remove()\n", "            pass\n",
            "serving/test_tenants.py::test_a_label_is_free_again_however_its_request_ends"),
+    Mutant("A turn is begun for a reader that has left.", _LOOP,
+           "        if sink.is_cancelled:\n            # Why", "        if False:\n            # Why",
+           "serving/test_requests_ended_by_others.py::test_a_turn_that_is_cancelled_before_the_engine_begins_it"),
+    Mutant("A request that a caller's function aborted keeps its reader waiting.", _LOOP,
+           "        self._end_aborted()\n", "",
+           "serving/test_requests_ended_by_others.py::test_the_reader_gets_the_end"),
     Mutant("A closed engine takes commands.", _COMMANDS, "            self._make_error = make_error or _closed\n"
            "        self.is_closed = True\n", "            self._make_error = make_error or _closed\n",
            "serving/test_submit.py::test_closing_settles_every_future"),

@@ -83,7 +83,7 @@ async def test_the_reader_gets_the_end(engine: AsyncEngine, kind: str, end: Call
         del deltas
     with suppress(ValueError):
         await engine.call(end)
-    tokens, reason = ended(await asyncio.wait_for(reading, 20))
+    tokens, reason = ended(await asyncio.wait_for(reading, 10))
     assert (reason, tokens) == ("abort", ANSWER[: len(tokens)])
     await session.aclose()
     assert await engine.call(lambda engine: len(list(engine.requests)) + len(engine.sessions)) == 0

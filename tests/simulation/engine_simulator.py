@@ -58,6 +58,7 @@ class EngineSimulation:
         self.closes_early = rng.random() < 0.15
         self.is_draining = self.is_closing = False
         self.num_errors = 0
+        self._cancelled: set[Any] = set()
         self._num_spawned = self._num_turns = self._num_quiet = self._most_steps = 0
 
     def _draw_settings(self) -> dict[str, Any]:
@@ -134,10 +135,18 @@ class EngineSimulation:
     # What happens ------------------------------------------------------------------------------------------------
 
     def _step(self) -> list[PendingOutput]:
+        self._require_aborts_are_done()
         self._direct()
         self.turns.run_some(6)
         self.clock.advance(self.rng.uniform(0.0, 0.3))
         return self._step_pending()
+
+    def _require_aborts_are_done(self) -> None:
+        """A reader that left before the step before this one has neither a request nor a place."""
+        worker = self._worker
+        present = {sink for sink in (*worker._requests, *worker._held) if sink.is_cancelled}
+        require(not (kept := present & self._cancelled), f"{len(kept)} requests go on without their readers")
+        self._cancelled = present
 
     def _in_step(self, batch: RaggedRows) -> None:
         rows = " ".join(f"{one}:{end}" for one, end in zip(batch.seq_ids.tolist(), batch.kv_lens.tolist(), strict=True))

@@ -13,7 +13,7 @@ from support.torture import scaled
 from torture.soak import Left, Soak, make_engine, warm_up
 from torture.torture import COLUMNS, Suite, find_suites, write_table
 
-NOTHING = Left(0, 0, 0, 0, threads=9, files=0, handles=9, traced=2**20, resident=2**30)
+NOTHING = Left(0, 0, 0, 0, 0, threads=9, files=0, handles=9, traced=2**20, resident=2**30)
 
 
 async def use(model: str, num_requests: int, folder: Path) -> list[str]:
