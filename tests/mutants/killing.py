@@ -6,6 +6,7 @@ source of one file. The checkout is never written to, and no bytecode of a mutan
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -20,7 +22,10 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
 #: Imported before the fork. None of them is ours, so that a mutant's module is always imported anew.
-_HEAVY = ["torch", "numba", "transformers", "tokenizers", "safetensors.numpy", "hypothesis", "pytest", "pytest_asyncio"]
+_HEAVY = [
+    "torch", "numba", "transformers", "tokenizers", "safetensors.numpy", "hypothesis", "pytest", "starlette.requests",
+    "langchain_core.language_models", *sorted(plugin.module for plugin in entry_points(group="pytest11")),
+]
 #: Where the packages of the checkout lie.
 _SOURCES = (ROOT, ROOT / "kernels", ROOT / "adapters")
 #: Seconds that a test may take before a mutant counts as one that hangs; the slowest killer takes a few.
@@ -131,6 +136,8 @@ def _run_in_child(mutant: Mutant, tests: Sequence[str], result: Connection) -> N
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         del os.environ[name]
     os.chdir(ROOT)
+    # Why: what was imported before the fork is never garbage, and pytest looks for some at its end.
+    gc.freeze()
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
