@@ -79,7 +79,7 @@ class Soak:
         self.engine, self.rng, self.folder, self.is_toy = engine, rng, folder, is_toy
         self.counts: Counter[str] = Counter()
         self._files = iter(range(sys.maxsize))
-        self._num_foreign_sinks = num_sinks()
+        self._num_foreign_sinks, self._num_handles = num_sinks(), num_handles()
 
     async def run(self, is_over: Callable[[], bool], num_callers: int = 48) -> None:
         """Let callers come and go until it is over."""
@@ -108,13 +108,15 @@ class Soak:
             len(list(engine.requests)), len(engine.sessions), len(engine.sessions.parking.directory.files)
         ))
         for _ in range(100):
-            # Why again: the engine's thread may not have let go of the last call yet.
-            if (sinks := max(0, num_sinks() - self._num_foreign_sinks)) == 0:
+            # Why again: the engine's thread may not have let go of the last call yet, and an export whose caller was
+            # cancelled is completed.
+            sinks, handles = max(0, num_sinks() - self._num_foreign_sinks), num_handles()
+            if sinks == 0 and handles <= self._num_handles:
                 break
             await asyncio.sleep(0.02)
         return Left(
             stats.num_blocks_used + stats.num_host_blocks_used, left[0], sinks, left[1], len(asyncio.all_tasks()) - 1,
-            threading.active_count(), left[2] + len(list(self.folder.iterdir())), len(os.listdir("/proc/self/fd")),
+            threading.active_count(), left[2] + len(list(self.folder.iterdir())), handles,
             tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0, anonymous_memory(),
         )
 
@@ -215,6 +217,11 @@ def anonymous_memory() -> int:
     """Return the bytes of resident memory that are no pages of files, where the system tells, else of all of it."""
     memory = psutil.Process().memory_info()
     return memory.rss - getattr(memory, "shared", 0)
+
+
+def num_handles() -> int:
+    """Count the file handles of this process."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 def num_sinks() -> int:
