@@ -79,7 +79,7 @@ class Soak:
         self.engine, self.rng, self.folder, self.is_toy = engine, rng, folder, is_toy
         self.counts: Counter[str] = Counter()
         self._files = iter(range(sys.maxsize))
-        self._num_foreign_sinks, self._num_handles = num_sinks(), num_handles()
+        self._num_foreign_sinks = num_sinks()
 
     async def run(self, is_over: Callable[[], bool], num_callers: int = 48) -> None:
         """Let callers come and go until it is over."""
@@ -107,18 +107,20 @@ class Soak:
         left = await self.engine.call(lambda engine: (
             len(list(engine.requests)), len(engine.sessions), len(engine.sessions.parking.directory.files)
         ))
-        for _ in range(100):
-            # Why again: the engine's thread may not have let go of the last call yet, and an export whose caller was
-            # cancelled is completed.
-            sinks, handles = max(0, num_sinks() - self._num_foreign_sinks), num_handles()
-            if sinks == 0 and handles <= self._num_handles:
-                break
-            await asyncio.sleep(0.02)
+        # Why again: the engine's thread may not have let go of the last call yet, and an export whose caller was cancelled
+        # is completed.
+        sinks, handles = self._num_own_sinks(), num_handles()
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+            sinks, handles = sinks and self._num_own_sinks(), min(handles, num_handles())
         return Left(
             stats.num_blocks_used + stats.num_host_blocks_used, left[0], sinks, left[1], len(asyncio.all_tasks()) - 1,
             threading.active_count(), left[2] + len(list(self.folder.iterdir())), handles,
             tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0, anonymous_memory(),
         )
+
+    def _num_own_sinks(self) -> int:
+        return max(0, num_sinks() - self._num_foreign_sinks)
 
     async def _call(self) -> None:
         kind = self.rng.choices([self._stream, self._submit, self._converse], [60, 25, 15])[0]
