@@ -83,6 +83,8 @@ class Soak:
 
     async def run(self, is_over: Callable[[], bool], num_callers: int = 48) -> None:
         """Let callers come and go until it is over."""
+        if not self.counts["requests"]:
+            await self._open_directory()
         running: set[asyncio.Task[None]] = set()
         while not is_over() or running:
             while len(running) < num_callers and not is_over():
@@ -107,8 +109,8 @@ class Soak:
         left = await self.engine.call(lambda engine: (
             len(list(engine.requests)), len(engine.sessions), len(engine.sessions.parking.directory.files)
         ))
-        # Why again: the engine's thread may not have let go of the last call yet, and an export whose caller was cancelled
-        # is completed.
+        # Why again: the engine's thread may not have let go of the last call yet, and an export whose caller was
+        # cancelled is completed.
         sinks, handles = self._num_own_sinks(), num_handles()
         for _ in range(10):
             await asyncio.sleep(0.05)
@@ -118,6 +120,12 @@ class Soak:
             threading.active_count(), left[2] + len(list(self.folder.iterdir())), handles,
             tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0, anonymous_memory(),
         )
+
+    async def _open_directory(self) -> None:
+        """Park a session on the disk: from then on the engine has a directory and its lock."""
+        async with self.engine.session() as session:
+            await session.ask(*self._draw())
+            await session.park("disk")
 
     def _num_own_sinks(self) -> int:
         return max(0, num_sinks() - self._num_foreign_sinks)
