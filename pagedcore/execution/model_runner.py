@@ -6,7 +6,6 @@ a sequence or a block; the engine commits what this returns.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import log2
@@ -68,20 +67,22 @@ class ModelRunner:
     ) -> SampledTokens:
         """Compute halves of the rows, then halves of those that fail, down to single rows.
 
-        One row that fails costs 2 * log2(rows) forwards, rounded up; there are never more than 4 * log2(rows). What is
-        not computed by then fails too. A row's keys, values and token are functions of the row, so computing it a
-        second time changes nothing.
+        One row that fails costs 2 * ceil(log2(rows)) forwards at most; there are never more than 4 * log2(rows), which
+        suffice for two. What is not computed by then fails too. A row's keys, values and token are functions of the
+        row, so computing it a second time changes nothing.
         """
         num_left, parts, failures = int(4 * log2(len(rows))), list[_Part](), dict[int, Exception]()
-        # Why the largest first: that saves most rows when the forwards do not suffice.
-        failed: deque[tuple[Seq[ScheduledRow], Exception]] = deque([(rows, error)])
+        failed: list[tuple[Seq[ScheduledRow], Exception]] = [(rows, error)]
         while failed:
-            group, cause = failed.popleft()
-            middle = (len(group) + 1) // 2
+            # Why the largest first: that saves most rows when the forwards do not suffice.
+            failed.sort(key=lambda one: len(one[0]))
+            group, cause = failed.pop()
             if len(group) == 1 or num_left < 2:
                 failures.update((row.sequence.sequence_id, cause) for row in group)
                 continue
             num_left -= 2
+            # Why the largest power of two below: with equal halves, two failing rows of 11 may need more forwards.
+            middle = 1 << (len(group) - 1).bit_length() - 1
             for half in (group[:middle], group[middle:]):
                 try:
                     parts.append((half, self._compute(half, block_manager)))
