@@ -29,8 +29,10 @@ from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
+    from pagedcore.plugins.manager import PluginManager
     from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
     from pagedcore.scheduler.invariants import InvariantChecker
+    from pagedcore.scheduler.policies import Policy
 
 _log = logging.getLogger("pagedcore")
 
@@ -72,12 +74,24 @@ def build_components(
         backend = resolve_backend(model, config, manager.registry.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     memory = KVMemory(backend, config)
+    try:
+        return _assemble(model_name(model), config, manager, policy, backend, text, memory)
+    except BaseException:
+        # Why: the backend may be the user's own, and shall make the next engine.
+        memory.close()
+        raise
+
+
+def _assemble(
+    name: str, config: EngineConfig, manager: PluginManager, policy: Policy, backend: ModelBackend,
+    text: Tokenizer | None, memory: KVMemory,
+) -> EngineComponents:
     kv_cache = KVCacheManager(
         memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
         policy=eviction.POLICIES[config.eviction_policy], secret=secrets.token_bytes(32),
         copies_blocks=memory.store is not None,
     )
-    info = _describe(model, backend, config, kv_cache)
+    info = _describe(name, backend, config, kv_cache)
     input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
         config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
@@ -130,10 +144,10 @@ def _as_tokenizer(tokenizer: Any) -> Tokenizer:
     return HFTokenizer.from_transformers(tokenizer)
 
 
-def _describe(model: Any, backend: ModelBackend, config: EngineConfig, kv_cache: KVCacheManager) -> EngineInfo:
+def _describe(name: str, backend: ModelBackend, config: EngineConfig, kv_cache: KVCacheManager) -> EngineInfo:
     facts = description_of(backend)
     return EngineInfo(
-        model=model_name(model),
+        model=name,
         dtype=str(facts.dtype).removeprefix("torch."),
         attention_backend=facts.attention_name,
         scheduling_policy=config.scheduling_policy,

@@ -70,8 +70,7 @@ class Engine:
         """All requests that were not removed, oldest first."""
         self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
         if kv_cache.host.num_blocks > 0 and config.preemption == "auto":
-            most_tokens = min(components.info.max_model_len, config.max_num_batched_tokens)
-            calibrate(self._runner.backend, scheduler, self._transfers, self._clock, most_tokens)
+            self._calibrate(min(components.info.max_model_len, config.max_num_batched_tokens))
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
             self._clock,
@@ -87,6 +86,14 @@ class Engine:
         self._is_closed, self._closing_reason = False, "this engine is closed"
         self._laws = components.laws
         self.hooks.engine_started(components.info)
+
+    def _calibrate(self, most_tokens: int) -> None:
+        try:
+            calibrate(self._runner.backend, self.scheduler, self._transfers, self._clock, most_tokens)
+        except BaseException:
+            # Why: there will be no engine to close.
+            self.hooks.at_the_end()
+            raise
 
     @classmethod
     def from_pretrained(cls, model: Any, **settings: Any) -> Engine:

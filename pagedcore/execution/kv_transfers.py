@@ -111,7 +111,10 @@ class KVTransfers:
             self._moves.time_out_transfer(transfer_id)
 
     def calibrate(self, costs: CostModel, num_blocks: int) -> None:
-        """Measure transfers of a few blocks each way, before the pool holds anything."""
+        """Measure transfers of a few blocks each way, before the pool holds anything.
+
+        Raises ``InvalidConfig`` if the store fails or takes too long.
+        """
         if self._store is None:
             return
         for count in _CALIBRATION_BLOCKS:
@@ -125,13 +128,21 @@ class KVTransfers:
 
     def _time(self, store: CacheStore, direction: Direction, pairs: Sequence[tuple[int, int]]) -> float:
         before = self._clock.now()
-        self._beginning_of(direction)(0, pairs)
-        while not store.poll_transfers(wait=True):
-            if self._clock.now() - before > self._longest_s:
-                raise InvalidConfig(
-                    f"host_kv_memory: the cache_store has not moved {len(pairs)} blocks in {self._longest_s:g} s. "
-                    "Leave host_kv_memory, or repair the store."
-                )
+        try:
+            self._beginning_of(direction)(0, pairs)
+            while not store.poll_transfers(wait=True):
+                if self._clock.now() - before > self._longest_s:
+                    raise InvalidConfig(
+                        f"host_kv_memory: the cache_store has not moved {len(pairs)} blocks in {self._longest_s:g} s. "
+                        "Leave host_kv_memory, or repair the store."
+                    )
+        except InvalidConfig:
+            raise
+        except Exception as error:  # the store may be the user's own
+            raise InvalidConfig(
+                f"host_kv_memory: the cache_store failed to move {len(pairs)} blocks ({type(error).__name__}). "
+                "Leave host_kv_memory, or repair the store."
+            ) from error
         return self._clock.now() - before
 
     def _beginning_of(self, direction: Direction) -> Callable[[int, Sequence[tuple[int, int]]], None]:

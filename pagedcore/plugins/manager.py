@@ -126,7 +126,7 @@ class EngineHooks:
 
     def __init__(self, manager: PluginManager, *, at_the_end: Callable[[], None] = lambda: None) -> None:
         """Look up the observers of ``manager``; ``at_the_end`` is called after those of the engine's end."""
-        self._at_the_end = at_the_end
+        self.at_the_end = at_the_end
         self._callers = {hook: manager.callers(hook) for hook in _OBSERVED}
         self._reported: set[str] = set()
         self._info: EngineInfo | None = None
@@ -159,7 +159,7 @@ class EngineHooks:
         try:
             self._tell("pagedcore_engine_stop", engine=info)
         finally:
-            self._at_the_end()
+            self.at_the_end()
 
     def step_done(self, stats: StepStats) -> None:
         """Tell what a step did."""

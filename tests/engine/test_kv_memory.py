@@ -13,7 +13,7 @@ import pytest
 from pagedcore import AsyncEngine, Engine, MemoryBudget, SamplingParams
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.errors import InvalidConfig, MemoryBudgetExceeded, ModelTakenOver
-from support.doubles import ToyBackend, toy_answer
+from support.doubles import ToyBackend, ToyStore, toy_answer
 from support.engine_builders import make_engine, run
 
 BLOCK = 4 * ToyBackend.kv_bytes_per_token
@@ -156,6 +156,53 @@ def test_a_refused_slab_of_the_host_frees_the_pool(monkeypatch: pytest.MonkeyPat
             Engine.from_pretrained(backend, kv_cache_memory="1MiB", host_kv_memory="1MiB")
     with Engine.from_pretrained(backend, kv_cache_memory="1MiB", host_kv_memory="1MiB") as engine:
         assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) > 0
+
+
+class _BrokenStore(ToyStore):
+    def start_swap_out(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+    def poll_transfers(self, *, wait: bool) -> Any:
+        raise ZeroDivisionError
+
+
+class _PoolBackend(ToyBackend):
+    """Counts its pools; each has a store that fails, where a class of them is given."""
+
+    num_pools, store_class, eos_token_ids = 0, ToyStore, ToyBackend.eos_token_ids
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        super().allocate_kv(num_blocks, block_size)
+        self._store = self.store_class(self, block_size)
+        self.num_pools += 1
+
+    def free_kv_bytes(self) -> int:
+        return 2**30
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        return block_size * self.kv_bytes_per_token
+
+    def release_kv(self) -> None:
+        self.num_pools -= 1
+
+
+@pytest.mark.parametrize(("broken", "kind"), [
+    ({"store_class": _BrokenStore}, InvalidConfig),
+    ({"store_class": type("Start", (_BrokenStore,), {"poll_transfers": ToyStore.poll_transfers})}, InvalidConfig),
+    ({"eos_token_ids": None}, TypeError),
+], ids=["poll", "start", "backend"])
+def test_an_engine_that_fails_while_it_is_built_frees_its_pool(broken: dict[str, Any], kind: type[Exception]) -> None:
+    """Whatever fails once the pool is made: the backend has none, the budget has its bytes, and both make the next
+    engine. A store that fails is a setting that cannot be had."""
+    budget, backend = MemoryBudget(100 * BLOCK), _PoolBackend()
+    vars(backend).update(broken)
+    with pytest.raises(kind):
+        toy(backend=backend, kv_cache_memory=budget, host_kv_memory=8 * BLOCK)
+    assert (backend.num_pools, budget.left_bytes) == (0, 100 * BLOCK)
+    backend.store_class, backend.eos_token_ids = ToyStore, ToyBackend.eos_token_ids
+    with toy(backend=backend, kv_cache_memory=budget, host_kv_memory=8 * BLOCK) as engine:
+        assert list(engine.generate([[1]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) == toy_answer([1], 2)
+    assert backend.num_pools == 0
 
 
 def test_odd_blocks_are_counted_with_their_padding() -> None:
