@@ -6,7 +6,7 @@ ids to block tables.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Final
 
@@ -158,6 +158,12 @@ class Sequence:
         self.num_cached_tokens = None
         self.arrival = arrival
         self.finish_reason = None
+
+    def restore(self, before: Sequence, num_tokens: int) -> None:
+        """Be as a copy that was made of it when it had ``num_tokens`` tokens."""
+        for one in fields(Sequence):
+            setattr(self, one.name, getattr(before, one.name))
+        del self.token_ids[num_tokens:]
 
     def take_back(self, num_tokens: int, block_size: int) -> None:
         """Be waiting again with the first ``num_tokens`` tokens, as if this turn had not generated the others."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import asdict
@@ -71,18 +72,18 @@ class Engine:
         self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
         if kv_cache.host.num_blocks > 0 and config.preemption == "auto":
             self._calibrate(min(components.info.max_model_len, config.max_num_batched_tokens))
+        self._steps = StepRunner(
+            scheduler, components.runner, self._transfers, self._outputs, self._clock, self._give_up
+        )
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
-            self._clock,
+            self._clock, self._steps.change,
         )
         self.sessions = SessionStore(
             self.accept, self.step, self.input_processor, self.requests, parking, components.fingerprint,
             config.session_secret,
         )
         """The open sessions."""
-        self._steps = StepRunner(
-            scheduler, components.runner, self._transfers, self._outputs, self._clock, self._give_up
-        )
         self._is_closed, self._closing_reason = False, "this engine is closed"
         self._laws = components.laws
         self.hooks.engine_started(components.info)
@@ -128,9 +129,7 @@ class Engine:
             EngineClosed: after ``close()``.
         """
         self._require_open()
-        processed = self.input_processor.process(prompt, params, RequestOptions(**options))
-        with self._steps.change():
-            return self.requests.accept(processed)
+        return self.accept(self.prepare(prompt, params, **options))
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
@@ -141,14 +140,24 @@ class Engine:
     def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
         """Take a prepared request, and append it to ``accepted``. Raises as ``add_request``; then nothing was taken."""
         self._require_open()
-        with self._steps.change():
-            return self.requests.accept(processed, accepted)
+        taken = accepted if accepted is not None else []
+        num_before = len(taken)
+        try:
+            with self._steps.change():
+                return self.requests.accept(processed, taken)
+        except BaseException:
+            # Why: an interrupt may come when it was taken already, and then no caller would know of it.
+            self._withdraw(taken[num_before:])
+            del taken[num_before:]
+            raise
 
     def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
         """Continue a finished request; see ``Request.extend``."""
         self._require_open()
         with self._steps.exclusive():
-            self.requests.extend(request, prompt, params)
+            processed = self.requests.process_turn(request, prompt, params)
+            with self._steps.change():
+                self.requests.begin_turn(request, processed)
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> Session:
         """Open a conversation that can wait, fork and outlive the process; arguments as ``add_request``.
@@ -185,7 +194,7 @@ class Engine:
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks; a second call does nothing."""
         self._recover()
-        with self._steps.exclusive():
+        with self._steps.change():
             self.requests.remove(request)
 
     def token_text(self, token_id: int) -> TokenText:
@@ -205,7 +214,7 @@ class Engine:
         return [pending.take_delta() for pending in self.step_pending()]
 
     def pending_of(self, request: Request) -> list[PendingOutput]:
-        """Return what may be pending of each completion of a request; of one that was removed, how it ended."""
+        """Return what may be pending of each completion of a request; of one that was removed, only how it ended."""
         return self._outputs.pending_of(request)
 
     @property
@@ -268,9 +277,7 @@ class Engine:
                         bar.update(done - bar.n)
                 return [request.output() for request in requests]
             finally:
-                for request in requests:
-                    request.abort()
-                    request.remove()
+                self._withdraw(requests)
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
@@ -318,9 +325,7 @@ class Engine:
             return
         with self._steps.exclusive():
             self.sessions.close()
-            for request in self.requests:
-                self.abort_request(request.request_id)
-                self.remove_request(request)
+            self._withdraw(self.requests)
             self._is_closed = True
         self.hooks.engine_stopped(self._components.info)
 
@@ -329,6 +334,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _withdraw(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.abort_request(request.request_id)
+            self.remove_request(request)
 
     def _recover(self) -> None:
         if self._steps.is_torn:

@@ -96,11 +96,19 @@ class OutputProcessor:
         return lambda: IncrementalText(tokenizer.new_detokenizer(), params.stop, params.min_tokens)
 
     def pending_of(self, request: Request) -> list[PendingOutput]:
-        """Return the pending output of a request's own sequences, in order; after their removal it is empty."""
+        """Return the pending output of a request's own sequences, in order; after their removal all of it is taken."""
         return [
-            self.by_sequence.get(sequence.sequence_id) or PendingOutput.of_removed(request, sequence, index)
+            self.by_sequence.get(sequence.sequence_id) or self._removed(request, sequence, index)
             for index, sequence in enumerate(request.sequences)
         ]
+
+    def _removed(self, request: Request, sequence: Sequence, index: int) -> PendingOutput:
+        """Make the text anew of a sequence that was removed, because a handle may be asked for it at any time."""
+        pending = PendingOutput(request, sequence, index, None, self._stream_for(sequence))
+        pending.replay()
+        pending.finish_text()
+        pending.mark_taken()
+        return pending
 
     def remove_text(self, sequence: Sequence) -> None:
         """Remove a sequence, and with it what was not taken; one that is not here is no error."""

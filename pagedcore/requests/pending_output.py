@@ -43,13 +43,6 @@ class PendingOutput:
     _num_taken_parts: int = 0
     _num_taken_tokens: int = 0
 
-    @classmethod
-    def of_removed(cls, request: Request, sequence: Sequence, index: int) -> PendingOutput:
-        """Return what says of a sequence that was removed how it ended, and nothing else."""
-        removed = cls(request, sequence, index, None)
-        removed.mark_taken()
-        return removed
-
     def begin_turn(self) -> None:
         """Begin with no text."""
         self.open_stream = self.stream = self.failure = None

@@ -90,7 +90,7 @@ class Request:
         return sequence.token_ids[max(taken, sequence.num_prompt_tokens) :]
 
     def output(self) -> RequestOutput:
-        """Return all completions as they stand, with text where the engine has a tokenizer."""
+        """Return all completions as they stand, with text where the engine has a tokenizer; also after ``remove``."""
         return self._owner.output_of(self)
 
     def extend(self, prompt: Any, params: SamplingParams | None = None) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -128,18 +130,19 @@ class RequestTable:
         """Continue a finished request with what was processed for it. Raises as ``Request.extend``."""
         sequence = self.require_extensible(request)
         self.scheduler.waiting.require_room(processed.params.num_initial_sequences)
-        request.params, request.metrics = processed.params, RequestMetrics(self.clock.now())
-        sequence.begin_turn(
-            processed.token_ids, processed.params, max_tokens=processed.max_tokens,
-            stop_token_ids=processed.stop_token_ids, arrival=next(self._arrivals),
-        )
-        self._start(request, processed)
+        with self._beginning(request, sequence):
+            request.params = processed.params
+            sequence.begin_turn(
+                processed.token_ids, processed.params, max_tokens=processed.max_tokens,
+                stop_token_ids=processed.stop_token_ids, arrival=next(self._arrivals),
+            )
+            self._start(request, processed)
 
-    def extend(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
-        """Continue a finished request; see ``Request.extend``."""
+    def process_turn(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> ProcessedRequest:
+        """Process the prompt of a request's next turn. Raises as ``Request.extend``."""
         sequence = self.require_extensible(request)
         params = params if params is not None else request.params
-        self.begin_turn(request, self.inputs.process(prompt, params, request.options, list(sequence.token_ids)))
+        return self.inputs.process(prompt, params, request.options, list(sequence.token_ids))
 
     def complete_turn(self, request: Request) -> None:
         """Continue a completion that was cut off: aborted, failed, or copied while it ran.
@@ -160,16 +163,16 @@ class RequestTable:
                 "The completion was begun with a longer context. Give a prompt to go on.",
             )
         self.scheduler.require_room(sequence.max_total_tokens)
-        request.metrics = RequestMetrics(self.clock.now())
-        sequence.reopen_turn(next(self._arrivals))
-        self.scheduler.add_sequences(sequence)
-        self.outputs.reopen_text(request, sequence)
+        with self._beginning(request, sequence):
+            sequence.reopen_turn(next(self._arrivals))
+            self.scheduler.add_sequences(sequence)
+            self.outputs.reopen_text(request, sequence)
 
-    def adopt(
+    def revive(
         self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None, *,
         is_shared: bool = True,
     ) -> Request:
-        """Make a finished request with this past, which the caller has checked.
+        """Make a finished request with this past, which the caller has checked and which ``adopt`` is to keep.
 
         It shares the blocks of ``cache_root``; ``None``: those of all requests with the same salt, unless it is not
         ``is_shared``: then only its own turns and forks find its blocks.
@@ -186,9 +189,12 @@ class RequestTable:
         sequence.logprobs = list(snapshot.logprobs)
         if snapshot.params.prompt_logprobs is not None:
             sequence.prompt_logprobs = list(snapshot.prompt_logprobs)
-        request = self._by_id[request_id] = Request(request_id, [sequence], snapshot.params, options, self.owner)
-        self.outputs.reopen_text(request, sequence).finish_text()
-        return request
+        return Request(request_id, [sequence], snapshot.params, options, self.owner)
+
+    def adopt(self, request: Request) -> None:
+        """Keep a request that ``revive`` has made, with its text, until it is removed."""
+        self._by_id[request.request_id] = request
+        self.outputs.reopen_text(request, request.sequences[0]).finish_text()
 
     def remove(self, request: Request) -> None:
         """Remove a finished request; a second call does nothing."""
@@ -199,13 +205,31 @@ class RequestTable:
 
     def require_extensible(self, request: Request) -> Sequence:
         """Return the one sequence of a request. Raises ``RequestStateError`` if none or several could be continued."""
-        if request.request_id not in self._by_id:
+        if request.sequences[0].status is SequenceStatus.REMOVED:
             raise RequestStateError("extend", "removed", "finished and kept", "Add a new request instead.")
         if not request.is_done:
             raise RequestStateError("extend", "running", "finished", "Step until is_done, or abort it.")
         if len(request.sequences) > 1:
             raise RequestStateError("extend", "one with several completions", "one with n=1")
         return request.sequences[0]
+
+    @contextmanager
+    def _beginning(self, request: Request, sequence: Sequence) -> Iterator[None]:
+        """Begin a turn; what breaks that off leaves request, tokens and text as they were.
+
+        The caller undoes what the scheduler knows.
+        """
+        before, num_tokens = copy(sequence), len(sequence.token_ids)
+        params, metrics = request.params, request.metrics
+        try:
+            request.metrics = RequestMetrics(self.clock.now())
+            yield
+        except BaseException:
+            self.outputs.groups.by_request.pop(request.request_id, None)
+            sequence.restore(before, num_tokens)
+            request.params, request.metrics = params, metrics
+            self.outputs.reopen_text(request, sequence).finish_text()
+            raise
 
     def _forget(self, request: Request) -> None:
         for sequence in request.sequences:

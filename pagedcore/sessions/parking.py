@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -87,6 +89,8 @@ class Parking:
     kv_format: str
     directory: KVDirectory
     clock: Clock
+    change: Callable[[], AbstractContextManager[None]]
+    """Makes what is done within it complete or undone, and keeps other threads out."""
     _parked: dict[int, _Parked] = field(default_factory=dict, init=False)
     _next_expiry_s: float = field(default=math.inf, init=False)
 
@@ -122,8 +126,9 @@ class Parking:
         """Pin a finished sequence's KV on the host; ``None`` if parked sequences have too little room there."""
         if not self.has_room_on_host(sequence):
             return None
-        num_tokens = self.scheduler.moves.park(sequence)
-        self.transfers.advance()
+        with self.change():
+            num_tokens = self.scheduler.moves.park(sequence)
+            self.transfers.advance()
         return self._record(sequence, "host", num_tokens, ttl_s) if num_tokens else None
 
     def park_tokens(self, sequence: Sequence) -> ParkedState:
@@ -167,14 +172,19 @@ class Parking:
 
     def fetch_kv(self, sequence: Sequence) -> int:
         """Begin to copy a sequence's blocks from the host to the device; return positions, 0 without room."""
-        num_tokens = self.scheduler.moves.fetch(sequence)
-        self.transfers.advance()
+        with self.change():
+            num_tokens = self.scheduler.moves.fetch(sequence)
+            self.transfers.advance()
         if num_tokens:
             del self._parked[sequence.sequence_id]
         return num_tokens
 
     def load_kv(self, sequence: Sequence, kv: KVCopy) -> int:
         """Put copied blocks into the prefix cache as far as the device has room; return the positions there now."""
+        with self.change():
+            return self._load_kv(sequence, kv)
+
+    def _load_kv(self, sequence: Sequence, kv: KVCopy) -> int:
         blocks, store = self.scheduler.kv_cache.device, self.store
         cache, here = blocks.cache, find_blocks(blocks.hasher, sequence, kv.num_tokens, blocks.cache)
         lacking = list(contents(blocks.hasher, sequence, kv.num_tokens))[len(here.block_ids) :]
@@ -224,8 +234,9 @@ class Parking:
     def free_kv(self, sequence: Sequence) -> None:
         """Free all KV that is kept for a sequence, if it is parked."""
         if sequence.sequence_id in self._parked:
-            self.unpark(sequence)
-            self.scheduler.moves.free_on_host(sequence)
+            with self.change():
+                self.unpark(sequence)
+                self.scheduler.moves.free_on_host(sequence)
 
     def expire(self) -> None:
         """Free the KV whose time is over."""

@@ -54,13 +54,11 @@ class Session(AbstractContextManager["Session"]):
     Invariant: tokens are only ever appended; a refused turn appends none.
     """
 
-    def __init__(
-        self, store: SessionStore, params: SamplingParams | None, options: RequestOptions, request: Request | None
-    ) -> None:
+    def __init__(self, store: SessionStore, params: SamplingParams | None, options: RequestOptions) -> None:
         self._store = store
         self._params = params
         self._options = options
-        self._request = request
+        self._request: Request | None = None
         self._is_closed = False
 
     @property
@@ -166,17 +164,25 @@ class Session(AbstractContextManager["Session"]):
 
     def close(self) -> None:
         """Abort a turn that is under way, and free everything; a second call does nothing."""
-        if self._is_closed:
-            return
         self._is_closed = True
-        self._store.sessions.discard(self)
         if self._request is not None:
             self._store.parking.free_kv(self._request.sequences[0])
             self._request.abort()
             self._request.remove()
+        # Why last: after a call that was interrupted, the next one does the rest.
+        self._store.sessions.discard(self)
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def take_past(self, request: Request, kv: KVCopy | None) -> None:
+        """Continue a request that was revived for this session, with ``kv`` in the cache."""
+        # Why first: what is interrupted later is removed with the session.
+        self._request = request
+        self._store.requests.adopt(request)
+        request.sequences[0].is_in_session = True
+        if kv is not None:
+            self._store.parking.load_kv(request.sequences[0], kv)
 
     def turn_operation(self, prompt: Prompt | None, params: SamplingParams | None) -> Operation[Request]:
         """Return ``extend`` as an operation; its only work tokenises the prompt and reads the session's file."""
@@ -190,8 +196,7 @@ class Session(AbstractContextManager["Session"]):
             raise SessionStateError("ask", "further on", "as it was when the turn was prepared", "Ask again.")
         if sequence is not None and kv is not None:
             self._store.parking.load_kv(sequence, kv)
-        self._request = self._begin(prepared)
-        return self._request
+        return self._begin(prepared)
 
     def park_operation(self, tier: Literal["host", "disk"], ttl_s: float | None) -> Operation[ParkedState]:
         """Return ``park`` as an operation."""
@@ -244,17 +249,18 @@ class Session(AbstractContextManager["Session"]):
         request = self._request
         if request is None:
             assert prepared is not None  # Invariant: an empty session has no completion to complete
-            request = self._store.accept(prepared)
+            self._request = request = self._store.accept(prepared)
             request.sequences[0].is_in_session = True
             return request
-        if prepared is not None:
-            self._store.requests.begin_turn(request, prepared)
-        else:
-            try:
-                self._store.requests.complete_turn(request)
-            except RequestStateError as error:
-                raise SessionStateError("ask", error.given, error.limit, "Give a prompt.") from None
-        self._store.parking.unpark(request.sequences[0])
+        with self._store.parking.change():
+            if prepared is not None:
+                self._store.requests.begin_turn(request, prepared)
+            else:
+                try:
+                    self._store.requests.complete_turn(request)
+                except RequestStateError as error:
+                    raise SessionStateError("ask", error.given, error.limit, "Give a prompt.") from None
+            self._store.parking.unpark(request.sequences[0])
         return request
 
     def _read_back(self, sequence: Sequence, file: ParkedFile, what: str) -> Operation[int]:
@@ -349,16 +355,16 @@ class SessionStore:
             raise EngineClosed("this engine is closed; make a new one.")
         if len(self.sessions) >= MAX_SESSIONS:
             raise TooManySessions(MAX_SESSIONS)
-        request = None
-        if history is not None:
-            # Safety: without a signature the blocks prove nothing, so that no other request may find them.
-            is_shared = kv is None or bool(self.session_key)
-            request = self.requests.adopt(history, options, cache_root, is_shared=is_shared)
-            request.sequences[0].is_in_session = True
-        session = Session(self, params, options, request)
-        self.sessions.add(session)
-        if request is not None and kv is not None:
-            self.parking.load_kv(request.sequences[0], kv)
+        session = Session(self, params, options)
+        try:
+            self.sessions.add(session)
+            if history is not None:
+                # Safety: without a signature the blocks prove nothing, so that no other request may find them.
+                is_shared = kv is None or bool(self.session_key)
+                session.take_past(self.requests.revive(history, options, cache_root, is_shared=is_shared), kv)
+        except BaseException:
+            session.close()
+            raise
         return session
 
     def close(self) -> None:

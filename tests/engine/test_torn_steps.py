@@ -7,49 +7,20 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import pagedcore
 from pagedcore.errors import EngineClosed, InternalError
 from support.doubles import ToyBackend, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
+from support.interrupts import Lost, interrupted_at, lose
 from support.step_scenario import LetterTokenizer, Scenario, params
 
-_HOME = os.path.dirname(pagedcore.__file__) + os.sep
 _MOST_STEPS = 60
 MIN_SHARE = 0.95
 """Of the points, at which the engine has to be before or after the step; at the others it may be closed."""
-
-
-class _Lost(BaseException):
-    """What another thread may raise in this one at any line."""
-
-
-@contextmanager
-def interrupted_at(line: int, act: Callable[[], None]) -> Iterator[list[int]]:
-    """Call ``act`` before the line of pagedcore with this number is executed; yield the number of lines so far."""
-    count = [0]
-
-    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            count[0] += 1
-            if count[0] == line:
-                act()
-        return on_line
-
-    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
-        return on_line if frame.f_code.co_filename.startswith(_HOME) else None
-
-    sys.settrace(on_call)
-    try:
-        yield count
-    finally:
-        sys.settrace(None)
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +40,6 @@ def expected() -> list[Any]:
     scenario = Scenario.begin()
     scenario.finish()
     return scenario.results()
-
-
-def lose() -> None:
-    raise _Lost
 
 
 def explore(act: Callable[[], None], raised: type[BaseException], num_points: int, seed: int) -> None:
@@ -104,7 +71,7 @@ def explore(act: Callable[[], None], raised: type[BaseException], num_points: in
 def test_a_step_may_break_off_at_any_line() -> None:
     """An exception from outside, at lines chosen by a seed: all laws hold at once, every request completes with its own
     tokens, text and log-probabilities, and no block is held in the end."""
-    explore(lose, _Lost, 60, seed=1)
+    explore(lose, Lost, 60, seed=1)
 
 
 def test_ctrl_c_comes_at_any_line() -> None:
@@ -116,7 +83,7 @@ def test_ctrl_c_comes_at_any_line() -> None:
 @pytest.mark.slow
 def test_a_step_may_break_off_at_every_line() -> None:
     """As above, at two thousand lines each."""
-    explore(lose, _Lost, 2_000, seed=3)
+    explore(lose, Lost, 2_000, seed=3)
     explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 2_000, seed=4)
 
 
@@ -124,6 +91,7 @@ ALLOCATIONS = f"""
 import random, sys
 import _testcapi
 from pagedcore.errors import EngineClosed
+from support.interrupts import Lost, interrupted_at, lose
 from support.step_scenario import Scenario
 
 def drive(scenario):
@@ -254,7 +222,7 @@ def test_a_handler_of_the_application_stays(monkeypatch: pytest.MonkeyPatch) -> 
 
     def handler(*_: object) -> None:
         seen.append(signal.getsignal(signal.SIGINT))
-        raise _Lost
+        raise Lost
 
     before = signal.signal(signal.SIGINT, handler)
     try:
@@ -262,9 +230,9 @@ def test_a_handler_of_the_application_stays(monkeypatch: pytest.MonkeyPatch) -> 
         request = engine.add_request([1, 2, 3], params(2))
         with monkeypatch.context() as patch:
             patch.setattr(engine.scheduler, "commit", lambda *_: signal.raise_signal(signal.SIGINT))
-            with pytest.raises((_Lost, KeyboardInterrupt)) as caught:
+            with pytest.raises((Lost, KeyboardInterrupt)) as caught:
                 engine.step()
-        assert caught.type is _Lost
+        assert caught.type is Lost
         assert seen == [handler]
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
@@ -300,7 +268,7 @@ def test_an_interrupted_recovery_is_done_by_the_next_call(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler, "commit", lambda *_: lose())
         patch.setattr(engine.scheduler, "restart", lambda *_: lose())
-        with pytest.raises(_Lost):
+        with pytest.raises(Lost):
             engine.step()
     assert engine.abort_request(request.request_id)
     again = engine.add_request([1, 2, 3], params(2))
@@ -368,7 +336,7 @@ def test_blocks_of_a_transfer_are_used_when_it_has_ended(is_hung: bool, monkeypa
     backend.cache_store.is_hung = is_hung
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler, "schedule", lambda *_: lose())
-        with pytest.raises(EngineClosed if is_hung else _Lost):
+        with pytest.raises(EngineClosed if is_hung else Lost):
             engine.step()
     assert bool(backend.cache_store.under_way) is is_hung
     backend.cache_store.is_slow = False
@@ -398,7 +366,7 @@ def test_a_request_is_accepted_or_not(kind: dict[str, Any]) -> None:
                     else:
                         request.abort()
                 is_over = True
-            except _Lost:
+            except Lost:
                 pass
             run(engine)
             assert list(other.output().outputs[0].token_ids) == toy_answer([1, 2, 3], 3)
@@ -418,7 +386,7 @@ def test_an_interrupted_generate_leaves_nothing_behind_wherever_it_comes() -> No
         engine.generate(prompts, params(3), show_progress=False)
     for line in random.Random(7).sample(range(1, count[0]), 40):
         engine = make_engine()
-        with pytest.raises(_Lost), interrupted_at(line, lose):
+        with pytest.raises(Lost), interrupted_at(line, lose):
             engine.generate(prompts, params(3), show_progress=False)
         assert not engine.has_pending_requests(), f"line {line}"
         outputs = engine.generate(prompts, params(3), show_progress=False)
@@ -452,10 +420,10 @@ def test_what_breaks_off_later_takes_no_output_of_a_step_that_was_completed(monk
     table = engine.requests
 
     def accept(*_: Any) -> Any:
-        raise _Lost
+        raise Lost
 
     monkeypatch.setattr(table, "accept", accept)
-    with pytest.raises(_Lost):
+    with pytest.raises(Lost):
         engine.add_request([2], params(4))
     monkeypatch.undo()
     assert request.is_done
