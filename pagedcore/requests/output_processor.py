@@ -58,12 +58,11 @@ class OutputProcessor:
         self.groups = CandidateGroups(scheduler, sequence_ids, self.open_text, self.remove_text)
         self.counters = Counters()
         self.untold: list[PendingOutput] = []
-        """What steps have given output that no caller has been told of."""
+        """What complete steps have given output that no caller has been told of, each once."""
+        self._of_step: list[PendingOutput] = []
+        """What the present step has given output so far."""
         self.open_before: SequenceOf[Request] = ()
         """The requests with open groups when the present change began; set by the one that begins it."""
-        self._num_settled = 0
-        """How many of ``untold`` are of steps that nothing can undo any more."""
-        self._is_of_several_steps = False
         self._expiring: SequenceOf[Sequence] = ()
         self._tokenizer = tokenizer
         self._scheduler = scheduler
@@ -115,9 +114,9 @@ class OutputProcessor:
         if (pending := self.by_sequence.pop(sequence.sequence_id, None)) is not None:
             pending.begin_turn()
             pending.mark_taken()
-            if pending in self.untold:
-                self._num_settled -= self.untold[: self._num_settled].count(pending)
-                self.untold[:] = [one for one in self.untold if one is not pending]
+            for told in (self.untold, self._of_step):
+                if pending in told:
+                    told[:] = [one for one in told if one is not pending]
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
@@ -136,7 +135,7 @@ class OutputProcessor:
         Tokens of the step, which no caller has been told of, are taken back; candidates of open groups begin anew, and
         will be the same. The second time does nothing more.
         """
-        del self.untold[self._num_settled :]
+        self._of_step = []
         self.open_before = tuple(dict.fromkeys(
             request for request in (*self.open_before, *self.groups.open_requests)
             if request.sequences[0].sequence_id in self.by_sequence
@@ -165,13 +164,15 @@ class OutputProcessor:
 
     def take_untold(self) -> list[PendingOutput]:
         """Return what has output that no caller has been told of, each once."""
-        untold, self.untold, self._num_settled = self.untold, [], 0
-        return list(dict.fromkeys(untold)) if self._is_of_several_steps else untold
+        untold, self.untold = self.untold, []
+        return untold
 
     def note_step(self) -> None:
-        """Note the requests that the step has finished, once nothing can undo it any more."""
-        self._note_finished(self.untold[self._num_settled :])
-        self._is_of_several_steps, self._num_settled, self._expiring = self._num_settled > 0, len(self.untold), ()
+        """Note what the step has given output and finished, once nothing can undo it any more."""
+        self._expiring, done = (), self._of_step
+        self.untold = list(dict.fromkeys((*self.untold, *done))) if self.untold else done.copy()
+        self._note_finished(done)
+        self._of_step = []
 
     def note_started(self, plan: SchedulePlan, now_s: float) -> None:
         """Stamp the requests that a plan starts."""
@@ -182,7 +183,7 @@ class OutputProcessor:
 
     def commit(self, plan: SchedulePlan, sampled: SampledTokens, now_s: float) -> None:
         """Make a computed step true; rows that could not be computed or have no usable logits end first, and alone."""
-        pending = self.untold
+        pending = self._of_step
         if sampled.failures:
             self.fail(plan, sampled.failures)
         if sampled.prompts:
@@ -218,7 +219,7 @@ class OutputProcessor:
             if (error := errors.get(row.sequence.sequence_id)) is not None:
                 failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
                 failure.__cause__ = error
-                self.untold += self._end_all([row.sequence], "error", failure)
+                self._of_step += self._end_all([row.sequence], "error", failure)
 
     def expire_waiting(self, limit_s: float) -> None:
         """End the requests that have waited longer than ``limit_s`` seconds for their first start."""
@@ -229,7 +230,7 @@ class OutputProcessor:
             self._scheduler.waiting.never_started(),
         ))
         if self._expiring:
-            self.untold += self._end_all(self._expiring, "error", QueueTimeout(limit_s))
+            self._of_step += self._end_all(self._expiring, "error", QueueTimeout(limit_s))
 
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""
@@ -268,7 +269,7 @@ class OutputProcessor:
         for row in plan.rows:
             scored = sampled.prompts.get(row.sequence.sequence_id, [])
             if scored is None:
-                self.untold += self._end_all([row.sequence], "error", InvalidLogits(_NO_LOGITS))
+                self._of_step += self._end_all([row.sequence], "error", InvalidLogits(_NO_LOGITS))
             elif row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += scored
 

@@ -429,3 +429,21 @@ def test_what_breaks_off_later_takes_no_output_of_a_step_that_was_completed(monk
     assert request.is_done
     taken += [token_id for delta in engine.step() for token_id in delta.token_ids]
     assert taken == toy_answer([1], 2)
+
+
+def test_the_end_of_a_step_may_break_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last change of a step: its output stays also when the next step is undone, and comes once."""
+    engine = make_engine()
+    requests = [engine.add_request([1], params(4)), engine.add_request([2], params(1))]
+    for place in (engine._outputs, "_note_finished"), (engine.scheduler, "commit"):
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, lambda *_: lose())
+            with pytest.raises(Lost):
+                engine.step()
+    assert [request.is_done for request in requests] == [False, True]
+    told = [engine.step() for _ in range(3)]
+    assert [len(deltas) for deltas in told] == [2, 1, 1]
+    for request, answer in zip(requests, (toy_answer([1], 4), toy_answer([2], 1)), strict=True):
+        mine = [delta for deltas in told for delta in deltas if delta.request_id == request.request_id]
+        assert [token_id for delta in mine for token_id in delta.token_ids] == answer
+        assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]

@@ -194,7 +194,8 @@ STEPS = (
            "            self._undo()\n            raise", "            raise",
            _TORN + "a_step_may_break_off_at_any_line"),
     Mutant("What breaks off takes the output of the step before.", _OUTPUT,
-           "self._num_settled > 0, len(self.untold), ()", "self._num_settled > 0, 0, ()",
+           "        self._of_step = []\n        self.open_before", "        self._of_step, self.untold = [], []\n"
+           "        self.open_before",
            _TORN + "what_breaks_off_later_takes_no_output_of_a_step_that_was_completed"),
     Mutant("Transfers are forgotten before they have ended.", "pagedcore/execution/kv_transfers.py",
            "while under_way and self._store", "while False and self._store",
