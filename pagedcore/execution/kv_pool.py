@@ -68,8 +68,12 @@ class KVPool:
         self._start(transfer_id, self._require_host(), self.pool, pairs)
 
     def _start(self, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) -> None:
-        _copy(source, destination, pairs)
-        self._ended.append((transfer_id, True))
+        is_ok = False
+        try:
+            _copy(source, destination, pairs)
+            is_ok = True
+        finally:
+            self._ended.append((transfer_id, is_ok))
 
     def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
         """Return what was copied since the last call; there is never anything to wait for."""

@@ -33,3 +33,20 @@ def test_host_memory_is_there_before_a_transfer_needs_it(monkeypatch: pytest.Mon
     storage.allocate_host(7)
     slab = storage._require_host()
     assert populated == [(slab.data_ptr(), slab.nbytes)]
+
+
+def test_a_copy_that_breaks_off_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is under way after it, so that a step that it breaks off can be undone at once: it is reported as failed,
+    and the next one as usual."""
+    pool = KVPool(LAYOUT, 4)
+    pool.allocate_host(4)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_pool, "_copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.start_swap_out(1, [(0, 0)])
+    pool.start_swap_out(2, [(0, 0)])
+    assert pool.poll_transfers(wait=True) == [(1, False), (2, True)]
