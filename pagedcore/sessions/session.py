@@ -165,7 +165,7 @@ class Session(AbstractContextManager["Session"]):
     def close(self) -> None:
         """Abort a turn that is under way, and free everything; a second call does nothing."""
         self._is_closed = True
-        if self._request is not None:
+        if self._request is not None and self in self._store.sessions:
             self._store.parking.free_kv(self._request.sequences[0])
             self._request.abort()
             self._request.remove()
