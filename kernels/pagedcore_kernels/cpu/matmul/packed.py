@@ -33,8 +33,10 @@ from pagedcore_kernels.cpu.matmul.tiles import (
     STEP_BYTES,
     SUM_BYTES,
     WIDENED_PAIRS,
+    is_of_bytes,
     multiply_tiles,
     row_step_bytes,
+    store_scaled_sums,
     store_sums,
 )
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
@@ -104,11 +106,11 @@ class PackedMatmul:
         if form is None:
             raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
         self._num_panels = -(-self._num_outputs // PANEL)
-        self.weight = _panels(weight, self._num_panels)
+        self.weight = panels_of(weight, self._num_panels)
         self._bias = weight.new_zeros(self._num_panels * PANEL)
         if bias is not None:
             self._bias[: self._num_outputs] = bias
-        self._form, self._kernel = form, matmul_kernel(form)
+        self._form, self._kernel = form, matmul_kernel(form, weight.dtype)
         self._parameters = ParameterBlock(10)
 
     @property
@@ -128,22 +130,23 @@ class PackedMatmul:
             rows = rows.float()
         self._parameters.fill(
             rows.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
-            self._num_outputs, self._num_inputs, self._num_panels, *self._items(num_rows),
+            self._num_outputs, self._num_inputs, self._num_panels, *work_items(self._num_panels, num_rows),
         )  # fmt: skip
         self._kernel.run(self._parameters)
         return out
 
-    def _items(self, num_rows: int) -> tuple[int, int]:
-        """How many panels are work items as they are, and into how many shares of rows each of the last ones is cut.
 
-        Why the last ones: a thread that loses its core holds little then, and all threads end together.
-        """
-        most_shares = max(1, -(-num_rows // _SHARE_ROWS))
-        num_cut = min(self._num_panels, num_threads()) if most_shares > 1 else 0
-        return self._num_panels - num_cut, most_shares
+def work_items(num_panels: int, num_rows: int) -> tuple[int, int]:
+    """Return how many panels are work items as they are, and how many shares of rows each of the last ones is cut into.
+
+    Why the last ones: a thread that loses its core holds little then, and all threads end together.
+    """
+    most_shares = max(1, -(-num_rows // _SHARE_ROWS))
+    num_cut = min(num_panels, num_threads()) if most_shares > 1 else 0
+    return num_panels - num_cut, most_shares
 
 
-def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
+def panels_of(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
     """Return [num_panels, steps, PANEL, inputs of a step], filled up with zeros."""
     num_outputs, num_inputs = weight.shape
     inputs = _INPUT_BYTES // weight.dtype.itemsize
@@ -158,22 +161,25 @@ def _panels(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
 
 
 @cache
-def matmul_kernel(form: int) -> Kernel:
-    """Compile the kernel, or take it from the cache; its parameters are those that ``PackedMatmul`` fills in."""
-    is_bf16, uses_matrix_units = int(form != SINGLES), int(form == MATRIX_UNITS)
+def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
+    """Compile the kernel that writes outputs of a number format, or take it from the cache; its parameters are those
+    that ``PackedMatmul`` fills in, and three more that ``PackedInt8Matmul`` has.
+    """
+    is_bf16, uses_matrix_units, is_scaled = int(dtype == torch.bfloat16), int(form == MATRIX_UNITS), is_of_bytes(form)
+    weight_bytes = 1 if is_scaled else dtype.itemsize
     most_sums = _WIDE_SUMS if has_wide_vectors() else _NARROW_SUMS
     panel_outputs, step_bytes, row_bytes_of_step, sum_bytes = PANEL, STEP_BYTES, row_step_bytes(form), SUM_BYTES
     chunk_steps = MATRIX_UNIT_CHUNK_STEPS if uses_matrix_units else CHUNK_STEPS
     single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS
     group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
     least_rows, num_sums, num_words = _SHARE_ROWS, group_rows * PANEL, CONFIGURATION_WORDS
-    item_bytes, input_bytes = 2 if is_bf16 else 4, _INPUT_BYTES
+    item_bytes, input_bytes = dtype.itemsize, _INPUT_BYTES
 
     def matmul(parameters: Any) -> None:
         p = address_of(parameters)
         counter, rows, weight = load_int64(p, 0), load_int64(p, 1), load_int64(p, 2)
         bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
-        num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * item_bytes // input_bytes
+        num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * weight_bytes // input_bytes
         num_panels, num_whole, num_shares = load_int64(p, 8), load_int64(p, 9), load_int64(p, 10)
         row_bytes, panel_bytes = num_steps * row_bytes_of_step, num_steps * step_bytes
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
@@ -220,7 +226,15 @@ def matmul_kernel(form: int) -> Kernel:
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
                     place = i + spare if i >= last else i
-                    store_sums(is_bf16, sums + place * sum_bytes, bias + column * item_bytes, target, wanted)
+                    if is_scaled:
+                        row_scale, of_outputs = load_int64(p, 11) + (first_row + i) * 4, load_int64(p, 12) + column * 4
+                        offsets = load_int64(p, 13) + column * 4
+                        store_scaled_sums(
+                            is_bf16, sums + place * sum_bytes, row_scale, offsets, of_outputs, bias + column * 4,
+                            target, wanted,
+                        )  # fmt: skip
+                    else:
+                        store_sums(is_bf16, sums + place * sum_bytes, bias + column * item_bytes, target, wanted)
                 first_row += count
         if uses_matrix_units:
             release_tiles()

@@ -1,13 +1,14 @@
 """The inner part of a matrix product as intrinsics: a few rows by one panel of weights, and the way out.
 
 A panel is ``PANEL`` outputs of a weight matrix, in steps that take ``STEP_BYTES`` of weights: one input in float32, two
-side by side in bfloat16. An instruction multiplies a row's step by sixteen outputs and adds to sixteen float32 sums,
-which stay in registers over a whole chunk of steps. Where no instruction takes pairs of bfloat16, the two are widened
-to float32 and added one after the other, to rows that were widened before. ``amx.py`` multiplies the same panels
-with other instructions; ``packed.py`` makes a product of either.
+side by side in bfloat16, four in int8. An instruction multiplies a row's step by sixteen outputs and adds to sixteen
+sums, float32 or int32, which stay in registers over a whole chunk of steps. Where no instruction takes pairs of
+bfloat16, the two are widened to float32 and added one after the other, to rows that were widened before; where none
+takes four int8, they are widened to int16, whose products cannot saturate. ``amx.py`` multiplies the same panels with
+other instructions; ``packed.py`` and ``packed_int8.py`` make products of them.
 
-Invariant: an output is the sum over chunks, in order, of the sum over the chunk's steps, in order. How many rows a tile
-has changes the speed and never a bit.
+Invariant: an output is the sum over chunks, in order, of the sum over the chunk's steps, in order; int32 sums are
+exact in any order. How many rows a tile has changes the speed and never a bit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numba.extending import intrinsic
 
 from pagedcore_kernels.cpu.simd import (
     FLOAT,
+    INT16,
     INT32,
     INT64,
     LANES,
@@ -50,10 +52,14 @@ TILE_ROWS = 4
 STEP_BYTES = 4 * PANEL
 #: How a step is multiplied: float32; pairs of bfloat16 in one instruction; such pairs widened.
 SINGLES, PAIRS, WIDENED_PAIRS = 0, 1, 2
+#: The same for int8: four of them in one instruction, which takes the row's as uint8; four widened to int16.
+BYTES, WIDENED_BYTES = 4, 5
 #: Bytes of one row of a panel's sums.
 SUM_BYTES = 4 * PANEL
 
 _VECTORS = PANEL // LANES
+_WHOLE = ir.VectorType(INT32, LANES)
+_WORDS = ir.VectorType(INT16, 2 * LANES)
 _LINE = 64
 
 
@@ -131,7 +137,7 @@ def multiply_tile(
 
         def multiply(vectors: range) -> None:
             places = [(m, v) for m in range(count) for v in vectors]
-            totals = {place: cgutils.alloca_once_value(b, constant(0.0)) for place in places}
+            totals = {place: cgutils.alloca_once_value(b, _zero(kind)) for place in places}
             with cgutils.for_range(b, steps) as loop:
                 panel_row = b.mul(loop.index, int64(STEP_BYTES))
                 weight = {v: _weights(b, kind, w, b.add(panel_row, int64(v * 64))) for v in vectors}
@@ -140,14 +146,15 @@ def multiply_tile(
                 row_step = b.mul(loop.index, int64(row_step_bytes(kind)))
                 for m in range(count):
                     for part in range(len(weight[vectors.start])):
-                        inputs = splat(b, load(b, starts[m], b.add(row_step, int64(4 * part)), FLOAT, 4))
+                        inputs = _inputs(b, kind, starts[m], b.add(row_step, int64(4 * part)))
                         for v in vectors:
                             total = b.load(totals[m, v])
                             b.store(_add_products(b, kind, total, weight[v][part], inputs), totals[m, v])
             for m, v in places:
                 place, chunk = m * SUM_BYTES + v * 64, b.load(totals[m, v])
-                before = load(b, target, place, floats(), 4)
-                store(b, b.select(starts_anew, chunk, b.fadd(before, chunk)), target, place, 4)
+                before = load(b, target, place, chunk.type, 4)
+                added = b.add(before, chunk) if is_of_bytes(kind) else b.fadd(before, chunk)
+                store(b, b.select(starts_anew, chunk, added), target, place, 4)
 
         for start in range(0, _VECTORS, width):
             multiply(range(start, min(start + width, _VECTORS)))
@@ -175,6 +182,38 @@ def store_sums(typing: Typing, is_bf16: Any, sums: Any, bias: Any, out: Any, num
     return types.void(is_bf16, *[types.int64] * 4), codegen
 
 
+@intrinsic(prefer_literal=True)
+def store_scaled_sums(
+    typing: Typing, is_bf16: Any, sums: Any, row_scale: Any, corrections: Any, scales: Any, bias: Any, out: Any,
+    num_outputs: Any,
+) -> Any:  # fmt: skip
+    """out[num_outputs] = float(sums - corrections) * row_scale * scales + bias, each operation rounded, in this order.
+
+    Sums and corrections are int32 [PANEL], scales and bias float32 [PANEL], all of them readable; ``row_scale`` is the
+    address of a float32.
+    """
+    bf16 = is_bf16.literal_value
+    vector_bytes = LANES * item_bytes(bf16)
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        _, source, of_row, offsets, of_outputs, addend, target, wanted = args
+        row = splat(b, load(b, of_row, 0, FLOAT, 4))
+        for v in range(_VECTORS):
+            total = b.sub(load(b, source, v * 64, _WHOLE, 4), load(b, offsets, v * 64, _WHOLE, 4))
+            scaled = b.fmul(b.fmul(b.sitofp(total, floats()), row), load(b, of_outputs, v * 64, floats(), 4))
+            value = b.fadd(scaled, load(b, addend, v * 64, floats(), 4))
+            rounded = to_bfloat16(b, value) if bf16 else value
+            _store_first(b, rounded, b.add(target, int64(v * vector_bytes)), b.sub(wanted, int64(v * LANES)))
+        return context.get_dummy_value()
+
+    return types.void(is_bf16, *[types.int64] * 7), codegen
+
+
+def is_of_bytes(form: int) -> bool:
+    """Whether a form multiplies int8, and its sums are int32."""
+    return form in (BYTES, WIDENED_BYTES)
+
+
 def row_step_bytes(form: int) -> int:
     """Bytes of a row for one step: rows of widened pairs are float32."""
     return 8 if form == WIDENED_PAIRS else 4
@@ -182,20 +221,62 @@ def row_step_bytes(form: int) -> int:
 
 def _weights(b: Builder, form: int, address: Value, offset: Value) -> list[Value]:
     """Load the weights of one step for sixteen outputs: one vector, or two where pairs are widened."""
+    if is_of_bytes(form):
+        return [load(b, address, offset, _WHOLE, 4)]
     if form != WIDENED_PAIRS:
         return [load(b, address, offset, floats(), 4)]
-    whole = ir.VectorType(INT32, LANES)
-    pairs = load(b, address, offset, whole, 4)
-    upper = b.and_(pairs, integer_constant(-0x10000, whole))
-    return [b.bitcast(half, floats()) for half in (b.shl(pairs, integer_constant(16, whole)), upper)]
+    pairs = load(b, address, offset, _WHOLE, 4)
+    upper = b.and_(pairs, integer_constant(-0x10000, _WHOLE))
+    return [b.bitcast(half, floats()) for half in (b.shl(pairs, integer_constant(16, _WHOLE)), upper)]
 
 
 def _add_products(b: Builder, form: int, total: Value, weights: Value, inputs: Value) -> Value:
+    if form == BYTES:
+        kind = ir.FunctionType(_WHOLE, [_WHOLE] * 3)
+        dot_product = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+        return b.call(dot_product, [total, inputs, weights])
+    if form == WIDENED_BYTES:
+        for some, others in zip(_halves(b, inputs), _halves(b, weights), strict=True):
+            total = b.add(total, _multiply_pairs(b, some, others))
+        return total
     if form != PAIRS:
         return fma(b, inputs, weights, total)
     kind = ir.FunctionType(floats(), [floats(), _PAIR_VECTOR, _PAIR_VECTOR])
     dot_product = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
     return b.call(dot_product, [total, b.bitcast(weights, _PAIR_VECTOR), b.bitcast(inputs, _PAIR_VECTOR)])
+
+
+def _zero(form: int) -> Value:
+    return integer_constant(0, _WHOLE) if is_of_bytes(form) else constant(0.0)
+
+
+def _inputs(b: Builder, form: int, address: Value, offset: Value) -> Value:
+    """Load one step of a row into all lanes."""
+    return splat(b, load(b, address, offset, INT32 if is_of_bytes(form) else FLOAT, 4))
+
+
+def _halves(b: Builder, four: Value) -> tuple[Value, Value]:
+    """Widen four int8 in each of sixteen lanes to int16: the first and the third of a lane, the second and fourth."""
+    pairs = b.bitcast(four, _WORDS)
+    eight = integer_constant(8, _WORDS)
+    return b.ashr(b.shl(pairs, eight), eight), b.ashr(pairs, eight)
+
+
+def _multiply_pairs(b: Builder, some: Value, others: Value) -> Value:
+    """Multiply int16 by int16 and add the two products of each of sixteen lanes, as int32, which holds them."""
+    half = ir.VectorType(INT16, LANES)
+    kind = ir.FunctionType(ir.VectorType(INT32, LANES // 2), [half, half])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx2.pmadd.wd")
+
+    def part(vector: Value, start: int) -> Value:
+        return b.shuffle_vector(vector, vector, _numbers(start, LANES))
+
+    low, high = (b.call(function, [part(some, start), part(others, start)]) for start in (0, LANES))
+    return b.shuffle_vector(low, high, _numbers(0, LANES))
+
+
+def _numbers(start: int, count: int) -> Value:
+    return ir.Constant(ir.VectorType(INT32, count), list(range(start, start + count)))
 
 
 def _store_first(b: Builder, values: Value, address: Value, count: Value) -> None:

@@ -1,0 +1,84 @@
+"""Matrix products of float rows with int8 weights: rows in int8 too, each with a scale, and exact int32 sums ("W8A8").
+
+The weight is symmetric with one scale for each output; a row's scale follows from the row, see ``quantize_rows``. An
+output is ``float(sum) * row scale * output scale + bias``, each operation rounded in float32, in this order.
+
+Invariant: an output's bits depend on its row, its weights and its bias alone, and not on the instructions that the
+processor has: an int32 sum of up to ``MOST_INPUTS`` products cannot overflow.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
+from pagedcore_kernels.cpu.matmul.packed import matmul_kernel, panels_of, work_items
+from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
+from pagedcore_kernels.cpu.matmul.tiles import BYTES, PANEL, WIDENED_BYTES
+from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
+from pagedcore_kernels.errors import InternalError
+
+#: Most inputs of a product: 127 * 127 times as many is below 2**31, and so is 127 * 255 with rows as uint8.
+MOST_INPUTS = 2**16
+
+
+def form_of_int8_product(num_inputs: int) -> int | None:
+    """Say how int8 products of this size are computed here; ``None``: they are not."""
+    if not has_fused_vectors() or num_inputs % ROW_MULTIPLE or not 0 < num_inputs <= MOST_INPUTS:
+        return None
+    return BYTES if has_wide_vectors() and has_instructions("avx512vnni") else WIDENED_BYTES
+
+
+class PackedInt8Matmul:
+    """``rows @ (weight * scales).T + bias`` with a weight that was rearranged once.
+
+    Args:
+        weight: int8 [out, in] from -127 to 127, any strides; not kept.
+        scales: float32 [out]; not kept.
+        bias: [out], or ``None``; not kept.
+        dtype: of rows and outputs, float32 or bfloat16.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self._num_outputs, self._num_inputs = weight.shape
+        form = form_of_int8_product(self._num_inputs)
+        if form is None or weight.dtype != torch.int8 or dtype not in (torch.float32, torch.bfloat16):
+            raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
+        self._num_panels, self.dtype = -(-self._num_outputs // PANEL), dtype
+        self.weight = panels_of(weight, self._num_panels)
+        offset = UNSIGNED_OFFSET if form == BYTES else 0
+        # Why: the sum over rows as uint8 is too large by the offset times the sum of the weights.
+        corrections = offset * weight.sum(dim=1, dtype=torch.int32)
+        self._corrections, self._scales = self._filled(corrections), self._filled(scales.float())
+        self._bias = self._filled(scales.new_zeros(0) if bias is None else bias.float())
+        self._quantize, self._kernel = RowQuantizer(dtype, offset), matmul_kernel(form, dtype)
+        self._parameters = ParameterBlock(13)
+
+    def _filled(self, values: torch.Tensor) -> torch.Tensor:
+        """Fill up to whole panels with zeros."""
+        filled = values.new_zeros(self._num_panels * PANEL)
+        filled[: len(values)] = values
+        return filled
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the packed weight."""
+        return self.weight.data_ptr(), self.weight.nbytes
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous, of ``dtype``, and return [M, out]; NaN for rows with inf or NaN."""
+        num_rows, size = len(rows), self._num_inputs
+        # Safety: the kernels read raw memory.
+        if rows.shape != (num_rows, size) or rows.dtype != self.dtype or not rows.is_contiguous():
+            raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {self.dtype} [M, {size}]")
+        out = rows.new_empty(num_rows, self._num_outputs)
+        values, scales = self._quantize(rows)
+        self._parameters.fill(
+            values.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
+            self._num_outputs, size, self._num_panels, *work_items(self._num_panels, num_rows),
+            scales.data_ptr(), self._scales.data_ptr(), self._corrections.data_ptr(),
+        )  # fmt: skip
+        self._kernel.run(self._parameters)
+        return out

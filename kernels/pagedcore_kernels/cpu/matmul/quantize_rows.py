@@ -1,0 +1,136 @@
+"""Rows of activations in int8, each with a scale of its own: its largest magnitude is 127.
+
+Invariant: what a row becomes depends on the row alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
+from pagedcore_kernels.cpu.simd import (
+    FLOAT,
+    INT32,
+    LANES,
+    Builder,
+    Typing,
+    Value,
+    address_of,
+    claim,
+    constant,
+    floats,
+    int64,
+    integer_constant,
+    item_bytes,
+    load_floats,
+    load_int64,
+    reduce_lanes,
+    splat,
+    store,
+)
+
+#: Inputs of a row are a multiple of this.
+ROW_MULTIPLE = LANES
+#: Added to every value where the product takes the rows as uint8.
+UNSIGNED_OFFSET = 128
+
+_LARGEST = 127.0
+#: A row whose magnitudes are below this is all zeros: the inverse of its scale would not be finite.
+_SMALLEST = 2.0**-100
+#: 1.5 * 2**23: adding it rounds a small float to the nearest integer, ties to even, and leaves that in the low bits.
+_ROUNDING = 12582912.0
+_WHOLE = ir.VectorType(INT32, LANES)
+_BYTE_VECTOR = ir.VectorType(ir.IntType(8), LANES)
+_ROWS_AT_ONCE = 8
+
+
+class RowQuantizer:
+    """Turns rows into int8 and scales.
+
+    Args:
+        dtype: of the rows, float32 or bfloat16.
+        offset: 0, or ``UNSIGNED_OFFSET``, which is added to every value modulo 256.
+    """
+
+    def __init__(self, dtype: torch.dtype, offset: int) -> None:
+        self._kernel = _kernel(int(dtype == torch.bfloat16), offset)
+        self._parameters = ParameterBlock(5)
+
+    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int8 [M, in] and float32 scales [M] of ``rows`` [M, in], contiguous, ``in`` a multiple of 16.
+
+        A value is the nearest integer to ``row / scale``, ties to even, and ``scale`` is a 127th of the row's largest
+        magnitude. The scale of a row with an infinity or a NaN is NaN.
+        """
+        values, scales = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows), dtype=torch.float32)
+        self._parameters.fill(rows.data_ptr(), values.data_ptr(), scales.data_ptr(), *rows.shape)
+        self._kernel.run(self._parameters)
+        return values, scales
+
+
+@cache
+def _kernel(is_bf16: int, offset: int) -> Kernel:
+    row_item_bytes, lanes, at_once = item_bytes(is_bf16), LANES, _ROWS_AT_ONCE
+
+    def quantize(parameters: Any) -> None:
+        p = address_of(parameters)
+        counter, rows, values = load_int64(p, 0), load_int64(p, 1), load_int64(p, 2)
+        scales, num_rows, size = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
+        first = claim(counter) * at_once
+        while first < num_rows:
+            for row in range(first, min(first + at_once, num_rows)):
+                source, target = rows + row * size * row_item_bytes, values + row * size
+                quantize_row(is_bf16, offset, source, size // lanes, target, scales + row * 4)
+            first = claim(counter) * at_once
+
+    return compile_kernel(quantize)
+
+
+@intrinsic(prefer_literal=True)
+def quantize_row(
+    typing: Typing, is_bf16: Any, offset: Any, row: Any, num_vectors: Any, values: Any, scale: Any
+) -> Any:  # fmt: skip
+    """Quantise ``num_vectors`` * 16 inputs. Literal: is_bf16, offset."""
+    bf16, added = is_bf16.literal_value, offset.literal_value
+    vector_bytes = LANES * item_bytes(bf16)
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        _, _, source, count, target, scale_address = args
+        largest = _largest_magnitude(b, source, count, bf16)
+        is_finite = b.fcmp_ordered("<", largest, constant(float("inf"), FLOAT))
+        is_large = b.fcmp_ordered(">=", largest, constant(_SMALLEST, FLOAT))
+        quotient = b.fdiv(largest, constant(_LARGEST, FLOAT))
+        known = b.select(is_large, quotient, constant(0.0, FLOAT))
+        store(b, b.select(is_finite, known, constant(float("nan"), FLOAT)), scale_address, 0, 4)
+        inverse = b.fdiv(constant(_LARGEST, FLOAT), largest)
+        factor = splat(b, b.select(b.and_(is_finite, is_large), inverse, constant(0.0, FLOAT)))
+        with cgutils.for_range(b, count) as loop:
+            inputs = load_floats(b, source, b.mul(loop.index, int64(vector_bytes)), bf16)
+            rounded = b.fadd(b.fmul(inputs, factor), constant(_ROUNDING))
+            whole = b.add(b.bitcast(rounded, _WHOLE), integer_constant(added, _WHOLE))
+            store(b, b.trunc(whole, _BYTE_VECTOR), target, b.mul(loop.index, int64(LANES)), 1)
+        return context.get_dummy_value()
+
+    return types.void(is_bf16, offset, *[types.int64] * 4), codegen
+
+
+def _largest_magnitude(b: Builder, row: Value, count: Value, is_bf16: int) -> Value:
+    """Return the largest magnitude of a row, a NaN if there is one.
+
+    Why as integers: the bits of magnitudes are in the order of the magnitudes, those of NaN after that of infinity.
+    """
+    magnitude, vector_bytes = integer_constant(0x7FFFFFFF, _WHOLE), LANES * item_bytes(is_bf16)
+    largest = cgutils.alloca_once_value(b, integer_constant(0, _WHOLE))
+    with cgutils.for_range(b, count) as loop:
+        inputs = load_floats(b, row, b.mul(loop.index, int64(vector_bytes)), is_bf16)
+        here, before = b.and_(b.bitcast(inputs, _WHOLE), magnitude), b.load(largest)
+        b.store(b.select(b.icmp_signed(">", here, before), here, before), largest)
+    bits = reduce_lanes(b, b.load(largest), lambda x, y: b.select(b.icmp_signed(">", x, y), x, y))
+    return b.bitcast(bits, FLOAT)
