@@ -20,12 +20,14 @@ _SAMPLE: Final = 512
 _INCIDENTAL: Final = frozenset({"transformers_version", "architectures", "dtype", "torch_dtype"})
 
 
-def model_fingerprint(model: Any) -> ModelFingerprint:
-    """Look at a model of transformers as it was loaded."""
+def model_fingerprint(model: Any, quantization: str = "none") -> ModelFingerprint:
+    """Look at a model of transformers as it was loaded; another scheme of quantisation makes it another model."""
     config = {
         name: value for name, value in model.config.to_dict().items()
         if name not in _INCIDENTAL and not name.startswith("_")
     }
+    if quantization != "none":
+        config["quantization"] = quantization
     described = json.dumps(config, sort_keys=True, default=str)
     return ModelFingerprint(str(model.config.model_type), _digest([described.encode()]), _digest(_samples(model)))
 

@@ -94,7 +94,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         model = model.to(resolve_dtype(config.dtype))
     return TransformersModel(
         model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
-        linear_name=config.linear_backend, device=device,
+        linear_name=config.linear_backend, quantization=config.quantization, device=device,
     )
 
 
@@ -147,6 +147,8 @@ def _linears(config: EngineConfig, device: Device, load: Loader) -> LinearFactor
     from pagedcore.models.cpu.packed_linear import FASTEST
 
     name = config.linear_backend
+    if config.quantization != "none":
+        return _quantized_linears(config, device)
     if name == "auto":
         return FASTEST
     factory = load("linears", name)
@@ -155,3 +157,19 @@ def _linears(config: EngineConfig, device: Device, load: Loader) -> LinearFactor
     if device.kind != "cpu":
         raise InvalidConfig(f"linear_backend: got {name!r}, allowed on {device.kind} is 'auto'.")
     return factory
+
+
+def _quantized_linears(config: EngineConfig, device: Device) -> LinearFactory:
+    from pagedcore.models.quantization.schemes import SCHEMES
+    from pagedcore_kernels.cpu.features import has_fused_vectors
+
+    for name, given, allowed in (("linear_backend", config.linear_backend, "auto"), ("device", device.kind, "cpu")):
+        if given != allowed:
+            raise InvalidConfig(
+                f"{name}: got {given!r}, allowed with quantization={config.quantization!r} is {allowed!r}."
+            )
+    if not has_fused_vectors():
+        raise InvalidConfig(
+            f"quantization: {config.quantization!r} needs an x86 processor with AVX2. Leave it at 'none'."
+        )
+    return SCHEMES[config.quantization]()

@@ -27,6 +27,8 @@ _NUM_SEQUENCES: Final = 4
 
 #: Largest relative difference of one token's logits, by number format: summation order, not a different function.
 _TOLERANCE: Final = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+#: The same for a quantised model, which is compared with what it was before.
+_QUANTIZED_TOLERANCE: Final = 0.4
 #: Share of the tokens that may differ more in a coarse format, where a router's near tie can send a token elsewhere.
 _OUTLIERS: Final = 0.25
 
@@ -34,13 +36,14 @@ _OUTLIERS: Final = 0.25
 class SelfTest:
     """The test of one model: its tokens, spread over the vocabulary, and what the model computes for them by itself."""
 
-    def __init__(self, model: Any, block_size: int) -> None:
+    def __init__(self, model: Any, block_size: int, quantization: str = "none") -> None:
         """Compute the expected logits [12, vocabulary] with a causal language model that nobody has changed yet."""
         vocab_size = model.get_input_embeddings().num_embeddings
         self._tokens = (np.arange(_NUM_TOKENS, dtype=np.int64) * 7919 + 17) % vocab_size
         input_ids = torch.from_numpy(self._tokens)[None].to(model.device)
         self._expected: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0].float().cpu()
         self._dtype: torch.dtype = model.dtype
+        self._tolerance = _TOLERANCE[self._dtype] if quantization == "none" else _QUANTIZED_TOLERANCE
         self._block_size = block_size
         self.num_blocks = _NUM_SEQUENCES * -(-_NUM_TOKENS // block_size)
         """Blocks that the test needs; those of a sequence run backwards."""
@@ -73,7 +76,7 @@ class SelfTest:
 
     def _compare(self, actual: torch.Tensor) -> None:
         """Compare per token: the distance of the logits, relative to their spread around their mean."""
-        expected, tolerance = self._expected, _TOLERANCE[self._dtype]
+        expected, tolerance = self._expected, self._tolerance
         if not expected.isfinite().all():
             raise ModelNotSupported("model: self-test failed. Its own logits are not finite; its weights are damaged.")
         spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-30)

@@ -29,6 +29,7 @@ from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.self_test import SelfTest
 from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, LinearFactory, RaggedRows
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
+from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
@@ -50,7 +51,7 @@ class TransformersModel:
         self, model: PreTrainedModel, attention_factory: AttentionFactory, *, block_size: int | None = None,
         is_private: bool = False, runs_self_test: bool = True, decoder_factory: DecoderFactory | None = None,
         attention_name: str = "unnamed", linears: LinearFactory = FASTEST, linear_name: str = "auto",
-        device: Device = CPU,
+        quantization: str = "none", device: Device = CPU,
     ) -> None:
         """Take a model over: it cannot be used by itself any more.
 
@@ -64,6 +65,7 @@ class TransformersModel:
             attention_name: what ``attention_factory`` is called.
             linears: makes the products of linear layers on the CPU.
             linear_name: what ``linears`` is called.
+            quantization: the scheme that ``linears`` follows; "none" for none.
             device: where the model computes.
 
         Raises:
@@ -72,7 +74,8 @@ class TransformersModel:
             InvalidConfig: its number format cannot be stored in a KV pool, or it has weights on another device.
         """
         self.name = str(model.config.model_type)
-        self.attention_name, self.linear_name, self.device_name = attention_name, linear_name, device.gpu_name
+        self.attention_name, self.device_name, self._quantization = attention_name, device.gpu_name, quantization
+        self.linear_name = linear_name if quantization == "none" else quantization
         self.dtype: torch.dtype = model.dtype
         """Number format of weights and KV pool."""
         self._device, self._attention_factory = device, attention_factory
@@ -87,7 +90,7 @@ class TransformersModel:
         supported_models.check_device(model, device.kind)
         self.max_model_len = model_facts.max_model_len(model.config)
         self.eos_token_ids = model_facts.eos_token_ids(model)
-        self.fingerprint = model_fingerprint(model)
+        self.fingerprint = model_fingerprint(model, quantization)
         factory = decoder_factory or (partial(best_decoder, linears=linears) if device.kind == "cpu" else PlainDecoder)
         with torch.inference_mode():
             self._take_over(device.take(model.eval()), factory, is_private, runs_self_test)
@@ -96,7 +99,7 @@ class TransformersModel:
     def computes_in_torch(self) -> bool:
         """Whether other libraries compute matrix products of a step on the CPU."""
         products, others = self._decoder.products, self._decoder.other_matrices
-        is_ours = all(isinstance(product.multiply, PackedMatmul) for product in products)
+        is_ours = all(isinstance(product.multiply, PackedMatmul | PackedInt8Matmul) for product in products)
         return self._device.kind == "cpu" and (bool(others) or not products or not is_ours)
 
     def layout(self, block_size: int) -> BlockLayout:
@@ -156,7 +159,7 @@ class TransformersModel:
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool
     ) -> None:
-        test = SelfTest(model, self.block_size) if runs_self_test else None
+        test = SelfTest(model, self.block_size, self._quantization) if runs_self_test else None
         ownership.take(model)
         self.layers, self.vocab_size = redirect_attention(model)
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token

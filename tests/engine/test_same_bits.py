@@ -18,6 +18,8 @@ import torch
 
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
+from pagedcore.models.cpu.packed_linear import FASTEST
+from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.outputs import CompletionOutput
 from pagedcore.requests.candidate_groups import SEED_RANGE, SEED_STRIDE
@@ -119,14 +121,20 @@ def alone(backend: TransformersModel, asked: list[Question]) -> list[Answer]:
     return answers
 
 
-@pytest.fixture(scope="module", params=[(kind, d) for kind in KINDS for d in ("float32", "bfloat16")], ids=str)
+FORMATS = [(kind, dtype, "none") for kind in KINDS for dtype in ("float32", "bfloat16")]
+FORMATS += [("dense", "bfloat16", "w8a8"), ("mixture of experts", "bfloat16", "w8a8")]
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
-    kind, dtype = request.param
+    kind, dtype, quantization = request.param
     family, changes = KINDS[kind]
+    linears = SCHEMES[quantization]() if quantization in SCHEMES else FASTEST
 
     def rebuild() -> TransformersModel:
         return TransformersModel(
-            tiny_model(family, dtype=getattr(torch, dtype), **changes), NumbaCpuAttention, block_size=BLOCK_SIZE
+            tiny_model(family, dtype=getattr(torch, dtype), **changes), NumbaCpuAttention, block_size=BLOCK_SIZE,
+            linears=linears, quantization=quantization,
         )
 
     backend = rebuild()

@@ -21,6 +21,7 @@ from kernels.attention_cases import Rows, Shape, Tokens, random_tables, run
 from pagedcore_kernels import step_plan as plan_module
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
+from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 
 GUARD_BYTES = 1 << 22
 """Bytes behind an array that no kernel may touch."""
@@ -29,11 +30,12 @@ NUM_BLOCKS = 32
 SHAPES = [Shape(3, 2, 32, 16, 16, torch.bfloat16), Shape(2, 1, 16, 16, 16, torch.float32)]
 PRODUCTS = [(rows, *shape) for rows in (1, 15, 17, 33, 70) for shape in ((70, 64), (64, 288), (130, 34))]
 """Rows, outputs and inputs; inputs of whole tiles and others."""
+INT8_PRODUCTS = [(rows, *shape) for rows in (1, 15, 17, 70) for shape in ((70, 64), (64, 2080), (130, 48))]
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start(what: str) -> subprocess.CompletedProcess[str]:
-    """Run this program; ``what`` is "attention" or "products"."""
+    """Run this program; ``what`` is "attention", "products" or "int8 products"."""
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
     command = [sys.executable, "-m", "kernels.edge_of_memory", what]
@@ -85,9 +87,9 @@ class EdgeMatmul(PackedMatmul):
 class EdgeRows(torch.Tensor):
     """Rows from which an array is made that ends where memory ends."""
 
-    def new_empty(self, *shape: int) -> torch.Tensor:  # type: ignore[override]
-        """Return room for numbers of the same format."""
-        return tensor_before_the_edge(torch.zeros(*shape, dtype=self.dtype))
+    def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+        """Return room for numbers of the same format, or of another one."""
+        return tensor_before_the_edge(torch.zeros(*shape, dtype=dtype or self.dtype))
 
 
 def multiply(num_rows: int, num_outputs: int, num_inputs: int) -> torch.Tensor:
@@ -99,8 +101,29 @@ def multiply(num_rows: int, num_outputs: int, num_inputs: int) -> torch.Tensor:
     return product
 
 
+class EdgeInt8Matmul(PackedInt8Matmul):
+    """A product all of whose arrays end where memory ends."""
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__(weight, scales, bias, torch.bfloat16)
+        for name in ("_panels", "_scales", "_corrections", "_bias"):
+            setattr(self, name, tensor_before_the_edge(getattr(self, name)))
+
+
+def multiply_int8(num_rows: int, num_outputs: int, num_inputs: int) -> torch.Tensor:
+    """Do the same with int8."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
+    rows, scales = torch.randn(num_rows, num_inputs, generator=generator).bfloat16(), torch.rand(num_outputs)
+    product = EdgeInt8Matmul(weight, scales, scales)(tensor_before_the_edge(rows).as_subclass(EdgeRows))
+    assert torch.equal(product, PackedInt8Matmul(weight, scales, scales, torch.bfloat16)(rows))
+    return product
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "products":
+    if sys.argv[1] == "int8 products":
+        print(*(multiply_int8(*sizes).shape for sizes in INT8_PRODUCTS))
+    elif sys.argv[1] == "products":
         print(*(multiply(*sizes).shape for sizes in PRODUCTS))
     else:
         plan_module.QueryTiles = EdgeTiles  # type: ignore[misc]

@@ -263,7 +263,7 @@ def test_without_the_systems_leave_vectors_multiply() -> None:
     weight, rows = numbers(1, 70, 64, dtype=torch.bfloat16), numbers(2, 40, 64, dtype=torch.bfloat16)
     product = PackedMatmul(weight, None)
     expected = packed.PAIRS if features.has_instructions("avx512bf16") else packed.WIDENED_PAIRS
-    assert product._kernel is packed.matmul_kernel(expected)
+    assert product._kernel is packed.matmul_kernel(expected, torch.bfloat16)
     torch.testing.assert_close(product(rows), rows @ weight.T)
 
 
@@ -274,4 +274,4 @@ def test_matrix_units_multiply_whole_tiles_of_inputs() -> None:
     cases = [(torch.bfloat16, 64, units), (torch.bfloat16, 48, pairs), (torch.float32, 64, singles)]
     for dtype, num_inputs, form in cases:
         product = PackedMatmul(torch.zeros(8, num_inputs, dtype=dtype), None)
-        assert product._kernel is packed.matmul_kernel(form)
+        assert product._kernel is packed.matmul_kernel(form, dtype)

@@ -104,7 +104,8 @@ def test_weights_are_not_held_twice() -> None:
     names = [name for name, _ in model.named_parameters() if ".experts." in name or name.endswith("mlp.gate.weight")]
     before = sum(model.get_parameter(name).numel() for name in names)
     unused: list[int] = []
-    products = pack_experts(model, linears=FASTEST, on_unused=lambda weight: unused.append(weight.numel()))
+    note = lambda weight: unused.append(weight.numel())  # noqa: E731
+    products = pack_experts(model, linears=FASTEST, routers=FASTEST, on_unused=note)
     assert len(names) == len(unused) == 9
     assert sum(unused) == before
     assert not set(names) & {name for name, _ in model.named_parameters()}
@@ -143,7 +144,7 @@ def test_a_router_that_multiplies_in_another_way_keeps_its_matrix() -> None:
     OtherRouter.__module__ = "transformers.models.other"
     router, unused = OtherRouter(64, 64), []
     before = router.weight
-    assert not pack_experts(router, linears=FASTEST, on_unused=unused.append)
+    assert not pack_experts(router, linears=FASTEST, routers=FASTEST, on_unused=unused.append)
     assert router.weight is before
     assert dict(router.named_parameters())["weight"] is before
     assert not unused
@@ -164,9 +165,9 @@ def test_modules_of_other_conventions_are_left_alone() -> None:
     class LearnedRouter(nn.Linear):
         """Might compute anything."""
 
-    assert not pack_experts(nn.ModuleList([LearnedRouter(64, 4)]), linears=FASTEST, on_unused=print)
+    assert not pack_experts(nn.ModuleList([LearnedRouter(64, 4)]), linears=FASTEST, routers=FASTEST, on_unused=print)
     for family in ("dbrx", "jetmoe"):
-        assert not pack_experts(tiny_model(family), linears=FASTEST, on_unused=print)
+        assert not pack_experts(tiny_model(family), linears=FASTEST, routers=FASTEST, on_unused=print)
 
 
 def test_a_format_that_the_factory_does_not_support_is_left_alone() -> None:
@@ -177,5 +178,5 @@ def test_a_format_that_the_factory_does_not_support_is_left_alone() -> None:
             return dtype == torch.float32
 
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
-    assert len(pack_experts(model, linears=Singles(), on_unused=lambda weight: None)) == 3
+    assert len(pack_experts(model, linears=Singles(), routers=Singles(), on_unused=lambda weight: None)) == 3
     assert not any(isinstance(module, PackedExperts) for module in model.modules())

@@ -86,17 +86,20 @@ class RouterWeight:
     type = float = to
 
 
-def pack_experts(model: nn.Module, *, linears: LinearFactory, on_unused: OnUnused) -> tuple[PackedLinear, ...]:
+def pack_experts(
+    model: nn.Module, *, linears: LinearFactory, routers: LinearFactory, on_unused: OnUnused
+) -> tuple[PackedLinear, ...]:
     """Replace the experts and the matrices of routers inside ``model``, and return the products of them.
 
     Args:
         model: changed in place, one tensor of weights at a time.
-        linears: makes the products; modules of formats that it does not support are left alone.
+        linears: makes the products of experts; modules of formats that it does not support are left alone.
+        routers: makes those of routers.
         on_unused: as for ``pack_linears``.
     """
     packed: list[PackedLinear] = []
     for parent in list(model.modules()):
-        if _is_router(parent, linears) and (product := _pack_router(parent, linears, on_unused)) is not None:
+        if _is_router(parent, routers) and (product := _pack_router(parent, routers, on_unused)) is not None:
             packed.append(product)
         for name, child in list(parent.named_children()):
             if _has_experts(child, linears):

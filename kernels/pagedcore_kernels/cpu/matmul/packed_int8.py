@@ -46,8 +46,10 @@ class PackedInt8Matmul:
         form = form_of_int8_product(self._num_inputs)
         if form is None or weight.dtype != torch.int8 or dtype not in (torch.float32, torch.bfloat16):
             raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
-        self._num_panels, self.dtype = -(-self._num_outputs // PANEL), dtype
-        self.weight = panels_of(weight, self._num_panels)
+        self._num_panels = -(-self._num_outputs // PANEL)
+        self._panels = panels_of(weight, self._num_panels)
+        self.weight = torch.empty(0, dtype=dtype)
+        """Empty, in the format of rows and outputs, which is what modules ask a weight for."""
         offset = UNSIGNED_OFFSET if form == BYTES else 0
         # Why: the sum over rows as uint8 is too large by the offset times the sum of the weights.
         corrections = offset * weight.sum(dim=1, dtype=torch.int32)
@@ -65,18 +67,18 @@ class PackedInt8Matmul:
     @property
     def memory(self) -> tuple[int, int]:
         """Address and bytes of the packed weight."""
-        return self.weight.data_ptr(), self.weight.nbytes
+        return self._panels.data_ptr(), self._panels.nbytes
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply ``rows`` [M, in], contiguous, of ``dtype``, and return [M, out]; NaN for rows with inf or NaN."""
-        num_rows, size = len(rows), self._num_inputs
+        """Multiply ``rows`` [M, in], contiguous, of ``weight.dtype``; return [M, out], NaN for rows with inf or NaN."""
+        num_rows, size, kind = len(rows), self._num_inputs, self.weight.dtype
         # Safety: the kernels read raw memory.
-        if rows.shape != (num_rows, size) or rows.dtype != self.dtype or not rows.is_contiguous():
-            raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {self.dtype} [M, {size}]")
+        if rows.shape != (num_rows, size) or rows.dtype != kind or not rows.is_contiguous():
+            raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {kind} [M, {size}]")
         out = rows.new_empty(num_rows, self._num_outputs)
         values, scales = self._quantize(rows)
         self._parameters.fill(
-            values.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
+            values.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
             self._num_outputs, size, self._num_panels, *work_items(self._num_panels, num_rows),
             scales.data_ptr(), self._scales.data_ptr(), self._corrections.data_ptr(),
         )  # fmt: skip

@@ -25,7 +25,6 @@ from pagedcore_kernels.cpu.simd import (
     address_of,
     claim,
     constant,
-    floats,
     int64,
     integer_constant,
     item_bytes,
@@ -69,7 +68,7 @@ class RowQuantizer:
         A value is the nearest integer to ``row / scale``, ties to even, and ``scale`` is a 127th of the row's largest
         magnitude. The scale of a row with an infinity or a NaN is NaN.
         """
-        values, scales = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows), dtype=torch.float32)
+        values, scales = (rows.new_empty(rows.shape, dtype=torch.int8), rows.new_empty(len(rows), dtype=torch.float32))
         self._parameters.fill(rows.data_ptr(), values.data_ptr(), scales.data_ptr(), *rows.shape)
         self._kernel.run(self._parameters)
         return values, scales

@@ -1,0 +1,1 @@
+"""Weights in fewer bits: what a quantisation scheme does to a linear layer."""
