@@ -80,7 +80,7 @@ class Engine:
             self._clock, self._steps.change,
         )
         self.sessions = SessionStore(
-            self.accept, self.step, self.input_processor, self.requests, parking, components.fingerprint,
+            self.accept, self.step_pending, self.input_processor, self.requests, parking, components.fingerprint,
             config.session_secret,
         )
         """The open sessions."""
@@ -218,9 +218,9 @@ class Engine:
         return self._outputs.pending_of(request)
 
     @property
-    def num_aborted(self) -> int:
-        """How many requests were ended by ``abort_request``."""
-        return self._outputs.counters.num_aborted
+    def num_finished(self) -> int:
+        """How many requests have ended, whatever the reason."""
+        return self._outputs.counters.num_finished
 
     def step_pending(self) -> list[PendingOutput]:
         """Run one step; return completions with pending output, whose ``take_delta`` may be called at any time.

@@ -284,6 +284,8 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
     async def call(self, function: Callable[[Engine], _T]) -> _T:
         """Run a short function on the engine thread, between two steps; return its result or raise its exception.
 
+        One that calls ``Engine.step`` takes the deltas of that step from their readers.
+
         Raises ``EngineClosed`` if the engine is closed, and ``RuntimeError`` instead of what would end more than the
         call: ``SystemExit``, ``KeyboardInterrupt`` and ``StopIteration``.
         """

@@ -115,7 +115,7 @@ class EngineLoop:
         self._requests: dict[OutputSink, Request] = {}
         # Why ordered: its first entry is found in constant time, also after thousands of others were taken out.
         self._held: OrderedDict[OutputSink, tuple[ProcessedRequest, float]] = OrderedDict()
-        self._num_aborts = engine.num_aborted
+        self._num_finished = engine.num_finished
         self._present: Command | None = None
         self._is_stopping = False
 
@@ -138,7 +138,7 @@ class EngineLoop:
         self._take_commands()
         pending = self.engine.step_pending()
         self._deliver(pending)
-        self._end_aborted()
+        self._end_others()
         if not self.engine.is_stalled:
             self.progress.step_ended(has_output=bool(pending), has_failed=self.engine.has_failed)
 
@@ -168,13 +168,14 @@ class EngineLoop:
     def serve(self, begin: Callable[[], Request], sink: OutputSink) -> None:
         """Begin a request or a session's turn for a sink, or end the sink with the reason."""
         if sink.is_cancelled:
-            # Why: its abort may have come before, and ended nothing.
+            # Why: its abort may have come before, and ended nothing. Another task may wait for a session's turn.
             self._commands.places.give_back(sink)
+            wake([sink.end()])
             return
         try:
             request = begin()
-        except Exception as error:  # of whatever kind, it is this caller's
-            wake([sink.end(error)])
+        except BaseException as error:  # of whatever kind, it is this caller's
+            wake([sink.end(as_exception(error))])
             return
         self._sinks[request], self._requests[sink] = sink, request
         if isinstance(sink, Stream):
@@ -192,7 +193,7 @@ class EngineLoop:
         elif (request := self._requests.get(sink)) is not None:
             # Why: a session may be closed by one task while another one reads its completion.
             last = self._take_deltas(request)
-            self._num_aborts += request.abort()
+            request.abort()
             wake([self._end_request(request, last)])
 
     def _take_aborts(self) -> None:
@@ -281,16 +282,16 @@ class EngineLoop:
             if waiter in sleeping:
                 self.cancel_sink(sleeping[waiter])
 
-    def _end_aborted(self) -> None:
-        """End the sinks of requests that something else than their readers has aborted: a function of a caller's, an
-        observer, a session that was closed.
+    def _end_others(self) -> None:
+        """End the sinks of requests that neither a step of this loop nor their readers have ended: a function of a
+        caller's, which may have made steps too, an observer, a session that was closed.
         """
-        if self.engine.num_aborted == self._num_aborts:
+        if self.engine.num_finished == self._num_finished:
             return
-        self._num_aborts = self.engine.num_aborted
         for request in [request for request in self._sinks if request.is_done]:
             self._flusher.take(request)
             wake([self._finish(request, self.engine.pending_of(request))])
+        self._num_finished = self.engine.num_finished
 
     def _finish(self, request: Request, pending: list[PendingOutput]) -> Waiter | None:
         last = [one.take_delta() for one in pending]
@@ -309,6 +310,7 @@ class EngineLoop:
             request.remove()
         # Why last: whatever raises before, the sink still gets its end.
         del self._sinks[request], self._requests[sink]
+        self._num_finished += 1
         return sink.end(None, last)
 
     def _shut_down(self, error: EngineClosed) -> None:

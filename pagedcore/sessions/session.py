@@ -29,6 +29,7 @@ from pagedcore.protocols import ModelFingerprint
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
+from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable, SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
@@ -104,7 +105,8 @@ class Session(AbstractContextManager["Session"]):
         request = self.extend(prompt, params)
         try:
             while not request.is_done:
-                yield from (delta for delta in self._store.step() if delta.request_id == request.request_id)
+                # Why: other requests' deltas are their own readers' to take.
+                yield from [one.take_delta() for one in self._store.step() if one.request is request]
         finally:
             # Why: a caller that stops reading, for any reason, wants no further tokens of this turn.
             request.abort()
@@ -307,7 +309,7 @@ class SessionStore:
     """
 
     accept: Callable[[ProcessedRequest], Request]
-    step: Callable[[], list[Delta]]
+    step: Callable[[], list[PendingOutput]]
     input_processor: InputProcessor
     requests: RequestTable
     parking: Parking

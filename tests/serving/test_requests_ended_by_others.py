@@ -13,9 +13,13 @@ import pytest
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 from pagedcore.engine.engine import Engine
+from pagedcore.errors import SessionStateError
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import StepStats
+from pagedcore.scheduler.waiting_queue import PolicyOrder
+from pagedcore.sequence import Sequence
+from pagedcore.serving.async_session import AsyncSession
 from pagedcore.serving.stream import CompletionFuture, Stream, StreamReader
 from support.async_helpers import SlowBackend
 from support.doubles import toy_answer
@@ -45,6 +49,18 @@ async def read(deltas: AsyncGenerator[Delta, None], seen: asyncio.Event) -> tupl
     return tokens, delta
 
 
+async def begin(engine: AsyncEngine, session: AsyncSession, kind: str) -> asyncio.Future[Any]:
+    if kind == "completion":
+        output = asyncio.wrap_future(engine.submit([1, 2, 3], PARAMS))
+        await asyncio.sleep(0.05)
+        return output
+    seen = asyncio.Event()
+    deltas = engine.generate([1, 2, 3], PARAMS) if kind == "stream" else session.stream([1, 2, 3], PARAMS)
+    reading = asyncio.create_task(read(deltas, seen))
+    await seen.wait()
+    return reading
+
+
 def abort(engine: Engine) -> None:
     for request in engine.requests:
         request.abort()
@@ -61,6 +77,20 @@ def close_sessions(engine: Engine) -> None:
         session.close()
 
 
+def generate(engine: Engine) -> None:
+    engine.generate([[5, 6]], SamplingParams(max_tokens=60, ignore_eos=True), show_progress=False)
+
+
+def ask(engine: Engine) -> None:
+    with engine.session() as session:
+        session.ask([5, 6], SamplingParams(max_tokens=60, ignore_eos=True))
+
+
+def step(engine: Engine) -> None:
+    while engine.has_pending_requests():
+        engine.step()
+
+
 def abort_and_raise(engine: Engine) -> None:
     abort(engine)
     raise ValueError("a caller's function")
@@ -72,15 +102,8 @@ def abort_and_raise(engine: Engine) -> None:
 ])
 async def test_the_reader_gets_the_end(engine: AsyncEngine, kind: str, end: Callable[[Engine], None]) -> None:
     """A caller's function may end any request, as an operator would by its id; its reader must not wait for ever."""
-    before, seen, session = num_sinks(), asyncio.Event(), engine.session()
-    if kind == "completion":
-        reading: asyncio.Future[Any] = asyncio.wrap_future(engine.submit([1, 2, 3], PARAMS))
-        await asyncio.sleep(0.05)
-    else:
-        deltas = engine.generate([1, 2, 3], PARAMS) if kind == "stream" else session.stream([1, 2, 3], PARAMS)
-        reading = asyncio.create_task(read(deltas, seen))
-        await seen.wait()
-        del deltas
+    before, session = num_sinks(), engine.session()
+    reading = await begin(engine, session, kind)
     with suppress(ValueError):
         await engine.call(end)
     tokens, reason = ended(await asyncio.wait_for(reading, 10))
@@ -98,6 +121,22 @@ def ended(result: RequestOutput | tuple[list[int], Delta]) -> tuple[list[int], s
     assert last.usage is not None
     assert last.usage.num_output_tokens >= len(tokens) > 0
     return tokens, last.finish_reason
+
+
+@pytest.mark.parametrize(("kind", "run"), [
+    ("stream", generate), ("completion", generate), ("turn", generate), ("stream", ask), ("stream", step),
+])
+async def test_a_function_that_steps_the_engine(engine: AsyncEngine, kind: str, run: Callable[[Engine], None]) -> None:
+    """Steps of a caller's function end requests of others; their readers get the end, and what they generated."""
+    session = engine.session()
+    reading = await begin(engine, session, kind)
+    await engine.call(run)
+    tokens, reason = ended(await asyncio.wait_for(reading, 10))
+    assert reason == "length"
+    # Why: what a function takes of a step's output itself, its readers do not get.
+    assert tokens == (ANSWER if run is not step else ANSWER[: len(tokens)])
+    await session.aclose()
+    assert await engine.call(lambda engine: len(list(engine.requests))) == 0
 
 
 async def require_gone(before: int) -> None:
@@ -157,3 +196,43 @@ async def test_a_turn_that_is_cancelled_before_the_engine_begins_it(is_open: boo
         assert list(output.outputs[0].token_ids) == toy_answer([*known, 2, 3], 50)
         await session.aclose()
         assert await engine.call(lambda engine: len(list(engine.requests)) + len(engine.sessions)) == 0
+
+
+async def test_a_session_that_is_closed_before_the_engine_begins_its_turn() -> None:
+    """The task that asked learns of it; it waits for a turn that is never begun."""
+    gate = threading.Event()
+    async with AsyncEngine(make_engine()) as engine:
+        session, begun = engine.session(), engine.read_turn
+        await session.open()
+
+        def read_turn(begin: Callable[[], Request]) -> StreamReader:
+            engine.send(lambda _: gate.wait(20))
+            return begun(begin)
+
+        engine.read_turn = read_turn  # type: ignore[method-assign]
+        asking = asyncio.create_task(session.ask([2, 3], PARAMS))
+        await asyncio.sleep(0.1)
+        closing = asyncio.create_task(session.aclose())
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(SessionStateError):
+            await asyncio.wait_for(asking, 10)
+        await closing
+        del engine.read_turn  # type: ignore[method-assign]
+
+
+async def test_a_held_request_whose_policy_raises_an_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is not held any more and not begun yet: its caller gets the error, and the engine goes on."""
+    insert = PolicyOrder._insert
+
+    def exit_for_one(order: PolicyOrder, sequence: Sequence) -> None:
+        if sequence.token_ids[0] == 7:
+            raise SystemExit
+        insert(order, sequence)
+
+    monkeypatch.setattr(PolicyOrder, "_insert", exit_for_one)
+    async with AsyncEngine(make_engine(SlowBackend(), max_num_waiting=1, max_num_seqs=1)) as engine:
+        outputs = [asyncio.wrap_future(engine.submit([first, 2], PARAMS, wait_for_room=True)) for first in (1, 2, 7, 3)]
+        results = await asyncio.wait_for(asyncio.gather(*outputs, return_exceptions=True), 20)
+    assert type(results.pop(2)) is RuntimeError
+    assert [ended(result)[1] for result in results if isinstance(result, RequestOutput)] == ["length"] * 3
