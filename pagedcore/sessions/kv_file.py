@@ -207,6 +207,8 @@ class KVDirectory:
         if self._path is None or not self._path.is_dir():
             parent = Path(self._parent or tempfile.gettempdir())
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._remove_all is not None:
+                self._remove_all()
             self._path, lock = make_locked(parent, PARKED)
             self._remove_all = weakref.finalize(self, _remove_directory, self._path, lock, self._process_id)
         path = self._path / f"{secrets.token_hex(16)}.kv.safetensors"

@@ -46,15 +46,18 @@ def _lock(path: Path) -> tuple[Path, int]:
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     _held.add(handle)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.stat()
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.stat()
+        except (FileNotFoundError, BlockingIOError):
+            raise
+        except OSError as error:
+            _log.warning("directories cannot be locked here (%s): files of a killed process stay", error.strerror)
+            path = path.rename(path.with_name(f"{path.name}-unlocked"))
         return path, handle
-    except (FileNotFoundError, BlockingIOError):
+    except BaseException:
         release(handle)
         raise
-    except OSError as error:
-        _log.warning("directories cannot be locked here (%s): files of a killed process stay", error.strerror)
-        return path.rename(path.with_name(f"{path.name}-unlocked")), handle
 
 
 def release(handle: int) -> None:

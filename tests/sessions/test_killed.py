@@ -216,6 +216,26 @@ def test_a_sweep_at_any_moment_of_a_start(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("name", "error"), [("flock", KeyboardInterrupt()), ("rename", OSError(1, "Not permitted"))])
+def test_a_start_that_fails_leaves_no_handle(
+    name: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt while it is locked, or a file system with neither locks nor renaming: no directory and no handle."""
+    def fail(*_: Any) -> None:
+        raise error if name == "flock" else OSError(37, "No locks available")
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    held = set(locked_directory._held)
+    monkeypatch.setattr(fcntl, "flock", fail)
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(type(error)):
+        make_locked(tmp_path, PARKED)
+    assert list(tmp_path.iterdir()) == []
+    assert locked_directory._held == held
+
+
 def test_starts_and_sweeps_on_many_threads(tmp_path: Path) -> None:
     """Eight engines start, park and end again and again while others sweep: no file is lost, and none is left."""
     lost, held = list[Path](), set(locked_directory._held)
@@ -242,9 +262,11 @@ def test_starts_and_sweeps_on_many_threads(tmp_path: Path) -> None:
 
 def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
     """A cleaner of temporary files may take an engine's directory; the next file is in a new one."""
+    held = set(locked_directory._held)
     directory = KVDirectory(str(tmp_path / "kv"))
     directory.name_file().parent.rmdir()
     (tmp_path / "kv").rmdir()
     assert directory.name_file().parent.is_dir()
     directory.close()
     assert list((tmp_path / "kv").iterdir()) == []
+    assert locked_directory._held <= held
