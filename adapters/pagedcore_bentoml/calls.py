@@ -114,6 +114,8 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
             for prompt, its_params, its_options in zip(prompts, params, options, strict=True):
                 # Why: a full queue refuses the first and so the batch; the others wait for their room.
                 futures.append(engine.submit(prompt, its_params, wait_for_room=bool(futures), **its_options))
+                # Why: each may take a millisecond or two to tokenise.
+                await asyncio.sleep(0)
             outputs = await asyncio.gather(*map(asyncio.wrap_future, futures))
     finally:
         for future in futures:

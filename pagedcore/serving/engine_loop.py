@@ -321,6 +321,7 @@ class EngineLoop:
                 with suppress(Exception):  # the end of the stream says that something is missing
                     wake([sink.end(error, self._take_deltas(request))])
             self._end_all(error)
+            self._commands.aborts.clear()
             self.engine.close()
         finally:
             self.is_over.set()

@@ -33,8 +33,11 @@ def is_long(prompt: Any) -> bool:
         return False
     if isinstance(prompt[0], int):
         return len(prompt) > LONG_IDS
-    texts = [message.get("content") for message in prompt[:LONG_CHAT] if isinstance(message, Mapping)]
-    return len(prompt) > LONG_CHAT or sum(len(text) for text in texts if isinstance(text, str)) > LONG_TEXT
+    # Why all values: a template may write any of them, and a list may hold any text.
+    values = [value for message in prompt[:LONG_CHAT] if isinstance(message, Mapping) for value in message.values()]
+    num_characters = sum(len(value) for value in values if isinstance(value, str))
+    has_lists = any(isinstance(value, list | tuple | dict) for value in values)
+    return len(prompt) > LONG_CHAT or has_lists or num_characters > LONG_TEXT
 
 
 class LongPrompts:

@@ -68,8 +68,10 @@ async def tokens_of(deltas: AsyncIterator[Any]) -> list[int]:
     return [token_id async for delta in deltas for token_id in delta.token_ids]
 
 
-@pytest.mark.parametrize("prompt", [LONG, [{"role": "user", "content": LONG}],
-                                    [{"role": "user", "content": "x"}] * (LONG_CHAT + 1)])
+@pytest.mark.parametrize("prompt", [
+    LONG, [{"role": "user", "content": LONG}], [{"role": "user", "content": "x"}] * (LONG_CHAT + 1),
+    [{"role": LONG, "content": "x"}], [{"role": "user", "content": "x", "tool_calls": [LONG]}],
+])
 async def test_the_loop_runs_while_a_long_prompt_is_tokenised(
     engine: AsyncEngine, tokenizer: GatedTokenizer, prompt: Any
 ) -> None:

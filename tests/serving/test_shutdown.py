@@ -15,9 +15,9 @@ from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed
 from pagedcore.requests.request import Request
 from pagedcore.serving.async_engine import AsyncEngine
-from pagedcore.serving.engine_loop import StreamFlusher
-from pagedcore.serving.stream import wake
-from support.async_helpers import broken_step, complete, params
+from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
+from pagedcore.serving.stream import CompletionFuture, wake
+from support.async_helpers import broken_step, complete, params, wait_until
 from support.doubles import GatedBackend, toy_answer
 from support.engine_builders import make_engine
 
@@ -75,6 +75,30 @@ async def test_a_command_between_the_last_look_and_the_closing_is_refused() -> N
     commands.require_open = engine.close  # type: ignore[method-assign]  # Why: it closes right after the look
     late = engine.send(lambda _: 1)
     assert isinstance(late.exception(10), EngineClosed)
+
+
+async def test_readers_that_leave_during_the_last_step_are_not_kept() -> None:
+    """The program may keep a closed engine; it must not keep what was on its way to readers."""
+    backend = GatedBackend()
+    engine = AsyncEngine(make_engine(backend))
+    reading = asyncio.create_task(complete(engine, [1], 20))
+    await asyncio.to_thread(backend.is_entered.wait)
+
+    def stop(worker: EngineLoop) -> None:
+        backend.is_entered.clear()
+        backend.gate.clear()
+        worker.stop()
+
+    engine._commands.put(stop, CompletionFuture())
+    backend.gate.set()
+    await asyncio.to_thread(wait_until, lambda: not backend.gate.is_set())
+    await asyncio.to_thread(backend.is_entered.wait)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    assert engine._commands.aborts
+    backend.gate.set()
+    await engine.aclose()
+    assert not engine._commands.aborts
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError])

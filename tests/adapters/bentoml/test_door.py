@@ -159,6 +159,27 @@ async def test_a_batch_larger_than_the_queue_waits_for_its_own_room(app: App) ->
     assert answers == [toy_answer(prompt, 2) for prompt in prompts]
 
 
+async def test_the_loop_runs_between_the_prompts_of_a_batch(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt may take a millisecond to tokenise: others are served after every one, not after all of them."""
+    turns, seen, submit = 0, list[int](), AsyncEngine.submit
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        seen.append(turns)
+        return submit(*arguments, **options)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(AsyncEngine, "submit", note)
+    counting = asyncio.create_task(count())
+    await app.call("/batch", {"prompts": [[1], [2], [3], [4]], "sampling": short(2)})
+    counting.cancel()
+    assert len(set(seen)) == len(seen) == 4
+
+
 PATHS = [("/generate", {"prompt": [1], "sampling": LONG}), ("/stream", {"prompt": [1], "sampling": LONG}),
          ("/batch", {"prompts": [[1], [2]], "sampling": LONG})]
 
