@@ -229,6 +229,22 @@ async def test_text_may_have_what_looks_like_many_values(value: Any) -> None:
     assert await read_fields(request_with(body), ["prompt"], [], SIZE) == {"prompt": value}
 
 
+def test_a_long_body_is_searched_for_words_in_pieces() -> None:
+    """A search holds the interpreter's lock to its end, which is 20 ms for 4 MiB of one letter; a word at the end of the
+    last piece is found."""
+    lengths = list[int]()
+
+    class Watched(bytes):
+        def count(self, mark: Any, start: Any = 0, end: Any = None, /) -> int:
+            lengths.append((len(self) if end is None else end) - start)
+            return super().count(mark, start, end)
+
+    door._require_few_lists_and_words(Watched(b'{"prompt":"' + b"l" * 2**22 + b'"}'))
+    assert max(lengths) <= 2**20
+    with pytest.raises(RefusedAtTheDoor, match="words"):
+        door._require_few_lists_and_words(b" " * 2**20 + b"null,null,null", 2)
+
+
 TREACHEROUS = st.text('"\\[a', max_size=6)
 
 
