@@ -149,8 +149,11 @@ SERVING = (
     Mutant("A turn is begun for a reader that has left.", _LOOP,
            "        if sink.is_cancelled:\n            # Why", "        if False:\n            # Why",
            "serving/test_requests_ended_by_others.py::test_a_turn_that_is_cancelled_before_the_engine_begins_it"),
+    Mutant("A turn that is not begun keeps the task that asked waiting.", _LOOP,
+           "            wake([sink.end()])\n", "",
+           "serving/test_requests_ended_by_others.py::test_a_session_that_is_closed_before_the_engine_begins_its_turn"),
     Mutant("A request that a caller's function aborted keeps its reader waiting.", _LOOP,
-           "        self._end_aborted()\n", "",
+           "        self._end_others()\n", "",
            "serving/test_requests_ended_by_others.py::test_the_reader_gets_the_end"),
     Mutant("A closed engine takes commands.", _COMMANDS, "            self._make_error = make_error or _closed\n"
            "        self.is_closed = True\n", "            self._make_error = make_error or _closed\n",

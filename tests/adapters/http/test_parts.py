@@ -230,8 +230,8 @@ async def test_text_may_have_what_looks_like_many_values(value: Any) -> None:
 
 
 def test_a_long_body_is_searched_for_words_in_pieces() -> None:
-    """A search holds the interpreter's lock to its end, which is 20 ms for 4 MiB of one letter; a word at the end of the
-    last piece is found."""
+    """A search holds the interpreter's lock to its end, which is 20 ms for 4 MiB of one letter; a word in the last
+    piece is found."""
     lengths = list[int]()
 
     class Watched(bytes):
