@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from pagedcore.engine.calibration import calibrate
 from pagedcore.engine.step import StepRunner
@@ -38,6 +38,8 @@ from pagedcore.sessions.session import Session, SessionStore
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents
     from pagedcore.scheduler.plan import SchedulePlan
+
+_NO_OPTIONS: Final = RequestOptions()
 
 
 class Engine:
@@ -135,7 +137,7 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
     ) -> ProcessedRequest:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
-        return self.input_processor.process(prompt, params, RequestOptions(**options))
+        return self.input_processor.process(prompt, params, RequestOptions(**options) if options else _NO_OPTIONS)
 
     def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
         """Take a prepared request, and append it to ``accepted``. Raises as ``add_request``; then nothing was taken."""
