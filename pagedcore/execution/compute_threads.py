@@ -67,7 +67,6 @@ class ComputeThreads:
         most = max(1, min(most, self._num_cores))
         if most == self._present_most:
             return
-        self._present_most = most
         if self._computes_in_torch:
             # Invariant: products of other libraries may have other bits with another number of threads.
             ways = [Way(most, uses_openmp=True)]
@@ -77,3 +76,5 @@ class ComputeThreads:
         self._contexts = {
             way: Computing(way.num_threads, slot=self._slot, uses_openmp=way.uses_openmp) for way in ways
         }
+        # Why last: if this is interrupted, the next step begins it anew.
+        self._present_most = most

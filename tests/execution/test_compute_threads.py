@@ -17,6 +17,7 @@ from pagedcore.execution.thread_choice import Way
 from pagedcore_kernels.cpu.runtime import openmp
 from pagedcore_kernels.cpu.runtime.team import the_team
 from pagedcore_kernels.cpu.runtime.threads import num_threads
+from support.interrupts import Lost, interrupted_at
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,23 @@ def test_a_host_that_changes_its_mind_is_followed() -> None:
     assert threads_inside(threads) == 3
     torch.set_num_threads(2)
     assert threads_inside(threads) == 2
+
+
+def test_a_first_step_may_be_interrupted_at_any_line() -> None:
+    """The threads that a host changed to are there for the next step, whatever broke off the one that found out."""
+    line, is_over = 0, False
+    while not is_over:
+        line += 1
+        threads = ComputeThreads(2)
+        try:
+            with interrupted_at(line) as count, threads.step(4):
+                pass
+        except Lost:
+            pass
+        is_over = count[0] < line
+        with threads.step(4):
+            assert threads.last_way in threads._contexts
+    assert line > 20
 
 
 def test_other_libraries_products_keep_their_number_of_threads() -> None:
