@@ -171,6 +171,7 @@ def _require_few_lists_and_words(body: bytes, limit: int = MAX_OF_A_KIND) -> Non
         if _count_all(body, marks) > limit:
             time.sleep(_PAUSE_S)
             outside_of_strings = b" ".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+            time.sleep(_PAUSE_S)
             num_found = _count_all(outside_of_strings, marks)
             if num_found > limit:
                 raise _too_many(what, num_found, limit)
