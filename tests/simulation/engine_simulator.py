@@ -59,6 +59,8 @@ class EngineSimulation:
         self.is_draining = self.is_closing = False
         self.num_errors = 0
         self._cancelled: set[Any] = set()
+        self._is_resting = False
+        self._errors: list[Exception | None] = []
         self._num_spawned = self._num_turns = self._num_quiet = self._most_steps = 0
 
     def _draw_settings(self) -> dict[str, Any]:
@@ -115,6 +117,10 @@ class EngineSimulation:
         if isinstance(error, QueueTimeout):
             require(self.has_queue_timeout, "a request waited too long although there is no limit")
             return
+        if any(error is one for one in self._errors):
+            # Why: one request has several completions, which end with its one error.
+            return
+        self._errors.append(error)
         self.num_errors += 1
         most = self.faults.num_endable
         require(self.num_errors <= most, f"{self.num_errors} requests failed ({error!r}), faults explain {most}")
@@ -136,6 +142,8 @@ class EngineSimulation:
 
     def _step(self) -> list[PendingOutput]:
         self._require_aborts_are_done()
+        # Why here: the engine may sleep through many turns of its callers, and books nothing meanwhile.
+        self._num_quiet += self._is_resting
         self._direct()
         self.turns.run_some(6)
         self.clock.advance(self.rng.uniform(0.0, 0.3))
@@ -204,8 +212,8 @@ class EngineSimulation:
         """Nobody wants anything any more: after a few turns nothing is left."""
         store = self.backend.cache_store
         store.end_all()  # type: ignore[attr-defined]
-        self._num_quiet += 1
-        if self._num_quiet == 1:
+        if not self._is_resting:
+            self._is_resting = True
             gc.collect()
         if self._num_quiet > QUIET_TURNS and not self.engine.has_pending_requests():
             self._require_empty()
