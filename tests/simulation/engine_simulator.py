@@ -13,6 +13,7 @@ import gc
 import random
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ class EngineSimulation:
         self.num_errors = 0
         self._cancelled: set[Any] = set()
         self._is_resting = False
-        self._errors: list[Exception | None] = []
+        # Why weak: an error has frames, and those the sessions that are to be lost.
+        self._errors: weakref.WeakSet[Exception] = weakref.WeakSet()
         self._num_spawned = self._num_turns = self._num_quiet = self._most_steps = 0
 
     def _draw_settings(self) -> dict[str, Any]:
@@ -117,10 +119,10 @@ class EngineSimulation:
         if isinstance(error, QueueTimeout):
             require(self.has_queue_timeout, "a request waited too long although there is no limit")
             return
-        if any(error is one for one in self._errors):
+        if error in self._errors:
             # Why: one request has several completions, which end with its one error.
             return
-        self._errors.append(error)
+        self._errors.add(error)
         self.num_errors += 1
         most = self.faults.num_endable
         require(self.num_errors <= most, f"{self.num_errors} requests failed ({error!r}), faults explain {most}")
