@@ -54,7 +54,7 @@ def description_of(backend: ModelBackend) -> DescribesItself:
 
 
 def kv_format(backend: ModelBackend, block_size: int) -> str:
-    """Describe how a backend's KV blocks are computed and laid out: a digest, 64 hexadecimal digits.
+    """Name the model of a backend's KV blocks, how they are computed and laid out: a digest, 64 hexadecimal digits.
 
     With other kernels, another processor or GPU, the same tokens may give other bits; they are computed again.
     """
@@ -67,6 +67,9 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
     parts = [
         type(backend).__name__, block_size, backend.kv_bytes_per_token, facts.attention_name, facts.linear_name,
         facts.layout(block_size), __version__, torch.__version__, this_machine().instruction_sets, products_here(),
+        # Safety: a signature of KV covers this digest. What the rest of a session's file says of its model anybody can
+        # write there, and engines with other weights may have the same key.
+        backend_fingerprint(backend),
     ]
     if facts.device_name:
         parts.append(facts.device_name)

@@ -13,6 +13,7 @@ import pytest
 from pagedcore import Engine, EngineConfig, SamplingParams
 from pagedcore.errors import InvalidConfig
 from pagedcore.sessions.kv_file import KVCopy, KVSpec, read_kv, write_kv
+from support.families import tiny_model
 
 KEY = b"the operator's own key"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -92,6 +93,31 @@ def test_signed_kv_is_shared(tmp_path: Path, expected: tuple[int, ...]) -> None:
         tokens, num_cached = answer(engine)
         assert tokens == expected
         assert num_cached >= 8
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"quantization": "w8a8"}], ids=["weights", "quantisation"])
+def test_kv_that_another_model_signed_is_not_used(other: dict[str, Any], tmp_path: Path) -> None:
+    """One key may serve engines of several models of one shape: KV that one of them signed, put in the place of another's,
+    is not used, and the completions stay those of the own model."""
+    prompt, params = list(range(3, 60)), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+    def engine_with(seed: int = 0, **settings: Any) -> Engine:
+        model = tiny_model("llama", seed=seed)
+        return Engine.from_pretrained(model, dtype="float32", num_kv_blocks=64, session_key=KEY, **settings)
+
+    own, foreign, completions = tmp_path / "own.json", tmp_path / "foreign.json", []
+    for path, settings in ((own, {}), (foreign, other)):
+        with engine_with(**settings) as engine, engine.session(params) as session:
+            completions.append(session.ask(prompt).outputs[0].token_ids)
+            session.export(path)
+    for is_forged in (False, True):
+        if is_forged:
+            kv_name = f"{own.name}.kv.safetensors"
+            foreign.with_name(f"{foreign.name}.kv.safetensors").replace(own.with_name(kv_name))
+        with engine_with() as engine, engine.import_session(own):
+            (output,) = engine.generate([prompt], params, show_progress=False)
+        assert output.outputs[0].token_ids == completions[0]
+        assert (output.num_cached_tokens == 0) == is_forged
 
 
 @pytest.mark.parametrize("signed_with", [None, b"the key of another operator", KEY])
