@@ -97,8 +97,8 @@ def test_signed_kv_is_shared(tmp_path: Path, expected: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"quantization": "w8a8"}], ids=["weights", "quantisation"])
 def test_kv_that_another_model_signed_is_not_used(other: dict[str, Any], tmp_path: Path) -> None:
-    """One key may serve engines of several models of one shape: KV that one of them signed, put in the place of another's,
-    is not used, and the completions stay those of the own model."""
+    """One key may serve engines of several models of one shape: KV that one of them signed, put in the place of
+    another's, is not used, and the completions stay those of the own model."""
     prompt, params = list(range(3, 60)), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
     def engine_with(seed: int = 0, **settings: Any) -> Engine:
