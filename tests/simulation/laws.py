@@ -94,8 +94,9 @@ def _require_fair_order(plan: SchedulePlan, scheduler: Scheduler) -> None:
 
 def is_prefix_under_way(candidate: Sequence, plan: SchedulePlan, scheduler: Scheduler) -> bool:
     """Whether a running sequence is about to complete the block that a candidate would have to compute next."""
-    blocks = scheduler.kv_cache.device
-    end = blocks.block_size * (blocks.match(candidate).num_tokens // blocks.block_size + 1)
+    size = scheduler.kv_cache.device.block_size
+    # Why both memories: what the host holds is loaded, and the block after it is the next to compute.
+    end = size * (scheduler.kv_cache.match(candidate).num_tokens // size + 1)
     return end < len(candidate.token_ids) and any(
         other.cache_root == candidate.cache_root
         and other.token_ids[:end] == candidate.token_ids[:end]
