@@ -5,21 +5,20 @@
 Each checkout runs in a process of its own, by this interpreter and with the packages installed here, and answers the
 64 requests of ``door_measuring`` on the demo model when it is told to; the other one waits meanwhile. The door is that
 checkout's own benchmark of it. Prints the median of the ratios (time of the base by time of this checkout, so that more
-than 1 is faster than the base) and its interval of 95 %, which is that of the sign test.
+than 1 is faster than the base) and its interval of 95 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from guest import pairs, summary
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,13 +88,6 @@ class Checkout:
         self._process.wait()
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """Return the interval of 95 % of the median."""
-    ordered, n = sorted(ratios), len(ratios)
-    rank = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2) - 1)
-    return ordered[rank], ordered[n - 1 - rank]
-
-
 def main() -> None:
     """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,20 +95,22 @@ def main() -> None:
     parser.add_argument("--door", choices=["asyncgen", "langchain", "bentoml"], required=True)
     parser.add_argument("--pairs", type=int, default=40)
     given = parser.parse_args()
-    ratios: list[float] = []
     with ExitStack() as stack:
-        sides = [Checkout(root, given.door) for root in (given.base.resolve(), ROOT)]
-        for side in sides:
+        base, own = (Checkout(root, given.door) for root in (given.base.resolve(), ROOT))
+        for side in (base, own):
             stack.callback(side.close)
-        for number in tqdm(range(given.pairs), unit="pair", disable=None):
-            order = sides if number % 2 == 0 else sides[::-1]
-            runs = {id(side): side.run() for side in order}
-            (base_s, wanted), (own_s, got) = (runs[id(side)] for side in sides)
-            if got != wanted:
+        completions = own.run()[1]
+        progress = stack.enter_context(tqdm(total=2 * given.pairs, unit="run", disable=None))
+
+        def seconds_of(side: Checkout) -> float:
+            seconds, got = side.run()
+            if got != completions:
                 raise SystemExit("the two checkouts give different completions")
-            ratios.append(base_s / own_s)
-    low, high = interval(ratios)
-    print(f"{given.door}: {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}, {given.pairs} pairs) of the base")
+            progress.update()
+            return seconds
+
+        ratios = pairs(given.pairs, lambda: seconds_of(base), lambda: seconds_of(own))
+    print(f"{given.door}: of the base: {summary(ratios)}")
 
 
 if __name__ == "__main__":

@@ -234,7 +234,6 @@ class OutputProcessor:
 
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""
-        self.counters.num_aborted += 1
         self.groups.close_group(request, "abort")
         self._note_finished(self._end_all(request.sequences, "abort"))
 

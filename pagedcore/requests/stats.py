@@ -24,8 +24,6 @@ class EngineStats(SchedulerStats):
     num_generated_tokens: int
     num_finished: int
     """Requests that ended, whatever the reason."""
-    num_aborted: int
-    """Requests among them that somebody ended."""
     swapped_out_bytes: int
     swapped_in_bytes: int
     max_num_seqs: int
@@ -61,4 +59,3 @@ class Counters:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_finished: int = 0
-    num_aborted: int = 0

@@ -19,9 +19,9 @@ from pagedcore.errors import EngineClosed
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.requests.request import Request
 from pagedcore.sequence import SequenceStatus
-from pagedcore.serving.stream import CompletionFuture, Stream
 from pagedcore_langchain import PagedCoreLLM
 from support.doubles import ToyBackend, toy_answer
+from support.sinks import num_sinks
 from support.torture import scaled
 
 BLOCK = 4 * ToyBackend.kv_bytes_per_token
@@ -290,19 +290,13 @@ async def settle(num_tasks: int) -> None:
     raise AssertionError(f"tasks are left: {asyncio.all_tasks()}")
 
 
-def sinks() -> int:
-    """How many sinks there are; the traceback of a test that has failed before may keep some."""
-    gc.collect()
-    return sum(isinstance(one, Stream | CompletionFuture) for one in gc.get_objects())
-
-
 async def num_sinks_left(before: int) -> int:
     """How many more sinks there are than before, once the engine's threads and the loop are done with them.
 
     Those of an earlier test may end meanwhile.
     """
     for _ in range(20):
-        if (num_left := sinks() - before) <= 0:
+        if (num_left := num_sinks() - before) <= 0:
             break
         await asyncio.sleep(0.05)
     return max(0, num_left)
@@ -311,7 +305,7 @@ async def num_sinks_left(before: int) -> int:
 @pytest.mark.parametrize("state", STATES)
 async def test_whoever_leaves_in_any_state_by_any_door_leaves_nothing(state: str) -> None:
     """No request, block, label, task or sink is left, and the neighbours get the tokens that they get alone."""
-    before = sinks()
+    before = num_sinks()
     async with gated_house(state) as (opened, backend, finished):
         num_tasks = len(asyncio.all_tasks())
         for door, kind in cells(state):
@@ -340,7 +334,7 @@ CLOSING = {"held": "/batch", "waiting": "submit", "prefilling": "/generate", "de
 @pytest.mark.parametrize("state", STATES)
 async def test_closing_the_engine_in_any_state_ends_every_call(state: str) -> None:
     """Every door's call ends, with its completion, EngineClosed or 503; no thread, task or sink is left."""
-    before, others = sinks(), {door for door, _ in cells(state)} - {CLOSING[state]}
+    before, others = num_sinks(), {door for door, _ in cells(state)} - {CLOSING[state]}
     for door in [CLOSING[state], *sorted(others)][: scaled(1)]:
         async with gated_house(state) as (opened, backend, _):
             num_tasks = len(asyncio.all_tasks())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
@@ -20,18 +19,14 @@ from pagedcore.requests.stats import StepStats
 from pagedcore.scheduler.waiting_queue import PolicyOrder
 from pagedcore.sequence import Sequence
 from pagedcore.serving.async_session import AsyncSession
-from pagedcore.serving.stream import CompletionFuture, Stream, StreamReader
+from pagedcore.serving.stream import StreamReader
 from support.async_helpers import SlowBackend
 from support.doubles import toy_answer
 from support.engine_builders import make_engine
+from support.sinks import num_sinks
 
 PARAMS = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
 ANSWER = toy_answer([1, 2, 3], 50)
-
-
-def num_sinks() -> int:
-    gc.collect()
-    return sum(type(one) in (Stream, CompletionFuture) for one in gc.get_objects())
 
 
 @pytest.fixture
@@ -106,12 +101,21 @@ async def test_the_reader_gets_the_end(engine: AsyncEngine, kind: str, end: Call
     reading = await begin(engine, session, kind)
     with suppress(ValueError):
         await engine.call(end)
-    tokens, reason = ended(await asyncio.wait_for(reading, 10))
+    tokens, reason = ended(await result_of(reading, engine))
     assert (reason, tokens) == ("abort", ANSWER[: len(tokens)])
     await session.aclose()
     assert await engine.call(lambda engine: len(list(engine.requests)) + len(engine.sessions)) == 0
     del reading, session
     await require_gone(before)
+
+
+async def result_of(reading: asyncio.Future[Any], engine: AsyncEngine) -> Any:
+    """Return what was read, at most a hundred turns of the engine's loop later."""
+    for _ in range(100):
+        if reading.done():
+            return reading.result()
+        await engine.call(lambda _: None)
+    raise AssertionError("the reader waits for ever")
 
 
 def ended(result: RequestOutput | tuple[list[int], Delta]) -> tuple[list[int], str | None]:
@@ -131,7 +135,7 @@ async def test_a_function_that_steps_the_engine(engine: AsyncEngine, kind: str, 
     session = engine.session()
     reading = await begin(engine, session, kind)
     await engine.call(run)
-    tokens, reason = ended(await asyncio.wait_for(reading, 10))
+    tokens, reason = ended(await result_of(reading, engine))
     assert reason == "length"
     # Why: what a function takes of a step's output itself, its readers do not get.
     assert tokens == (ANSWER if run is not step else ANSWER[: len(tokens)])
@@ -216,7 +220,7 @@ async def test_a_session_that_is_closed_before_the_engine_begins_its_turn() -> N
         await asyncio.sleep(0)
         gate.set()
         with pytest.raises(SessionStateError):
-            await asyncio.wait_for(asking, 10)
+            await result_of(asking, engine)
         await closing
         del engine.read_turn  # type: ignore[method-assign]
 

@@ -34,8 +34,8 @@ import psutil
 from pagedcore import AsyncEngine, SamplingParams
 from pagedcore.errors import EngineOverloaded
 from pagedcore.serving.async_session import AsyncSession
-from pagedcore.serving.stream import CompletionFuture, Stream
 from support.doubles import ToyBackend, toy_answer
+from support.sinks import num_sinks
 from support.toy_sessions import BLOCK
 
 ROOT_REQUESTS = 1000
@@ -239,11 +239,6 @@ def anonymous_memory() -> int:
 def num_handles() -> int:
     """Count the file handles of this process."""
     return len(os.listdir("/proc/self/fd"))
-
-
-def num_sinks() -> int:
-    """Count what the engine's thread delivers to, in the whole process."""
-    return sum(type(one) in (Stream, CompletionFuture) for one in gc.get_objects())
 
 
 def make_engine(model: str, folder: Path) -> AsyncEngine:

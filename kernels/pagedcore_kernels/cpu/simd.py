@@ -163,8 +163,8 @@ def store_floats(b: Builder, value: Value, address: Value, offset: Value | int, 
 #: Taylor coefficients of 2**f around 0, from the sixth power down to the constant.
 _EXP2 = (0.00015403530393381608, 0.0013333558146428443, 0.009618129107628477, 0.0555041086648216,
          0.2402265069591007, 0.6931471805599453, 1.0)  # fmt: skip
-#: 1.5 * 2**23: adding it rounds a small float to the nearest integer and leaves that integer in the low bits.
-_ROUNDING = 12582912.0
+#: 1.5 * 2**23: adding it rounds a small float to the nearest integer, ties to even, and leaves that in the low bits.
+ROUNDING = 12582912.0
 
 
 def exp2(b: Builder, x: Value) -> Value:
@@ -175,8 +175,8 @@ def exp2(b: Builder, x: Value) -> Value:
     """
     kind = x.type
     whole = ir.VectorType(INT32, kind.count) if isinstance(kind, ir.VectorType) else INT32
-    shifted = b.fadd(x, constant(_ROUNDING, kind))
-    fraction = b.fsub(x, b.fsub(shifted, constant(_ROUNDING, kind)))
+    shifted = b.fadd(x, constant(ROUNDING, kind))
+    fraction = b.fsub(x, b.fsub(shifted, constant(ROUNDING, kind)))
     power = constant(_EXP2[0], kind)
     for coefficient in _EXP2[1:]:
         power = fma(b, power, fraction, constant(coefficient, kind))

@@ -98,7 +98,7 @@ REFUSED = [
     (b"{", "RefusedAtTheDoor", "body"),
     (b'{"prompt": NaN}', "RefusedAtTheDoor", "body"),
     (b"\xff\xfe", "RefusedAtTheDoor", "body"),
-    (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "RefusedAtTheDoor", "body"),
+    pytest.param(b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "RefusedAtTheDoor", "body", id="nested"),
     (b"[" * 16_000, "RefusedAtTheDoor", "body"),
 ]
 

@@ -19,6 +19,7 @@ from pagedcore_kernels.cpu.simd import (
     FLOAT,
     INT32,
     LANES,
+    ROUNDING,
     Builder,
     Typing,
     Value,
@@ -43,8 +44,6 @@ UNSIGNED_OFFSET = 128
 _LARGEST = 127.0
 #: A row whose magnitudes are below this is all zeros: the inverse of its scale would not be finite.
 _SMALLEST = 2.0**-100
-#: 1.5 * 2**23: adding it rounds a small float to the nearest integer, ties to even, and leaves that in the low bits.
-_ROUNDING = 12582912.0
 _WHOLE = ir.VectorType(INT32, LANES)
 _BYTE_VECTOR = ir.VectorType(ir.IntType(8), LANES)
 _ROWS_AT_ONCE = 8
@@ -112,7 +111,7 @@ def quantize_row(
         factor = splat(b, b.select(b.and_(is_finite, is_large), inverse, constant(0.0, FLOAT)))
         with cgutils.for_range(b, count) as loop:
             inputs = load_floats(b, source, b.mul(loop.index, int64(vector_bytes)), bf16)
-            rounded = b.fadd(b.fmul(inputs, factor), constant(_ROUNDING))
+            rounded = b.fadd(b.fmul(inputs, factor), constant(ROUNDING))
             whole = b.add(b.bitcast(rounded, _WHOLE), integer_constant(added, _WHOLE))
             store(b, b.trunc(whole, _BYTE_VECTOR), target, b.mul(loop.index, int64(LANES)), 1)
         return context.get_dummy_value()
