@@ -5,9 +5,8 @@
 Requests are streams, futures and turns of sessions; 30 % are aborted at a random moment, 5 % of the readers vanish
 without a word, 5 % read slowly; sessions are parked, forked, exported, lost; bursts overload the queue. Once a minute
 all callers leave, and what is left is counted. It passes if that is nothing, and if memory is flat after the first
-thousand requests: traced memory grows by less than 1 MiB, and resident memory by less than 2 % after the
-first ten thousand. Pages of files are left out: libraries
-have more of them as rare code runs for the first time.
+thousand requests: traced memory grows by less than 1 MiB, and resident memory by less than 2 % after the first ten
+thousand. Pages of files are left out: libraries have more of them as rare code runs for the first time.
 """
 
 from __future__ import annotations
