@@ -22,10 +22,20 @@ Messages are made of names, numbers and limits only: never a prompt, a path or a
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from pagedcore_kernels.errors import InternalError as InternalError
 from pagedcore_kernels.errors import InvalidConfig as InvalidConfig
 from pagedcore_kernels.errors import MissingDependency as MissingDependency
 from pagedcore_kernels.errors import PagedcoreError as PagedcoreError
+
+_NAME: Final = re.compile("[A-Za-z_][A-Za-z0-9_]{0,39}")
+
+
+def describe_name(name: object) -> str:
+    """Quote the name of a field if it looks like one; any other text may be a caller's own and is only described."""
+    return repr(name) if isinstance(name, str) and _NAME.fullmatch(name) else describe(name)
 
 
 def describe(value: object) -> str:

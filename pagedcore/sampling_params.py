@@ -161,10 +161,10 @@ class SamplingParams:
             raise errors.UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
         for name in mapping:
             if name not in _NAMES:
-                # Why: the advice names a known parameter; the caller's own text is never repeated.
                 close = difflib.get_close_matches(name[:32], _NAMES, n=1) if isinstance(name, str) else []
                 advice = f"Did you mean {close[0]}?" if close else ""
-                raise errors.UnknownParameter("parameter name", name, f"one of {', '.join(_NAMES)}", advice)
+                raise errors.UnknownParameter("parameter name", errors.describe_name(name),
+                                              f"one of {', '.join(_NAMES)}", advice, is_described=True)
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])

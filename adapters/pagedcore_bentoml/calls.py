@@ -17,6 +17,7 @@ from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, Req
 from pagedcore.request_options import TIMEOUT, OptionKeywords, RequestOptions
 from pagedcore_bentoml.wire import BatchCompletion, Completion, completion_of
 from pagedcore_http.salts import combine_salts
+from pagedcore_http.text_parts import join_text_parts
 
 MAX_BATCH_PROMPTS: Final = 256
 """Prompts of one batch: they wait for room together, and one caller's must not fill the process."""
@@ -92,7 +93,7 @@ async def complete(engine: AsyncEngine, prompt: Any, call: Call) -> Completion:
     """
     params = call.params()
     async with call.in_time():
-        output = await asyncio.wrap_future(engine.submit(prompt, params, **call.options))
+        output = await asyncio.wrap_future(engine.submit(join_text_parts(prompt), params, **call.options))
     output.raise_for_error()
     return await completion_of(output)
 
@@ -113,7 +114,8 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
         async with call.in_time():
             for prompt, its_params, its_options in zip(prompts, params, options, strict=True):
                 # Why: a full queue refuses the first and so the batch; the others wait for their room.
-                futures.append(engine.submit(prompt, its_params, wait_for_room=bool(futures), **its_options))
+                text = join_text_parts(prompt)
+                futures.append(engine.submit(text, its_params, wait_for_room=bool(futures), **its_options))
                 # Why: each may take a millisecond or two to tokenise.
                 await asyncio.sleep(0)
             outputs = await asyncio.gather(*map(asyncio.wrap_future, futures))
@@ -126,4 +128,4 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
 def deltas_of(engine: AsyncEngine, prompt: Any, call: Call) -> AsyncGenerator[Delta, None]:
     """Complete one prompt delta by delta; closing the generator aborts the request. Raises as ``AsyncEngine.generate``,
     and ``InvalidRequest`` for parameters at once."""
-    return engine.generate(prompt, call.params(), timeout_s=call.timeout_s, **call.options)
+    return engine.generate(join_text_parts(prompt), call.params(), timeout_s=call.timeout_s, **call.options)

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pagedcore import AsyncEngine, Delta, SamplingParams, TokenLogprobs, Usage
-from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError
+from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError, PromptEmpty
 from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
 from pagedcore_bentoml.wire import (
@@ -284,7 +284,9 @@ def _raise_refusal_of_body(ctx: bentoml.Context | None) -> None:
 
 
 def _require_chat(messages: Any) -> Any:
-    if not isinstance(messages, list) or not messages or not isinstance(messages[0], dict):
+    if messages == []:
+        raise PromptEmpty("messages", 0, "at least 1 message")
+    if not isinstance(messages, list) or not isinstance(messages[0], dict):
         raise InvalidPrompt("messages", messages, "a list of objects with role and content")
     return messages
 

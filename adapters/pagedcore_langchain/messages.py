@@ -10,7 +10,7 @@ from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage
 
-from pagedcore.errors import InvalidPrompt
+from pagedcore.errors import InvalidPrompt, PromptEmpty
 
 
 def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
@@ -19,7 +19,10 @@ def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     Raises:
         InvalidPrompt: a message is of another kind than system, human, ai or chat, has tool calls, or has a part
             that is not text.
+        PromptEmpty: no message.
     """
+    if not messages:
+        raise PromptEmpty("messages", 0, "at least 1 message")
     return [_to_chat(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 

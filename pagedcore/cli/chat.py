@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcore.cli import common
-from pagedcore.errors import InvalidRequest
+from pagedcore.errors import InvalidConfig, InvalidRequest
 
 if TYPE_CHECKING:
     from pagedcore import Engine, Request, SamplingParams
@@ -86,5 +86,8 @@ class Conversation:
 def _read_line() -> str | None:
     if sys.stdin.isatty():
         common.error_console().print("[bold cyan]you>[/] ", end="")
-    line = sys.stdin.readline()
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(f"standard input: is no UTF-8 text, byte {error.start} for one.") from None
     return line.strip() if line else None

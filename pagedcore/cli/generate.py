@@ -62,7 +62,9 @@ def _read_prompts(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        text = (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode("utf-8-sig")
     except OSError as error:
         raise InvalidConfig(f"--prompts-file: cannot be read ({type(error).__name__}).") from None
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(f"--prompts-file: is no UTF-8 text, byte {error.start} for one. Convert it.") from None
     return [line for line in text.splitlines() if line.strip()]

@@ -6,9 +6,11 @@ Imports no torch, so that help is instant; read ``demo.py`` for the command that
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from pagedcore._version import __version__
 from pagedcore.cli import bench, chat, demo, doctor, generate, kernels, plugins, size
 from pagedcore.cli.common import error_console
 from pagedcore.errors import PagedcoreError
@@ -21,6 +23,20 @@ for command in (demo.demo, generate.generate, chat.chat, size.size, plugins.plug
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(kernels.app, name="kernels")
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"pagedcore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True,
+                                          help="Show the version and exit.")] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

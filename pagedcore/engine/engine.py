@@ -7,9 +7,9 @@ is built is in ``builder``, what a step is and how it is undone in ``step``.
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
@@ -249,24 +249,27 @@ class Engine:
         ))
 
     def generate(
-        self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None, *,
+        self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None = None, *,
         show_progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete many prompts and return their outputs in the same order; other requests advance along with them.
 
         Args:
-            prompts: any number; they are fed to the waiting queue as it has room.
+            prompts: any number, from a list or another iterable, which is read to its end before anything runs; they
+                are fed to the waiting queue as it has room.
             params: one for all, or one per prompt.
-            show_progress: a progress bar on stderr; ``None`` shows it on terminals only.
+            show_progress: a progress bar; ``None`` shows it on terminals and in notebooks only.
 
         Raises:
             InvalidRequest: a prompt or its parameters are refused; then none was started.
         """
-        from tqdm import tqdm
+        from tqdm.auto import tqdm
 
         waiting = deque([self.prepare(prompt, one) for prompt, one in pair_with_params(prompts, params)])
         requests: list[Request] = []
-        is_hidden = None if show_progress is None else not show_progress
+        # Why: a notebook's output is no terminal, which is what tqdm looks for by itself.
+        by_default = False if "ipykernel" in sys.modules else None
+        is_hidden = by_default if show_progress is None else not show_progress
         with self._steps.exclusive(), tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar:
             try:
                 while waiting or not all(request.is_done for request in requests):

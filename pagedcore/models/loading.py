@@ -7,6 +7,7 @@ imported only when one of the first four is given. Read ``models/pretrained.py``
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Loader = Callable[[str, str], Any]
 """``(table, name) -> implementation``: looks an entry of a plugin table up."""
 
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?", re.ASCII)
 DEFAULT_ATTENTION: Final = "numba-cpu"
 DEFAULT_MODEL_BACKEND: Final = "transformers"
 
@@ -87,7 +89,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     linears = _linears(config, device, load)
     if is_named:
         dtype = device.default_dtype if config.dtype == "auto" else config.dtype
-        model = load_pretrained(_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
+        model = load_pretrained(_checked_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
     elif config.dtype != "auto":
         # Why: the conversion works in place, on the weights of the engine that has the model.
         require_free(model)
@@ -104,7 +106,7 @@ def plan_backend(
     """Return what is known of ``model`` without its weights; errors as ``transformers_backend``."""
     from pagedcore.models.blueprint import read_blueprint
 
-    return read_blueprint(_source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), config)
+    return read_blueprint(_checked_source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), config)
 
 
 def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
@@ -116,7 +118,7 @@ def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
     from pagedcore.tokenizer.tokenizer import HFTokenizer
 
     if config.tokenizer is not None:
-        return HFTokenizer.from_directory(_source(config.tokenizer), config.trust_remote_code)
+        return HFTokenizer.from_directory(_checked_source(config.tokenizer, "tokenizer"), config.trust_remote_code)
     if not isinstance(model, str | os.PathLike):
         return None
     source = _source(model)
@@ -137,6 +139,17 @@ def model_name(model: Any) -> str:
 
 def _source(model: str | os.PathLike[str]) -> str:
     return os.fspath(DEMO_MODEL_DIR) if model == "demo" else os.fspath(model)
+
+
+def _checked_source(model: str | os.PathLike[str], what: str = "model") -> str:
+    """Return the directory or the hub id that a user means; refuse what can be neither."""
+    name = _source(model)
+    if Path(name).is_file():
+        raise InvalidConfig(f"{what}: got a file, needed is the directory that it is in.")
+    if _HUB_ID.fullmatch(name) or (name and Path(name).is_dir()):
+        return name
+    advice = "~ is not expanded, Path.expanduser() does it" if name.startswith("~") else "check the path"
+    raise InvalidConfig(f"{what}: this is no directory, and no hub id, which looks like owner/name; {advice}.")
 
 
 def _attention_name(config: EngineConfig, default: str) -> str:

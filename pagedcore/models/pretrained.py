@@ -23,7 +23,8 @@ from pagedcore.models.supported_models import check_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PATH: Final = re.compile(r"(?<!\w)/[\w.\-/]+")
+#: An address, which is kept, or a path, which is not.
+_PATH: Final = re.compile(r"\bhttps?://[\w.\-/]+|(?<!\w)/[\w.\-/]+")
 
 
 def load_pretrained(
@@ -90,8 +91,14 @@ def _as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[No
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         # Safety: a library's message may name paths.
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0].replace(name, "the model")
-        raise InvalidConfig(f"model: {what} ({_PATH.sub('its files', first_line)[:300]}).") from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        # Why whole words: a directory may be called "a".
+        shown = re.sub(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])", "the model", first_line)
+        raise InvalidConfig(f"model: {what} ({_PATH.sub(_without_path, shown)[:300]}).") from error
+
+
+def _without_path(found: re.Match[str]) -> str:
+    return found[0] if found[0].startswith("http") else "its files"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ thread, and a request that it refuses was never accepted. Next: ``request_table`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,4 +134,4 @@ def _needs_tokenizer(kind: str) -> InvalidPrompt:
 
 
 def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and len(prompt) > 0 and not isinstance(prompt[0], int)
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)

@@ -6,7 +6,7 @@ It allocates nothing in proportion to what it refuses, and knows no engine. Chec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from pagedcore.errors import (
     PromptTooLong,
     RequestTooLarge,
     TooManySequences,
+    describe,
 )
 from pagedcore.protocols import ChatMessage
 from pagedcore.request_options import TIMEOUT
@@ -50,15 +51,17 @@ def validate_params(params: object) -> SamplingParams:
 
 
 def pair_with_params(prompts: Any, params: Any) -> list[tuple[Any, Any]]:
-    """Return each prompt of a batch with its parameters, which are one for all, or a collection with one for each.
+    """Return each prompt of a batch with its parameters, which are one for all, or an iterable with one for each.
 
     Raises:
-        InvalidRequest: the prompts are no collection, or there is another number of parameters.
+        InvalidRequest: the prompts are not iterable, or there is another number of parameters.
     """
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequest("prompts", prompts, "a list of prompts", "For one prompt pass [prompt].")
-    if isinstance(params, str | bytes | Mapping) or not isinstance(params, Collection):
+    prompts = list(prompts)
+    if isinstance(params, str | bytes | Mapping) or not isinstance(params, Iterable):
         return [(prompt, params) for prompt in prompts]
+    params = list(params)
     if len(params) != len(prompts):
         raise InvalidRequest("params", len(params), f"one SamplingParams, or one per prompt ({len(prompts)})")
     return list(zip(prompts, params, strict=True))
@@ -87,7 +90,12 @@ def validate_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) 
         some = ids[start : start + _IDS_AT_ONCE]
         if set(map(type, some)) != {int}:
             wrong = next(token_id for token_id in some if type(token_id) is not int)
-            raise InvalidPrompt("prompt", wrong, "token ids: Python integers, no booleans or NumPy scalars")
+            raise InvalidPrompt(
+                "prompt", f"a list with {describe(wrong)}",
+                "text, a list of token ids (Python integers, no booleans or NumPy scalars), or a list of chat messages "
+                "(mappings with a role and a content)",
+                "Several texts are several prompts." if isinstance(wrong, str) else "", is_described=True,
+            )
         _require_in_vocabulary("prompt", (min(some), max(some)), vocab_size)
     return ids
 

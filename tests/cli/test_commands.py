@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pagedcore import __version__
+from pagedcore.cli.generate import _read_prompts
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore_kernels.cuda.build.resources import RESOURCES_FILE, read_resource_table
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
@@ -108,3 +110,32 @@ def test_kernels_are_built_into_a_directory(tmp_path: Path) -> None:
         assert "1 kernels in" in out
     assert list(read_resource_table((tmp_path / "built" / RESOURCES_FILE).read_text())) == [("copy", "sm_90")]
     assert [path.name.partition(".")[0] for path in (tmp_path / "built").glob("*.kernel")] == ["copy"]
+
+
+def test_the_version_is_said() -> None:
+    """``--version`` prints it and loads nothing."""
+    assert invoke("--version") == f"pagedcore {__version__}\n"
+
+
+def test_prompts_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
+    """A file or standard input in another encoding is one line that names the byte, not a traceback."""
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("What is 2 + 3?\ncaf\u00e9".encode("latin-1"))
+    for words in (["--prompts-file", str(path)], ["--prompts-file", "-"]):
+        done = run("generate", *words, given=path.read_bytes())
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("error: --prompts-file: is no UTF-8 text, byte 18")
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
+    """Files of editors that begin with one hold the same prompts."""
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfone\n\ntwo\n")
+    assert _read_prompts(tmp_path / "prompts.txt") == ["one", "two"]
+
+
+def test_a_chat_in_another_encoding_is_refused() -> None:
+    """The chat names its input; nothing else fails."""
+    done = run("chat", given=b"caf\xe9\n")
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: standard input: is no UTF-8 text, byte 3 for one.\n")

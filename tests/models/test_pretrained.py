@@ -220,3 +220,39 @@ print((status() - before) * 1024)
     assert int(done.stdout) < 1.5 * num_bytes
 
 
+@pytest.mark.parametrize(("name", "words"), [
+    ("/no/such/directory", "no directory, and no hub id"), ("./no-such", "check the path"), ("../x", "check the path"),
+    ("~/models/llama", "expanduser"), ("", "no directory"), ("C:\\\\models", "no directory"),
+    ("https://example.org/owner/name", "owner/name"), ("a/b/c", "owner/name"),
+])
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+def test_a_name_that_can_be_no_model_is_refused_by_itself(
+    monkeypatch: pytest.MonkeyPatch, name: str, words: str, what: str
+) -> None:
+    """Neither the hub nor transformers is asked for it, and the message repeats nothing of it."""
+    monkeypatch.setattr(pretrained, "load_pretrained", lambda *_, **__: pytest.fail("it was looked for"))
+    load = {"model": lambda: resolve_backend(name, EngineConfig(), use_reference),
+            "tokenizer": lambda: load_tokenizer("demo", EngineConfig(tokenizer=name or "/no"))}[what]
+    with pytest.raises(InvalidConfig, match=words) as caught:
+        load()
+    assert str(caught.value).startswith(f"{what}: ")
+    assert not name.strip("./~") or name not in str(caught.value)
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    """A path to a file of a model names what is needed instead."""
+    with pytest.raises(InvalidConfig, match=r"^model: got a file, needed is the directory that it is in\.$"):
+        resolve_backend(save(tmp_path) / "config.json", EngineConfig(), use_reference)
+
+
+@pytest.mark.parametrize(("name", "message", "shown"), [
+    ("o/n", "We couldn't connect to 'https://huggingface.co' to load o/n, see https://huggingface.co/docs/x.",
+     "We couldn't connect to 'https://huggingface.co' to load the model, see https://huggingface.co/docs/x."),
+    ("a", "a path /home/user/a/x and file:///etc/passwd", "the model path its files and file:its files"),
+    ("/data/m", "no file /data/m/config.json in /data/m", "no file the model/config.json in the model"),
+])
+def test_a_librarys_message_loses_paths_and_nothing_else(name: str, message: str, shown: str) -> None:
+    """Addresses stay readable, paths are left out, and a short name is replaced where it is a word."""
+    with pytest.raises(InvalidConfig) as caught, pretrained._as_refusals(name):
+        raise OSError(message)
+    assert str(caught.value) == f"model: it could not be loaded ({shown})."

@@ -10,6 +10,7 @@ from pagedcore import errors
 from pagedcore.config import limits
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
+from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.sampling_params import SamplingParams
 
 
@@ -222,3 +223,15 @@ def test_other_priorities_are_refused(priority):
     with pytest.raises(errors.InvalidRequest) as refusal:
         RequestOptions(priority=priority)
     assert refusal.value.what == "priority"
+
+
+@pytest.mark.parametrize("prompt", [["a"], ["a", "b"], [1, "a"], [None], [1.5], [[1]], [("role", "user")]])
+def test_a_list_that_is_no_prompt_is_not_taken_for_a_chat(prompt):
+    """The refusal names the prompt and all that it may be; several texts are told from chat messages."""
+    processor = InputProcessor(None, 100, 64, 640, 8, frozenset())
+    with pytest.raises(errors.InvalidPrompt) as refusal:
+        processor.process(prompt, None, RequestOptions())
+    assert str(refusal.value).startswith("prompt: got a list with ")
+    assert refusal.value.limit.startswith("text, a list of token ids")
+    has_text = any(isinstance(one, str) for one in prompt)
+    assert str(refusal.value).endswith("Several texts are several prompts.") == has_text

@@ -26,9 +26,10 @@ def invoke(*words: str, given: str | None = None) -> str:
     return result.stdout
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as its own process, without a network."""
+def run(*words: str, given: bytes = b"") -> subprocess.CompletedProcess[str]:
+    """Run the command line as its own process, without a network, on an input of UTF-8 or not."""
     search_path = ":".join(str(ROOT / folder) for folder in ("", "kernels", "adapters"))
-    env = {"PYTHONPATH": search_path, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([sys.executable, "-m", "pagedcore", *words], env=env, capture_output=True, text=True,
+    env = {"PYTHONPATH": search_path, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run([sys.executable, "-m", "pagedcore", *words], env=env, input=given, capture_output=True,
                           timeout=120, check=False)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())

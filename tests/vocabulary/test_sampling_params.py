@@ -241,7 +241,15 @@ def test_unknown_names_are_refused_with_the_known_ones():
     message = str(refusal.value)
     assert message.endswith("Did you mean temperature?")
     assert all(field.name in message for field in dataclasses.fields(SamplingParams))
-    assert "temprature" not in message
+    assert "got 'temprature'" in message
+
+
+@pytest.mark.parametrize("name", ["What is my password?", "x" * 41, "a\nb", "\u0442", "", 5])
+def test_a_name_that_looks_like_text_is_not_repeated(name):
+    """Only what looks like a field's name is shown: any other key may be a piece of a prompt."""
+    with pytest.raises(errors.UnknownParameter) as refusal:
+        SamplingParams.from_mapping({name: 1.0})
+    assert refusal.value.given == errors.describe(name)
 
 
 @pytest.mark.parametrize("mapping", [None, 1, "temperature", [("temperature", 1)], {1: 2}, {None: 1}, {("n",): 1}])

@@ -123,6 +123,55 @@ async def test_chat_takes_messages_only(app: App, messages: Any) -> None:
     refused = await app.call("/chat", {"messages": messages})
     assert (refused.status, app.is_idle()) == (400, True)
     assert refused.error["what"].startswith("messages")
+    if messages == []:
+        assert refused.error["message"] == "messages: got 0, allowed is at least 1 message."
+
+
+def texts(*words: str) -> list[dict[str, str]]:
+    """OpenAI's form of a content."""
+    return [{"type": "text", "text": word} for word in words]
+
+
+async def test_text_parts_are_the_text_that_they_make() -> None:
+    """Chats whose contents are lists of text parts get the answers of plain texts, on every endpoint."""
+    with AsyncEngine.from_pretrained("demo", num_kv_blocks=64) as engine:
+        async with serving(engine) as app:
+            short = {"max_tokens": 24}
+            plain = [{"role": "user", "content": "What is 2 + 3?"}]
+            parts = [{"role": "user", "content": texts("What is ", "2 + 3?")}]
+            answers = [await app.call(path, {name: chat, "sampling": short}) for chat in (plain, parts)
+                       for path, name in (("/chat", "messages"), ("/generate", "prompt"))]
+            batch = await app.call("/batch", {"prompts": [plain, parts], "sampling": short})
+            stream = await app.call("/stream", {"prompt": parts, "sampling": short})
+            found = [json.loads(one.text)["outputs"][0]["text"] for one in answers]
+            found += [one["outputs"][0]["text"] for one in json.loads(batch.text)["completions"]]
+            found.append("".join(e.data["text"] for e in EventParser().feed(stream.text) if not e.name))
+            assert found == [found[0]] * 7
+            assert "5" in found[0]
+
+
+@pytest.mark.parametrize("content", [
+    [{"type": "image_url", "image_url": {"url": "http://canary"}}], [{"type": "text"}], [{"type": "text", "text": 5}],
+    ["canary"], [None], [[]], [*texts("a"), {"type": "input_audio", "data": "canary"}],
+])
+async def test_parts_that_are_no_text_are_refused_by_their_place(app: App, content: Any) -> None:
+    """Nothing is fetched or left out; the refusal names the part and repeats nothing of it."""
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": content}]
+    for path, body in (("/chat", {"messages": chat}), ("/generate", {"prompt": chat}), ("/stream", {"prompt": chat}),
+                       ("/batch", {"prompts": [[1], chat]})):
+        refused = await app.call(path, body)
+        assert (refused.status, refused.error["what"]) == (400, f"messages[1].content[{len(content) - 1}]")
+        assert "canary" not in refused.text
+        assert app.is_idle()
+
+
+async def test_unknown_names_are_shown_with_the_nearest_known_one(app: App) -> None:
+    """A misspelt field is repeated if it looks like a name, and no other text is."""
+    refused = await app.call("/generate", {"prompt": [1], "prioritty": 3})
+    assert refused.error["given"] == "'prioritty'"
+    assert refused.error["message"].endswith("Did you mean priority?")
+    refused = await app.call("/generate", {"prompt": [1], "my secret": 3})
+    assert "secret" not in refused.text
 
 
 @pytest.mark.parametrize("body", [

@@ -26,6 +26,7 @@ from pagedcore.errors import (
     InvalidPrompt,
     InvalidRequest,
     MissingDependency,
+    PromptEmpty,
     PromptTooLong,
     RequestTimeout,
     StepFailed,
@@ -459,6 +460,13 @@ def test_what_is_no_text_is_refused_without_network(
             call()
         assert "secret" not in str(refused.value)
     assert opened == []
+
+
+@pytest.mark.parametrize("ask", ["invoke", "stream"])
+def test_a_chat_without_messages_is_refused_by_its_name(engine: AsyncEngine, ask: str) -> None:
+    """An empty list is about messages, not about tokens."""
+    with pytest.raises(PromptEmpty, match=r"^messages: got 0, allowed is at least 1 message\."):
+        list(getattr(build(ChatPagedCore, engine), ask)([]))
 
 
 def test_tools_and_structured_output_are_not_offered(engine: AsyncEngine) -> None:
