@@ -21,6 +21,7 @@ from kernels.attention_cases import Rows, Shape, Tokens, random_tables, run
 from pagedcore_kernels import step_plan as plan_module
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
+from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 
 GUARD_BYTES = 1 << 22
@@ -31,11 +32,13 @@ SHAPES = [Shape(3, 2, 32, 16, 16, torch.bfloat16), Shape(2, 1, 16, 16, 16, torch
 PRODUCTS = [(rows, *shape) for rows in (1, 15, 17, 33, 70) for shape in ((70, 64), (64, 288), (130, 34))]
 """Rows, outputs and inputs; inputs of whole tiles and others."""
 INT8_PRODUCTS = [(rows, *shape) for rows in (1, 15, 17, 70) for shape in ((70, 64), (64, 2080), (130, 48))]
+GROUPED_PRODUCTS = [(rows, *shape) for rows in (1, 4, 5, 70) for shape in ((70, 64, 2), (64, 320, 1), (130, 13, 1))]
+"""Rows, outputs, inputs and groups."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start(what: str) -> subprocess.CompletedProcess[str]:
-    """Run this program; ``what`` is "attention", "products" or "int8 products"."""
+    """Run this program; ``what`` is "attention", "products", "int8 products" or "grouped products"."""
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
     command = [sys.executable, "-m", "kernels.edge_of_memory", what]
@@ -120,8 +123,30 @@ def multiply_int8(num_rows: int, num_outputs: int, num_inputs: int) -> torch.Ten
     return product
 
 
+class EdgeGroupedMatmul(PackedGroupedMatmul):
+    """A product all of whose arrays end where memory ends."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._panels, self._bias = tensor_before_the_edge(self._panels), tensor_before_the_edge(self._bias)
+
+
+def multiply_grouped(bits: int, num_rows: int, num_outputs: int, num_inputs: int, num_groups: int) -> torch.Tensor:
+    """Do the same with weights of few bits."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(-8, 8, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
+    rows = torch.randn(num_rows, num_inputs, generator=generator).bfloat16()
+    scales = torch.rand(num_outputs, num_groups)
+    given = (values, scales, values[:, :num_groups], bits, scales[:, 0], torch.bfloat16)
+    product = EdgeGroupedMatmul(*given)(tensor_before_the_edge(rows).as_subclass(EdgeRows))
+    assert torch.equal(product, PackedGroupedMatmul(*given)(rows))
+    return product
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "int8 products":
+    if sys.argv[1] == "grouped products":
+        print(*(multiply_grouped(bits, *sizes).shape for bits in (4, 8) for sizes in GROUPED_PRODUCTS))
+    elif sys.argv[1] == "int8 products":
         print(*(multiply_int8(*sizes).shape for sizes in INT8_PRODUCTS))
     elif sys.argv[1] == "products":
         print(*(multiply(*sizes).shape for sizes in PRODUCTS))

@@ -229,12 +229,12 @@ print(products_here(), digest.hexdigest())
 """
 
 
-def on_another_processor(cpu_name: str, *missing: str) -> str:
-    """Run ``OTHER_PROCESSOR`` as if instruction sets whose names begin so were missing."""
+def on_another_processor(cpu_name: str, *missing: str, program: str = OTHER_PROCESSOR) -> str:
+    """Run a program as if instruction sets whose names begin so were missing, and return what it prints."""
     host = llvmlite.binding.get_host_cpu_features()
     names = [name for name, is_there in host.items() if is_there and not name.startswith(missing)]
     processor = {"NUMBA_CPU_NAME": cpu_name, "NUMBA_CPU_FEATURES": ",".join("+" + name for name in sorted(names))}
-    command = [sys.executable, "-c", OTHER_PROCESSOR]
+    command = [sys.executable, "-c", program]
     return subprocess.run(command, env=os.environ | processor, check=True, capture_output=True, text=True).stdout
 
 

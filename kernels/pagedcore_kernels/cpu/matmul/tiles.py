@@ -149,7 +149,7 @@ def multiply_tile(
                         inputs = _inputs(b, kind, starts[m], b.add(row_step, int64(4 * part)))
                         for v in vectors:
                             total = b.load(totals[m, v])
-                            b.store(_add_products(b, kind, total, weight[v][part], inputs), totals[m, v])
+                            b.store(add_products(b, kind, total, weight[v][part], inputs), totals[m, v])
             for m, v in places:
                 place, chunk = m * SUM_BYTES + v * 64, b.load(totals[m, v])
                 before = load(b, target, place, chunk.type, 4)
@@ -230,7 +230,8 @@ def _weights(b: Builder, form: int, address: Value, offset: Value) -> list[Value
     return [b.bitcast(half, floats()) for half in (b.shl(pairs, integer_constant(16, _WHOLE)), upper)]
 
 
-def _add_products(b: Builder, form: int, total: Value, weights: Value, inputs: Value) -> Value:
+def add_products(b: Builder, form: int, total: Value, weights: Value, inputs: Value) -> Value:
+    """Emit ``total`` and the products of one step, for sixteen outputs."""
     if form == BYTES:
         kind = ir.FunctionType(_WHOLE, [_WHOLE] * 3)
         dot_product = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")

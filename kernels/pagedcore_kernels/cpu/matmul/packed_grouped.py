@@ -1,0 +1,252 @@
+"""Matrix products of float rows with weights of 4 or 8 bits that have a scale for each group of inputs ("weight only").
+
+A weight is ``scale * (value - zero)``. Rows stay what they are, float32 or bfloat16. Few rows are bound by the memory
+that weights take, so they are unpacked in registers; of many rows 64 share what is unpacked once. Read
+``grouped_tiles.py`` for the arithmetic.
+
+Invariant: an output's bits depend on its row, its weights and its bias alone. In float32 they do not depend on the
+instructions that the processor has either; in bfloat16 there are two orders of additions, as in ``packed.py``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
+from pagedcore_kernels.cpu.matmul.grouped_tiles import (
+    CHUNK_STEPS,
+    SCALE_BYTES,
+    UNIT,
+    ZERO_BYTES,
+    inputs_of_step,
+    multiply_few_rows,
+    multiply_unpacked_tiles,
+    unit_bytes,
+    unpack_chunk,
+)
+from pagedcore_kernels.cpu.matmul.packed import work_items
+from pagedcore_kernels.cpu.matmul.tiles import PAIRS, PANEL, SINGLES, STEP_BYTES, SUM_BYTES, TILE_ROWS, store_sums
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
+from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats
+from pagedcore_kernels.errors import InternalError
+
+#: Rows that share a chunk of unpacked weights, whose sums take 16 KiB.
+_GROUP_ROWS = 64
+#: Fewest rows of a work item, where a panel is cut into several; that of ``work_items``.
+_SHARE_ROWS = 64
+_WIDE_SUMS, _NARROW_SUMS = 16, 4
+#: How far ahead of its use memory is asked for.
+_AHEAD_BYTES = 8192
+#: Panels that are packed at a time, so that packing takes little memory besides the values.
+_PANELS_AT_ONCE = 16
+#: Least and largest value, by bits; zero points may be one more than a value of 4 bits.
+_RANGES = {4: (-8, 7, 8), 8: (-128, 127, 127)}
+
+
+def form_of_grouped_product(dtype: torch.dtype) -> int | None:
+    """Say how these products are computed here; ``None``: they are not."""
+    if not has_fused_vectors() or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    return PAIRS if dtype == torch.bfloat16 and has_instructions("avx512bf16", "avx512bw") else SINGLES
+
+
+class PackedGroupedMatmul:
+    """``rows @ (scales * (values - zeros)).T + bias`` with a weight that was rearranged once.
+
+    Args:
+        values: int8 [out, in]; with 4 bits from -8 to 7, which are packed into half a byte each. Not kept.
+        scales: float32 [out, groups], of any sign; group ``g`` is inputs ``g * in / groups`` and up. Not kept.
+        zeros: int8 [out, groups] in the numbers of the values, or ``None`` for zeros; with 4 bits from -8 to 8. Formats
+            that count values from 0 to 15 subtract 8 from both. Not kept.
+        bits: 4 or 8.
+        bias: [out], or ``None``; rounded to ``dtype``; not kept.
+        dtype: of rows and outputs, float32 or bfloat16.
+
+    A group has a multiple of 8 inputs; only where there is one group for each output may ``in`` be any number.
+
+    Raises:
+        InternalError: an argument has another type, shape or range, or the processor has no such vectors.
+    """
+
+    def __init__(
+        self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int,
+        bias: torch.Tensor | None, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        form = form_of_grouped_product(dtype)
+        if form is None:
+            raise InternalError(f"rows: {dtype} cannot be multiplied here by weights of few bits")
+        _check(values, scales, zeros, bits, bias)
+        (self._num_outputs, self._num_inputs), num_groups = values.shape, scales.shape[1]
+        self._padding = -self._num_inputs % UNIT
+        size = (self._num_inputs + self._padding) // num_groups
+        self._num_panels = -(-self._num_outputs // PANEL)
+        self._panels = _panels(values, scales, zeros, bits, self._num_panels, size)
+        self.weight = torch.empty(0, dtype=dtype)
+        """Empty, in the format of rows and outputs, which is what modules ask a weight for."""
+        self._bias = torch.zeros(self._num_panels * PANEL, dtype=dtype)
+        if bias is not None:
+            self._bias[: self._num_outputs] = bias
+        self._is_widened = dtype == torch.bfloat16 and form == SINGLES
+        self._sizes = num_groups, size // UNIT
+        self._kernel = _kernel(form, bits, zeros is not None, dtype)
+        self._parameters = ParameterBlock(11)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the packed weight, its scales and zero points included."""
+        return self._panels.data_ptr(), self._panels.nbytes
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous, of ``weight.dtype``; return [M, out]."""
+        num_rows, size, kind = len(rows), self._num_inputs, self.weight.dtype
+        # Safety: the kernel reads raw memory.
+        if rows.shape != (num_rows, size) or rows.dtype != kind or not rows.is_contiguous():
+            raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {kind} [M, {size}]")
+        out = rows.new_empty(num_rows, self._num_outputs)
+        if self._padding:
+            rows = torch.nn.functional.pad(rows, (0, self._padding))
+        if self._is_widened:
+            rows = rows.float()
+        self._parameters.fill(
+            rows.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
+            self._num_outputs, *self._sizes, self._num_panels, *work_items(self._num_panels, num_rows),
+        )  # fmt: skip
+        self._kernel.run(self._parameters)
+        return out
+
+
+def _check(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, bias: torch.Tensor | None
+) -> None:
+    """Refuse what the kernel would read beyond its end, or what a weight of so few bits cannot hold."""
+    if bits not in _RANGES:
+        raise InternalError(f"bits: got {bits}, expected 4 or 8")
+    least, largest, largest_zero = _RANGES[bits]
+    if values.ndim != 2 or values.dtype != torch.int8 or not values.numel() or not _within(values, least, largest):
+        raise InternalError(f"values: {values.dtype} of shape {tuple(values.shape)}, expected int8 [out, in] "
+                            f"from {least} to {largest}")  # fmt: skip
+    num_outputs, num_inputs = values.shape
+    num_groups = scales.shape[1] if scales.ndim == 2 else 0
+    if scales.dtype != torch.float32 or len(scales) != num_outputs or not 0 < num_groups <= num_inputs:
+        raise InternalError(f"scales: {scales.dtype} of shape {tuple(scales.shape)}, expected float32 "
+                            f"[{num_outputs}, groups]")  # fmt: skip
+    if num_groups > 1 and num_inputs % (num_groups * UNIT):
+        raise InternalError(f"values: {num_inputs} inputs are not {num_groups} groups of a multiple of {UNIT}")
+    if zeros is not None and (
+        zeros.dtype != torch.int8 or zeros.shape != scales.shape or not _within(zeros, least, largest_zero)
+    ):
+        raise InternalError(f"zeros: {zeros.dtype} of shape {tuple(zeros.shape)}, expected int8 {tuple(scales.shape)} "
+                            f"from {least} to {largest_zero}")  # fmt: skip
+    if bias is not None and bias.shape != (num_outputs,):
+        raise InternalError(f"bias: shape {tuple(bias.shape)}, expected [{num_outputs}]")
+
+
+def _within(values: torch.Tensor, least: int, largest: int) -> bool:
+    return bool(values.min() >= least) and bool(values.max() <= largest)
+
+
+def _panels(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, num_panels: int, size: int
+) -> torch.Tensor:
+    """Return uint8 [num_panels, groups, scales, zero points and units of a group of ``size`` inputs].
+
+    Outputs and inputs that are filled up have values and scales of zero.
+    """
+    num_groups, num_units = scales.shape[1], size // UNIT
+    header = SCALE_BYTES + (0 if zeros is None else ZERO_BYTES)
+    panels = torch.zeros(num_panels, num_groups, header + num_units * unit_bytes(bits), dtype=torch.uint8)
+    for start in range(0, num_panels, _PANELS_AT_ONCE):
+        target = panels[start : start + _PANELS_AT_ONCE]
+        count = len(target) * PANEL
+        outputs = slice(start * PANEL, start * PANEL + count)
+        target[:, :, :SCALE_BYTES] = _by_panel(scales[outputs], count).view(torch.uint8)
+        if zeros is not None:
+            target[:, :, SCALE_BYTES:header] = _by_panel(zeros[outputs], count).view(torch.uint8)
+        part = values.new_zeros(count, num_groups * size)
+        part[: len(values[outputs]), : values.shape[1]] = values[outputs]
+        units = part.view(len(target), PANEL, num_groups, num_units, UNIT).permute(0, 2, 3, 1, 4)
+        target[:, :, header:] = (_nibbles(units) if bits == 4 else units.transpose(3, 4)).flatten(2).view(torch.uint8)
+    return panels
+
+
+def _by_panel(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Turn [outputs, groups] into [panels, groups, PANEL], filled up with zeros."""
+    filled = numbers.new_zeros(count, numbers.shape[1])
+    filled[: len(numbers)] = numbers
+    return filled.view(-1, PANEL, numbers.shape[1]).transpose(1, 2).contiguous()
+
+
+def _nibbles(units: torch.Tensor) -> torch.Tensor:
+    """Pack the last dimension, 8 values, into 4 bytes; see ``grouped_tiles``."""
+    return (units[..., [0, 4, 1, 5]] & 15) | (units[..., [2, 6, 3, 7]] << 4)
+
+
+@cache
+def _kernel(form: int, bits: int, has_zeros: bool, dtype: torch.dtype) -> Kernel:
+    """Compile the kernel, or take it from the cache; its parameters are those that ``__call__`` fills in."""
+    is_bf16, with_zeros, is_wide, item_bytes = (
+        int(dtype == torch.bfloat16), int(has_zeros), int(has_wide_vectors()), dtype.itemsize,
+    )  # fmt: skip
+    most_sums = _WIDE_SUMS if is_wide else _NARROW_SUMS
+    bytes_of_unit, row_unit_bytes = unit_bytes(bits), UNIT // inputs_of_step(form) * 4
+    chunk_units = CHUNK_STEPS * inputs_of_step(form) // UNIT
+    header_bytes = SCALE_BYTES + with_zeros * ZERO_BYTES
+    panel_outputs, sum_bytes, least_rows, group_rows = PANEL, SUM_BYTES, _SHARE_ROWS, _GROUP_ROWS
+    few_rows, num_sums, num_weights = TILE_ROWS, _GROUP_ROWS * PANEL, CHUNK_STEPS * STEP_BYTES // 4
+    ahead_bytes = _AHEAD_BYTES
+
+    def matmul(parameters: Any) -> None:
+        p = address_of(parameters)
+        counter, rows, weight = load_int64(p, 0), load_int64(p, 1), load_int64(p, 2)
+        bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
+        num_outputs, num_groups, num_units = load_int64(p, 6), load_int64(p, 7), load_int64(p, 8)
+        num_panels, num_whole, num_shares = load_int64(p, 9), load_int64(p, 10), load_int64(p, 11)
+        row_bytes, group_bytes = num_groups * num_units * row_unit_bytes, header_bytes + num_units * bytes_of_unit
+        panel_bytes = num_groups * group_bytes
+        share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
+        num_items = num_whole + (num_panels - num_whole) * num_shares
+        sums, buffer = stack_floats(num_sums), stack_floats(num_weights)
+        next_item = claim(counter)
+        while next_item < num_items:
+            # Why: claimed ahead, the panel after this one is known, and its beginning can be asked for.
+            item, next_item = next_item, claim(counter)
+            after = next_item if next_item < num_whole else num_whole + (next_item - num_whole) // num_shares
+            next_panel = weight + min(after, num_panels - 1) * panel_bytes
+            panel, first_row, end_row = item, 0, num_rows
+            if item >= num_whole:
+                panel = num_whole + (item - num_whole) // num_shares
+                first_row = (item - num_whole) % num_shares * share_rows
+                end_row = min(first_row + share_rows, num_rows)
+            while first_row < end_row:
+                count = min(group_rows, end_row - first_row)
+                begin, source = weight + panel * panel_bytes, rows + first_row * row_bytes
+                is_first = 1
+                for number in range(num_groups):
+                    group, unit = begin + number * group_bytes, 0
+                    while unit < num_units:
+                        units, here = min(chunk_units, num_units - unit), group + header_bytes + unit * bytes_of_unit
+                        ahead = here + ahead_bytes
+                        if ahead >= begin + panel_bytes:
+                            ahead = next_panel + (ahead - begin - panel_bytes)
+                        if count <= few_rows:
+                            multiply_few_rows(
+                                form, bits, with_zeros, 1, most_sums, is_wide, source, row_bytes, count, here, group,
+                                units, sums, is_first, ahead,
+                            )
+                        else:
+                            unpack_chunk(form, bits, with_zeros, is_wide, here, group, units, buffer, ahead)
+                            multiply_unpacked_tiles(
+                                form, bits, with_zeros, most_sums, is_wide, source, row_bytes, count, buffer, group,
+                                units, sums, is_first,
+                            )
+                        source, unit, is_first = source + units * row_unit_bytes, unit + units, 0
+                column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
+                for i in range(count):
+                    target = out + ((first_row + i) * num_outputs + column) * item_bytes
+                    store_sums(is_bf16, sums + i * sum_bytes, bias + column * item_bytes, target, wanted)
+                first_row += count
+
+    return compile_kernel(matmul)
