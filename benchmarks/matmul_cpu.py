@@ -1,10 +1,10 @@
-"""Our matrix products against oneDNN's packed ones, and those in int8 against ours, in the same run.
+"""Our matrix products against oneDNN's packed ones, and quantised ones against ours, in the same run.
 
     python benchmarks/matmul_cpu.py [--threads 2] [--layers 8] [--repeats 5] [--dtype bfloat16]
 
 The products of one layer of Qwen2.5-0.5B and of its output layer, over so many layers that no weight is in a cache when
 it is needed. Both have their weights in huge pages. Figures are minima over alternating repeats; the outputs of both
-are compared, and differ in the last bit of few at most: oneDNN adds long sums up in other pieces. Products in int8
+are compared, and differ in the last bit of few at most: oneDNN adds long sums up in other pieces. Products of w8a8
 quantise their rows, which is part of their time.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from pagedcore.execution.memory_pages import move_to_huge_pages
 from pagedcore.models.cpu.packed_linear import OneDnnMatmul
-from pagedcore.models.quantization.schemes import W8A8Linears
+from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 
@@ -28,11 +28,6 @@ HEAD = (151936, 896)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-
-
-def in_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
-    """Quantise a weight."""
-    return W8A8Linears()(weight, bias)
 
 
 def products(kind: Callable[[torch.Tensor, None], Matmul], weights: list[torch.Tensor]) -> list[Product]:
@@ -53,17 +48,17 @@ def seconds(all_products: list[Product], rows: dict[int, torch.Tensor], weights:
 
 def compare(weights: list[torch.Tensor], sizes: tuple[int, ...], repeats: int) -> None:
     """Print a line for each number of rows."""
-    ours, theirs, int8 = (products(kind, weights) for kind in (PackedMatmul, OneDnnMatmul, in_int8))
+    ours, theirs, *quantised = (products(kind, weights) for kind in (PackedMatmul, OneDnnMatmul, *SCHEMES.values()))
     flops = 2 * sum(weight.numel() for weight in weights)
     for size in sizes:
         rows = {weight.shape[1]: torch.randn(size, weight.shape[1]).to(weight.dtype) for weight in weights}
-        times = [[seconds(kind, rows, weights) for kind in (ours, theirs, int8)] for _ in range(repeats)]
-        mine, other, quantised = (min(column) for column in zip(*times, strict=True))
+        times = [[seconds(kind, rows, weights) for kind in (ours, theirs, *quantised)] for _ in range(repeats)]
+        mine, other, *others = (min(column) for column in zip(*times, strict=True))
         last = rows[weights[-1].shape[1]]
         torch.testing.assert_close(ours[-1](last), theirs[-1](last), rtol=2**-6, atol=1e-2)
         rate = size * flops / mine / 1e9
         print(f"{size:>6}{1e3 * mine:>12.2f}{1e3 * other:>12.2f}{other / mine:>9.2f}x{rate:>12.0f}"
-              f"{1e3 * quantised:>12.2f}{mine / quantised:>9.2f}x", flush=True)
+              + "".join(f"{1e3 * one:>12.2f}{mine / one:>9.2f}x" for one in others), flush=True)
 
 
 def main() -> None:
@@ -78,7 +73,7 @@ def main() -> None:
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, arguments.dtype)
     print(f"{arguments.threads} threads; {'rows':>4}{'ours ms':>12}{'oneDNN ms':>12}{'ratio':>10}{'GFLOP/s':>12}"
-          f"{'int8 ms':>12}{'ratio':>10}")
+          + "".join(f"{name + ' ms':>12}{'ratio':>10}" for name in SCHEMES))
     with torch.inference_mode():
         for shapes, sizes in ((LAYER * arguments.layers, ROWS), ((HEAD,), ROWS[:8])):
             print(f"{len(shapes)} products")

@@ -49,7 +49,7 @@ def logit_error(family: str, shape: dict[str, Any], scheme: str) -> tuple[float,
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](vocab_size=8192, **shape)).eval()
     tokens = torch.randint(0, 8192, (1, 512))
     exact = model(input_ids=tokens, use_cache=False).logits[0]
-    keep = {"linears": SCHEMES[scheme](), "on_unused": lambda weight: None}
+    keep = {"linears": SCHEMES[scheme], "on_unused": lambda weight: None}
     pack_experts(model, routers=FASTEST, **keep)
     pack_linears(model, **keep)
     given = model(input_ids=tokens, use_cache=False).logits[0]

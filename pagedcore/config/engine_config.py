@@ -27,7 +27,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "num_threads": rules.COUNT.or_none(),
     "attention_backend": rules.NAME,
     "linear_backend": rules.NAME,
-    "quantization": rules.one_of("none", "w8a8"),
+    "quantization": rules.one_of("none", "w8a8", "w8a16", "w4a16"),
     "model_backend": rules.NAME,
     "scheduling_policy": rules.NAME,
     "admission": rules.one_of("optimistic", "guaranteed"),
@@ -83,8 +83,9 @@ class EngineConfig:
     """Name of an entry in the plugin table ``linears``, which makes the products of linear layers on a CPU."""
     quantization: str = "none"
     """What the weights of linear layers become when a model is loaded on a CPU: "w8a8" for int8 weights with a scale
-    for each output, and rows in int8 with a scale each, in half the memory of bfloat16; "none" leaves them. Sessions
-    and their files belong to one choice."""
+    for each output, and rows in int8 with a scale each; "w8a16" for such weights, and rows as they are; "w4a16" for
+    int4 weights with a scale for each group of 128 inputs; "none" leaves them. Sessions and their files belong to one
+    choice."""
     model_backend: str = "auto"
     """Name of an entry in the plugin table ``models``, which makes a ``ModelBackend`` of the model; "auto" takes one as
     it is, and "transformers" for everything else."""

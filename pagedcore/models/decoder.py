@@ -15,7 +15,7 @@ from pagedcore.models.attention_interface import PagedStep, attention_step
 from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
-from pagedcore.models.quantization.schemes import W8A8Linears
+from pagedcore.models.quantization.schemes import QuantizedLinears
 from pagedcore.protocols import LinearFactory
 
 
@@ -77,7 +77,7 @@ class ModuleDecoder(PlainDecoder):
     ) -> None:
         super().__init__(model, layers, on_unused)
         # Why: which experts a row goes to is decided by small differences of few products.
-        routers = FASTEST if isinstance(linears, W8A8Linears) else linears
+        routers = FASTEST if isinstance(linears, QuantizedLinears) else linears
         of_experts = pack_experts(model, linears=linears, routers=routers, on_unused=on_unused)
         report = pack_linears(model, linears=linears, on_unused=on_unused)
         self.products, self.other_matrices = (*of_experts, *report.packed), report.unpacked

@@ -185,4 +185,4 @@ def _quantized_linears(config: EngineConfig, device: Device) -> LinearFactory:
         raise InvalidConfig(
             f"quantization: {config.quantization!r} needs an x86 processor with AVX2. Leave it at 'none'."
         )
-    return SCHEMES[config.quantization]()
+    return SCHEMES[config.quantization]

@@ -29,12 +29,15 @@ from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.self_test import SelfTest
 from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, LinearFactory, RaggedRows
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
+from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul
 
 
 class TransformersModel:
@@ -99,7 +102,7 @@ class TransformersModel:
     def computes_in_torch(self) -> bool:
         """Whether other libraries compute matrix products of a step on the CPU."""
         products, others = self._decoder.products, self._decoder.other_matrices
-        is_ours = all(isinstance(product.multiply, PackedMatmul | PackedInt8Matmul) for product in products)
+        is_ours = all(isinstance(product.multiply, _OUR_PRODUCTS) for product in products)
         return self._device.kind == "cpu" and (bool(others) or not products or not is_ours)
 
     def layout(self, block_size: int) -> BlockLayout:
@@ -159,7 +162,8 @@ class TransformersModel:
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool
     ) -> None:
-        test = SelfTest(model, self.block_size, self._quantization) if runs_self_test else None
+        is_quantized, own_attention = self._quantization != "none", model.config._attn_implementation
+        test = SelfTest(model, self.block_size) if runs_self_test and not is_quantized else None
         ownership.take(model)
         self.layers, self.vocab_size = redirect_attention(model)
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
@@ -170,6 +174,11 @@ class TransformersModel:
         self._weights = ownership.TakenWeights(model)
         for product in self._decoder.products:
             product.use_huge_pages()
+        if runs_self_test and is_quantized:
+            # Why now: what is expected of the model is what its own modules compute with the quantised products.
+            model.set_attn_implementation(own_attention)
+            test = SelfTest(model, self.block_size, is_quantized)
+            model.set_attn_implementation(ATTENTION_KEY)
         is_reproducible = test is None or self._settle_decoder(test)
         self.variable_part = self._find_variable_part(is_reproducible)
         """What makes results depend on the schedule, or nothing."""

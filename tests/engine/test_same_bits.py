@@ -122,14 +122,15 @@ def alone(backend: TransformersModel, asked: list[Question]) -> list[Answer]:
 
 
 FORMATS = [(kind, dtype, "none") for kind in KINDS for dtype in ("float32", "bfloat16")]
-FORMATS += [("dense", "bfloat16", "w8a8"), ("mixture of experts", "bfloat16", "w8a8")]
+FORMATS += [("dense", "bfloat16", "w8a8"), ("mixture of experts", "bfloat16", "w8a8"), ("dense", "float32", "w4a16"),
+            ("mixture of experts", "bfloat16", "w4a16"), ("dense", "bfloat16", "w8a16")]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=FORMATS, ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
     kind, dtype, quantization = request.param
     family, changes = KINDS[kind]
-    linears = SCHEMES[quantization]() if quantization in SCHEMES else FASTEST
+    linears = SCHEMES.get(quantization, FASTEST)
 
     def rebuild() -> TransformersModel:
         return TransformersModel(

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from pagedcore import AsyncEngine, Engine, SamplingParams
+from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
-SETTINGS: dict[str, Any] = {"quantization": "w8a8", "max_num_seqs": 8, "block_size": 16}
+SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "block_size": 16}
 NUM_QUESTIONS = 12
 
 
@@ -27,13 +28,14 @@ def questions() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-async def test_company_changes_no_bit_of_a_quantised_model() -> None:
+@pytest.mark.parametrize("quantization", SCHEMES)
+async def test_company_changes_no_bit_of_a_quantised_model(quantization: str) -> None:
     """Under memory pressure, beside callers who leave at any moment and prompts of extreme lengths."""
-    asked = questions()
-    with Engine.from_pretrained("demo", enable_prefix_caching=False, num_kv_blocks=64, **SETTINGS) as engine:
+    asked, settings = questions(), {"quantization": quantization, **SETTINGS}
+    with Engine.from_pretrained("demo", enable_prefix_caching=False, num_kv_blocks=64, **settings) as engine:
         alone = [engine.generate([prompt], params, show_progress=False)[0].outputs[0] for prompt, params in asked]
 
-    async with AsyncEngine.from_pretrained("demo", num_kv_blocks=24, host_kv_memory="1MiB", **SETTINGS) as engine:
+    async with AsyncEngine.from_pretrained("demo", num_kv_blocks=24, host_kv_memory="1MiB", **settings) as engine:
         rng = random.Random(1)
 
         async def leave(number: int) -> None:

@@ -1,59 +1,151 @@
 """Quantisation schemes by name, each a factory of the products of linear layers.
 
-Owns how a float weight is quantised. The products are in ``pagedcore_kernels/cpu/matmul``; ``packed_linear`` and
-``packed_experts`` put them in the place of a model's layers, and a weight leaves memory before the next one is read.
+Owns how a float weight is quantised, and the check that a product computes what its quantised weight says. The products
+are in ``pagedcore_kernels/cpu/matmul``; ``packed_linear`` and ``packed_experts`` put them in the place of a model's
+layers, and a weight leaves memory before the next one is read.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
+from pagedcore.errors import ModelNotSupported
 from pagedcore.models.cpu.packed_linear import FASTEST, can_pack
 from pagedcore.protocols import Matmul
-from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul, form_of_int8_product
+from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
 
-_LARGEST: Final = 127
+#: Least and largest value, by bits.
+_RANGES: Final = {8: (-127, 127), 4: (-8, 7)}
+#: Inputs of a group with a scale of its own, in int4: the first of these that divides a layer's.
+_GROUP_SIZES: Final = (128, 64, 32, *range(120, 8, -8))
 #: Numbers that are converted to float32 at a time, so that quantising a matrix takes 16 MiB besides it.
 _AT_ONCE: Final = 2**22
+#: Rows and most outputs that ``require_right`` computes again.
+_NUM_CHECKED_ROWS, _NUM_CHECKED_OUTPUTS = 5, 256
 
 
-class W8A8Linears:
-    """Symmetric int8 weights with a scale for each output; rows in int8 too, each with a scale of its own.
+@dataclass(frozen=True, slots=True)
+class QuantizedLinears:
+    """Quantises float weights while a model is loaded: symmetric, and a bias is kept."""
 
-    Layers whose number of inputs is no multiple of 16 keep their number format.
-    """
+    bits: int
+    """Of a weight. With 8 an output has one scale, with 4 each group of inputs; see ``group_size``."""
+    quantizes_rows: bool = False
+    """Whether rows become int8 too; layers with more than 65,536 inputs keep their number format then."""
 
     def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
         """Whether layers of this format and number of inputs become products; see ``LinearFactory``."""
         return can_pack(dtype, num_inputs)
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
-        """Quantise a weight [out, in] and pack it, with its bias [out]."""
-        if form_of_int8_product(weight.shape[1]) is None or weight.dtype not in (torch.float32, torch.bfloat16):
+        """Quantise a weight [out, in] and pack it, with its bias [out].
+
+        Raises:
+            ModelNotSupported: the product is not what the quantised weight says.
+        """
+        if not self._can_quantize(weight.shape[1]):
             return FASTEST(weight, bias)
-        values, scales = quantize_per_output(weight)
-        return PackedInt8Matmul(values, scales, bias, weight.dtype)
+        values, scales = quantize_per_output(weight) if self.bits == 8 else quantize_by_group(weight)
+        product: Matmul = (
+            packed_int8.PackedInt8Matmul(values, scales[:, 0], bias, weight.dtype) if self.quantizes_rows
+            else packed_grouped.PackedGroupedMatmul(values, scales, None, self.bits, bias, weight.dtype)
+        )  # fmt: skip
+        require_right(product, values, scales, bias, self.quantizes_rows)
+        return product
+
+    def weight_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a packed weight of a format ``dtype``, scales included, without the bias."""
+        if not self._can_quantize(num_inputs):
+            return num_outputs * num_inputs * dtype.itemsize
+        if self.quantizes_rows:
+            return packed_int8.packed_bytes(num_outputs, num_inputs)
+        num_groups = 1 if self.bits == 8 else num_inputs // group_size(num_inputs)
+        return packed_grouped.packed_bytes(num_outputs, num_inputs, num_groups, self.bits)
+
+    def _can_quantize(self, num_inputs: int) -> bool:
+        return not self.quantizes_rows or packed_int8.form_of_int8_product(num_inputs) is not None
 
 
-SCHEMES: Final = {"w8a8": W8A8Linears}
+SCHEMES: Final = {
+    "w8a8": QuantizedLinears(8, quantizes_rows=True), "w8a16": QuantizedLinears(8), "w4a16": QuantizedLinears(4),
+}  # fmt: skip
 """By the name that ``EngineConfig.quantization`` has."""
 
 
+def group_size(num_inputs: int) -> int:
+    """Return how many inputs share a scale in int4: all, where none of the sizes divides their number."""
+    return next((size for size in _GROUP_SIZES if num_inputs % size == 0), num_inputs)
+
+
 def quantize_per_output(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 [out, in] and float32 scales [out] of a float weight [out, in].
+    """Return int8 [out, in] and float32 scales [out, 1] of a float weight [out, in].
 
     A scale is a 127th of the output's largest magnitude, and a value the nearest integer to ``weight / scale``, ties to
     even. An output with an infinity or a NaN gets the scale NaN, so that its products are NaN.
     """
-    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-    num_rows = max(1, _AT_ONCE // weight.shape[1])
-    for start in range(0, len(weight), num_rows):
-        part = weight[start : start + num_rows].float()
-        largest = part.abs().amax(dim=1)
-        scale = largest / _LARGEST
-        scales[start : start + num_rows] = torch.where(largest.isfinite(), scale, torch.nan)
-        divisor = torch.where(largest.isfinite() & (scale > 0), scale, torch.inf)
-        values[start : start + num_rows] = (part / divisor[:, None]).nan_to_num(0.0).round().to(torch.int8)
+    return _quantize(weight, weight.shape[1], 8)
+
+
+def quantize_by_group(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 [out, in] from -8 to 7 and float32 scales [out, groups] of a float weight [out, in].
+
+    A scale is a -8th of the group's number of largest magnitude, whose sign it turns, so that all sixteen values are
+    of use. A value is the nearest integer to ``weight / scale``, ties to even, 7 at most. A group with an infinity or a
+    NaN gets the scale NaN.
+    """
+    return _quantize(weight, group_size(weight.shape[1]), 4)
+
+
+def _quantize(weight: torch.Tensor, size: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise, a few outputs at a time, in groups of ``size``."""
+    num_outputs, num_inputs = weight.shape
+    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(num_outputs, num_inputs // size)
+    num_rows = max(1, _AT_ONCE // num_inputs)
+    for start in range(0, num_outputs, num_rows):
+        part = weight[start : start + num_rows].float().reshape(-1, num_inputs // size, size)
+        least, largest = part.aminmax(dim=2)
+        scale = (torch.maximum(-least, largest) / 127 if bits == 8
+                 else torch.where(-least > largest, least, largest) / -8)  # fmt: skip
+        is_finite = scale.isfinite()
+        scales[start : start + num_rows] = torch.where(is_finite, scale, torch.nan)
+        divisor = torch.where(is_finite & (scale != 0), scale, torch.inf)
+        rounded = (part / divisor[..., None]).nan_to_num(0.0).round().clamp(*_RANGES[bits])
+        values[start : start + num_rows] = rounded.to(torch.int8).flatten(1)
     return values, scales
+
+
+@torch.inference_mode()
+def require_right(
+    product: Matmul, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, quantizes_rows: bool,
+    zeros: torch.Tensor | None = None,
+) -> None:
+    """Compare a product with its weight ``scales * (values - zeros)`` [out, in], computed by torch for some outputs.
+
+    The bound holds for every order of additions in float32, and for rows that are rounded to 255 numbers, if they are.
+    Outputs that are not finite by their scales may be anything.
+
+    Raises:
+        ModelNotSupported: an output is further away.
+    """
+    (num_outputs, num_inputs), num_groups, dtype = values.shape, scales.shape[1], product.weight.dtype
+    some = torch.linspace(0, num_outputs - 1, min(num_outputs, _NUM_CHECKED_OUTPUTS)).long()
+    numbers = values[some].float().reshape(len(some), num_groups, -1)
+    if zeros is not None:
+        numbers = numbers - zeros[some].float()[..., None]
+    weight = (numbers * scales[some][..., None]).flatten(1)
+    rows = torch.randn(_NUM_CHECKED_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = rows.float() @ weight.T + (0 if bias is None else bias[some].float())
+    largest = rows.float().abs() @ weight.abs().T + expected.abs()
+    # The last is for numbers so small that processors may take them as zero.
+    allowed = largest * 2**-14 + expected.abs() * torch.finfo(dtype).eps + 2**-100
+    if quantizes_rows:
+        allowed += rows.float().abs().amax(1, keepdim=True) / 250 * weight.abs().sum(1)
+    error = (product(rows)[:, some].float() - expected).abs()
+    if not ((error <= allowed) | ~expected.isfinite()).all():
+        raise ModelNotSupported(
+            f"model: self-test failed. A product of a quantised weight [{num_outputs}, {num_inputs}] differs from the "
+            f"weight by up to {(error / allowed).nan_to_num(torch.inf).max().item():.3g} times what rounding explains."
+        )

@@ -53,6 +53,12 @@ def form_of_grouped_product(dtype: torch.dtype) -> int | None:
     return PAIRS if dtype == torch.bfloat16 and has_instructions("avx512bf16", "avx512bw") else SINGLES
 
 
+def packed_bytes(num_outputs: int, num_inputs: int, num_groups: int, bits: int) -> int:
+    """Return the bytes of a packed weight without zero points."""
+    num_units = -(-num_inputs // UNIT)
+    return -(-num_outputs // PANEL) * (num_groups * SCALE_BYTES + num_units * unit_bytes(bits))
+
+
 class PackedGroupedMatmul:
     """``rows @ (scales * (values - zeros)).T + bias`` with a weight that was rearranged once.
 

@@ -24,9 +24,14 @@ MOST_INPUTS = 2**16
 
 def form_of_int8_product(num_inputs: int) -> int | None:
     """Say how int8 products of this size are computed here; ``None``: they are not."""
-    if not has_fused_vectors() or num_inputs % ROW_MULTIPLE or not 0 < num_inputs <= MOST_INPUTS:
+    if not has_fused_vectors() or not 0 < num_inputs <= MOST_INPUTS:
         return None
     return BYTES if has_wide_vectors() and has_instructions("avx512vnni") else WIDENED_BYTES
+
+
+def packed_bytes(num_outputs: int, num_inputs: int) -> int:
+    """Return the bytes of a packed weight, its scales and corrections."""
+    return -(-num_outputs // PANEL) * PANEL * (num_inputs + -num_inputs % ROW_MULTIPLE + 4 + 4)
 
 
 class PackedInt8Matmul:
@@ -46,7 +51,10 @@ class PackedInt8Matmul:
         form = form_of_int8_product(self._num_inputs)
         if form is None or weight.dtype != torch.int8 or dtype not in (torch.float32, torch.bfloat16):
             raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
+        self._padding = -self._num_inputs % ROW_MULTIPLE
         self._num_panels = -(-self._num_outputs // PANEL)
+        if self._padding:
+            weight = torch.nn.functional.pad(weight, (0, self._padding))
         self._panels = panels_of(weight, self._num_panels)
         self.weight = torch.empty(0, dtype=dtype)
         """Empty, in the format of rows and outputs, which is what modules ask a weight for."""
@@ -76,10 +84,12 @@ class PackedInt8Matmul:
         if rows.shape != (num_rows, size) or rows.dtype != kind or not rows.is_contiguous():
             raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {kind} [M, {size}]")
         out = rows.new_empty(num_rows, self._num_outputs)
+        if self._padding:
+            rows = torch.nn.functional.pad(rows, (0, self._padding))
         values, scales = self._quantize(rows)
         self._parameters.fill(
             values.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
-            self._num_outputs, size, self._num_panels, *work_items(self._num_panels, num_rows),
+            self._num_outputs, size + self._padding, self._num_panels, *work_items(self._num_panels, num_rows),
             scales.data_ptr(), self._scales.data_ptr(), self._corrections.data_ptr(),
         )  # fmt: skip
         self._kernel.run(self._parameters)
