@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -16,6 +16,7 @@ from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.messages import to_chat
 from pagedcore_langchain.options import hide_salt, mask_salt, require_single_label
+from pagedcore_langchain.refusals import NotOffered
 from pagedcore_langchain.results import Chunks, chat_result
 from pagedcore_langchain.settings import PagedCoreSettings
 
@@ -89,6 +90,22 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
                     if run_manager:
                         await run_manager.on_llm_new_token(delta.text, chunk=chunk)
                     yield chunk
+
+    @override
+    def bind_tools(self, tools: Sequence[Any], *, tool_choice: str | None = None, **kwargs: Any) -> Any:
+        if not tools:
+            return self.bind(**kwargs)
+        raise NotOffered(
+            f"tools: got {len(tools)}, allowed is none, because this model writes text only. Leave tools out of "
+            "create_agent, or call the functions in your chain and put their results into the prompt."
+        )
+
+    @override
+    def with_structured_output(self, schema: Any, *, include_raw: bool = False, **kwargs: Any) -> Any:
+        raise NotOffered(
+            "with_structured_output: this model writes text only. Ask for the format in the prompt and use an output "
+            "parser, such as JsonOutputParser or PydanticOutputParser."
+        )
 
     @override
     def bind(self, **kwargs: Any) -> Any:

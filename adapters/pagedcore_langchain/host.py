@@ -6,11 +6,17 @@ Builds the engine on first use and closes it if it built it; never sends a reque
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Mapping
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from pagedcore import AsyncEngine
+from pagedcore.demo_model import DEMO_MODEL_DIR
+from pagedcore_langchain.refusals import NotPicklable
 
 
 class EngineHost:
@@ -43,6 +49,27 @@ class EngineHost:
         with self._lock:
             if self._owns_engine and self._engine is not None:
                 self._engine.close()
+
+    @cached_property
+    def identity(self) -> str:
+        """What the completions follow from besides a call's own parameters; a model that is named is not loaded for it.
+
+        Of an engine that was handed over, and of a loaded model, it is the engine's own; of a name, the name, the files
+        of its directory by size and time, and the settings without the secret.
+        """
+        if not isinstance(self._model, str | os.PathLike):
+            return self.engine.identity
+        directory = DEMO_MODEL_DIR if self._model == "demo" else Path(self._model)
+        files = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in directory.glob("*")]
+        settings = {name: value for name, value in self._settings.items() if name != "session_key"}
+        return sha256(repr((os.fspath(self._model), sorted(files), sorted(settings.items()))).encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Why: an engine belongs to its process; what is pickled builds its own, at its first use.
+        if not isinstance(self._model, str | os.PathLike):
+            raise NotPicklable("a model made with from_engine, or of a loaded model, has an engine of this process. "
+                               "Pickle a model made with a name (model=...), or make one in the other process.")
+        return EngineHost, (self._model, self._settings)
 
     def __deepcopy__(self, memo: object) -> EngineHost:
         # Why: a copy of a model is another way of asking the same engine.

@@ -93,12 +93,12 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
 
     @override
     def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
-        model = self._with_salt_of(kwargs)
+        model = self._with_keywords(kwargs)
         return BaseLLM.generate(model, prompts, *args, **kwargs)
 
     @override
     async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
-        model = self._with_salt_of(kwargs)
+        model = self._with_keywords(kwargs)
         return await BaseLLM.agenerate(model, prompts, *args, **kwargs)
 
     @override
@@ -106,7 +106,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: list[str] | None = None,
         **kwargs: Any,
     ) -> Iterator[str]:
-        model = self._with_salt_of(kwargs)
+        model = self._with_keywords(kwargs)
         return BaseLLM.stream(model, input, config, stop=stop, **kwargs)
 
     @override
@@ -114,7 +114,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: list[str] | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[str]:
-        model = self._with_salt_of(kwargs)
+        model = self._with_keywords(kwargs)
         return BaseLLM.astream(model, input, config, stop=stop, **kwargs)
 
     @override

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from functools import partial
 from typing import Any, Final, Self
 
@@ -36,6 +37,9 @@ Prompt = str | list[dict[str, str]]
 _OF_REMOTE_MODELS: Final = {"api_key", "max_retries"}
 """What LangChain passes to every chat model; left out, because nothing here is remote."""
 _SAMPLING_FIELDS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs")
+
+#: What a call may say about its completion; a "stop" of its own is LangChain's keyword.
+_CALL_NAMES: Final = frozenset({"top_logprobs", *(field.name for field in fields(SamplingParams))} - {"stop"})
 
 
 class PagedCoreSettings(BaseModel):
@@ -142,15 +146,24 @@ class PagedCoreSettings(BaseModel):
         return {name: value for name, value in given.items() if value is not None} | self.sampling
 
     def _identity(self) -> dict[str, Any]:
-        salt = {"cache_salt": self.cache_salt}
-        return {"model": self.model, "engine_settings": self.engine_settings, **self._settings(), **mask_salt(salt)}
+        settings = self._settings()
+        if "stop" in settings:
+            # Why: LangChain puts a call's own "stop" here, also where it is None.
+            settings["default_stop"] = settings.pop("stop")
+        return {"model": self.model, "engine": self.host.identity, **settings,
+                **mask_salt({"cache_salt": self.cache_salt})}
 
-    def _with_salt_of(self, keywords: dict[str, Any]) -> Self:
-        """Move a call's salt from its keywords to a copy of this model: a completion model's callbacks see all
-        keywords, and its response cache distinguishes calls by fields only."""
+    def _with_keywords(self, keywords: dict[str, Any]) -> Self:
+        """Move a call's salt and sampling parameters from its keywords to a copy of this model: a completion model's
+        callbacks see all keywords, and its response cache distinguishes calls by fields only."""
         salt = hide_salt(keywords).get("cache_salt")
         keywords.pop("cache_salt", None)
-        return self if salt is None else self.model_copy(update={"cache_salt": salt})
+        names = [name for name in keywords if name in _CALL_NAMES]
+        given = {name: value for name in names if (value := keywords.pop(name)) is not None}
+        changes = {} if salt is None else {"cache_salt": salt}
+        if given:
+            changes["sampling"] = {**self.sampling, **given}
+        return self.model_copy(update=changes) if changes else self
 
     def _resolve(self, stop: Sequence[str] | None, keywords: Mapping[str, Any], *, is_stream: bool = False) -> Call:
         """Combine the fields with the keywords of one call. Raises ``InvalidRequest``."""

@@ -23,7 +23,7 @@ from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
-from pagedcore.protocols import DecodesTokens, ModelFingerprint, NamesVariablePart, UsesTorchThreads
+from pagedcore.protocols import DecodesTokens, HasFingerprint, ModelFingerprint, NamesVariablePart, UsesTorchThreads
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
@@ -53,6 +53,8 @@ class EngineComponents:
     fingerprint: ModelFingerprint
     kv_format: str
     """What KV blocks of another process have to match to be of use here."""
+    identity: str
+    """As ``Engine.identity``."""
     laws: InvariantChecker | None = None
     """What is checked after every step, with ``check_invariants`` only."""
 
@@ -102,7 +104,7 @@ def _assemble(
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=_preemption(backend, config, memory), max_scored_tokens=max_scored_tokens(backend.vocab_size),
     )
-    store, laws = memory.store, None
+    store, laws, form = memory.store, None, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
     runner = ModelRunner(backend, Sampler(backend.vocab_size), threads)
@@ -112,8 +114,14 @@ def _assemble(
         store, runner, laws = shadow(scheduler, store, runner)
     return EngineComponents(
         config, input_processor, kv_cache, scheduler, runner, EngineHooks(manager, at_the_end=memory.close), info,
-        memory.num_bytes, store, backend_fingerprint(backend), kv_format(backend, memory.block_size), laws,
+        memory.num_bytes, store, backend_fingerprint(backend), form, _identity(backend, form, info.max_model_len), laws,
     )
+
+
+def _identity(backend: ModelBackend, form: str, max_model_len: int) -> str:
+    # Why: the weights of a backend that does not describe them are not known to be another one's.
+    known = form if isinstance(backend, HasFingerprint) else secrets.token_hex(32)
+    return f"{known}-{max_model_len}"
 
 
 def _preemption(backend: ModelBackend, config: EngineConfig, memory: KVMemory) -> str:

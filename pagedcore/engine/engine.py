@@ -62,6 +62,9 @@ class Engine:
         """The observers of this engine; further ones may be added, on the engine's thread."""
         self.queue_timeout_s = config.queue_timeout_s
         """Longest wait for a first start, in seconds; ``None``: no limit. For an owner to set."""
+        self.identity = components.identity
+        """Text that is equal for engines with the same weights, number format, kernels, versions and context, whose
+        greedy completions are the same; unlike any other for a backend that does not describe its weights."""
         self._runner = components.runner
         self._clock = clock if clock is not None else MonotonicClock()
         tokenizer, sequence_ids = self.input_processor.tokenizer, count(1)

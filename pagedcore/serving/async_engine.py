@@ -78,6 +78,8 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         _check(stream_interval_s, dead_after_s)
         if engine.queue_timeout_s is None:
             engine.queue_timeout_s = QUEUE_TIMEOUT_S
+        self.identity = engine.identity
+        """As ``Engine.identity``."""
         self._input_processor = engine.input_processor
         self._read_session = engine.sessions.read
         scheduler = engine.scheduler

@@ -37,6 +37,7 @@ from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.outputs import RequestMetrics
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
 from pagedcore_langchain.background import BACKGROUND
+from pagedcore_langchain.refusals import NotOffered
 from pagedcore_langchain.results import chat_result
 
 QUESTIONS = demo_questions(40)
@@ -470,12 +471,14 @@ def test_a_chat_without_messages_is_refused_by_its_name(engine: AsyncEngine, ask
 
 
 def test_tools_and_structured_output_are_not_offered(engine: AsyncEngine) -> None:
-    """LangChain's own refusal, before anything runs."""
+    """Both are refused before anything runs, with what to do instead; no tools are as good as none bound."""
     chat = build(ChatPagedCore, engine)
-    with pytest.raises(NotImplementedError):
-        chat.bind_tools([])
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotOffered, match=r"^tools: got 1, .*create_agent"):
+        chat.bind_tools([{"name": "add"}])
+    with pytest.raises(NotOffered, match="output parser") as refused:
         chat.with_structured_output({"title": "x", "type": "object"})
+    assert isinstance(refused.value, NotImplementedError)
+    assert is_correct(QUESTIONS[0], chat.bind_tools([]).invoke(PROMPTS[0]).content)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -1,0 +1,15 @@
+"""What a model refuses to do for LangChain, with what to do instead."""
+
+from __future__ import annotations
+
+from pickle import PicklingError
+
+from pagedcore.errors import PagedcoreError
+
+
+class NotOffered(PagedcoreError, NotImplementedError):
+    """LangChain asks for what these models do not do."""
+
+
+class NotPicklable(PagedcoreError, PicklingError):
+    """A model has an engine of this process, which another one cannot have."""
