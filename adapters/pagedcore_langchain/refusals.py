@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pickle import PicklingError
-
 from pagedcore.errors import PagedcoreError
 
 
@@ -11,5 +9,5 @@ class NotOffered(PagedcoreError, NotImplementedError):
     """LangChain asks for what these models do not do."""
 
 
-class NotPicklable(PagedcoreError, PicklingError):
+class NotPicklable(PagedcoreError, TypeError):
     """A model has an engine of this process, which another one cannot have."""

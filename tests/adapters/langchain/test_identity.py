@@ -32,7 +32,7 @@ SHORT: dict[str, Any] = {"num_kv_blocks": 64, "max_num_seqs": 2}
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[AsyncEngine]]:
-    """Two engines with the same weights in different formats, one equal to the first, and one with a shorter context."""
+    """Two engines with the same weights in two formats, one like the first, one with a shorter context."""
     settings = [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32"},
                 {"dtype": "float32", "max_model_len": 64}]
     made = [AsyncEngine.from_pretrained("demo", **SHORT, **one) for one in settings]
@@ -78,8 +78,7 @@ def test_backends_that_do_not_describe_their_weights_are_not_taken_for_each_othe
 
 
 def test_a_name_is_not_loaded_to_be_identified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings and the files of a directory count, not the secret; nothing is built, and the model's use changes nothing.
-    """
+    """Settings and the files of a directory count, not the secret, and nothing is built for it."""
     monkeypatch.setattr(EngineHost, "engine", property(lambda _: pytest.fail("it was built")))
     directory = tmp_path / "model"
     shutil.copytree(DEMO_MODEL_DIR, directory)
@@ -118,7 +117,7 @@ def test_a_model_on_an_engine_of_this_process_is_not_pickled(engines: list[Async
     """The refusal says what to do; a model that ``create_chat`` built by name is pickled like any other."""
     with pytest.raises(NotPicklable, match="from_engine") as refused:
         pickle.dumps(kind.from_engine(engines[0]))
-    assert isinstance(refused.value, pickle.PicklingError)
+    assert isinstance(refused.value, TypeError)
 
 
 def test_a_model_built_at_once_is_pickled_with_its_engines_settings() -> None:
