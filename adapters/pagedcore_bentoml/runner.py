@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import bentoml
 from bentoml.exceptions import BentoMLException
@@ -25,6 +25,7 @@ from pagedcore import AsyncEngine, Delta, SamplingParams, TokenLogprobs, Usage
 from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError, PromptEmpty
 from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
+from pagedcore_bentoml.checks import before_any_worker, require_one_worker, require_valid_settings
 from pagedcore_bentoml.wire import (
     REFUSAL_KEY,
     BatchCompletion,
@@ -46,6 +47,12 @@ from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, NotServing, SaltNotDe
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Salt = str | bytes | None
+
+MAX_NUM_WAITING: Final = 1024
+"""Requests that may wait in a service whose settings have no ``max_num_waiting``: a batch engine's own default, four
+times ``max_num_seqs``, refuses some of 200 clients that come at once."""
+CLOSE_LIMIT_S: Final = 5.0
+"""Longest wait for a step in flight when the engine is closed, in seconds."""
 
 #: BentoML passes a context to an endpoint that it serves; a direct call in Python has none.
 _NO_CONTEXT: Any = None
@@ -69,10 +76,12 @@ class PagedCoreRunner:
     model: ClassVar[Any] = None
     """What ``AsyncEngine.from_pretrained`` takes, or an ``AsyncEngine`` that its owner closes."""
     settings: ClassVar[Mapping[str, Any]] = {}
-    """Keywords of ``AsyncEngine.from_pretrained``."""
+    """Keywords of ``AsyncEngine.from_pretrained``, validated when the class is made; without ``max_num_waiting`` it is
+    1,024 here."""
     drain_s: ClassVar[float] = 25.0
-    """Longest wait for calls in flight when the service ends, in seconds; ``bentoml serve`` kills a worker 30 seconds
-    after it asked it to end."""
+    """Longest wait for calls in flight when the service ends, in seconds. Those that are left get the error
+    ``EngineClosed``, connections are cut 5 seconds later, and the process ends. ``bentoml serve`` itself waits a day
+    for it, other supervisors often 30 seconds."""
     max_body_bytes: ClassVar[int | None] = None
     """Largest request body; ``None``: 16 bytes for each token of the context, at most 4 MiB, and 256 KiB besides. It
     may have one number or object for every 16 of these bytes, 8,192 strings, as many lists and as many of ``null``,
@@ -82,11 +91,33 @@ class PagedCoreRunner:
     dead_after_s: ClassVar[float] = 60.0
     """Seconds without progress after which the service is not alive."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Validate the settings, so that a wrong one fails where it is written and not in a worker.
+
+        Raises:
+            InvalidConfig: a setting is unknown or out of range.
+        """
+        super().__init_subclass__(**keywords)
+        require_valid_settings(cls.settings)
+
+    @classmethod
+    @before_any_worker
+    def pagedcore_check(cls) -> None:
+        """Refuse more than one worker before any is started: each would have a model and a KV pool of its own.
+
+        Raises:
+            InvalidConfig: the service of this class has ``workers`` other than 1.
+        """
+        # Why so: BentoML tells this hook nothing of the service, which is the class's holder.
+        for service in gc.get_referrers(cls):
+            if isinstance(service, bentoml.Service):
+                require_one_worker(service.config)
+
     def __init__(self) -> None:
         self._engine: AsyncEngine | None = None
         self._starting = threading.Lock()
         self._open_calls = OpenCalls()
-        self._drain_signal = DrainSignal(lambda: self._open_calls.drain(self.drain_s))
+        self._drain_signal = DrainSignal(self._drain_or_end)
         self.body_limit = MAX_BODY_BYTES if self.max_body_bytes is None else self.max_body_bytes
         """Bytes of a request body that are accepted."""
 
@@ -107,7 +138,7 @@ class PagedCoreRunner:
             raise InvalidConfig("model: got None, needed is a model; set it on the class or use create_service.")
         if isinstance(self.model, AsyncEngine):
             return self.model
-        return AsyncEngine.from_pretrained(self.model, **self.settings)
+        return AsyncEngine.from_pretrained(self.model, **{"max_num_waiting": MAX_NUM_WAITING, **self.settings})
 
     @bentoml.on_startup
     async def pagedcore_start(self) -> None:
@@ -135,10 +166,18 @@ class PagedCoreRunner:
         Where a signal ends the process, the drain has happened by then, before the listener was closed.
         """
         self._drain_signal.remove()
-        await self._open_calls.drain(self.drain_s)
-        if self._engine is not None and self._engine is not self.model:
-            await self._engine.aclose()
+        await self._open_calls.drain(0.0 if self._open_calls.is_draining else self.drain_s)
+        await self._close_engine()
         gc.unfreeze()
+
+    async def _drain_or_end(self) -> None:
+        if await self._open_calls.drain(self.drain_s):
+            # Why: whatever still runs then would keep the server, and BentoML's supervisor, for as long as it takes.
+            await self._close_engine()
+
+    async def _close_engine(self) -> None:
+        if self._engine is not None and self._engine is not self.model:
+            await self._engine.aclose(CLOSE_LIMIT_S)
 
     async def __is_alive__(self) -> bool:
         """Whether this process may recover: its engine exists and is not stalled for good."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import bentoml
 
-from pagedcore.errors import InvalidConfig, describe
+from pagedcore_bentoml.checks import require_one_worker
 from pagedcore_bentoml.runner import PagedCoreRunner
 
 TIMEOUT_S: Final = 300
@@ -36,13 +36,12 @@ def create_service(
         **settings: keywords of ``AsyncEngine.from_pretrained``.
 
     Raises:
-        InvalidConfig: ``service`` asks for more than one worker. Settings are validated when the service starts.
+        InvalidConfig: ``service`` asks for more than one worker, or a setting is unknown or out of range. The model is
+            looked for when the service starts.
     """
     options = {"traffic": {"timeout": TIMEOUT_S}, "tracing": {"excluded_urls": UNTRACED}, **(service or {})}
-    # Why: every worker is a process with a model and a KV pool of its own, which divides a batch instead of growing it.
-    if options.setdefault("workers", 1) != 1:
-        given = describe(options["workers"])
-        raise InvalidConfig(f"workers: got {given}, allowed is 1; for more, deploy the service several times.")
+    options.setdefault("workers", 1)
+    require_one_worker(options)
     inner = type(runner.__name__, (runner,), {"model": model, "settings": settings, "__doc__": runner.__doc__,
                                               "__module__": runner.__module__})
     made: bentoml.Service[PagedCoreRunner] = bentoml.service(inner, name=name, **options)

@@ -8,9 +8,12 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from pagedcore_http.refusals import NotServing
+
+CUT_AFTER_S: Final = 5
+"""Seconds after the drain until connections that are still open are cut."""
 
 
 class OpenCalls:
@@ -62,6 +65,7 @@ class DrainSignal:
     before the server's own, they get a refusal that names another process until the calls in flight have ended.
 
     Invariant: every signal reaches the previous handler, the first one after the drain, further ones at once.
+    Invariant: uvicorn, whose handler that usually is, waits for open connections for a limited time.
     """
 
     def __init__(self, drain: Callable[[], Awaitable[object]]) -> None:
@@ -98,4 +102,12 @@ class DrainSignal:
         try:
             await self._drain()
         finally:
+            _limit_uvicorn(self._previous)
             self._previous(number, None)
+
+
+def _limit_uvicorn(handler: Any) -> None:
+    # Why: without a limit of its operator uvicorn waits for a client that does not read as long as it stays.
+    config: Any = getattr(getattr(handler, "__self__", None), "config", None)
+    if getattr(config, "timeout_graceful_shutdown", 0) is None:
+        config.timeout_graceful_shutdown = CUT_AFTER_S

@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pagedcore import AsyncEngine, __version__
+from pagedcore import AsyncEngine
 from pagedcore_langchain.refusals import NotPicklable
 
 
@@ -58,10 +58,11 @@ class EngineHost:
         """
         if not isinstance(self._model, str | os.PathLike):
             return self.engine.identity
-        files = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in Path(self._model).glob("*")]
+        # Why: the demo model is installed together with this file.
+        directory = Path(__file__).parent if self._model == "demo" else Path(self._model)
+        files = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in directory.glob("*")]
         settings = {name: value for name, value in self._settings.items() if name != "session_key"}
-        known = __version__, os.fspath(self._model), sorted(files), sorted(settings.items())
-        return sha256(repr(known).encode()).hexdigest()
+        return sha256(repr((os.fspath(self._model), sorted(files), sorted(settings.items()))).encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Why: an engine belongs to its process; what is pickled builds its own, at its first use.

@@ -38,8 +38,9 @@ class StepwiseBackend(ToyBackend):
 
 @bentoml.service(traffic={"timeout": 300}, workers=1)
 class Slow(PagedCoreRunner):
-    """A model whose long answers outlast the telling of the process to end."""
+    """A model whose long answers outlast the telling of the process to end, and whose longest outlast the drain."""
 
+    drain_s = 5.0
     model = StepwiseBackend()
     settings = {"num_kv_blocks": 512}  # noqa: RUF012
 

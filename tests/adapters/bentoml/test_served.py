@@ -10,6 +10,7 @@ from typing import Any
 
 import bentoml
 import httpx
+import psutil
 import pytest
 
 from adapters.bentoml.processes import Served, bentoml_serve
@@ -18,6 +19,7 @@ from pagedcore_bentoml import EventParser, parse_events
 from support.doubles import toy_answer
 
 LIMIT_S = 240.0
+ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
 LONG = {"max_tokens": 1900, "ignore_eos": True}
 
 
@@ -86,10 +88,12 @@ async def test_clients_that_leave_are_noticed_on_a_real_connection(http: httpx.A
 
 
 async def test_a_server_that_is_told_to_end_sends_new_calls_elsewhere_and_finishes_old_ones() -> None:
-    """After SIGTERM new connections get 503 with Retry-After, the probe says not ready, and a stream is completed."""
+    """After SIGTERM new connections get 503 with Retry-After, the probe says not ready, and a stream is completed; one
+    that outlasts the drain gets an error, and the process ends, although BentoML would wait a day for it."""
     with bentoml_serve("served:Slow", Path(__file__).parent) as served:
         async with httpx.AsyncClient(base_url=served.url, timeout=LIMIT_S) as http:
-            body = {"prompt": [1], "sampling": {"max_tokens": 300, "ignore_eos": True}}
+            body = {"prompt": [1], "sampling": {"max_tokens": 100, "ignore_eos": True}}
+            endless = asyncio.create_task(http.post("/stream", json={"prompt": [1], "sampling": ENDLESS}))
             parser, tokens, names = EventParser(), [], []
             async with http.stream("POST", "/stream", json=body) as got:
                 pieces = got.aiter_text()
@@ -104,7 +108,9 @@ async def test_a_server_that_is_told_to_end_sends_new_calls_elsewhere_and_finish
             for event in events:
                 names.append(event.name)
                 tokens += event.data.get("token_ids", [])
-        assert (names[-1], tokens) == ("done", toy_answer([1], 300))
+            assert (names[-1], tokens) == ("done", toy_answer([1], 100))
+            assert EventParser().feed((await endless).text)[-1].data["error"]["type"] == "EngineClosed"
+        await asyncio.to_thread(psutil.Process(served.pid).wait, 60.0)
 
 
 async def call_until_refused(url: str) -> httpx.Response:
