@@ -79,7 +79,9 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
 def _samples(model: Any) -> Iterator[bytes]:
     import torch
 
-    for name, tensor in sorted(model.state_dict().items()):
+    from pagedcore.models.quantization.stored_weight import stored_tensors
+
+    for name, tensor in sorted((*model.state_dict().items(), *stored_tensors(model))):
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
         flat = tensor.detach().reshape(-1)
         for start in (0, flat.numel() // 2, max(0, flat.numel() - _SAMPLE)):

@@ -75,6 +75,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     from pagedcore.execution import devices
     from pagedcore.models.ownership import require_free
     from pagedcore.models.pretrained import load_pretrained, resolve_dtype
+    from pagedcore.models.quantization.checkpoint import load_stored, stored_format
     from pagedcore.models.transformers_model import TransformersModel, requirements_of
 
     # Why: all that can be refused without the model is, before it is loaded.
@@ -86,9 +87,16 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
             f"Leave it at 'auto', or set device={kinds[0]!r}."
         )
-    linears = _linears(config, device, load)
-    if is_named:
-        dtype = device.default_dtype if config.dtype == "auto" else config.dtype
+    stored = stored_format(_source(model)) if is_named else None
+    quantization = config.quantization if stored is None else stored.scheme
+    if config.quantization not in ("none", quantization):
+        raise InvalidConfig(f"quantization: got {config.quantization!r} for a {quantization} checkpoint. Leave it.")
+    linears = _linears(config, device, load, quantization, stored is not None)
+    dtype = device.default_dtype if config.dtype == "auto" else config.dtype
+    if stored is not None:
+        trust = config.trust_remote_code
+        model = load_stored(_source(model), stored, resolve_dtype(dtype), trust_remote_code=trust)
+    elif is_named:
         model = load_pretrained(_checked_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
     elif config.dtype != "auto":
         # Why: the conversion works in place, on the weights of the engine that has the model.
@@ -96,7 +104,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         model = model.to(resolve_dtype(config.dtype))
     return TransformersModel(
         model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
-        linear_name=config.linear_backend, quantization=config.quantization, device=device,
+        linear_name=config.linear_backend, quantization=quantization, device=device,
     )
 
 
@@ -156,12 +164,14 @@ def _attention_name(config: EngineConfig, default: str) -> str:
     return default if config.attention_backend == "auto" else config.attention_backend
 
 
-def _linears(config: EngineConfig, device: Device, load: Loader) -> LinearFactory:
+def _linears(
+    config: EngineConfig, device: Device, load: Loader, quantization: str, is_stored: bool
+) -> LinearFactory:
     from pagedcore.models.cpu.packed_linear import FASTEST
 
     name = config.linear_backend
-    if config.quantization != "none":
-        return _quantized_linears(config, device)
+    if quantization != "none":
+        return _quantized_linears(config, device, quantization, is_stored)
     if name == "auto":
         return FASTEST
     factory = load("linears", name)
@@ -172,17 +182,18 @@ def _linears(config: EngineConfig, device: Device, load: Loader) -> LinearFactor
     return factory
 
 
-def _quantized_linears(config: EngineConfig, device: Device) -> LinearFactory:
+def _quantized_linears(config: EngineConfig, device: Device, quantization: str, is_stored: bool) -> LinearFactory:
     from pagedcore.models.quantization.schemes import SCHEMES
+    from pagedcore.models.quantization.stored_weight import StoredLinears
     from pagedcore_kernels.cpu.features import has_fused_vectors
 
     for name, given, allowed in (("linear_backend", config.linear_backend, "auto"), ("device", device.kind, "cpu")):
         if given != allowed:
             raise InvalidConfig(
-                f"{name}: got {given!r}, allowed with quantization={config.quantization!r} is {allowed!r}."
+                f"{name}: got {given!r}, allowed with quantization={quantization!r} is {allowed!r}."
             )
     if not has_fused_vectors():
         raise InvalidConfig(
-            f"quantization: {config.quantization!r} needs an x86 processor with AVX2. Leave it at 'none'."
+            f"quantization: {quantization!r} needs an x86 processor with AVX2. Leave it at 'none'."
         )
-    return SCHEMES[config.quantization]
+    return StoredLinears() if is_stored else SCHEMES[quantization]

@@ -45,7 +45,7 @@ def load_pretrained(
 
     name, is_local = os.fspath(source), Path(source).is_dir()
     config = load_config(name, trust_remote_code=trust_remote_code)
-    with _as_refusals(name), _no_progress_bar():
+    with as_refusals(name), _no_progress_bar():
         model, report = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
             local_files_only=is_local, trust_remote_code=trust_remote_code,
@@ -59,14 +59,19 @@ def load_pretrained(
     return loaded
 
 
-def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
-    """Load a model's configuration as transformers sees it, and no weights; arguments and errors as above."""
+def load_config(
+    source: str | os.PathLike[str], *, trust_remote_code: bool = False, is_quantised: bool = False
+) -> Any:
+    """Load a model's configuration as transformers sees it, and no weights; arguments and errors as above.
+
+    With ``is_quantised`` its ``quantization_config`` is left out: the caller has read it.
+    """
     from transformers import AutoConfig, PretrainedConfig
 
     name, is_local = os.fspath(source), Path(source).is_dir()
     if is_local and not (Path(name) / "config.json").is_file():
         raise InvalidConfig("model: the directory has no config.json.")
-    with _as_refusals(name, "its configuration could not be read"):
+    with as_refusals(name, "its configuration could not be read"):
         raw = PretrainedConfig.get_config_dict(name, local_files_only=is_local)[0]
     # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
     if raw.get("auto_map") and not trust_remote_code:
@@ -74,15 +79,20 @@ def load_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
             "model: its configuration names code that is shipped with it (auto_map), and trust_remote_code is False. "
             "Read that code and set trust_remote_code=True, or remove auto_map to use transformers' own architecture."
         )
+    if is_quantised:
+        raw.pop("quantization_config", None)
     check_config(raw)
-    with _as_refusals(name):
+    with as_refusals(name):
         config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=trust_remote_code)
+        if is_quantised:
+            del config.quantization_config
         check_config(config.to_dict())
     return config
 
 
 @contextmanager
-def _as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[None]:
+def as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[None]:
+    """Raise what libraries raise for the files of the model called ``name`` as ``InvalidConfig``, without paths."""
     from safetensors import SafetensorError
 
     try:

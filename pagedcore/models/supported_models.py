@@ -17,6 +17,7 @@ from torch import nn
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.attention_interface import ATTENTION_KEY
+from pagedcore.models.quantization.stored_weight import StoredWeight
 
 _OWN_ATTENTION: Final = (
     "its attention does not go through transformers' attention interface, so it cannot be given a paged KV cache"
@@ -88,7 +89,9 @@ def check_modules(model: nn.Module, name: str) -> None:
             raise _refusal(name, f"{_STATE} ({type(module).__name__})")
         # Why by type: a subclass of a tensor computes in its own way.
         weight = getattr(module, "weight", None)
-        if weight is not None and (type(weight) not in (torch.Tensor, nn.Parameter) or not weight.is_floating_point()):
+        if weight is None or isinstance(weight, StoredWeight):
+            continue
+        if type(weight) not in (torch.Tensor, nn.Parameter) or not weight.is_floating_point():
             raise _refusal(name, f"{_QUANTIZED} ({type(module).__name__})")
 
 

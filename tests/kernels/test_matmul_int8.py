@@ -38,7 +38,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 def weight_of(num_outputs: int, num_inputs: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return values of the whole range, scales and a bias."""
     rng = np.random.default_rng(seed)
-    values = rng.integers(-127, 128, (num_outputs, num_inputs), dtype=np.int8)
+    values = rng.integers(-128, 128, (num_outputs, num_inputs), dtype=np.int8)
     scales, bias = rng.uniform(1e-4, 2e-2, num_outputs), rng.normal(size=num_outputs)
     return torch.from_numpy(values), torch.from_numpy(scales).float(), torch.from_numpy(bias).float()
 
@@ -95,11 +95,12 @@ def test_rows_of_any_numbers(data: st.DataObject) -> None:
 def test_the_largest_sums_do_not_overflow(form: int) -> None:
     """As many inputs as may be, all at the ends of the range, in each combination of signs."""
     for weight_sign in (-1, 1):
-        weight = torch.full((3, MOST_INPUTS), 127 * weight_sign, dtype=torch.int8)
+        largest = 127 if weight_sign > 0 else 128
+        weight = torch.full((3, MOST_INPUTS), largest * weight_sign, dtype=torch.int8)
         product = PackedInt8Matmul(weight, torch.ones(3), None, torch.float32)
         rows = torch.full((2, MOST_INPUTS), 127.0)
         rows[1] = -127.0
-        wanted = float(np.float32(127 * 127 * MOST_INPUTS)) * weight_sign
+        wanted = float(np.float32(127 * largest * MOST_INPUTS)) * weight_sign
         assert product(rows).tolist() == [[wanted] * 3, [-wanted] * 3]
 
 

@@ -24,6 +24,7 @@ from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.fused_match import recognised_activation
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
 from pagedcore.models.decoder import Decoder, ModuleDecoder
+from pagedcore.models.quantization.stored_weight import tensors_of
 from pagedcore.protocols import LinearFactory, ShowsKVPool
 from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, KVDestination, RmsNorm, RotaryEmbedding
 from pagedcore_kernels.layout import KVLayout
@@ -224,7 +225,8 @@ def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names:
     for name, linear in zip(names, linears, strict=True):
         begin, end = end, end + linear.out_features
         setattr(parent, name, FusedPart(whole, begin, end))
-        on_unused(linear.weight)
+        for tensor in tensors_of(linear.weight):
+            on_unused(tensor)
     return whole
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.packed_linear import FASTEST
+from pagedcore.models.quantization.stored_weight import StoredWeight, can_join
 from pagedcore.protocols import LinearFactory
 from pagedcore_kernels.cpu.layers.elementwise import can_compute
 
@@ -57,7 +58,12 @@ def recognised_activation(
         return None
     activation, class_name = _ACTIVATIONS.get(config.hidden_act, (None, ""))
     widths = [module.in_features for module in model.modules() if type(module) is nn.Linear]
-    fits = all(linears.supports(model.dtype, width) for width in widths) and can_compute(
+    is_joinable = all(
+        can_join(getattr(parent, name).weight for name in names)
+        for layer in model.model.layers
+        for parent, names in ((layer.self_attn, ("q_proj", "k_proj", "v_proj")), (layer.mlp, ("gate_proj", "up_proj")))
+    )
+    fits = is_joinable and all(linears.supports(model.dtype, width) for width in widths) and can_compute(
         hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
         head_size=layers[0].key_head_size, dtype=model.dtype,
     )
@@ -86,7 +92,7 @@ def _is(module: nn.Module, kind: str | type[nn.Module], family: str) -> bool:
         return is_known and (kind != "RMSNorm" or set(dict(module.named_parameters())) == {"weight"})
     # Why: a subclass of a linear layer, or of a tensor, computes in its own way.
     is_exact = kind is nn.Module or type(module) is kind
-    return is_exact and (kind is not nn.Linear or type(module.weight) is nn.Parameter)
+    return is_exact and (kind is not nn.Linear or type(module.weight) in (nn.Parameter, StoredWeight))
 
 
 def _is_untouched(module: nn.Module) -> bool:

@@ -159,7 +159,7 @@ def pack_linears(
             if num_uses[id(child.weight)] == 1:
                 on_unused(child.get_parameter("weight"))
             # Why: another reference to the old layer must not keep its memory.
-            child.register_parameter("weight", None)
+            child.weight = None  # type: ignore[assignment]
     return PackingReport(tuple(packed), tuple(sorted({type(m).__name__ for m in _holders_of_matrices(model)})))
 
 

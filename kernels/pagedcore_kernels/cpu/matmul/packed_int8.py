@@ -18,7 +18,7 @@ from pagedcore_kernels.cpu.matmul.tiles import BYTES, PANEL, WIDENED_BYTES
 from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
 from pagedcore_kernels.errors import InternalError
 
-#: Most inputs of a product: 127 * 127 times as many is below 2**31, and so is 127 * 255 with rows as uint8.
+#: Most inputs of a product: 128 * 127 times as many is below 2**31, and so is 128 * 255 with rows as uint8.
 MOST_INPUTS = 2**16
 
 
@@ -38,7 +38,7 @@ class PackedInt8Matmul:
     """``rows @ (weight * scales).T + bias`` with a weight that was rearranged once.
 
     Args:
-        weight: int8 [out, in] from -127 to 127, any strides; not kept.
+        weight: int8 [out, in], any strides; not kept.
         scales: float32 [out]; not kept.
         bias: [out], or ``None``; not kept.
         dtype: of rows and outputs, float32 or bfloat16.

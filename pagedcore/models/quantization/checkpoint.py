@@ -1,0 +1,155 @@
+"""Loads a quantised checkpoint from a directory: a model whose linear layers are read from files when they are packed.
+
+Owns which format a configuration names, and the order: read the configuration, build the modules without memory,
+compare every tensor's shape with its module, then map tensors. A file per format says what its tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from pagedcore.models.pretrained import as_refusals, load_config
+from pagedcore.models.quantization.awq import AWQ
+from pagedcore.models.quantization.compressed_tensors import CompressedTensors
+from pagedcore.models.quantization.gptq import GPTQ
+from pagedcore.models.quantization.stored_weight import StoredWeight, refusal
+from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
+from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
+from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class StoredFormat(Protocol):
+    """How the linear layers of one checkpoint are stored."""
+
+    @property
+    def scheme(self) -> str:
+        """Name of the scheme, as in ``EngineConfig.quantization``."""
+
+    def weight(self, files: TensorFiles, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
+        """Return the weight of a layer by its name, or ``None`` if the files hold it as numbers."""
+
+
+_FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], StoredFormat]]] = {
+    "compressed-tensors": CompressedTensors.of, "gptq": GPTQ.of, "awq": AWQ.of,
+}
+
+
+def stored_format(source: str) -> StoredFormat | None:
+    """Return how the checkpoint of a directory is quantised; ``None``: it is not, or is in no directory.
+
+    Raises:
+        ModelNotSupported: its format is not known, or is one that cannot be computed here.
+    """
+    path = Path(source) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))["quantization_config"] if path.is_file() else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # Why: what is wrong with a configuration, its loader says.
+    if config is None:
+        return None
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    if not isinstance(config, dict) or not isinstance(method, str) or method not in _FORMATS:
+        raise refusal(f"its quant_method is {method!r}")
+    return _FORMATS[method](config)
+
+
+@torch.no_grad()
+def load_stored(source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Load a model of a directory whose linear layers have a ``StoredWeight`` where the files hold them quantised.
+
+    Args:
+        source: the directory.
+        stored: as ``stored_format`` says.
+        dtype: number format of all other weights, and of rows.
+        trust_remote_code: whether code shipped with the model may run.
+
+    Raises:
+        ModelNotSupported: the architecture cannot run here, or the files hold other tensors than it has.
+        InvalidConfig: a file is damaged.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config = load_config(source, trust_remote_code=trust_remote_code, is_quantised=True)
+    with as_refusals(source):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        if (Path(source) / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=True)
+        files = TensorFiles(Path(source))
+        _replace_linears(model, files, stored, dtype)
+        _compute_buffers(model)
+        _map_tensors(model, files)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _replace_linears(model: nn.Module, files: TensorFiles, stored: StoredFormat, dtype: torch.dtype) -> None:
+    num_replaced = 0
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear:
+            continue
+        shape = module.out_features, module.in_features
+        if (weight := stored.weight(files, name, shape, dtype)) is not None:
+            _require_product(weight, name)
+            if f"{name}.bias" in files and module.bias is None:
+                _require_no_bias(files, f"{name}.bias", shape[0])
+            del module.weight
+            module.weight = weight  # type: ignore[assignment]
+            num_replaced += 1
+    if not num_replaced:
+        raise refusal("its files hold no linear layer in the format that its configuration names")
+
+
+def _require_product(weight: StoredWeight, name: str) -> None:
+    """Refuse a weight that no product here takes: these read groups of a multiple of 8 inputs, W8A8 16 inputs."""
+    num_inputs, num_groups = weight.shape[1], weight.num_groups
+    is_even = num_groups == 1 or num_inputs % (8 * num_groups) == 0
+    fits = is_even if weight.scheme != "w8a8" else form_of_int8_product(num_inputs) is not None
+    if not fits or form_of_grouped_product(weight.dtype) is None:
+        raise refusal(
+            f"no product here is {weight.scheme} with rows in {weight.dtype} and the {num_inputs} inputs in "
+            f"{num_groups} groups of {name}"
+        )
+
+
+def _require_no_bias(files: TensorFiles, name: str, size: int) -> None:
+    """Refuse a bias that the architecture would ignore; AutoGPTQ writes zeros there."""
+    if files.expect(name, (size,), *FLOATS).any():
+        raise refusal(f"{name} is not zero, and the architecture has none")
+
+
+def _compute_buffers(model: Any) -> None:
+    """Compute the buffers that no file holds as transformers does it when it loads: by initialising their modules.
+
+    Parameters have no memory yet, so that nothing happens to them.
+    """
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+
+
+def _map_tensors(model: nn.Module, files: TensorFiles) -> None:
+    """Map every parameter and buffer that is left, converted where its number format differs; tied ones stay tied."""
+    places: dict[int, list[str]] = defaultdict(list)
+    tensors = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        places[id(tensor)].append(name)
+    for names in places.values():
+        old, stored = tensors[names[0]], next((name for name in names if name in files), names[0])
+        new = files.expect(stored, tuple(old.shape), *FLOATS).to(old.dtype)
+        new = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
+        for name in names:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, new)

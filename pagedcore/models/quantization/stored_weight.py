@@ -1,0 +1,167 @@
+"""A quantised weight as a checkpoint holds it, in the place of a linear layer's parameter until the layer is packed.
+
+Owns the common form of the formats, ``QuantizedWeight``, and ``StoredWeight``, which reads it from the tensors of a
+file when it is needed and keeps neither it nor its floating numbers: those of a few outputs exist at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from pagedcore.errors import ModelNotSupported
+from pagedcore.models.cpu.packed_linear import FASTEST, can_pack
+from pagedcore.protocols import Matmul
+from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
+from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
+
+#: Floating numbers that are made at a time: 16 MiB of them.
+_AT_ONCE: Final = 2**22
+
+
+def refusal(found: str) -> ModelNotSupported:
+    """Make the error for a quantised checkpoint that cannot run here, of what was found in it."""
+    return ModelNotSupported(
+        f"model: its weights are quantised in a way that cannot run here: {found}. Supported are compressed-tensors "
+        "(W8A8 with dynamic activations, and W4A16 and W8A16 packed), GPTQ and AWQ with 4 or 8 bits, on a CPU."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight ``scales * (values - zeros)``; group ``g`` of an output is inputs ``g * in / groups`` and up."""
+
+    values: torch.Tensor
+    """int8 [out, in]; with 4 bits from -8 to 7."""
+    scales: torch.Tensor
+    """float32 [out, groups]."""
+    zeros: torch.Tensor | None
+    """int8 [out, groups] in the numbers of the values; ``None``: all are 0."""
+
+    def numbers(self, begin: int, end: int) -> torch.Tensor:
+        """Return float32 [end - begin, in], the weights of some outputs."""
+        num_groups = self.scales.shape[1]
+        numbers = self.values[begin:end].float().view(end - begin, num_groups, -1)
+        if self.zeros is not None:
+            numbers -= self.zeros[begin:end, :, None]
+        return numbers.mul_(self.scales[begin:end, :, None]).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeight:
+    """A weight [out, in] that ``nn.Linear`` multiplies by as it is, slowly, and that a product is made of.
+
+    Of torch's functions it knows ``F.linear`` and ``torch.cat`` over outputs; all others raise ``TypeError``.
+    """
+
+    scheme: str
+    """"w8a8", "w8a16" or "w4a16"."""
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    """Number format of rows and outputs."""
+    num_groups: int
+    tensors: Sequence[torch.Tensor]
+    """What the file holds, mapped, and the order of inputs."""
+    read: Callable[[], QuantizedWeight]
+    order: torch.Tensor | None = None
+    """int64 [in]: which input each column of the values belongs to; ``None``: its own."""
+
+    device = torch.device("cpu")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute; torch calls this in the place of its own functions."""
+        if function is torch.nn.functional.linear:
+            return args[1]._multiply(*args[:1], *args[2:], **(kwargs or {}))
+        return _joined(*args) if function is torch.cat else NotImplemented
+
+    def detach(self) -> StoredWeight:
+        """Return itself."""
+        return self
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What weights have in common that may be parts of one product."""
+        return self.scheme, self.num_groups, None if self.order is None else self.order.numpy().tobytes()
+
+    def product(self, bias: torch.Tensor | None) -> Matmul:
+        """Pack the weight with its bias [out]."""
+        weight = self.read()
+        if self.scheme == "w8a8":
+            return PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
+        bits = 4 if self.scheme == "w4a16" else 8
+        made = PackedGroupedMatmul(weight.values, weight.scales, weight.zeros, bits, bias, self.dtype)
+        return made if self.order is None else ReorderedMatmul(made, self.order)
+
+    def _multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply in float32, some outputs at a time."""
+        weight, step = self.read(), max(1, _AT_ONCE // self.shape[1])
+        wide = (rows if self.order is None else rows[..., self.order]).float()
+        parts = [wide @ weight.numbers(begin, min(begin + step, self.shape[0])).t()
+                 for begin in range(0, self.shape[0], step)]
+        product = torch.cat(parts, dim=-1)
+        return (product if bias is None else product + bias.float()).to(rows.dtype)
+
+
+def _joined(weights: Sequence[StoredWeight]) -> StoredWeight:
+    """Return weights of one layout as one of all their outputs."""
+
+    def read() -> QuantizedWeight:
+        parts = [weight.read() for weight in weights]
+        zeros = None
+        if any(part.zeros is not None for part in parts):
+            zeros = torch.cat([torch.zeros_like(part.scales, dtype=torch.int8) if part.zeros is None else part.zeros
+                               for part in parts])
+        return QuantizedWeight(torch.cat([part.values for part in parts]), torch.cat([p.scales for p in parts]), zeros)
+
+    first = weights[0]
+    return StoredWeight(
+        first.scheme, (sum(weight.shape[0] for weight in weights), first.shape[1]), first.dtype, first.num_groups,
+        [tensor for weight in weights for tensor in weight.tensors], read, first.order,
+    )
+
+
+class ReorderedMatmul:
+    """A product whose weight has its inputs in another order than rows have them."""
+
+    def __init__(self, product: Matmul, order: torch.Tensor) -> None:
+        """Take a product, and the input of each of its columns, int64 [in]."""
+        self._product, self._order = product, order
+        self.weight, self.memory = product.weight, product.memory
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply; see ``Matmul``."""
+        return self._product(rows.index_select(1, self._order))
+
+
+class StoredLinears:
+    """Products of the linear layers of a quantised checkpoint; layers that it holds as numbers stay as they are."""
+
+    def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
+        """Whether layers of this format and number of inputs become products; see ``LinearFactory``."""
+        return can_pack(dtype, num_inputs)
+
+    def __call__(self, weight: Any, bias: torch.Tensor | None) -> Matmul:
+        """Pack a weight [out, in], stored or a tensor, with its bias [out]."""
+        return weight.product(bias) if isinstance(weight, StoredWeight) else FASTEST(weight, bias)
+
+
+def can_join(weights: Iterable[Any]) -> bool:
+    """Return whether weights of linear layers, stored or tensors, may be parts of one product."""
+    return len({weight.layout if isinstance(weight, StoredWeight) else None for weight in weights}) == 1
+
+
+def tensors_of(weight: Any) -> Sequence[torch.Tensor]:
+    """Return what memory a weight of a linear layer, stored or a tensor, is in."""
+    return weight.tensors if isinstance(weight, StoredWeight) else (weight,)
+
+
+def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model's stored weights, by names of their own; no ``state_dict`` has them."""
+    for name, module in model.named_modules():
+        if isinstance(weight := vars(module).get("weight"), StoredWeight):
+            for number, tensor in enumerate(weight.tensors):
+                yield f"{name}.{number}", tensor

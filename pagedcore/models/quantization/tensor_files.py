@@ -1,0 +1,93 @@
+"""The tensors of a directory's safetensors files by name: shapes from their headers first, then mapped, not copied.
+
+Owns where a checkpoint's tensors lie. Names, shapes and types are checked against what is expected before a tensor is
+made; the library has checked by then that a header describes its file and no more.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pagedcore.models.quantization.stored_weight import refusal
+
+_INDEX: Final = "model.safetensors.index.json"
+FLOATS: Final = ("BF16", "F16", "F32")
+"""Names of number formats in safetensors; others are I8, I32, I64."""
+
+
+class TensorFiles:
+    """All tensors of one directory.
+
+    Raises:
+        ModelNotSupported: there are no such files, or they do not hold what the index says.
+        SafetensorError: a file is damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors import safe_open
+
+        self._file_of: dict[str, Any] = {}
+        for path in _paths(directory):
+            file: Any = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118, it is no dictionary
+                if name in self._file_of:
+                    raise refusal(f"{name} is in two of its files")
+                self._file_of[name] = file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape; nothing is read."""
+        return tuple(self._slice(name).get_shape())
+
+    def format_of(self, name: str) -> str:
+        """Return the name of a tensor's number format in safetensors; nothing is read."""
+        return str(self._slice(name).get_dtype())
+
+    def expect(self, name: str, shape: tuple[int, ...], *formats: str) -> torch.Tensor:
+        """Return a tensor of this shape and of one of these number formats, mapped.
+
+        Raises:
+            ModelNotSupported: there is none.
+        """
+        if name not in self:
+            raise refusal(f"{name} is missing in its files")
+        if self.shape_of(name) != shape or self.format_of(name) not in formats:
+            raise refusal(
+                f"{name} is {self.format_of(name)} of shape {list(self.shape_of(name))}, needed is "
+                f"{' or '.join(formats)} of shape {list(shape)}"
+            )
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def scales(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """Return a tensor of finite scales, as ``expect`` does."""
+        scales = self.expect(name, shape, *FLOATS)
+        if not scales.isfinite().all():
+            raise refusal(f"{name} has values that are not finite")
+        return scales
+
+    def _slice(self, name: str) -> Any:
+        return self._file_of[name].get_slice(name)
+
+
+def _paths(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if not index.is_file():
+        paths = sorted(directory.glob("*.safetensors"))
+        if len(paths) != 1:
+            raise refusal(f"it has {len(paths)} safetensors files and no {_INDEX}")
+        return paths
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise refusal(f"its {_INDEX} has no weight_map of names") from None
+    # Safety: a name could lead out of the directory.
+    if unknown := [name for name in names if name != Path(str(name)).name or not (directory / name).is_file()]:
+        raise refusal(f"its index names {unknown[0]!r}, which is no file of its directory")
+    return [directory / name for name in names]
