@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pagedcore._version import __version__
-from pagedcore.cli import bench, chat, demo, doctor, generate, kernels, plugins, size
+from pagedcore.cli import bench, chat, convert, demo, doctor, generate, kernels, plugins, size
 from pagedcore.cli.common import error_console
 from pagedcore.errors import PagedcoreError
 
@@ -19,7 +19,10 @@ app = typer.Typer(
     name="pagedcore", help="Continuous batching inside your own Python process.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
 )
-for command in (demo.demo, generate.generate, chat.chat, size.size, plugins.plugins, doctor.doctor):
+COMMANDS = (
+    demo.demo, generate.generate, chat.chat, size.size, convert.convert, plugins.plugins, doctor.doctor,
+)
+for command in COMMANDS:
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(kernels.app, name="kernels")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.demo_model import DEMO_MODEL_DIR
-from pagedcore.errors import InvalidConfig, describe
+from pagedcore.errors import InternalError, InvalidConfig, describe
 from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend, Tokenizer
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     from pagedcore.models.ownership import require_free
     from pagedcore.models.pretrained import load_pretrained, resolve_dtype
     from pagedcore.models.quantization.checkpoint import load_stored, stored_format
+    from pagedcore.models.quantization.stored_weight import stored_tensors
     from pagedcore.models.transformers_model import TransformersModel, requirements_of
 
     # Why: all that can be refused without the model is, before it is loaded.
@@ -102,10 +103,13 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         # Why: the conversion works in place, on the weights of the engine that has the model.
         require_free(model)
         model = model.to(resolve_dtype(config.dtype))
-    return TransformersModel(
+    backend = TransformersModel(
         model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
         linear_name=config.linear_backend, quantization=quantization, device=device,
     )
+    if stored is not None and any(True for _ in stored_tensors(model)):
+        raise InternalError("a quantised layer was not packed")
+    return backend
 
 
 def plan_backend(

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import nn
 
+from pagedcore.models.cpu.packed_linear import can_pack
 from pagedcore.models.pretrained import as_refusals, load_config
 from pagedcore.models.quantization.awq import AWQ
 from pagedcore.models.quantization.compressed_tensors import CompressedTensors
 from pagedcore.models.quantization.gptq import GPTQ
 from pagedcore.models.quantization.stored_weight import StoredWeight, refusal
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
-from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 
 if TYPE_CHECKING:
@@ -111,11 +111,11 @@ def _replace_linears(model: nn.Module, files: TensorFiles, stored: StoredFormat,
 
 
 def _require_product(weight: StoredWeight, name: str) -> None:
-    """Refuse a weight that no product here takes: these read groups of a multiple of 8 inputs, W8A8 16 inputs."""
+    """Refuse a weight that no product here takes: these read groups of a multiple of 8 inputs."""
     num_inputs, num_groups = weight.shape[1], weight.num_groups
     is_even = num_groups == 1 or num_inputs % (8 * num_groups) == 0
     fits = is_even if weight.scheme != "w8a8" else form_of_int8_product(num_inputs) is not None
-    if not fits or form_of_grouped_product(weight.dtype) is None:
+    if not (fits and can_pack(weight.dtype, num_inputs)):
         raise refusal(
             f"no product here is {weight.scheme} with rows in {weight.dtype} and the {num_inputs} inputs in "
             f"{num_groups} groups of {name}"

@@ -10,8 +10,9 @@ Owns what their configuration may say and what their tensors are. Of a layer [ou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -37,8 +38,8 @@ class CompressedTensors:
     scheme: str
     bits: int
     is_symmetric: bool
-    group_size: int | None
-    """``None``: a scale for each output."""
+    group_sizes: frozenset[int | None]
+    """What sizes layers may have; ``None``: a scale for each output."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
@@ -56,10 +57,11 @@ class CompressedTensors:
         schemes = list(groups.values()) if isinstance(groups, Mapping) else []
         if not schemes or not all(isinstance(scheme, Mapping) for scheme in schemes):
             raise refusal("its config_groups are no schemes by name")
-        first, *others = [_scheme(scheme, config.get("format")) for scheme in schemes]
-        if any(other != first for other in others):
+        read = [_scheme(scheme, config.get("format")) for scheme in schemes]
+        sizes = frozenset(size for one in read for size in one.group_sizes)
+        if len({replace(one, group_sizes=sizes) for one in read}) > 1:
             raise refusal(f"its layers follow {len(schemes)} schemes in config_groups, which differ")
-        return first
+        return replace(read[0], group_sizes=sizes)
 
     def weight(self, files: TensorFiles, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
         """Return the weight of a layer by its name, or ``None`` if the files hold it as numbers.
@@ -70,9 +72,11 @@ class CompressedTensors:
         if f"{name}.weight_scale" not in files:
             return None
         num_outputs, num_inputs = shape
-        num_groups = 1 if self.group_size is None else num_inputs // self.group_size
-        if num_groups * (self.group_size or num_inputs) != num_inputs:
-            raise refusal(f"{name} has {num_inputs} inputs, which are no groups of {self.group_size}")
+        num_groups = math.prod(files.shape_of(f"{name}.weight_scale")[1:])
+        # Why: which layer has which of the sizes, its scales show.
+        if num_groups not in {num_inputs / (size or num_inputs) for size in self.group_sizes}:
+            sizes = " or ".join(str(size or "all") for size in self.group_sizes)
+            raise refusal(f"{name} has {num_inputs} inputs in {num_groups} groups, and groups are of {sizes}")
         scales = files.scales(f"{name}.weight_scale", (num_outputs, num_groups))
         if self.scheme == "w8a8":
             values = files.expect(f"{name}.weight", shape, "I8")
@@ -119,10 +123,10 @@ def _scheme(scheme: Mapping[str, Any], default_format: Any) -> CompressedTensors
     if weights["type"] != "int" or bits not in (4, 8) or weights["dynamic"] or not isinstance(is_symmetric, bool):
         raise refusal(f"its weights are {weights}")
     if not rows and layout == "pack-quantized":
-        return CompressedTensors(f"w{bits}a16", bits, is_symmetric, size)
+        return CompressedTensors(f"w{bits}a16", bits, is_symmetric, frozenset({size}))
     is_int8 = bits == 8 and is_symmetric and size is None
     if rows and is_int8 and layout == _INT_QUANTIZED and _arguments(rows, "input_activations") == _ROWS:
-        return CompressedTensors("w8a8", bits, is_symmetric, size)
+        return CompressedTensors("w8a8", bits, is_symmetric, frozenset({size}))
     raise refusal(f"its format is {layout!r} with weights {weights} and input_activations {rows}")
 
 

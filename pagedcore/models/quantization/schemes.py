@@ -46,9 +46,9 @@ class QuantizedLinears:
         Raises:
             ModelNotSupported: the product is not what the quantised weight says.
         """
-        if not self._can_quantize(weight.shape[1]):
+        if not self.can_quantize(weight.shape[1]):
             return FASTEST(weight, bias)
-        values, scales = quantize_per_output(weight) if self.bits == 8 else quantize_by_group(weight)
+        values, scales = self.quantize(weight)
         product: Matmul = (
             packed_int8.PackedInt8Matmul(values, scales[:, 0], bias, weight.dtype) if self.quantizes_rows
             else packed_grouped.PackedGroupedMatmul(values, scales, None, self.bits, bias, weight.dtype)
@@ -58,15 +58,23 @@ class QuantizedLinears:
 
     def weight_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         """Return the bytes of a packed weight of a format ``dtype``, scales included, without the bias."""
-        if not self._can_quantize(num_inputs):
+        if not self.can_quantize(num_inputs):
             return num_outputs * num_inputs * dtype.itemsize
         if self.quantizes_rows:
             return packed_int8.packed_bytes(num_outputs, num_inputs)
-        num_groups = 1 if self.bits == 8 else num_inputs // group_size(num_inputs)
-        return packed_grouped.packed_bytes(num_outputs, num_inputs, num_groups, self.bits)
+        return packed_grouped.packed_bytes(num_outputs, num_inputs, self.num_groups(num_inputs), self.bits)
 
-    def _can_quantize(self, num_inputs: int) -> bool:
+    def can_quantize(self, num_inputs: int) -> bool:
+        """Whether layers with so many inputs are quantised; others keep their number format."""
         return not self.quantizes_rows or packed_int8.form_of_int8_product(num_inputs) is not None
+
+    def num_groups(self, num_inputs: int) -> int:
+        """Return how many scales an output has."""
+        return 1 if self.bits == 8 else num_inputs // group_size(num_inputs)
+
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int8 [out, in] and float32 scales [out, groups] of a float weight [out, in]."""
+        return quantize_per_output(weight) if self.bits == 8 else quantize_by_group(weight)
 
 
 SCHEMES: Final = {

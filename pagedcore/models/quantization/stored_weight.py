@@ -1,32 +1,31 @@
 """A quantised weight as a checkpoint holds it, in the place of a linear layer's parameter until the layer is packed.
 
 Owns the common form of the formats, ``QuantizedWeight``, and ``StoredWeight``, which reads it from the tensors of a
-file when it is needed and keeps neither it nor its floating numbers: those of a few outputs exist at a time.
+file when the layer is packed, and does not keep it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.cpu.packed_linear import FASTEST, can_pack
+from pagedcore.models.quantization.schemes import require_right
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 
-#: Floating numbers that are made at a time: 16 MiB of them.
-_AT_ONCE: Final = 2**22
 
 
 def refusal(found: str) -> ModelNotSupported:
-    """Make the error for a quantised checkpoint that cannot run here, of what was found in it."""
+    """Make the error for files that cannot be loaded here, of what was found in them."""
     return ModelNotSupported(
-        f"model: its weights are quantised in a way that cannot run here: {found}. Supported are compressed-tensors "
-        "(W8A8 with dynamic activations, and W4A16 and W8A16 packed), GPTQ and AWQ with 4 or 8 bits, on a CPU."
+        f"model: its files cannot be loaded here: {found}. Supported are, beside floating numbers, compressed-tensors "
+        "(W8A8 with dynamic activations, W4A16 and W8A16 packed), GPTQ with 4 or 8 bits, and AWQ with 4 bits."
     )
 
 
@@ -41,20 +40,13 @@ class QuantizedWeight:
     zeros: torch.Tensor | None
     """int8 [out, groups] in the numbers of the values; ``None``: all are 0."""
 
-    def numbers(self, begin: int, end: int) -> torch.Tensor:
-        """Return float32 [end - begin, in], the weights of some outputs."""
-        num_groups = self.scales.shape[1]
-        numbers = self.values[begin:end].float().view(end - begin, num_groups, -1)
-        if self.zeros is not None:
-            numbers -= self.zeros[begin:end, :, None]
-        return numbers.mul_(self.scales[begin:end, :, None]).flatten(1)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredWeight:
-    """A weight [out, in] that ``nn.Linear`` multiplies by as it is, slowly, and that a product is made of.
+    """A weight [out, in] that a product is made of.
 
-    Of torch's functions it knows ``F.linear`` and ``torch.cat`` over outputs; all others raise ``TypeError``.
+    Of torch's functions it knows ``torch.cat`` over outputs, and ``F.linear``, whose results are zeros: what calls a
+    model before it is packed looks at the way of its tensors, not at numbers. All others raise ``TypeError``.
     """
 
     scheme: str
@@ -75,7 +67,7 @@ class StoredWeight:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute; torch calls this in the place of its own functions."""
         if function is torch.nn.functional.linear:
-            return args[1]._multiply(*args[:1], *args[2:], **(kwargs or {}))
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
         return _joined(*args) if function is torch.cat else NotImplemented
 
     def detach(self) -> StoredWeight:
@@ -88,22 +80,19 @@ class StoredWeight:
         return self.scheme, self.num_groups, None if self.order is None else self.order.numpy().tobytes()
 
     def product(self, bias: torch.Tensor | None) -> Matmul:
-        """Pack the weight with its bias [out]."""
+        """Pack the weight with its bias [out].
+
+        Raises:
+            ModelNotSupported: the product is not what the weight says.
+        """
         weight = self.read()
         if self.scheme == "w8a8":
-            return PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
-        bits = 4 if self.scheme == "w4a16" else 8
-        made = PackedGroupedMatmul(weight.values, weight.scales, weight.zeros, bits, bias, self.dtype)
+            made: Matmul = PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
+        else:
+            bits = 4 if self.scheme == "w4a16" else 8
+            made = PackedGroupedMatmul(weight.values, weight.scales, weight.zeros, bits, bias, self.dtype)
+        require_right(made, weight.values, weight.scales, bias, self.scheme == "w8a8", weight.zeros)
         return made if self.order is None else ReorderedMatmul(made, self.order)
-
-    def _multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply in float32, some outputs at a time."""
-        weight, step = self.read(), max(1, _AT_ONCE // self.shape[1])
-        wide = (rows if self.order is None else rows[..., self.order]).float()
-        parts = [wide @ weight.numbers(begin, min(begin + step, self.shape[0])).t()
-                 for begin in range(0, self.shape[0], step)]
-        product = torch.cat(parts, dim=-1)
-        return (product if bias is None else product + bias.float()).to(rows.dtype)
 
 
 def _joined(weights: Sequence[StoredWeight]) -> StoredWeight:

@@ -1,0 +1,32 @@
+"""``pagedcore convert``: a model's weights quantised once, in a directory of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagedcore.cli.common import DtypeOption, console, error_console
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help='A model directory, or "demo".')],
+    quantization: Annotated[str, typer.Option(help="w8a8, w8a16 or w4a16; see the documentation on quantisation.")],
+    out: Annotated[Path, typer.Option(help="Directory to write, which is not there yet.")],
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Write a model with quantised weights, which loads like any other and computes the same as with --quantization."""
+    from rich.progress import Progress
+    from transformers.utils import logging
+
+    from pagedcore.models.quantization.convert import convert as write_converted
+
+    logging.disable_progress_bar()
+    with Progress(console=error_console(), transient=True) as progress:
+        task = progress.add_task("tensors", total=None)
+        write_converted(
+            model, out, quantization=quantization, dtype=dtype,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    console().print(f"{out}: {quantization}, {sum(path.stat().st_size for path in out.iterdir()):,} bytes")

@@ -1,0 +1,223 @@
+"""Writes a model's directory again with quantised weights, in the format compressed-tensors, one tensor at a time.
+
+Owns the plan of the file: the shapes of all tensors follow from the configuration, so that its header is written first
+and every tensor goes to its place. The directory gets its name when it is complete, and its ``config.json`` after that:
+one that was not finished does not load.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pagedcore.config.engine_config import EngineConfig
+from pagedcore.demo_model import DEMO_MODEL_DIR
+from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
+from pagedcore.execution.memory_pages import FileMappings
+from pagedcore.models import supported_models
+from pagedcore.models.cpu.packed_linear import can_pack
+from pagedcore.models.pretrained import as_refusals, load_config, resolve_dtype
+from pagedcore.models.quantization.packed_integers import num_words, pack
+from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
+
+#: What goes along: everything about text, and how to generate. Code does not.
+_OTHER_FILES: Final = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*_map.json", "added_tokens.json",
+                       "generation_config.json", "chat_template*", "LICENSE*")  # fmt: skip
+_FORMATS: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8",
+                   torch.int32: "I32", torch.int64: "I64"}  # fmt: skip
+_CONFIG: Final = "config.json"
+
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tensors of the new file that are made of one tensor of the old."""
+
+    source: str
+    shape: tuple[int, ...]
+    """Of the old tensor."""
+    shapes: Shapes
+    """The number formats and shapes of the new ones, by name."""
+    make: Callable[[torch.Tensor], Tensors]
+
+
+def convert(
+    model: str, out: str | os.PathLike[str], *, quantization: str, dtype: str = "auto",
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write the model of a directory to another one, such that loading it computes the same bits as loading the first
+    with ``quantization``, in the number format ``dtype``.
+
+    Args:
+        model: a directory, or "demo".
+        out: a directory that is not there, or is empty.
+        quantization: a scheme, as in ``EngineConfig``.
+        dtype: number format of what is not quantised, and of what is before that.
+        on_progress: called with the number of tensors written and of all.
+
+    Raises:
+        InvalidConfig: an argument is not allowed, weights are missing or not finite, or ``out`` cannot be written.
+        ModelNotSupported: the architecture cannot run here, or has matrices that are no linear layers.
+    """
+    EngineConfig(quantization=quantization, dtype=dtype)
+    source, target = os.fspath(DEMO_MODEL_DIR) if model == "demo" else model, Path(out)
+    if quantization == "none" or not can_pack(resolve_dtype(dtype)):
+        raise InvalidConfig(
+            f"quantization: got {quantization!r} with dtype {dtype!r}, allowed are {', '.join(SCHEMES)} with dtype "
+            "'float32' or 'bfloat16'."
+        )
+    if not Path(source).is_dir():
+        raise InvalidConfig(f"model: got {describe(model)}, needed is a directory. Download it first.")
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
+    modules = _modules(source, resolve_dtype(dtype))
+    quantized = {name: module.in_features for name, module in modules.named_modules()
+                 if type(module) is nn.Linear and SCHEMES[quantization].can_quantize(module.in_features)}
+    if not quantized:
+        raise ModelNotSupported(f"model: it has no linear layers that can be {quantization}.")
+    parts, config = _parts(modules, quantized, quantization), _config(source, modules, quantized, quantization)
+    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        unfinished.mkdir()
+        with as_refusals(source):
+            files = TensorFiles(Path(source))
+        _write_weights(unfinished / "model.safetensors", parts, files, on_progress)
+        for path in {path for pattern in _OTHER_FILES for path in Path(source).glob(pattern) if path.is_file()}:
+            shutil.copyfile(path, unfinished / path.name)
+        (unfinished / f"{_CONFIG}.new").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        unfinished.rename(target)
+        (target / f"{_CONFIG}.new").rename(target / _CONFIG)
+    except OSError as error:
+        raise InvalidConfig(f"out: it cannot be written ({error.strerror}).") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _modules(source: str, dtype: torch.dtype) -> Any:
+    """Build a model without memory, and refuse one whose matrices are not all in linear layers and embeddings."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    supported_models.check_modules(model, str(config.model_type))
+    for name, module in model.named_modules():
+        matrices = [one for one in module.parameters(recurse=False) if one.ndim > 1]
+        if matrices and type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
+            raise ModelNotSupported(
+                f"model: {name} ({type(module).__name__}) has matrices and is no linear layer; such models are "
+                "quantised when they are loaded, not converted."
+            )
+    return model
+
+
+def _parts(model: nn.Module, quantized: Mapping[str, int], quantization: str) -> list[Part]:
+    """Say what the new file holds and of which tensors it is made; a tied output layer is quantised on its own."""
+    parts, tensors = [], model.state_dict(keep_vars=True)
+    first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    for name, tensor in tensors.items():
+        source, (layer, _, last) = first_names[id(tensor)], name.rpartition(".")
+        if layer in quantized and last == "weight":
+            parts.append(_quantized_part(source, layer, tensor.shape, tensor.dtype, quantization))
+        elif source == name:
+            shapes: Shapes = {name: (tensor.dtype, tuple(tensor.shape))}
+            parts.append(Part(source, tuple(tensor.shape), shapes, _converted(name, tensor.dtype)))
+    return parts
+
+
+def _converted(name: str, dtype: torch.dtype) -> Callable[[torch.Tensor], Tensors]:
+    return lambda tensor: {name: tensor.to(dtype)}
+
+
+def _quantized_part(
+    source: str, layer: str, shape: Sequence[int], dtype: torch.dtype, quantization: str
+) -> Part:
+    """Describe a layer [out, in] as compressed-tensors stores it."""
+    (num_outputs, num_inputs), linears = shape, SCHEMES[quantization]
+    scales = torch.float32, (num_outputs, linears.num_groups(num_inputs))
+    shapes: Shapes = {f"{layer}.weight": (torch.int8, (num_outputs, num_inputs)), f"{layer}.weight_scale": scales}
+    if not linears.quantizes_rows:
+        words = torch.int32, (num_outputs, num_words(num_inputs, linears.bits))
+        shapes = {f"{layer}.weight_packed": words, f"{layer}.weight_scale": scales,
+                  f"{layer}.weight_shape": (torch.int64, (2,))}  # fmt: skip
+
+    def make(weight: torch.Tensor) -> Tensors:
+        values, scales = linears.quantize(weight.to(dtype))
+        if not scales.isfinite().all():
+            raise InvalidConfig(f"model: {layer} has weights that are not finite; its files are damaged.")
+        stored = (values,) if linears.quantizes_rows else (pack(values, linears.bits),)
+        return dict(zip(shapes, (*stored, scales, torch.tensor([num_outputs, num_inputs])), strict=False))
+
+    return Part(source, (num_outputs, num_inputs), shapes, make)
+
+
+def _config(source: str, model: nn.Module, quantized: Mapping[str, int], quantization: str) -> dict[str, Any]:
+    """Return the model's own configuration with what says how layers, by name and number of inputs, are quantised."""
+    linears, own = SCHEMES[quantization], json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8"))
+    layers: dict[int | None, list[str]] = defaultdict(list)
+    for layer, num_inputs in quantized.items():
+        num_groups = linears.num_groups(num_inputs)
+        layers[None if num_groups == 1 else num_inputs // num_groups].append(layer)
+    weights = {"num_bits": linears.bits, "type": "int", "symmetric": True, "dynamic": False}
+    rows = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    groups = {
+        f"group_{number}": {
+            "targets": ["Linear"] if len(layers) == 1 else names,
+            "weights": {**weights, "strategy": "group" if size else "channel", "group_size": size},
+            "input_activations": rows if linears.quantizes_rows else None,
+        }
+        for number, (size, names) in enumerate(layers.items())
+    }
+    others = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in quantized]
+    own.pop("torch_dtype", None)
+    return {
+        **own, "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        # Why: an output layer that shared the embedding's weight has one of its own.
+        "tie_word_embeddings": bool(own.get("tie_word_embeddings")) and "lm_head" not in quantized,
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": others,
+            "format": "int-quantized" if linears.quantizes_rows else "pack-quantized", "config_groups": groups,
+            "kv_cache_scheme": None,
+        },
+    }
+
+
+def _write_weights(
+    path: Path, parts: Sequence[Part], files: TensorFiles, on_progress: Callable[[int, int], None]
+) -> None:
+    """Write the header, then each tensor to its place; large numbers come first, so that all are aligned."""
+    shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in sorted(shapes.items(), key=lambda one: (-one[1][0].itemsize, one[0])):
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _FORMATS[dtype], "shape": shape, "data_offsets": [begin, end]}
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    mappings = FileMappings()
+    with path.open("wb") as file:
+        file.write(len(described).to_bytes(8, "little") + described)
+        start = file.tell()
+        for number, part in enumerate(parts, 1):
+            old = files.expect(part.source, part.shape, *FLOATS)
+            for name, tensor in part.make(old).items():
+                file.seek(start + header[name]["data_offsets"][0])
+                file.write(tensor.flatten().view(torch.uint8).numpy().data)
+            mappings.free_pages(old)
+            on_progress(number, len(parts))
+        file.flush()
+        os.fsync(file.fileno())
