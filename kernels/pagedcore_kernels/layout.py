@@ -19,10 +19,17 @@ from pagedcore_kernels.errors import InvalidConfig
 ALIGNMENT = 64
 #: Value rows hold a multiple of this many elements, so that kernels read whole vectors.
 VALUE_LANES = 16
+#: Bytes of the scale of one token and head, a float32.
+SCALE_BYTES = 4
 
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def int8_head_bytes(num_elements: int, block_size: int) -> int:
+    """Bytes of one head's K or V in an ``Int8KVLayout``: its elements, padding up to a float32, a scale a token."""
+    return _round_up(num_elements, SCALE_BYTES) + SCALE_BYTES * block_size
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ class BlockLayout:
         if self.block_size < 1:
             raise InvalidConfig(f"block_size: got {self.block_size}, allowed is a positive integer.")
         if self.dtype not in self._dtypes:
-            *most, last = (str(dtype).removeprefix("torch.") for dtype in self._dtypes)
-            raise InvalidConfig(f"KV dtype: got {self.dtype}, allowed are {', '.join(most)} and {last}.")
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
+            raise InvalidConfig(f"KV dtype: got {self.dtype}, allowed for {type(self).__name__}: {allowed}.")
         if not self.layers:
             raise InvalidConfig("layers: got none, allowed is at least one LayerShape.")
 
@@ -151,18 +158,10 @@ class KVLayout(BlockLayout):
 
 
 @dataclass(frozen=True)
-class TokenMajorLayout(BlockLayout):
-    """The order for tensor cores: K and V both as ``[kv_head, token, dim]``, so that one row is one run of bytes.
-
-    Pools of 8 bits hold elements divided by a scale that the attention backend knows; ``query_dtype`` then says what
-    the model computes in.
-    """
+class _QuantizableLayout(BlockLayout):
+    """Pools of 8 bits hold elements divided by a scale; ``query_dtype`` then says what the model computes in."""
 
     query_dtype: torch.dtype | None = None
-
-    _dtypes: ClassVar[tuple[torch.dtype, ...]] = (
-        torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,6 +172,60 @@ class TokenMajorLayout(BlockLayout):
     def model_dtype(self) -> torch.dtype:
         """Number format of the K, V and queries that a model hands over."""
         return self.query_dtype or self.dtype
+
+
+@dataclass(frozen=True)
+class Int8KVLayout(_QuantizableLayout):
+    """The CPU kernels' order in int8, each token and head with a float32 scale for its K and one for its V.
+
+    A head's K is ``[dim, token]`` int8, then its scales ``[token]``; its V is ``[token, dim]`` int8, then its scales.
+    So whatever moves a block moves the scales with it.
+
+    Invariant: an element is ``value * scale``; the scale is a 127th of the largest magnitude of the token's K or V.
+    """
+
+    _dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int8,)
+
+    def key_bytes(self, layer: int) -> int:
+        """Bytes of the layer's K in one block, scales included."""
+        return self._num_bytes(self._key_shape(layer))
+
+    def value_bytes(self, layer: int) -> int:
+        """Bytes of the layer's V in one block, row padding and scales included."""
+        return self._num_bytes(self._stored_value_shape(layer))
+
+    def key_scales(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
+        """View the scales of the layer's K as float32 [num_blocks, KVH, block_size]."""
+        return self._scales(pool, self.key_offset(layer), self._key_shape(layer))
+
+    def value_scales(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
+        """View the scales of the layer's V as float32 [num_blocks, KVH, block_size]."""
+        return self._scales(pool, self.value_offset(layer), self._stored_value_shape(layer))
+
+    def _num_bytes(self, shape: tuple[int, ...]) -> int:
+        return shape[0] * int8_head_bytes(math.prod(shape[1:]), self.block_size)
+
+    def _heads(self, pool: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return pool[:, offset : offset + self._num_bytes(shape)].view(pool.shape[0], shape[0], -1)
+
+    def _view(self, pool: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        elements = self._heads(pool, offset, shape)[..., : math.prod(shape[1:])]
+        return elements.view(self.dtype).view(pool.shape[0], *shape)
+
+    def _scales(self, pool: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._heads(pool, offset, shape)[..., -SCALE_BYTES * self.block_size :].view(torch.float32)
+
+
+@dataclass(frozen=True)
+class TokenMajorLayout(_QuantizableLayout):
+    """The order for tensor cores: K and V both as ``[kv_head, token, dim]``, so that one row is one run of bytes.
+
+    The scales of pools of 8 bits are known to the attention backend.
+    """
+
+    _dtypes: ClassVar[tuple[torch.dtype, ...]] = (
+        torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
+    )
 
     def key_view(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
         """View the layer's K as [num_blocks, KVH, D, block_size], though the elements of a token lie together."""

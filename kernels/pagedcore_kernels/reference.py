@@ -13,7 +13,7 @@ import torch
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RaggedRows
-from pagedcore_kernels.layout import BlockLayout, KVLayout
+from pagedcore_kernels.layout import BlockLayout, Int8KVLayout, KVLayout
 from pagedcore_kernels.step_plan import StepPlan
 
 Float64Array = npt.NDArray[np.float64]
@@ -28,6 +28,7 @@ class ReferenceAttention:
     name = "reference"
     devices = ("cpu", "cuda")
     layout_type: type[BlockLayout] = KVLayout
+    int8_layout_type = Int8KVLayout
 
     def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)
@@ -54,8 +55,12 @@ class ReferenceAttention:
             torch.from_numpy(a).to(self._pool.device)
             for a in (tokens, slots // self._layout.block_size, slots % self._layout.block_size)
         )
-        self._layout.key_view(self._pool, layer)[blocks, :, :, offsets] = key[index]
-        self._layout.value_view(self._pool, layer)[blocks, :, offsets] = value[index]
+        keys, values = key[index], value[index]
+        if isinstance(self._layout, Int8KVLayout):
+            keys, self._layout.key_scales(self._pool, layer)[blocks, :, offsets] = quantize_int8(keys)
+            values, self._layout.value_scales(self._pool, layer)[blocks, :, offsets] = quantize_int8(values)
+        self._layout.key_view(self._pool, layer)[blocks, :, :, offsets] = keys
+        self._layout.value_view(self._pool, layer)[blocks, :, offsets] = values
 
     def attend(
         self,
@@ -85,14 +90,34 @@ class ReferenceAttention:
         length = int(plan.kv_lens[row])
         used = -(-length // self._layout.block_size)
         blocks = torch.from_numpy(plan.block_tables[row, :used].astype(np.int64)).to(self._pool.device)
-        key = self._layout.key_view(self._pool, layer)[blocks].permute(0, 3, 1, 2).flatten(0, 1)
-        value = self._layout.value_view(self._pool, layer)[blocks].permute(0, 2, 1, 3).flatten(0, 1)
+        key = self._layout.key_view(self._pool, layer)[blocks]
+        value = self._layout.value_view(self._pool, layer)[blocks]
+        if isinstance(self._layout, Int8KVLayout):
+            key = key * self._layout.key_scales(self._pool, layer)[blocks].unsqueeze(2)
+            value = value * self._layout.value_scales(self._pool, layer)[blocks].unsqueeze(3)
+        key, value = key.permute(0, 3, 1, 2).flatten(0, 1), value.permute(0, 2, 1, 3).flatten(0, 1)
         return key[:length].float(), value[:length].float()
 
     def _current_plan(self) -> StepPlan:
         if self._plan is None:
             raise InternalError("attention: plan was not called before write_kv or attend.")
         return self._plan
+
+
+def quantize_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 [..., D] and float32 scales [...] of ``rows`` [..., D], each row by itself.
+
+    A value is the nearest integer to ``row * (127 / largest)``, ties to even, and a scale ``largest / 127``, all in
+    float32. A row below 2**-100 becomes zeros, one with an infinity or a NaN has a scale of NaN.
+    """
+    exact = rows.float()
+    largest = exact.abs().amax(-1)
+    is_used = largest.isfinite() & (largest >= 2.0**-100)
+    # Why a tensor: of a number and a tensor torch multiplies by a reciprocal, which is rounded once more.
+    most = torch.full_like(largest, 127.0)
+    factor = torch.where(is_used, most / largest, 0.0)
+    scale = torch.where(is_used, largest / most, torch.where(largest.isfinite(), 0.0, float("nan")))
+    return (exact * factor.unsqueeze(-1)).nan_to_num(0.0).round().to(torch.int8), scale
 
 
 def _attention(

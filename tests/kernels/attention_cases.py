@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pagedcore.protocols import AttentionBackend, Int32Array, Int64Array
-from pagedcore_kernels.layout import KVLayout, LayerShape
+from pagedcore_kernels.layout import Int8KVLayout, KVLayout, LayerShape
 from pagedcore_kernels.reference import attention_float64
 
 LAYER = 1
@@ -49,7 +49,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention layer: G query heads for each of the KV heads, and the pool's block size and dtype."""
+    """One attention layer: G query heads for each of the KV heads, the pool's block size, and the dtype of the model
+    and, unless that is int8, of the pool.
+    """
 
     group: int
     kv_heads: int
@@ -57,6 +59,7 @@ class Shape:
     value_size: int
     block_size: int
     dtype: torch.dtype
+    is_int8: bool = False
 
     @property
     def heads(self) -> int:
@@ -67,15 +70,17 @@ class Shape:
         return float(self.key_size**-0.5)
 
     @property
-    def layout(self) -> KVLayout:
+    def layout(self) -> Any:
         other = LayerShape(1, 24, 8)
-        return KVLayout(
-            self.block_size, self.dtype, (other, LayerShape(self.kv_heads, self.key_size, self.value_size), other)
-        )
+        layers = (other, LayerShape(self.kv_heads, self.key_size, self.value_size), other)
+        if self.is_int8:
+            return Int8KVLayout(self.block_size, torch.int8, layers, self.dtype)
+        return KVLayout(self.block_size, self.dtype, layers)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.heads}q{self.kv_heads}kv-{self.key_size}-{self.value_size}-b{self.block_size}-{dtype}"
+        sizes = f"{self.heads}q{self.kv_heads}kv-{self.key_size}-{self.value_size}-b{self.block_size}"
+        return f"{sizes}-{dtype}{'-int8' if self.is_int8 else ''}"
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,8 @@ def random_tables(lengths: Sequence[tuple[int, int]], block_size: int, num_block
     return tables
 
 
-def nan_pool(layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """A pool whose every unwritten element, in every dtype, is NaN."""
+def nan_pool(layout: Any, num_blocks: int) -> torch.Tensor:
+    """A pool whose every unwritten element, in every dtype, is NaN; of int8, its scale is."""
     return layout.allocate(num_blocks).fill_(0xFF)
 
 
@@ -130,11 +135,21 @@ def run(
     return backend.attend(LAYER, gather("query"), scale=shape.scale, **options)
 
 
+def rounded_to_int8(rows: torch.Tensor) -> np.ndarray[Any, Any]:
+    """What an int8 pool holds of rows [..., D] without infinities and NaN, in float64."""
+    exact = rows.float().numpy()
+    largest = np.abs(exact).max(-1, keepdims=True)
+    factor = np.where(largest > 0, np.float32(127) / np.maximum(largest, np.float32(1e-30)), np.float32(0))
+    return np.rint(exact * factor).astype(np.float64) * (largest / np.float32(127))
+
+
 def expected(rows: Rows, sequences: Sequence[Tokens], shape: Shape, **options: Any) -> np.ndarray[Any, Any]:
     """What ``run`` has to return for the rows' tokens, in float64."""
     outputs = []
     for tokens, (n, length) in zip(sequences, rows.lengths, strict=True):
-        query, key, value = (t[:length].double().numpy() for t in (tokens.query, tokens.key, tokens.value))
+        stored = rounded_to_int8 if shape.is_int8 else lambda t: t.double().numpy()
+        query, key, value = tokens.query[:length].double().numpy(), stored(tokens.key), stored(tokens.value)
+        key, value = key[:length], value[:length]
         outputs.append(attention_float64(query[length - n :], key, value, scale=shape.scale, **options))
     return np.concatenate(outputs)
 

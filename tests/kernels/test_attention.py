@@ -20,6 +20,7 @@ from kernels.attention_cases import (
     expected,
     nan_pool,
     random_tables,
+    rounded_to_int8,
     run,
 )
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
@@ -36,6 +37,10 @@ SHAPES = [
     Shape(5, 2, 8, 24, 2, BF16),
     Shape(8, 1, 192, 128, 32, BF16),
     Shape(2, 1, 512, 256, 16, F32),
+    Shape(7, 2, 64, 64, 32, BF16, is_int8=True),
+    Shape(3, 1, 12, 8, 4, F32, is_int8=True),
+    Shape(2, 3, 80, 96, 1, BF16, is_int8=True),
+    Shape(8, 1, 192, 128, 64, F32, is_int8=True),
 ]
 MANY = [
     {},
@@ -152,6 +157,62 @@ def test_strides_of_the_query_are_free() -> None:
     for query in (transposed, wide):
         assert not query.is_contiguous()
         assert torch.equal(backend.attend(LAYER, query, scale=shape.scale), contiguous)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_int8_pools_hide_no_number_that_is_none(dtype: torch.dtype, name: str, number: float) -> None:
+    """One NaN or infinity in a K or V makes all rows NaN that see its token, and no other row, in the same tile or not.
+
+    Without scales of its own an int8 pool could not say so.
+    """
+    shape = Shape(3, 2, 24, 20, 16, dtype, is_int8=True)
+    tokens = Tokens.random(shape, 400, seed=1)
+    rows = Rows([(400, 400)], random_tables([(400, 400)], 16, 25, seed=2), 16)
+    for bad in (10, 130, 290):
+        broken = Tokens(tokens.query, tokens.key.clone(), tokens.value.clone())
+        getattr(broken, name)[bad, 1, 3] = number
+        backend = NumbaCpuAttention(shape.layout, nan_pool(shape.layout, 25))
+        output = run(backend, rows, [broken], shape)
+        is_nan = output.isnan().all(-1)
+        assert not output[:bad].isnan().any()
+        assert is_nan[bad:, 3:].all()
+        assert not output[:, :3].isnan().any()
+
+
+def test_rows_of_nothing_are_zeros_in_int8() -> None:
+    """K of zeros has scores of zero, and V of zeros or below 2**-100 adds nothing: scales of zero divide nothing."""
+    shape = Shape(2, 1, 16, 16, 16, F32, is_int8=True)
+    tokens = Tokens.random(shape, 40, seed=1)
+    tokens.key[:20] = 0
+    tokens.value[5] = 0
+    tokens.value[6] = 2.0**-101
+    rows = Rows([(40, 40)], random_tables([(40, 40)], 16, 3, seed=2), 16)
+    output = run(NumbaCpuAttention(shape.layout, nan_pool(shape.layout, 3)), rows, [tokens], shape)
+    assert_close(output, expected(rows, [tokens], shape))
+    mean = torch.from_numpy(rounded_to_int8(tokens.value[:20])).mean(0).float()
+    torch.testing.assert_close(output[19], mean.expand(2, -1))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.sampled_from([1e-28, 1e-6, 1.0, 1e4, 1e36]), st.sampled_from([F32, BF16]))
+def test_int8_pools_hold_the_nearest_multiple_of_a_127th(seed: int, size: float, dtype: torch.dtype) -> None:
+    """What is stored of a row is at most half a scale away, the largest is kept to its last bits, and so are signs."""
+    shape = Shape(1, 2, 20, 40, 8, dtype, is_int8=True)
+    tokens = Tokens.random(shape, 9, seed)
+    rows = Rows([(9, 9)], random_tables([(9, 9)], 8, 2, seed), 8)
+    tokens.key.mul_(size)
+    pool = nan_pool(shape.layout, 2)
+    run(NumbaCpuAttention(shape.layout, pool), rows, [tokens], shape)
+    for position in range(9):
+        block, offset = rows.block_tables[0][position // 8], position % 8
+        scale = shape.layout.key_scales(pool, LAYER)[block, :, offset].double()
+        held = shape.layout.key_view(pool, LAYER)[block, :, :, offset].double() * scale[:, None]
+        exact = tokens.key[position].double()
+        assert ((held - exact).abs() <= scale[:, None] * 0.50002).all()
+        torch.testing.assert_close(held.abs().amax(-1), exact.abs().amax(-1), rtol=2e-7, atol=0)
+        assert (held * exact >= 0).all()
 
 
 def test_a_nan_is_not_hidden() -> None:

@@ -31,6 +31,8 @@ SHAPES = [
     Shape(1, 3, 64, 64, 16, torch.float32),
     Shape(40, 1, 24, 12, 8, torch.float32),
     Shape(3, 1, 12, 8, 4, torch.bfloat16),
+    Shape(7, 2, 64, 64, 32, torch.bfloat16, is_int8=True),
+    Shape(5, 1, 12, 20, 8, torch.float32, is_int8=True),
 ]
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -139,37 +141,39 @@ def test_batch_mates_and_their_order_change_no_bit(shape: Shape) -> None:
             assert same_bits(part, alone[i])
 
 
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_block_size_changes_no_bit(dtype: torch.dtype) -> None:
+def test_block_size_changes_no_bit(dtype: torch.dtype, is_int8: bool) -> None:
     """Pools of other block sizes give the same bits."""
-    shapes = [Shape(3, 2, 24, 20, size, dtype) for size in (1, 4, 16, 32)]
+    shapes = [Shape(3, 2, 24, 20, size, dtype, is_int8) for size in (1, 4, 16, 32)]
     tokens = sharp(shapes[0], LENGTH, seed=1)
     outputs = [in_steps(shape, tokens, [LENGTH - 3, 1, 2], seed=2, window=200) for shape in shapes]
     for output in outputs[1:]:
         assert same_bits(output, outputs[0])
 
 
+@pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[6]], ids=str)
 @pytest.mark.parametrize("budget", [3, 6, 16])
-def test_number_of_registers_changes_no_bit(budget: int) -> None:
+def test_number_of_registers_changes_no_bit(budget: int, shape: Shape) -> None:
     """A kernel cut for a machine with fewer vector registers gives the same bits."""
-    shape = SHAPES[3]
     tokens = sharp(shape, LENGTH, seed=1)
     rows = Rows([(LENGTH, LENGTH)], random_tables([(LENGTH, LENGTH)], shape.block_size, 80, seed=2), shape.block_size)
     backend = new_backend(shape, 80)
     usual = run(backend, rows, [tokens], shape)
     own = Variant.choose(
-        shape.group, shape.key_size, shape.value_size, shape.block_size, shape.dtype == torch.bfloat16, budget
+        shape.group, shape.key_size, shape.value_size, shape.block_size, shape.dtype == torch.bfloat16, budget,
+        is_int8=shape.is_int8,
     )
     own = dataclasses.replace(own, queries=3)
     backend._kernels[LAYER, shape.group] = own.queries, attention_kernel(own)
     assert same_bits(backend.attend(LAYER, tokens.query, scale=shape.scale), usual)
 
 
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5]], ids=str)
 @pytest.mark.parametrize("uses_openmp", [True, False])
 @pytest.mark.parametrize("num_threads", [2, 3])
-def test_threads_change_no_bit(num_threads: int, uses_openmp: bool) -> None:
+def test_threads_change_no_bit(num_threads: int, uses_openmp: bool, shape: Shape) -> None:
     """One thread or several, the team's or torch's: the same bits in the output and in the pool."""
-    shape = SHAPES[1]
     lengths = [(1, 300), (40, 300), (1, 17), (90, 90)]
     sequences = [sharp(shape, length, seed=i) for i, (_, length) in enumerate(lengths)]
     tables = random_tables(lengths, shape.block_size, 40, seed=3)
@@ -195,11 +199,14 @@ print(digest_of_steps())
 
 
 def digest_of_steps() -> str:
-    """A checksum over the output bits of one computation with every option."""
-    shape = Shape(3, 1, 24, 20, 4, torch.bfloat16)
+    """A checksum over the output bits of two computations with every option."""
     options = {"window": 200, "softcap": 5.0, "sinks": torch.linspace(-4, 4, 3)}
-    output = in_steps(shape, Tokens.random(shape, LENGTH, seed=1), [LENGTH - 40, 1, 39], seed=2, **options)
-    return hashlib.sha256(output.view(torch.int16).numpy().tobytes()).hexdigest()
+    digest = hashlib.sha256()
+    for is_int8 in (False, True):
+        shape = Shape(3, 1, 24, 20, 4, torch.bfloat16, is_int8)
+        output = in_steps(shape, Tokens.random(shape, LENGTH, seed=1), [LENGTH - 40, 1, 39], seed=2, **options)
+        digest.update(output.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedcore.errors import InvalidConfig
-from pagedcore_kernels.layout import ALIGNMENT, KVLayout, LayerShape
+from pagedcore_kernels.layout import ALIGNMENT, BlockLayout, Int8KVLayout, KVLayout, LayerShape
 
 SHAPES = st.builds(LayerShape, st.integers(1, 5), st.integers(1, 70), st.integers(1, 70))
 LAYOUTS = st.builds(
@@ -19,11 +19,15 @@ LAYOUTS = st.builds(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.lists(SHAPES, min_size=1, max_size=4).map(tuple),
 )
+INT8_LAYOUTS = st.builds(
+    Int8KVLayout, st.sampled_from([1, 2, 3, 4, 8, 16, 32]), st.just(torch.int8),
+    st.lists(SHAPES, min_size=1, max_size=4).map(tuple), st.sampled_from([torch.float32, torch.bfloat16]),
+)
 
 
 @settings(deadline=None, max_examples=50)
-@given(LAYOUTS)
-def test_ranges_are_disjoint_ordered_and_inside_the_block(layout: KVLayout) -> None:
+@given(LAYOUTS | INT8_LAYOUTS)
+def test_ranges_are_disjoint_ordered_and_inside_the_block(layout: BlockLayout) -> None:
     """K and V of all layers follow each other on cache lines without overlap and end inside the block."""
     end = 0
     for layer in range(len(layout.layers)):
@@ -55,6 +59,35 @@ def test_views_reach_every_element_once(layout: KVLayout) -> None:
     ones = pool.flatten().view(layout.dtype)
     assert int((ones == 1).sum()) == elements
     assert int((ones == 0).sum()) == ones.numel() - elements
+
+
+@settings(deadline=None, max_examples=50)
+@given(INT8_LAYOUTS)
+def test_int8_views_and_scales_reach_every_byte_once(layout: Int8KVLayout) -> None:
+    """Filling elements and scales of all layers and blocks sets as many different bytes as they have."""
+    pool = layout.allocate(3).zero_()
+    num_bytes = 0
+    for layer, shape in enumerate(layout.layers):
+        for view, scales, sizes in (
+            (layout.key_view, layout.key_scales, (shape.key_head_size, layout.block_size)),
+            (layout.value_view, layout.value_scales, (layout.block_size, shape.value_head_size)),
+        ):
+            assert view(pool, layer).shape == (3, shape.num_kv_heads, *sizes)
+            assert scales(pool, layer).shape == (3, shape.num_kv_heads, layout.block_size)
+            view(pool, layer).add_(1)
+            scales(pool, layer).view(torch.int32).add_(0x01010101)
+            num_bytes += view(pool, layer).numel() + 4 * scales(pool, layer).numel()
+    assert int((pool == 1).sum()) == num_bytes
+    assert int((pool == 0).sum()) == pool.numel() - num_bytes
+
+
+def test_a_token_in_int8_takes_little_more_than_half_of_bfloat16() -> None:
+    """A head of 64 takes 64 bytes and a scale of 4: 1.88 times the blocks of bfloat16 fit, 3.76 those of float32."""
+    layers = (LayerShape(2, 64, 64),) * 24
+    layout = Int8KVLayout(32, torch.int8, layers, torch.bfloat16)
+    assert layout.bytes_per_token == 2 * 24 * 2 * (64 + 4)
+    assert layout.block_bytes == 32 * layout.bytes_per_token
+    assert KVLayout(32, torch.bfloat16, layers).block_bytes / layout.block_bytes == pytest.approx(128 / 68)
 
 
 def test_one_block_is_one_contiguous_run_of_all_layers() -> None:
@@ -92,6 +125,8 @@ def test_blocks_start_on_cache_lines(num_blocks: int) -> None:
         (lambda: KVLayout(0, torch.float32, (LayerShape(1, 8, 8),)), "block_size"),
         (lambda: KVLayout(16, torch.int8, (LayerShape(1, 8, 8),)), "dtype"),
         (lambda: KVLayout(16, torch.float32, ()), "layers"),
+        (lambda: Int8KVLayout(16, torch.bfloat16, (LayerShape(1, 8, 8),), torch.bfloat16), "dtype"),
+        (lambda: Int8KVLayout(16, torch.int8, (LayerShape(1, 8, 8),)), "query_dtype"),
         (lambda: LayerShape(0, 8, 8), "num_kv_heads"),
         (lambda: LayerShape(1, 8, -1), "value_head_size"),
         (lambda: KVLayout(16, torch.float32, (LayerShape(1, 8, 8),)).allocate(0), "num_blocks"),

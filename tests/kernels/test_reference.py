@@ -49,11 +49,12 @@ def test_float64_oracle_takes_positions() -> None:
     assert (some == whole[[3, 7]]).all()
 
 
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_reference_backend_agrees_with_float64(block_size: int, dtype: torch.dtype) -> None:
+def test_reference_backend_agrees_with_float64(block_size: int, dtype: torch.dtype, is_int8: bool) -> None:
     """Paging, masks, softcap and sinks of the torch backend give what float64 over contiguous K and V gives."""
-    shape = Shape(3, 2, 12, 20, block_size, dtype)
+    shape = Shape(3, 2, 12, 20, block_size, dtype, is_int8)
     lengths = [(1, 30), (7, 7), (5, 33), (1, 1)]
     sequences = [Tokens.random(shape, length, seed=i) for i, (_, length) in enumerate(lengths)]
     tables = random_tables(lengths, block_size, 90, seed=3)

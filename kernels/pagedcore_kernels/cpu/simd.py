@@ -27,7 +27,11 @@ LANES = 16
 LOG2_E = 1.4426950408889634
 
 FLOAT = ir.FloatType()
-INT16, INT32, INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+INT8, INT16, INT32, INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+#: Number formats of stored elements, as kernels take them; int8 are whole numbers, whose scales lie elsewhere.
+AS_FLOAT32, AS_BFLOAT16, AS_INT8 = range(3)
+#: By number format: what an element is copied as.
+ELEMENTS = INT32, INT16, INT8
 
 #: IR objects (builders, values, types) and Numba's typing context: both libraries are untyped.
 Builder = Any
@@ -123,16 +127,18 @@ def prefetch_line(b: Builder, address: Value, offset: Value) -> None:
     b.call(function, [pointer(b, address, offset, byte), read, near, data])
 
 
-def item_bytes(is_bf16: int) -> int:
-    """Bytes of an element of a kernel's storage dtype."""
-    return 2 if is_bf16 else 4
+def item_bytes(number_format: int) -> int:
+    """Bytes of a stored element."""
+    return int(ELEMENTS[number_format].width) // 8
 
 
-def load_floats(b: Builder, address: Value, offset: Value | int, is_bf16: int, lanes: int = LANES) -> Value:
+def load_floats(b: Builder, address: Value, offset: Value | int, number_format: int, lanes: int = LANES) -> Value:
     """Load ``lanes`` elements as a float32 vector (a scalar if ``lanes`` is 0)."""
     kind = floats(lanes) if lanes else FLOAT
-    if not is_bf16:
+    if number_format == AS_FLOAT32:
         return load(b, address, offset, kind, 4)
+    if number_format == AS_INT8:
+        return b.sitofp(load(b, address, offset, ir.VectorType(INT8, lanes) if lanes else INT8, 1), kind)
     # Why: a bfloat16 is the upper half of a float32, so no hardware support is needed to read one exactly.
     half, whole = (ir.VectorType(INT16, lanes), ir.VectorType(INT32, lanes)) if lanes else (INT16, INT32)
     wide = b.zext(load(b, address, offset, half, 2), whole)

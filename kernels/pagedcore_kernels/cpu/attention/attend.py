@@ -13,6 +13,9 @@ batch, chunking, order, placement, block size or threads. Three rules give that:
 
 Invariant: what is masked is dropped by selection, so unwritten slots may hold NaN; V past the last visible
 position of a work item is never read.
+
+Of int8 pools the products take the whole numbers. A score is multiplied by the scale of its key once it is summed up,
+a weight by the scale of its value once it is in the sum of weights.
 """
 
 from __future__ import annotations
@@ -30,18 +33,24 @@ from pagedcore_kernels.cpu.attention.rows import (
     fill_row,
     load_query,
     mask_row,
+    multiply_row,
+    multiply_visible,
     row_maximum,
     scale_row,
     store_output,
 )
 from pagedcore_kernels.cpu.attention.variants import TILE, Variant
+from pagedcore_kernels.cpu.attention.write_kv import copy_row
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import (
+    AS_FLOAT32,
+    AS_INT8,
     LANES,
     LOG2_E,
     address_of,
     claim,
     exp2_float32,
+    item_bytes,
     load_float32,
     load_int32,
     load_int64,
@@ -50,6 +59,7 @@ from pagedcore_kernels.cpu.simd import (
     store_float32,
     store_int64,
 )
+from pagedcore_kernels.layout import SCALE_BYTES, int8_head_bytes
 
 #: Words of the parameter block, in the order ``ParameterBlock.fill`` takes them.
 COUNTER = ParameterBlock.COUNTER
@@ -151,8 +161,9 @@ def attention_kernel(variant: Variant) -> Kernel:
     # Why: Numba's cache tells kernels apart by the integers they close over, and takes nothing but integers.
     key_size, value_size, block_size = variant.key_size, variant.value_size, variant.block_size
     heads, queries, grouped, budget = variant.heads, variant.queries, variant.decode_blocks, variant.budget
-    is_bf16 = int(variant.is_bf16)
-    item_bytes = 2 if is_bf16 else 4
+    is_bf16, is_int8, float32 = int(variant.is_bf16), int(variant.is_int8), AS_FLOAT32
+    stored = AS_INT8 if is_int8 else is_bf16
+    output_bytes, stored_bytes = item_bytes(is_bf16), item_bytes(stored)
     rows = heads * queries
     width = -(-value_size // LANES)
     padded = width * LANES
@@ -163,7 +174,11 @@ def attention_kernel(variant: Variant) -> Kernel:
     score_floats, state_floats = rows * stride // 4, 2 * rows
     tile_blocks = TILE // block_size
     num_ahead = 2 * grouped
-    key_bytes, value_bytes = key_size * block_size * item_bytes, padded * block_size * item_bytes
+    key_bytes, value_bytes = key_size * block_size * stored_bytes, padded * block_size * stored_bytes
+    if is_int8:
+        key_bytes, value_bytes = (int8_head_bytes(number, block_size) for number in (key_bytes, value_bytes))
+    key_scales, value_scales = (number - SCALE_BYTES * block_size for number in (key_bytes, value_bytes))
+    scale_floats, tile_bytes = 2 * TILE if is_int8 else 1, TILE * 4
 
     def attention(parameters: Any) -> None:
         p = address_of(parameters)
@@ -176,7 +191,7 @@ def attention_kernel(variant: Variant) -> Kernel:
         num_items = load_int64(p, NUM_TILES) * num_kv_heads * head_tiles
         query_rows, scores = stack_floats(query_floats), stack_floats(score_floats)
         outputs, state = stack_floats(output_floats), stack_floats(state_floats)
-        blocks, ahead = stack_int64(tile_blocks), stack_int64(num_ahead)
+        blocks, ahead, scales = stack_int64(tile_blocks), stack_int64(num_ahead), stack_floats(scale_floats)
         # Rows without a query take part in the products; what they hold need only be numbers, not slow ones.
         fill_row(query_rows, 0, query_vectors, _ZERO)
         fill_row(outputs, 0, rows * width, _ZERO)
@@ -233,15 +248,22 @@ def attention_kernel(variant: Variant) -> Kernel:
                             block = min(block + grouped, last_group * grouped - 1)
                             store_int64(ahead, 2 * j + 1, load_int64(blocks, block) + keys)
                         multiply_queries_and_keys(
-                            heads, key_size, block_size, grouped, budget, is_bf16, num_ahead, query_rows,
+                            heads, key_size, block_size, grouped, budget, stored, num_ahead, query_rows,
                             blocks + g * grouped * 8, keys, scores + g * grouped * block_size * 4, stride, ahead,
                         )  # fmt: skip
                 else:
                     for j in range(first_block, last_block):
                         multiply_queries_and_keys(
-                            rows, key_size, block_size, 1, budget, is_bf16, 0,
+                            rows, key_size, block_size, 1, budget, stored, 0,
                             query_rows, blocks + j * 8, keys, scores + j * block_size * 4, stride, ahead,
                         )  # fmt: skip
+
+                # The scales of the tile's keys, then those of its values.
+                if is_int8:
+                    for j in range(first_block, last_block):
+                        block, target = load_int64(blocks, j), scales + j * block_size * 4
+                        copy_row(block_size, float32, block + keys + key_scales, target)
+                        copy_row(block_size, float32, block + values + value_scales, target + tile_bytes)
 
                 # Weights, in place of the scores.
                 first_vector, last_vector = low // LANES, (high + LANES - 1) // LANES
@@ -251,12 +273,18 @@ def attention_kernel(variant: Variant) -> Kernel:
                     for h in range(num_heads):
                         row = i * heads + h
                         row_scores = scores + row * stride
+                        if is_int8:
+                            multiply_row(row_scores, first_vector, last_vector, scales)
                         if cap > _ZERO:
                             cap_row(row_scores, first_vector, last_vector, cap_inverse, cap)
                         _update_row(
                             row_scores, first_vector, last_vector, row_low, row_high,
                             state, row, outputs + row * padded * 4, width,
                         )  # fmt: skip
+                        if is_int8:
+                            multiply_visible(
+                                row_scores, first_vector, last_vector, row_low, row_high, scales + tile_bytes
+                            )
 
                 # Weighted values, and while they are added the next tile's first keys on their way.
                 for j in range(first_block, last_block):
@@ -270,24 +298,24 @@ def attention_kernel(variant: Variant) -> Kernel:
                     skipped = max(low - j * block_size, 0)
                     count = min(block_size, high - j * block_size) - skipped
                     weights = scores + (j * block_size + skipped) * 4
-                    block_values = load_int64(blocks, j) + values + skipped * padded * item_bytes
+                    block_values = load_int64(blocks, j) + values + skipped * padded * stored_bytes
                     if num_queries == 1:
                         add_weighted_values(
-                            heads, padded, budget, is_bf16, weights, stride, block_values, outputs, count, next_keys
+                            heads, padded, budget, stored, weights, stride, block_values, outputs, count, next_keys
                         )
                     else:
                         add_weighted_values(
-                            rows, padded, budget, is_bf16, weights, stride, block_values, outputs, count, next_keys
+                            rows, padded, budget, stored, weights, stride, block_values, outputs, count, next_keys
                         )
                 tile_start += TILE
 
             # Outputs, divided by the sum of their weights.
             for i in range(num_queries):
-                target = load_int64(p, OUTPUT) + (token + i) * num_kv_heads * group * value_size * item_bytes
+                target = load_int64(p, OUTPUT) + (token + i) * num_kv_heads * group * value_size * output_bytes
                 for h in range(num_heads):
                     row = i * heads + h
                     inverse = _ONE / load_float32(state, 2 * row + 1)
-                    head_target = target + (first_head + h) * value_size * item_bytes
+                    head_target = target + (first_head + h) * value_size * output_bytes
                     store_output(is_bf16, value_size, outputs + row * padded * 4, head_target, inverse)
 
     return compile_kernel(attention)

@@ -15,14 +15,14 @@ from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.simd import LOG2_E
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import RaggedRows
-from pagedcore_kernels.layout import KVLayout
+from pagedcore_kernels.layout import Int8KVLayout, KVLayout
 from pagedcore_kernels.step_plan import StepPlan
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NumbaCpuAttention:
-    """``AttentionBackend`` for float32 and bfloat16 pools in host memory.
+    """``AttentionBackend`` for float32 and bfloat16 models, and pools of the same or of int8 in host memory.
 
     A token's result is the same bits whatever else is in the batch, however its prompt was cut into chunks,
     wherever its blocks lie and however many threads there are; see ``attend.py``.
@@ -33,14 +33,17 @@ class NumbaCpuAttention:
     name = "numba-cpu"
     devices = ("cpu",)
     layout_type = KVLayout
+    int8_layout_type = Int8KVLayout
 
-    def __init__(self, layout: KVLayout, pool: torch.Tensor) -> None:
+    def __init__(self, layout: KVLayout | Int8KVLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)
         if pool.device.type != "cpu":
             raise InvalidConfig(f"KV pool: on {pool.device}, allowed for {self.name} is cpu.")
-        if layout.dtype not in _DTYPES:
+        self._is_int8 = isinstance(layout, Int8KVLayout)
+        dtype = layout.model_dtype if self._is_int8 else layout.dtype
+        if dtype not in _DTYPES:
             raise InvalidConfig(
-                f"KV dtype: got {layout.dtype}, allowed for {self.name} are float32 and bfloat16. "
+                f"KV dtype: got {dtype}, allowed for {self.name} are float32 and bfloat16. "
                 "Load the model with one of them, or choose attention_backend='reference'."
             )
         size = layout.block_size
@@ -48,14 +51,14 @@ class NumbaCpuAttention:
             raise InvalidConfig(f"block_size: got {size}, allowed for {self.name} is a power of two up to {TILE}.")
         self._layout = layout
         self._pool = pool
-        self._is_bf16 = layout.dtype == torch.bfloat16
+        self._is_bf16 = dtype == torch.bfloat16
         self._plan: StepPlan | None = None
         self._kernels: dict[tuple[int, int], tuple[int, Kernel]] = {}
         self._attend_parameters = ParameterBlock(attend.NUM_ARGUMENTS)
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
 
     @property
-    def layout(self) -> KVLayout:
+    def layout(self) -> KVLayout | Int8KVLayout:
         """What the pool's bytes mean; see ``ShowsKVPool``."""
         return self._layout
 
@@ -98,7 +101,7 @@ class NumbaCpuAttention:
             shape.num_kv_heads,
         )
         kernel = write_kv.write_kv_kernel(
-            shape.key_head_size, shape.value_head_size, self._layout.block_size, int(self._is_bf16)
+            shape.key_head_size, shape.value_head_size, self._layout.block_size, int(self._is_bf16), int(self._is_int8)
         )
         self._run(kernel, self._write_parameters, len(runs.tokens) * shape.num_kv_heads)
 
@@ -158,8 +161,9 @@ class NumbaCpuAttention:
         if (layer, group) not in self._kernels:
             shape = self._layout.layers[layer]
             variant = Variant.choose(
-                group, shape.key_head_size, shape.value_head_size, self._layout.block_size, self._is_bf16
-            )
+                group, shape.key_head_size, shape.value_head_size, self._layout.block_size, self._is_bf16,
+                is_int8=self._is_int8,
+            )  # fmt: skip
             self._kernels[layer, group] = variant.queries, attend.attention_kernel(variant)
         return self._kernels[layer, group]
 

@@ -60,7 +60,7 @@ def multiply_queries_and_keys(
     block_size: Any,
     num_blocks: Any,
     budget: Any,
-    is_bf16: Any,
+    number_format: Any,
     num_ahead: Any,
     queries: Any,
     blocks: Any,
@@ -71,12 +71,13 @@ def multiply_queries_and_keys(
 ) -> Any:
     """scores[rows, num_blocks * block_size] = queries[rows, dim] @ K, for consecutive blocks of one sequence.
 
-    Literal: rows, dim, block_size, num_blocks, budget, is_bf16, num_ahead. ``blocks`` is the address of ``num_blocks``
-    block addresses, ``key_offset`` the bytes from there to K [dim, block_size]; ``score_stride`` in bytes. ``ahead``
-    is the address of ``num_ahead`` addresses; as much memory as one K takes is asked for there on the way.
+    Literal: rows, dim, block_size, num_blocks, budget, number_format (of K), num_ahead. ``blocks`` is the address of
+    ``num_blocks`` block addresses, ``key_offset`` the bytes from there to K [dim, block_size]; ``score_stride`` in
+    bytes. ``ahead`` is the address of ``num_ahead`` addresses; as much memory as one K takes is asked for there on the
+    way.
     """
-    fixed = (rows, dim, block_size, num_blocks, budget, is_bf16, num_ahead)
-    num_rows, size, tokens, count, registers, bf16, num_prefetched = _literals(*fixed)
+    fixed = (rows, dim, block_size, num_blocks, budget, number_format, num_ahead)
+    num_rows, size, tokens, count, registers, stored, num_prefetched = _literals(*fixed)
     lanes = min(LANES, tokens)
     per_block = tokens // lanes
     vectors = count * per_block
@@ -85,7 +86,7 @@ def multiply_queries_and_keys(
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         q, block_addresses, offset, s, stride, wanted = args[len(fixed) :]
-        item = item_bytes(bf16)
+        item = item_bytes(stored)
         next_memory = [load(b, wanted, 8 * i, INT64, 8) for i in range(num_prefetched)]
 
         def tile(row_range: range, vector_range: range) -> None:
@@ -104,7 +105,7 @@ def multiply_queries_and_keys(
                     for address in next_memory if is_first else ():
                         for line in range(0, tokens * item, 64):
                             prefetch_line(b, b.add(address, int64(line)), row)
-                    key = {v: load_floats(b, keys[v], row, bf16, lanes) for v in vector_range}
+                    key = {v: load_floats(b, keys[v], row, stored, lanes) for v in vector_range}
                     for m in row_range:
                         element = load(b, q, b.add(b.mul(d, int64(4)), int64(m * size * 4)), FLOAT, 4)
                         query = splat(b, element, lanes)
@@ -129,7 +130,7 @@ def add_weighted_values(
     rows: Any,
     dim: Any,
     budget: Any,
-    is_bf16: Any,
+    number_format: Any,
     weights: Any,
     weight_stride: Any,
     values: Any,
@@ -139,15 +140,15 @@ def add_weighted_values(
 ) -> Any:
     """outputs[rows, dim] += weights[rows, num_tokens] @ values[num_tokens, dim], dim a multiple of 16.
 
-    Literal: rows, dim, budget, is_bf16; ``weight_stride`` in bytes. On the way, as much memory as the values take is
-    asked for at the address ``ahead``.
+    Literal: rows, dim, budget, number_format (of the values); ``weight_stride`` in bytes. On the way, as much memory as
+    the values take is asked for at the address ``ahead``.
     """
-    fixed = (rows, dim, budget, is_bf16)
-    num_rows, size, registers, bf16 = _literals(*fixed)
+    fixed = (rows, dim, budget, number_format)
+    num_rows, size, registers, stored = _literals(*fixed)
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         p, stride, v, o, tokens, wanted = args[len(fixed) :]
-        item = item_bytes(bf16)
+        item = item_bytes(stored)
 
         def tile(row_range: range, vector_range: range) -> None:
             sums = {(m, j): cgutils.alloca_once_value(b, load(b, o, (m * size + j * LANES) * 4, floats(), 4))
@@ -157,7 +158,7 @@ def add_weighted_values(
                 row = b.mul(loop.index, int64(size * item))
                 for line in range(0, size * item, 64) if is_first else ():
                     prefetch_line(b, b.add(wanted, int64(line)), row)
-                value = {j: load_floats(b, v, b.add(row, int64(j * LANES * item)), bf16) for j in vector_range}
+                value = {j: load_floats(b, v, b.add(row, int64(j * LANES * item)), stored) for j in vector_range}
                 column = b.mul(loop.index, int64(4))
                 for m in row_range:
                     weight = splat(b, load(b, p, b.add(column, b.mul(stride, int64(m))), FLOAT, 4))

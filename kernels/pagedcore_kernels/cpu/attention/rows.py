@@ -49,6 +49,22 @@ def _for_vectors(b: Builder, row: Value, first: Value, last: Value, body: Callab
             store(b, changed, row, offset, 4)
 
 
+def _vector(b: Builder, row: Value, index: Value) -> Value:
+    return load(b, row, b.mul(index, int64(_VECTOR_BYTES)), floats(), 4)
+
+
+def _within(b: Builder, low_number: Value, high_number: Value) -> Callable[[Value], Value]:
+    """Return a function of a vector's index: which of its columns are in ``[low_number, high_number)``."""
+    low, high = splat(b, low_number), splat(b, high_number)
+    lanes = ir.Constant(ir.VectorType(INT64, LANES), [ir.Constant(INT64, lane) for lane in range(LANES)])
+
+    def is_within(index: Value) -> Value:
+        column = b.add(splat(b, b.mul(index, int64(LANES))), lanes)
+        return b.and_(b.icmp_signed(">=", column, low), b.icmp_signed("<", column, high))
+
+    return is_within
+
+
 @intrinsic
 def fill_row(typing: Typing, row: Any, first: Any, last: Any, value: Any) -> Any:
     """``fill_row(row, first, last, value)``: set vectors ``first`` to ``last`` (exclusive)."""
@@ -73,6 +89,38 @@ def scale_row(typing: Typing, row: Any, first: Any, last: Any, factor: Any) -> A
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def multiply_row(typing: Typing, row: Any, first: Any, last: Any, factors: Any) -> Any:
+    """``multiply_row(row, first, last, factors)``: multiply in place by a row of factors."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        row, first, last, factors = args
+        _for_vectors(b, row, first, last, lambda old, index: b.fmul(old, _vector(b, factors, index)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def multiply_visible(typing: Typing, row: Any, first: Any, last: Any, low: Any, high: Any, factors: Any) -> Any:
+    """``multiply_visible(row, first, last, low, high, factors)``: the same in columns ``[low, high)``, else 0.
+
+    The factors of other columns may be anything, NaN included: they are dropped, not computed with.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        row, first, last, low, high, factors = args
+        is_visible = _within(b, low, high)
+
+        def weighed(weight: Value, index: Value) -> Value:
+            return b.select(is_visible(index), b.fmul(weight, _vector(b, factors, index)), constant(0.0))
+
+        _for_vectors(b, row, first, last, weighed)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
 
 
 @intrinsic
@@ -104,16 +152,10 @@ def mask_row(typing: Typing, row: Any, first: Any, last: Any, low: Any, high: An
     """
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        row, first, last, low_number, high_number = args
-        low, high = splat(b, low_number), splat(b, high_number)
-        lanes = ir.Constant(ir.VectorType(INT64, LANES), [ir.Constant(INT64, lane) for lane in range(LANES)])
-
-        def masked(score: Value, index: Value) -> Value:
-            column = b.add(splat(b, b.mul(index, int64(LANES))), lanes)
-            visible = b.and_(b.icmp_signed(">=", column, low), b.icmp_signed("<", column, high))
-            return b.select(visible, score, constant(float("-inf")))
-
-        _for_vectors(b, row, first, last, masked)
+        row, first, last, low, high = args
+        is_visible = _within(b, low, high)
+        hidden = constant(float("-inf"))
+        _for_vectors(b, row, first, last, lambda score, index: b.select(is_visible(index), score, hidden))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), codegen

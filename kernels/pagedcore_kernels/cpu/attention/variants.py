@@ -26,7 +26,8 @@ class Variant:
     """What an attention kernel is compiled for.
 
     ``heads`` x ``queries`` rows share each block; ``decode_blocks`` blocks are scored at once where a sequence
-    brings one query only, so that enough independent sums are in flight.
+    brings one query only, so that enough independent sums are in flight. ``is_bf16`` is the model's number format,
+    and the pool's unless ``is_int8``.
     """
 
     key_size: int
@@ -37,10 +38,12 @@ class Variant:
     queries: int
     decode_blocks: int
     budget: int
+    is_int8: bool = False
 
     @classmethod
     def choose(
-        cls, group: int, key_size: int, value_size: int, block_size: int, is_bf16: bool, budget: int | None = None
+        cls, group: int, key_size: int, value_size: int, block_size: int, is_bf16: bool, budget: int | None = None,
+        *, is_int8: bool = False,
     ) -> Variant:
         """Fit rows and blocks to the host's registers for ``group`` query heads per KV head."""
         registers = budget or accumulator_budget()
@@ -50,4 +53,4 @@ class Variant:
         decode_blocks = 1
         while vectors * decode_blocks * 2 <= registers and block_size * decode_blocks * 2 <= TILE // 2:
             decode_blocks *= 2
-        return cls(key_size, value_size, block_size, is_bf16, heads, _ROWS // heads, decode_blocks, registers)
+        return cls(key_size, value_size, block_size, is_bf16, heads, _ROWS // heads, decode_blocks, registers, is_int8)

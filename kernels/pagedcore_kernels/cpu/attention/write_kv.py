@@ -2,7 +2,8 @@
 
 V rows are copied; K is stored with tokens innermost, so tokens that fill an aligned vector of slots are transposed
 in registers and single tokens are scattered. Work items are runs of tokens within one block: two threads never
-write the same block's cache lines, and a block's lines are written while they are at hand.
+write the same block's cache lines, and a block's lines are written while they are at hand. In int8 pools each row is
+quantised by itself, so that what is stored depends on nothing but the row.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pagedcore_kernels.cpu.attention.rows import fill_row, load_query
+from pagedcore_kernels.cpu.matmul.quantize_rows import quantize_row
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import (
-    INT16,
+    AS_FLOAT32,
+    AS_INT8,
+    ELEMENTS,
     INT32,
     LANES,
     Builder,
@@ -29,8 +35,10 @@ from pagedcore_kernels.cpu.simd import (
     item_bytes,
     load,
     load_int64,
+    stack_floats,
     store,
 )
+from pagedcore_kernels.layout import SCALE_BYTES, int8_head_bytes
 
 #: Words of the parameter block, in the order ``ParameterBlock.fill`` takes them.
 COUNTER = ParameterBlock.COUNTER
@@ -52,6 +60,8 @@ COUNTER = ParameterBlock.COUNTER
     NUM_KV_HEADS,
 ) = range(ParameterBlock.FIRST, ParameterBlock.FIRST + 15)
 NUM_ARGUMENTS = 15
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 def _transposed(b: Builder, vectors: list[Value]) -> list[Value]:
@@ -81,7 +91,7 @@ def transpose_keys(
     """
     size, slots, bf16 = dim.literal_value, block_size.literal_value, is_bf16.literal_value
     lanes = min(LANES, slots)
-    item, element = item_bytes(bf16), INT16 if bf16 else INT32
+    item, element = item_bytes(bf16), ELEMENTS[bf16]
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         source, token_bytes, target = args[3:]
@@ -101,10 +111,10 @@ def transpose_keys(
 
 
 @intrinsic(prefer_literal=True)
-def scatter_key(typing: Typing, dim: Any, block_size: Any, is_bf16: Any, source: Any, target: Any) -> Any:
-    """target[d, 0] = source[d]: one token's K. Literal: dim, block_size, is_bf16."""
-    size, slots, bf16 = dim.literal_value, block_size.literal_value, is_bf16.literal_value
-    item, element = item_bytes(bf16), INT16 if bf16 else INT32
+def scatter_key(typing: Typing, dim: Any, block_size: Any, number_format: Any, source: Any, target: Any) -> Any:
+    """target[d, 0] = source[d]: one token's K. Literal: dim, block_size, number_format."""
+    size, slots, stored = dim.literal_value, block_size.literal_value, number_format.literal_value
+    item, element = item_bytes(stored), ELEMENTS[stored]
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         with cgutils.for_range(b, int64(size)) as loop:
@@ -112,14 +122,14 @@ def scatter_key(typing: Typing, dim: Any, block_size: Any, is_bf16: Any, source:
             store(b, single, args[4], b.mul(loop.index, int64(slots * item)), item)
         return context.get_dummy_value()
 
-    return types.void(dim, block_size, is_bf16, types.int64, types.int64), codegen
+    return types.void(dim, block_size, number_format, types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
-def copy_row(typing: Typing, dim: Any, is_bf16: Any, source: Any, target: Any) -> Any:
-    """target[d] = source[d], d < dim. Literal: dim, is_bf16."""
-    size, bf16 = dim.literal_value, is_bf16.literal_value
-    item, element = item_bytes(bf16), INT16 if bf16 else INT32
+def copy_row(typing: Typing, dim: Any, number_format: Any, source: Any, target: Any) -> Any:
+    """target[d] = source[d], d < dim. Literal: dim, number_format."""
+    size, stored = dim.literal_value, number_format.literal_value
+    item, element = item_bytes(stored), ELEMENTS[stored]
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         whole = size // LANES * LANES
@@ -130,22 +140,32 @@ def copy_row(typing: Typing, dim: Any, is_bf16: Any, source: Any, target: Any) -
             store(b, load(b, args[2], start * item, element, item), args[3], start * item, item)
         return context.get_dummy_value()
 
-    return types.void(dim, is_bf16, types.int64, types.int64), codegen
+    return types.void(dim, number_format, types.int64, types.int64), codegen
 
 
 @cache
-def write_kv_kernel(key_size: int, value_size: int, block_size: int, is_bf16: int) -> Kernel:
-    """Compile the kernel, or take it from the cache; its parameters are the words listed above."""
-    item_size = 2 if is_bf16 else 4
+def write_kv_kernel(key_size: int, value_size: int, block_size: int, is_bf16: int, is_int8: int = 0) -> Kernel:
+    """Compile the kernel, or take it from the cache; its parameters are the words listed above.
+
+    ``is_bf16`` says what the rows are, and the pool unless ``is_int8``.
+    """
+    item_size = item_bytes(AS_INT8 if is_int8 else is_bf16)
     lanes = min(LANES, block_size)
     value_row_bytes = -(-value_size // LANES) * LANES * item_size
     key_bytes, value_bytes = key_size * block_size * item_size, value_row_bytes * block_size
+    key_vectors, value_vectors = -(-key_size // LANES), -(-value_size // LANES)
+    if is_int8:
+        key_bytes, value_bytes = (int8_head_bytes(number, block_size) for number in (key_bytes, value_bytes))
+    key_scales, value_scales = (number - SCALE_BYTES * block_size for number in (key_bytes, value_bytes))
+    row_floats = max(key_vectors, value_vectors) * LANES if is_int8 else 1
+    scale_bytes, int8, float32 = SCALE_BYTES, AS_INT8, AS_FLOAT32
 
     def write_kv(parameters: Any) -> None:
         p = address_of(parameters)
         num_kv_heads = load_int64(p, NUM_KV_HEADS)
         num_items = load_int64(p, NUM_RUNS) * num_kv_heads
         key_stride, value_stride = load_int64(p, KEY_TOKEN_BYTES), load_int64(p, VALUE_TOKEN_BYTES)
+        floats, whole = stack_floats(row_floats), stack_floats(row_floats)
         while True:
             item = claim(load_int64(p, COUNTER))
             if item >= num_items:
@@ -165,6 +185,18 @@ def write_kv_kernel(key_size: int, value_size: int, block_size: int, is_bf16: in
             values = base + load_int64(p, VALUE_OFFSET) + head * value_bytes
             key = load_int64(p, KEY) + token * key_stride + head * load_int64(p, KEY_HEAD_BYTES)
             value = load_int64(p, VALUE) + token * value_stride + head * load_int64(p, VALUE_HEAD_BYTES)
+            if is_int8:
+                for i in range(length):
+                    slot_scale = (offset + i) * scale_bytes
+                    fill_row(floats, key_vectors - 1, key_vectors, _ZERO)
+                    load_query(is_bf16, key_size, key + i * key_stride, floats, _ONE)
+                    quantize_row(float32, 0, floats, key_vectors, whole, keys + key_scales + slot_scale)
+                    scatter_key(key_size, block_size, int8, whole, keys + offset + i)
+                    fill_row(floats, value_vectors - 1, value_vectors, _ZERO)
+                    load_query(is_bf16, value_size, value + i * value_stride, floats, _ONE)
+                    quantize_row(float32, 0, floats, value_vectors, whole, values + value_scales + slot_scale)
+                    copy_row(value_size, int8, whole, values + (offset + i) * value_row_bytes)
+                continue
             i = 0
             while i < length:
                 target = keys + (offset + i) * item_size
