@@ -6,7 +6,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart
     Tokenizer       NamesTokens
-    attention       AttentionRequirements (the factory)  ShowsKVPool (the backend)
+    attention       AttentionRequirements  StoresInt8 (the factory)  ShowsKVPool (the backend)
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pagedcore_kernels.interface import LinearFactory as LinearFactory
 from pagedcore_kernels.interface import Matmul as Matmul
 from pagedcore_kernels.interface import RaggedRows as RaggedRows
 from pagedcore_kernels.interface import ShowsKVPool as ShowsKVPool
+from pagedcore_kernels.interface import StoresInt8 as StoresInt8
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +181,7 @@ class DescribesItself(Protocol):
 
     @property
     def dtype(self) -> object:
-        """Number format of weights and KV."""
+        """Number format of weights, and of KV unless the layout says otherwise."""
 
     @property
     def attention_name(self) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-    from pagedcore_kernels.layout import BlockLayout
+    from pagedcore_kernels.layout import BlockLayout, Int8KVLayout
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -165,6 +165,16 @@ class AttentionRequirements(Protocol):
 
     def preferred_block_size(self, dtype: torch.dtype) -> int:
         """Return the tokens per block if nothing else decides; ``dtype`` is the pool's."""
+        ...
+
+
+@runtime_checkable
+class StoresInt8(Protocol):
+    """An attention factory whose backends also work on pools of int8, for ``kv_cache_dtype="int8"``."""
+
+    @property
+    def int8_layout_type(self) -> type[Int8KVLayout]:
+        """The layout of those pools."""
         ...
 
 

@@ -33,6 +33,7 @@ def throughput(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the slots at work in each step; needs matplotlib.")] = None,
     dtype: common.DtypeOption = "auto",
+    kv_cache_dtype: common.KVDtypeOption = "auto",
     max_num_seqs: common.SeqsOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
@@ -51,7 +52,7 @@ def throughput(
     for policy in policies.split(","):
         with common.open_engine(
             model if random_weights is None else workloads.random_model(random_weights, number_format), dtype=dtype,
-            num_kv_blocks=blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            kv_cache_dtype=kv_cache_dtype, num_kv_blocks=blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_waiting=_MAX_WAITING, attention_backend=attention_backend, scheduling_policy=policy,
         ) as engine, Progress(console=common.error_console(), transient=True) as progress:
             max_len = engine.stats().max_model_len

@@ -15,6 +15,7 @@ ModelOption = Annotated[
     str, typer.Option("--model", "-m", help='A model directory, a hub id, or "demo", which comes with pagedcore.')
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+KVDtypeOption = Annotated[str, typer.Option(help="auto, which is that of the weights, or int8.")]
 SeqsOption = Annotated[int | None, typer.Option("--max-num-seqs", help="Most sequences computed in one step.")]
 BlocksOption = Annotated[
     int | None, typer.Option("--blocks", help="KV blocks of the pool; few of them force preemptions.")

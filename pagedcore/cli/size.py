@@ -12,7 +12,7 @@ import typer
 from rich.table import Column, Table
 
 from pagedcore import EngineConfig
-from pagedcore.cli.common import DtypeOption, console
+from pagedcore.cli.common import DtypeOption, KVDtypeOption, console
 from pagedcore.config.memory_budget import format_memory, parse_memory
 
 
@@ -22,6 +22,8 @@ class SizeReport:
 
     model: str
     dtype: str
+    kv_cache_dtype: str
+    """As in ``EngineConfig``."""
     max_model_len: int
     num_parameters: int
     weight_bytes: int
@@ -34,13 +36,16 @@ class SizeReport:
     block_bytes: int
     """Over all layers, padding included."""
     bytes_per_token: int
-    """K and V without padding: 2 x layers x KV heads (Ainslie et al. 2023) x head size x bytes, summed over layers."""
+    """K and V without padding: 2 x layers x KV heads (Ainslie et al. 2023) x head size x bytes, summed over layers; in
+    int8 a scale of 4 bytes is added to each head."""
     padding_bytes: int
-    """Bytes of a block that hold no K or V."""
+    """Bytes of a block that hold no K, V or scale."""
     blocks_per_sequence: int
     num_blocks: int
     kv_bytes: int
     """What an engine allocates: whole blocks, padding included."""
+    int8_kv_bytes: int
+    """The same with ``kv_cache_dtype="int8"``."""
     memory: int
     """For weights and KV together."""
     num_blocks_that_fit: int
@@ -62,7 +67,8 @@ class SizeReport:
     def settings(self) -> dict[str, int | str]:
         """Keywords of ``Engine.from_pretrained`` for an engine of this size, or with the blocks that fit."""
         return {
-            "dtype": self.dtype, "max_model_len": self.context, "max_num_seqs": self.concurrency,
+            "dtype": self.dtype, **({"kv_cache_dtype": "int8"} if self.kv_cache_dtype == "int8" else {}),
+            "max_model_len": self.context, "max_num_seqs": self.concurrency,
             "max_num_batched_tokens": max(self.concurrency, EngineConfig().max_num_batched_tokens),
             "num_kv_blocks": max(1, min(self.num_blocks, self.num_blocks_that_fit)),
         }
@@ -78,12 +84,19 @@ class SizeReport:
                         "same completion", f"lower the concurrency to {self.num_sequences_that_fit}"]
         if self.context_that_fits:
             changes.append(f"lower the context to {self.context_that_fits} tokens")
-        if self.dtype == "float32" and self.total_bytes // 2 <= self.memory:
-            changes.append("take dtype bfloat16, which halves weights and KV")
+        is_kv_alike = self.kv_cache_dtype == "auto"
+        if is_kv_alike and self.weight_bytes + self.int8_kv_bytes <= self.memory:
+            changes.append(f"take kv_cache_dtype int8, in which KV takes {format_memory(self.int8_kv_bytes)}")
+        if self.dtype == "float32" and (self.weight_bytes + self.kv_bytes * is_kv_alike) // 2 >= self._missing_bytes:
+            changes.append(f"take dtype bfloat16, which halves weights{' and KV' if is_kv_alike else ''}")
         if not self.num_blocks_that_fit:
             changes.append("take a smaller model: beside the weights there is no room for a block")
-        missing = format_memory(self.total_bytes - self.memory)
+        missing = format_memory(self._missing_bytes)
         return f"It does not fit: {missing} are missing. Either {', or '.join(changes)}."
+
+    @property
+    def _missing_bytes(self) -> int:
+        return self.total_bytes - self.memory
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain values."""
@@ -92,7 +105,7 @@ class SizeReport:
 
 def size_model(
     model: str | os.PathLike[str], *, context: int | None = None, concurrency: int | None = None, dtype: str = "auto",
-    memory: int | float | str | None = None,
+    memory: int | float | str | None = None, kv_cache_dtype: str = "auto",
 ) -> SizeReport:
     """Return what ``model`` takes; its configuration is read, its weights are not.
 
@@ -102,38 +115,46 @@ def size_model(
         concurrency: sequences at once; ``None``: the default of ``max_num_seqs``.
         dtype: as in ``EngineConfig``.
         memory: bytes, text or a share of free memory, for weights and KV; ``None``: what is free now.
+        kv_cache_dtype: as in ``EngineConfig``.
 
     Raises:
         InvalidConfig: an argument is out of range, there is no such model, or it cannot run here.
     """
+    from torch import int8
+
     from pagedcore.engine.kv_memory import context_length
     from pagedcore.execution.machine import free_memory_bytes
     from pagedcore.models.loading import model_name, plan_backend
     from pagedcore.plugins.manager import create_plugin_manager
+    from pagedcore_kernels.layout import SCALE_BYTES, Int8KVLayout
 
     defaults = EngineConfig()
     sequences = concurrency if concurrency is not None else defaults.max_num_seqs
     # Why: a token budget in which every sequence can advance.
-    config = EngineConfig(dtype=dtype, max_model_len=context, max_num_seqs=sequences,
+    config = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=context, max_num_seqs=sequences,
                           max_num_batched_tokens=max(sequences, defaults.max_num_batched_tokens))
     free_bytes = free_memory_bytes()
     given = parse_memory(memory, free_bytes=free_bytes, what="memory")
     plan = plan_backend(model, config, create_plugin_manager().registry.attention.load)
     layout, layers, most = plan.layout, Counter(plan.layout.layers), free_bytes if given is None else given
     length = context_length(plan.max_model_len, config)
-    bytes_per_token = layout.dtype.itemsize * sum(
-        n * layer.num_kv_heads * (layer.key_head_size + layer.value_head_size) for layer, n in layers.items())
+    in_int8 = Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype)
+    scale_bytes = SCALE_BYTES if layout == in_int8 else 0
+    bytes_per_token = sum(
+        n * layer.num_kv_heads * (size * layout.dtype.itemsize + scale_bytes)
+        for layer, n in layers.items() for size in (layer.key_head_size, layer.value_head_size))
     blocks_per_sequence = -(-length // layout.block_size)
     num_blocks = sequences * blocks_per_sequence
     num_blocks_that_fit = max(0, most - plan.weight_bytes) // layout.block_bytes
     return SizeReport(
-        model=model_name(model), dtype=str(layout.dtype).removeprefix("torch."), max_model_len=plan.max_model_len,
+        model=model_name(model), dtype=str(layout.model_dtype).removeprefix("torch."),
+        kv_cache_dtype=kv_cache_dtype, max_model_len=plan.max_model_len,
         num_parameters=plan.num_parameters, weight_bytes=plan.weight_bytes,
         layers=[{"num_layers": n, **asdict(layer)} for layer, n in layers.items()],
         context=length, concurrency=sequences, block_size=layout.block_size, block_bytes=layout.block_bytes,
         bytes_per_token=bytes_per_token, padding_bytes=layout.block_bytes - layout.block_size * bytes_per_token,
         blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * layout.block_bytes,
-        memory=most, num_blocks_that_fit=num_blocks_that_fit,
+        int8_kv_bytes=num_blocks * in_int8.block_bytes, memory=most, num_blocks_that_fit=num_blocks_that_fit,
         num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
         context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
     )
@@ -146,6 +167,7 @@ def size(
     ] = None,
     concurrency: Annotated[int | None, typer.Option(help="Sequences at once; else the engine's default.")] = None,
     dtype: DtypeOption = "auto",
+    kv_cache_dtype: KVDtypeOption = "auto",
     memory: Annotated[
         str | None, typer.Option(help='For weights and KV, such as "2GiB"; else what is free on this machine.')
     ] = None,
@@ -155,13 +177,14 @@ def size(
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # Why: remarks about a configuration would stand between the figures
-    report = size_model(model, context=context, concurrency=concurrency, dtype=dtype, memory=memory)
+    report = size_model(model, context=context, concurrency=concurrency, dtype=dtype, memory=memory,
+                        kv_cache_dtype=kv_cache_dtype)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
         return
     tokens = f"{report.context:,} tokens"
-    table = Table("what", Column("bytes", justify="right"), "how", title=f"{report.model}, {report.dtype}",
-                  title_justify="left")
+    table = Table("what", Column("bytes", justify="right"), "how", title_justify="left",
+                  title=f"{report.model}, {report.dtype}{', KV in int8' * (report.kv_cache_dtype == 'int8')}")
     for what, num_bytes, how in (
         ("KV of a token", report.bytes_per_token, _token_sum(report)),
         ("a block", report.block_bytes, f"{report.block_size} tokens, {report.padding_bytes:,} bytes of it padding"),
@@ -189,10 +212,11 @@ def size(
 
 def _token_sum(report: SizeReport) -> str:
     """Write the sum over the layers; 2 stands for K and V, where their heads have one size."""
-    terms = []
+    terms, is_int8 = [], report.kv_cache_dtype == "int8"
     for layer in report.layers:
-        key, value = layer["key_head_size"], layer["value_head_size"]
+        sizes = [f"{layer[name]} + 4" if is_int8 else f"{layer[name]}" for name in ("key_head_size", "value_head_size")]
         heads = f"{layer['num_layers']} layers x {layer['num_kv_heads']} KV heads"
-        terms.append(f"2 x {heads} x {key}" if key == value else f"{heads} x ({key} + {value})")
+        twice = f"2 x {heads} x ({sizes[0]})" if is_int8 else f"2 x {heads} x {sizes[0]}"
+        terms.append(twice if sizes[0] == sizes[1] else f"{heads} x ({' + '.join(sizes)})")
     total = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
-    return f"{total} x {4 if report.dtype == 'float32' else 2} bytes"
+    return f"{total} bytes" if is_int8 else f"{total} x {4 if report.dtype == 'float32' else 2} bytes"

@@ -19,6 +19,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "device": rules.matching(r"auto|cpu|cuda(:[0-9]{1,3})?", "one of auto, cpu, cuda, cuda:0, cuda:1, ..."),
     "block_size": rules.COUNT.or_none(),
     "num_kv_blocks": rules.COUNT.or_none(),
+    "kv_cache_dtype": rules.one_of("auto", "int8"),
     "max_model_len": rules.COUNT.or_none(),
     "max_num_seqs": rules.COUNT,
     "max_num_batched_tokens": rules.COUNT,
@@ -53,7 +54,8 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
-    """Weights and KV: "auto" takes bfloat16 where the device computes in it, else float32."""
+    """Weights, and KV unless ``kv_cache_dtype`` says otherwise: "auto" takes bfloat16 where the device computes in it,
+    else float32."""
     device: str = "auto"
     """Where the model runs: "cpu", or "cuda" for an NVIDIA GPU, "cuda:1" for the second one; "auto" takes the CPU."""
     block_size: int | None = None
@@ -63,6 +65,9 @@ class EngineConfig:
     kv_cache_memory: int | float | str | MemoryBudget | BudgetShare | None = None
     """The KV pool in bytes (``2**31`` or ``"2GiB"``) or, as a float below 1, as a share of free memory; or a
     ``MemoryBudget``, or a share of one, that several engines draw on."""
+    kv_cache_dtype: str = "auto"
+    """Number format of KV: "auto" is that of the weights; "int8" keeps each token and head as int8 with a float32
+    scale for K and one for V, in little more than half the memory of bfloat16. KV of one is of no use to the other."""
     max_model_len: int | None = None
     """Longest context in tokens, prompt and completion; ``None``: what the model was made for."""
     max_num_seqs: int = 32

@@ -18,7 +18,7 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models import model_facts, supported_models
 from pagedcore.models.cpu.packed_linear import can_pack
 from pagedcore.models.pretrained import load_config, resolve_dtype
-from pagedcore.models.transformers_model import kv_shapes, redirect_attention, requirements_of
+from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
 from pagedcore_kernels.layout import BlockLayout
 
@@ -44,12 +44,13 @@ def read_blueprint(
     Args:
         source: a directory, or a name on the hub if there is no such directory.
         attention_factory: its preferred block size counts, unless ``settings`` have one.
-        settings: number format, block size, and trust.
+        settings: number formats, block size, and trust.
 
     Raises:
         ModelNotSupported: the architecture cannot run here, or its shapes depend on the weights.
-        InvalidConfig: there is no such model.
+        InvalidConfig: there is no such model, or no such KV with this attention.
     """
+    make_layout = layout_maker(attention_factory, settings.kv_cache_dtype)
     config, dtype = load_config(source, trust_remote_code=settings.trust_remote_code), resolve_dtype(settings.dtype)
     model = _tree_of(config, dtype, settings.trust_remote_code)
     try:
@@ -63,7 +64,7 @@ def read_blueprint(
     needs, parameters = requirements_of(attention_factory), list(model.parameters())
     held = [one for module in model.modules() for one in module.parameters(recurse=False)]
     return Blueprint(
-        layout=needs.layout_type(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
+        layout=make_layout(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
         max_model_len=model_facts.max_model_len(config),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(parameter.nbytes for parameter in (held if can_pack(dtype) else parameters)),

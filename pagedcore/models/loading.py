@@ -44,8 +44,13 @@ def resolve_backend(model: Any, config: EngineConfig, load: Loader) -> ModelBack
         DeviceUnavailable: the device is not here; nothing was loaded.
     """
     if config.model_backend == "auto" and isinstance(model, ModelBackend):
-        if config.device.startswith("cuda"):
-            raise InvalidConfig("device: got a GPU for a model backend of your own, which decides itself. Leave it.")
+        for name, is_given in (("device", config.device.startswith("cuda")),
+                               ("kv_cache_dtype", config.kv_cache_dtype != "auto")):
+            if is_given:
+                raise InvalidConfig(
+                    f"{name}: got {getattr(config, name)!r} for a model backend of your own, which decides itself. "
+                    "Leave it."
+                )
         return model
     name = DEFAULT_MODEL_BACKEND if config.model_backend == "auto" else config.model_backend
     backend = load("models", name)(model, config, load)
@@ -77,7 +82,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     from pagedcore.models.pretrained import load_pretrained, resolve_dtype
     from pagedcore.models.quantization.checkpoint import load_stored, stored_format
     from pagedcore.models.quantization.stored_weight import stored_tensors
-    from pagedcore.models.transformers_model import TransformersModel, requirements_of
+    from pagedcore.models.transformers_model import TransformersModel, layout_maker, requirements_of
 
     # Why: all that can be refused without the model is, before it is loaded.
     device = devices.find_device(config.device)
@@ -88,6 +93,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
             f"Leave it at 'auto', or set device={kinds[0]!r}."
         )
+    layout_maker(attention, config.kv_cache_dtype)
     stored = stored_format(_source(model)) if is_named else None
     quantization = config.quantization if stored is None else stored.scheme
     if config.quantization not in ("none", quantization):
@@ -105,7 +111,8 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         model = model.to(resolve_dtype(config.dtype))
     backend = TransformersModel(
         model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
-        linear_name=config.linear_backend, quantization=quantization, device=device,
+        linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
+        device=device,
     )
     if stored is not None and any(True for _ in stored_tensors(model)):
         raise InternalError("a quantised layer was not packed")

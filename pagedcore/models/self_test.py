@@ -28,7 +28,9 @@ _NUM_SEQUENCES: Final = 4
 #: Largest relative difference of one token's logits, by number format: summation order, not a different function.
 _TOLERANCE: Final = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 #: The same at least where rows may be quantised: a difference in the last bit can round a number to its neighbour.
-_QUANTIZED_TOLERANCE: Final = 0.15
+QUANTIZED_TOLERANCE: Final = 0.15
+#: The same at least with KV in int8, which is compared with KV in the model's format.
+INT8_KV_TOLERANCE: Final = 0.4
 #: Share of the tokens that may differ more in a coarse format, where a router's near tie can send a token elsewhere.
 _OUTLIERS: Final = 0.25
 
@@ -36,19 +38,19 @@ _OUTLIERS: Final = 0.25
 class SelfTest:
     """The test of one model: its tokens, spread over the vocabulary, and what the model computes for them by itself."""
 
-    def __init__(self, model: Any, block_size: int, is_quantized: bool = False) -> None:
+    def __init__(self, model: Any, block_size: int, least_tolerance: float = 0.0) -> None:
         """Compute the expected logits [12, vocabulary] with a causal language model whose attention is its own.
 
-        Its linear layers are its own too or, ``is_quantized``, have the quantised products of the paged path, which
-        were compared with their weights one by one.
+        Its linear layers are its own too or have the quantised products of the paged path, which were compared with
+        their weights one by one. ``least_tolerance`` is that of what the model does not do by itself.
         """
         vocab_size = model.get_input_embeddings().num_embeddings
         self._tokens = (np.arange(_NUM_TOKENS, dtype=np.int64) * 7919 + 17) % vocab_size
         input_ids = torch.from_numpy(self._tokens)[None].to(model.device)
         self._expected: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0].float().cpu()
         self._dtype: torch.dtype = model.dtype
-        self._is_coarse = is_quantized or self._dtype != torch.float32
-        self._tolerance = max(_TOLERANCE[self._dtype], _QUANTIZED_TOLERANCE if is_quantized else 0)
+        self._is_coarse = least_tolerance > 0 or self._dtype != torch.float32
+        self._tolerance = max(_TOLERANCE[self._dtype], least_tolerance)
         self._block_size = block_size
         self.num_blocks = _NUM_SEQUENCES * -(-_NUM_TOKENS // block_size)
         """Blocks that the test needs; those of a sequence run backwards."""

@@ -7,7 +7,7 @@ models come from, ``decoder.py`` for the part a faster implementation replaces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pagedcore.errors import InternalError, ModelNotSupported, ModelTakenOver
+from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, ModelTakenOver
 from pagedcore.execution.devices import CPU, Device
 from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.memory_pages import FileMappings
@@ -26,8 +26,15 @@ from pagedcore.models.cpu.fused_decoder import best_decoder
 from pagedcore.models.cpu.packed_linear import FASTEST, probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
-from pagedcore.models.self_test import SelfTest
-from pagedcore.protocols import AttentionBackend, AttentionFactory, AttentionRequirements, LinearFactory, RaggedRows
+from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
+from pagedcore.protocols import (
+    AttentionBackend,
+    AttentionFactory,
+    AttentionRequirements,
+    LinearFactory,
+    RaggedRows,
+    StoresInt8,
+)
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul
+MakeLayout = Callable[[int, torch.dtype, tuple[LayerShape, ...]], BlockLayout]
+"""``(block_size, dtype, shapes) -> layout``, of a model in ``dtype``."""
 
 
 class TransformersModel:
@@ -45,7 +54,7 @@ class TransformersModel:
 
     Invariant: the model's attention goes nowhere but to the KV pool; calling the model outside of a step fails.
     Invariant: the weights are those of the take-over, as far as ``ownership.py`` can see.
-    Invariant: the KV pool has the number format of the weights.
+    Invariant: the KV pool has the number format of the weights, unless it is of int8.
     Invariant: no matrix product runs over one row: batches have two tokens or more, and a lone wanted row of logits is
     computed twice and returned once.
     """
@@ -54,7 +63,7 @@ class TransformersModel:
         self, model: PreTrainedModel, attention_factory: AttentionFactory, *, block_size: int | None = None,
         is_private: bool = False, runs_self_test: bool = True, decoder_factory: DecoderFactory | None = None,
         attention_name: str = "unnamed", linears: LinearFactory = FASTEST, linear_name: str = "auto",
-        quantization: str = "none", device: Device = CPU,
+        quantization: str = "none", kv_cache_dtype: str = "auto", device: Device = CPU,
     ) -> None:
         """Take a model over: it cannot be used by itself any more.
 
@@ -69,21 +78,25 @@ class TransformersModel:
             linears: makes the products of linear layers on the CPU.
             linear_name: what ``linears`` is called.
             quantization: the scheme that ``linears`` follows; "none" for none.
+            kv_cache_dtype: as in ``EngineConfig``.
             device: where the model computes.
 
         Raises:
             ModelNotSupported: the architecture cannot run here, or the self-test failed.
             ModelTakenOver: another engine has the model.
-            InvalidConfig: its number format cannot be stored in a KV pool, or it has weights on another device.
+            InvalidConfig: its number format, or int8, cannot be stored in a KV pool, or it has weights on another
+                device.
         """
         self.name = str(model.config.model_type)
-        self.attention_name, self.device_name, self._quantization = attention_name, device.gpu_name, quantization
+        self.attention_name, self.device_name = attention_name, device.gpu_name
+        self._is_quantized = quantization != "none"
+        self._tolerance = max(QUANTIZED_TOLERANCE * self._is_quantized, INT8_KV_TOLERANCE * (kv_cache_dtype != "auto"))
         self.linear_name = linear_name if quantization == "none" else quantization
         self.dtype: torch.dtype = model.dtype
-        """Number format of weights and KV pool."""
+        """Number format of the weights, and of the K and V that are handed to the KV pool."""
         self._device, self._attention_factory = device, attention_factory
         needs = requirements_of(attention_factory)
-        self._layout_type = needs.layout_type
+        self._make_layout = layout_maker(attention_factory, kv_cache_dtype)
         self.block_size = block_size or needs.preferred_block_size(self.dtype)
         self.cache_store: KVPool | None = None
         self._attention: AttentionBackend | None = None
@@ -107,7 +120,7 @@ class TransformersModel:
 
     def layout(self, block_size: int) -> BlockLayout:
         """Return the layout of blocks of so many tokens."""
-        return self._layout_type(block_size, self.dtype, kv_shapes(self.layers))
+        return self._make_layout(block_size, self.dtype, kv_shapes(self.layers))
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of so many tokens over all layers, padding included."""
@@ -162,8 +175,8 @@ class TransformersModel:
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool
     ) -> None:
-        is_quantized, own_attention = self._quantization != "none", model.config._attn_implementation
-        test = SelfTest(model, self.block_size) if runs_self_test and not is_quantized else None
+        is_quantized, own_attention = self._is_quantized, model.config._attn_implementation
+        test = SelfTest(model, self.block_size, self._tolerance) if runs_self_test and not is_quantized else None
         ownership.take(model)
         self.layers, self.vocab_size = redirect_attention(model)
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
@@ -177,7 +190,7 @@ class TransformersModel:
         if runs_self_test and is_quantized:
             # Why now: what is expected of the model is what its own modules compute with the quantised products.
             model.set_attn_implementation(own_attention)
-            test = SelfTest(model, self.block_size, is_quantized)
+            test = SelfTest(model, self.block_size, self._tolerance)
             model.set_attn_implementation(ATTENTION_KEY)
         is_reproducible = test is None or self._settle_decoder(test)
         self.variable_part = self._find_variable_part(is_reproducible)
@@ -222,6 +235,23 @@ class _PlainRequirements:
 def requirements_of(attention_factory: AttentionFactory) -> AttentionRequirements:
     """Return what an attention factory needs: what it says, or else what every backend for the CPU can do with."""
     return attention_factory if isinstance(attention_factory, AttentionRequirements) else _PlainRequirements()
+
+
+def layout_maker(attention_factory: AttentionFactory, kv_cache_dtype: str) -> MakeLayout:
+    """Return what makes the layouts of an attention factory's pools; ``kv_cache_dtype`` as in ``EngineConfig``.
+
+    Raises:
+        InvalidConfig: the factory's backends keep no such KV.
+    """
+    if kv_cache_dtype == "auto":
+        return requirements_of(attention_factory).layout_type
+    if not isinstance(attention_factory, StoresInt8):
+        raise InvalidConfig(
+            f"kv_cache_dtype: got {kv_cache_dtype!r}, which this attention backend does not store. Leave it at 'auto', "
+            "or set attention_backend='numba-cpu' on a CPU, or 'reference'."
+        )
+    make = attention_factory.int8_layout_type
+    return lambda block_size, dtype, shapes: make(block_size, torch.int8, shapes, dtype)
 
 
 def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:

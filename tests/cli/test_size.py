@@ -27,12 +27,13 @@ def save(path: Path, family: str, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("context", "concurrency", "dtype"), [
-    (1, 1, "auto"), (100, 3, "float32"), (2048, 600, "auto"),
+@pytest.mark.parametrize(("context", "concurrency", "dtype", "kv_cache_dtype"), [
+    (1, 1, "auto", "auto"), (100, 3, "float32", "auto"), (2048, 600, "auto", "auto"), (100, 3, "bfloat16", "int8"),
 ])
-def test_an_engine_takes_what_was_told(context: int, concurrency: int, dtype: str) -> None:
+def test_an_engine_takes_what_was_told(context: int, concurrency: int, dtype: str, kv_cache_dtype: str) -> None:
     """An engine with the settings of the report has its blocks and bytes, to the byte."""
-    report = size_model("demo", context=context, concurrency=concurrency, dtype=dtype, memory="64GiB")
+    report = size_model("demo", context=context, concurrency=concurrency, dtype=dtype, memory="64GiB",
+                        kv_cache_dtype=kv_cache_dtype)
     with Engine.from_pretrained("demo", **report.settings) as engine:
         stats = engine.stats()
     assert (stats.num_blocks, stats.kv_bytes) == (report.num_blocks, report.kv_bytes)
@@ -46,19 +47,21 @@ def test_a_model_without_limits_given_is_sized_as_an_engine_without_settings() -
         assert (report.num_blocks, report.kv_bytes) == (engine.stats().num_blocks, engine.stats().kv_bytes)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_padding_and_uneven_layers_are_in_the_sum(name: str, tmp_path: Path) -> None:
+def test_padding_and_uneven_layers_are_in_the_sum(name: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     """Layers are counted one by one: the sum is the engine's also where the short formula does not hold."""
     family, changes = SHAPES[name]
     path = save(tmp_path, family, **changes)
-    report = size_model(path, context=40, concurrency=2, dtype="float32")
+    report = size_model(path, context=40, concurrency=2, dtype="float32", kv_cache_dtype=kv_cache_dtype)
     with Engine.from_pretrained(path, **report.settings) as engine:
         assert engine.stats().kv_bytes == report.kv_bytes
     assert report.kv_bytes == report.num_blocks * (report.block_size * report.bytes_per_token + report.padding_bytes)
     assert report.as_json()["layers"]
     if name == "padded value rows":
-        assert report.bytes_per_token == 3 * 2 * (20 + 20) * 4
-        assert report.padding_bytes == 3 * 2 * (32 - 20) * 4 * report.block_size
+        num_bytes, scales = (4, 0) if kv_cache_dtype == "auto" else (1, 8)
+        assert report.bytes_per_token == 3 * 2 * ((20 + 20) * num_bytes + scales)
+        assert report.padding_bytes == 3 * 2 * (32 - 20) * num_bytes * report.block_size
     if name == "layers that differ":
         assert len(report.layers) == 2
 
@@ -75,7 +78,7 @@ def test_the_blocks_that_fit_are_those_of_a_pool_of_that_size(memory: str) -> No
 def again(report: SizeReport, **changes: Any) -> SizeReport:
     """The same question with something changed."""
     question = {"context": report.context, "concurrency": report.concurrency, "dtype": report.dtype,
-                "memory": report.memory}
+                "memory": report.memory, "kv_cache_dtype": report.kv_cache_dtype}
     return size_model("demo", **{**question, **changes})
 
 
@@ -90,9 +93,23 @@ def test_each_advice_makes_it_fit_and_one_more_would_not() -> None:
     assert again(report, dtype="bfloat16").fits
     assert again(report, memory=report.total_bytes).fits
     assert not again(report, memory=report.total_bytes - 1).fits
+    assert again(report, kv_cache_dtype="int8").kv_bytes == report.int8_kv_bytes
+    assert again(report, kv_cache_dtype="int8").fits == ("kv_cache_dtype int8" in report.advice)
     for words in (f"num_kv_blocks={report.num_blocks_that_fit}", f"concurrency to {report.num_sequences_that_fit}",
                   f"context to {report.context_that_fits} tokens", "bfloat16", "of memory"):
         assert words in report.advice
+
+
+@pytest.mark.parametrize("memory", ["11MiB", "12MiB", "14MiB", "15MiB", "24MiB"])
+def test_int8_kv_and_coarser_weights_are_advised_where_they_help(memory: str) -> None:
+    """int8 KV is named where all fits with it; bfloat16 is where halves of what it halves are enough."""
+    for kv_cache_dtype in ("auto", "int8"):
+        report = size_model("demo", context=512, concurrency=8, dtype="float32", memory=memory,
+                            kv_cache_dtype=kv_cache_dtype)
+        if not report.fits:
+            in_int8 = again(report, kv_cache_dtype="int8")
+            assert (in_int8.fits and kv_cache_dtype == "auto") == ("kv_cache_dtype int8" in report.advice)
+            assert again(report, dtype="bfloat16").fits == ("bfloat16" in report.advice)
 
 
 def test_weights_that_do_not_fit_are_said() -> None:
@@ -115,6 +132,7 @@ def test_free_memory_is_the_measure_when_none_is_given(monkeypatch: pytest.Monke
     ({"context": 0}, "max_model_len: got 0"),
     ({"concurrency": 0}, "max_num_seqs: got 0"),
     ({"dtype": "int8"}, "dtype: got"),
+    ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: got"),
     ({"memory": "much"}, "memory: got a string of 4 characters"),
 ])
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:

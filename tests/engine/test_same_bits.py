@@ -124,18 +124,20 @@ def alone(backend: TransformersModel, asked: list[Question]) -> list[Answer]:
 FORMATS = [(kind, dtype, "none") for kind in KINDS for dtype in ("float32", "bfloat16")]
 FORMATS += [("dense", "bfloat16", "w8a8"), ("mixture of experts", "bfloat16", "w8a8"), ("dense", "float32", "w4a16"),
             ("mixture of experts", "bfloat16", "w4a16"), ("dense", "bfloat16", "w8a16")]  # fmt: skip
+FORMATS += [(kind, dtype, "int8 KV") for kind, dtype in zip(KINDS, ("bfloat16", "bfloat16", "float32"), strict=True)]
 
 
 @pytest.fixture(scope="module", params=FORMATS, ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
-    kind, dtype, quantization = request.param
+    kind, dtype, what = request.param
     family, changes = KINDS[kind]
+    quantization, kv_cache_dtype = ("none", "int8") if what == "int8 KV" else (what, "auto")
     linears = SCHEMES.get(quantization, FASTEST)
 
     def rebuild() -> TransformersModel:
         return TransformersModel(
             tiny_model(family, dtype=getattr(torch, dtype), **changes), NumbaCpuAttention, block_size=BLOCK_SIZE,
-            linears=linears, quantization=quantization,
+            linears=linears, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
         )
 
     backend = rebuild()

@@ -198,11 +198,13 @@ def test_what_a_failed_step_computed_counts_as_nothing(monkeypatch: Patch) -> No
     expect_report(engine, r"reads position 0 in block \d+, which holds nothing")
 
 
-def test_freed_blocks_are_nan_and_are_never_read(monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_freed_blocks_are_nan_and_are_never_read(kv_cache_dtype: str, monkeypatch: Patch) -> None:
     """Under real kernels every freed block of the pool is NaN, and no completion changes; a store that drops its copies
     turns a completion into an error instead of a wrong text."""
     prompts = [question.prompt for question in demo_questions(12, seed=3)]
-    settings = {"num_kv_blocks": 8, "block_size": 16, "host_kv_memory": "1MiB", "preemption": "swap"}
+    settings = {"num_kv_blocks": 8, "block_size": 16, "host_kv_memory": "1MiB", "preemption": "swap",
+                "kv_cache_dtype": kv_cache_dtype}
     texts = []
     for is_checked in (False, True):
         with Engine.from_pretrained("demo", check_invariants=is_checked, **settings) as engine:

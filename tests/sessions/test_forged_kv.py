@@ -96,8 +96,8 @@ def test_signed_kv_is_shared(tmp_path: Path, expected: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("other", [
-    {"seed": 1}, {"quantization": "w8a8"}, {"quantization": "w4a16"},
-], ids=["weights", "w8a8", "w4a16"])
+    {"seed": 1}, {"quantization": "w8a8"}, {"quantization": "w4a16"}, {"kv_cache_dtype": "int8"},
+], ids=["weights", "w8a8", "w4a16", "int8 KV"])
 def test_kv_that_another_model_signed_is_not_used(other: dict[str, Any], tmp_path: Path) -> None:
     """One key may serve engines of several models of one shape: KV that one of them signed, put in the place of
     another's, is not used, and the completions stay those of the own model."""

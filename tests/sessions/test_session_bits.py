@@ -23,7 +23,7 @@ Way: TypeAlias = Callable[[Lab, Session], tuple[Session, int]]
 """What happens between two turns; returns the session that continues and the positions it is to find."""
 
 
-@pytest.fixture(scope="module", params=["demo", "float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["demo", "float32", "bfloat16", "int8 KV"])
 def kind(request: pytest.FixtureRequest) -> str:
     """A model and its number format."""
     return str(request.param)
@@ -130,6 +130,24 @@ def test_a_conversation_goes_on_with_the_same_bytes(
     for other in list(lab.engine.sessions):
         other.close()
     assert_all_free(lab.engine)
+
+
+@pytest.mark.parametrize("kinds", [("bfloat16", "int8 KV"), ("int8 KV", "bfloat16")], ids=str)
+def test_kv_of_another_number_format_is_computed_again(kinds: tuple[str, str], tmp_path: Path) -> None:
+    """The format of a KV file names that of the numbers: an engine with another imports the tokens and computes them,
+    to the bytes of an engine that was given the tokens alone.
+    """
+    key, results = b"the key of both engines", []
+    with make_lab(kinds[0], session_key=key).engine as engine, engine.session(PARAMS) as session:
+        session.ask(FIRST)
+        for name in ("whole", "bare"):
+            session.export(tmp_path / name, include_kv=name == "whole")
+    for name in ("whole", "bare"):
+        lab = make_lab(kinds[1], session_key=key)
+        with lab.engine as engine, engine.import_session(tmp_path / name) as session:
+            results.append(second_turn(lab, session))
+    assert results[0] == results[1]
+    assert results[0][2] == 0
 
 
 def test_a_conversation_goes_on_in_another_process(

@@ -25,7 +25,7 @@ from support.doubles import FakeClock
 
 VOCAB = 211
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=7, ignore_eos=True)
-BLOCK_BYTES = {"demo": 16384, "float32": 8192, "bfloat16": 4096}
+BLOCK_BYTES = {"demo": 16384, "float32": 8192, "bfloat16": 4096, "int8 KV": 2560}
 FIRST, SECOND = [5, 9, 11, 14, 3, 8, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51], [60, 61, 62]
 
 
@@ -84,10 +84,11 @@ class Lab:
 
 
 def make_lab(kind: str, **settings: Any) -> Lab:
-    """An engine over the demo model, or over a tiny model in the number format ``kind``."""
+    """An engine over the demo model, or a tiny model in the number format ``kind``, or in bfloat16 with int8 KV."""
     model, dtype = ("demo", "auto") if kind == "demo" else (tiny_model(), kind)
+    formats = {"dtype": "bfloat16", "kv_cache_dtype": "int8"} if kind == "int8 KV" else {"dtype": dtype}
     defaults = {
-        "dtype": dtype, "block_size": 16, "num_kv_blocks": 12, "host_kv_memory": 24 * BLOCK_BYTES[kind],
+        **formats, "block_size": 16, "num_kv_blocks": 12, "host_kv_memory": 24 * BLOCK_BYTES[kind],
         "max_model_len": 160,
     }
     clock = FakeClock()

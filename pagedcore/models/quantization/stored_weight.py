@@ -20,7 +20,6 @@ from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 
 
-
 def refusal(found: str) -> ModelNotSupported:
     """Make the error for files that cannot be loaded here, of what was found in them."""
     return ModelNotSupported(
