@@ -162,7 +162,7 @@ def test_no_dequantised_weight_is_made(kind: str, tmp_path: Path, monkeypatch: p
 
 def refused(directory: Path, **settings: Any) -> str:
     """The message with which a checkpoint is refused: it names what was found and what is supported, and no path."""
-    with pytest.raises(ModelNotSupported, match="Supported are, .*compressed-tensors") as caught:
+    with pytest.raises(ModelNotSupported, match=r"Supported are, .*compressed-tensors") as caught:
         engine_of(directory, **settings).close()
     assert str(directory) not in str(caught.value)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""What ``pagedcore convert`` writes: the same bits as quantising at load, the format's own layout, or nothing at all."""
+"""What ``pagedcore convert`` writes: the bits of quantising at load, in the format's layout, or nothing at all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ ODD = {"hidden_size": 40, "num_attention_heads": 2, "head_dim": 20, "intermediat
 
 
 @pytest.mark.parametrize(("quantization", "dtype", "family", "changes"), [
-    *((scheme, dtype, "llama", {"tie_word_embeddings": True}) for scheme in SCHEMES for dtype in ("float32", "bfloat16")),
+    *((scheme, dtype, "llama", {"tie_word_embeddings": True})
+      for scheme in SCHEMES for dtype in ("float32", "bfloat16")),
     *(("w4a16", "bfloat16", family, {}) for family in ("gemma3_text", "phi3", "stablelm")),
     ("w4a16", "bfloat16", "qwen2", {"intermediate_size": 256}), ("w8a8", "bfloat16", "llama", ODD),
     ("w4a16", "float32", "llama", ODD),
@@ -205,8 +206,10 @@ def test_other_matrices_are_refused(family: str, found: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("arguments", "found"), [
-    ({"quantization": "none"}, "quantization: got 'none'"), ({"quantization": "int3"}, "one of none, w8a8, w8a16, w4a16"),
-    ({"quantization": "w8a8", "dtype": "float16"}, "dtype 'float16'"), ({"model": "gone/away"}, "needed is a directory"),
+    ({"quantization": "none"}, "quantization: got 'none'"),
+    ({"quantization": "int3"}, "one of none, w8a8, w8a16, w4a16"),
+    ({"quantization": "w8a8", "dtype": "float16"}, "dtype 'float16'"),
+    ({"model": "gone/away"}, "needed is a directory"),
 ])
 def test_arguments_are_refused(arguments: dict[str, str], found: str, tmp_path: Path) -> None:
     """Each is named with what is allowed."""
