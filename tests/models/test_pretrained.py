@@ -253,6 +253,6 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
 ])
 def test_a_librarys_message_loses_paths_and_nothing_else(name: str, message: str, shown: str) -> None:
     """Addresses stay readable, paths are left out, and a short name is replaced where it is a word."""
-    with pytest.raises(InvalidConfig) as caught, pretrained._as_refusals(name):
+    with pytest.raises(InvalidConfig) as caught, pretrained.as_refusals(name):
         raise OSError(message)
     assert str(caught.value) == f"model: it could not be loaded ({shown})."
