@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pagedcore.errors import PagedcoreError
+from pagedcore.errors import InvalidRequest, PagedcoreError
 
 
-class NotOffered(PagedcoreError, NotImplementedError):
-    """LangChain asks for what these models do not do."""
+class NotOffered(InvalidRequest):
+    """LangChain asks for what these models do not do, such as tool calls."""
 
 
 class NotPicklable(PagedcoreError, TypeError):
