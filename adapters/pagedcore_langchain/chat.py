@@ -95,14 +95,14 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
     def bind_tools(self, tools: Sequence[Any], *, tool_choice: str | None = None, **kwargs: Any) -> Any:
         if not tools:
             return self.bind(**kwargs)
-        advice = ("This model writes text only. Leave tools out of create_agent, or call the functions in your chain and "
-                  "put their results into the prompt.")
+        advice = ("This model writes text only. Leave tools out of create_agent, or call the functions in your chain "
+                  "and put their results into the prompt.")
         raise NotOffered("tools", len(tools), "none", advice)
 
     @override
     def with_structured_output(self, schema: Any, *, include_raw: bool = False, **kwargs: Any) -> Any:
-        advice = ("This model writes text only. Ask for the format in the prompt and use an output parser, such as "
-                  "JsonOutputParser or PydanticOutputParser.")
+        advice = ("This model writes text only. Ask for the format in the prompt and use an output parser, "
+                  "such as JsonOutputParser or PydanticOutputParser.")
         raise NotOffered("schema", schema, "none", advice)
 
     @override
