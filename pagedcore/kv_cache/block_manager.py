@@ -203,6 +203,7 @@ class BlockManager(BlockMemory):
 
     def _register(self, table: BlockTable, sequence: Sequence, num_tokens: int) -> None:
         for content in contents(self.hasher, sequence, num_tokens, table.num_registered):
+            self.cache.note_computed(content.key)
             if not self.cache.register_block(int(table.block_ids[table.num_registered]), content):
                 return
             # Invariant: only full blocks count, because a partly filled one will hold more.

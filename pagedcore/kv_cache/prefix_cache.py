@@ -6,18 +6,24 @@ holds its blocks. ``block_hash`` makes the keys, ``eviction`` gives the order. I
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.eviction import EvictionPolicy
 from pagedcore.kv_cache.memory_snapshot import Known, MemorySnapshot
 
 TokenIds = tuple[int, ...]
+_EVICTED_PER_BLOCK: Final = 16
+_MAX_EVICTED: Final = 2**16
+"""Keys of evicted blocks that are remembered, for each block of the pool and at most: 10 MiB."""
+_log = logging.getLogger("pagedcore")
 
 
 class Content(NamedTuple):
@@ -64,6 +70,9 @@ class PrefixCache:
         self._heap: list[tuple[tuple[int, ...], int]] = []
         self._num_uses = 0
         self.num_evictions = 0
+        self.num_recomputed = 0
+        """Blocks that were computed again after they had been evicted for others."""
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def registered(self) -> tuple[CachedBlock, ...]:
@@ -75,9 +84,24 @@ class PrefixCache:
         if num_blocks > self._pool.num_available:
             return None
         while len(self._pool.free_blocks) < num_blocks:
-            self._evict(self._next_victim())
+            victim = self._next_victim()
+            self._evict(victim)
             self.num_evictions += 1
+            self._evicted[victim.content.key] = None
+        while len(self._evicted) > min(_EVICTED_PER_BLOCK * self._pool.num_blocks, _MAX_EVICTED):
+            self._evicted.popitem(last=False)
         return self._pool.allocate(num_blocks)
+
+    def note_computed(self, key: bytes) -> None:
+        """Count a computed block that was here before and was evicted; the log says once that these are many."""
+        if self._evicted and self._evicted.pop(key, False) is None:
+            self.num_recomputed += 1
+            if self.num_recomputed == self._pool.num_blocks:
+                _log.warning(
+                    "prefix cache: %d blocks were computed again that had been evicted from the pool of %d blocks. A "
+                    "larger pool (num_kv_blocks, kv_cache_memory) or a host tier (host_kv_memory) would keep them; "
+                    "see stats().num_blocks_recomputed.", self.num_recomputed, self._pool.num_blocks,
+                )
 
     def hold_block(self, block_id: int) -> None:
         """Add a reference to a block that is idle or referenced."""
@@ -239,10 +263,10 @@ class BlockMemory:
 
     def reset(self) -> None:
         """Make every block free and forget all contents, in whatever state the bookkeeping is."""
-        num_evictions = self.cache.num_evictions
+        before = self.cache
         self._pool = BlockPool(self.num_blocks)
         self.cache = PrefixCache(self._pool, self._policy)
-        self.cache.num_evictions = num_evictions
+        self.cache.num_evictions, self.cache.num_recomputed = before.num_evictions, before.num_recomputed
 
     def hold_blocks(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block."""

@@ -117,6 +117,7 @@ class Scheduler:
             num_swapped=sum(sequence.sequence_id in host.pins for sequence in self.waiting),
             num_blocks=device.num_blocks, num_blocks_used=device.num_used_blocks,
             num_blocks_cached=device.num_cached_blocks, num_blocks_evicted=device.cache.num_evictions,
+            num_blocks_recomputed=device.cache.num_recomputed,
             num_host_blocks=host.num_blocks, num_host_blocks_used=host.num_used_blocks,
             num_host_blocks_cached=host.num_cached_blocks,
             num_preemptions=sum(counters.num_preemptions.values()),

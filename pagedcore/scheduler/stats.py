@@ -41,6 +41,9 @@ class SchedulerStats:
     """Blocks without a reference whose contents can be found by a sequence with the same prefix."""
     num_blocks_evicted: int
     """Cached blocks that were evicted since the start."""
+    num_blocks_recomputed: int
+    """Blocks that were computed again after they had been evicted: what a larger pool, or a host tier, would save. Only
+    the last 16 evicted blocks for each block of the pool are remembered for it."""
     num_host_blocks: int
     num_host_blocks_used: int
     num_host_blocks_cached: int

@@ -209,3 +209,26 @@ def plan_of_a_crisis(engine: Engine, request: Any) -> None:
     plan = SchedulePlan(preempted=(Preemption(sequence, PreemptionKind.SWAP),))
     engine._transfers.start(engine.scheduler.make_room(plan))
     assert engine.scheduler.stats().num_swapped == 1
+
+
+def test_blocks_that_a_small_pool_lost_are_counted_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    """A block counts when it is computed again after its eviction: not as new content, not for another salt, and not
+    where the pool is large enough. The log says once that as many were lost as the pool has."""
+    first, second = [value % 19 for value in range(41)], [(7 * value + 1) % 17 for value in range(41)]
+    small, large = make_engine(), make_engine(num_kv_blocks=64)
+    for engine in (small, large):
+        assert [ask(engine, first, 1), ask(engine, second, 1)] == [0, 0]
+        assert engine.stats().num_blocks_recomputed == 0
+        assert ask(engine, first, 1, cache_salt="other") == 0
+        assert engine.stats().num_blocks_recomputed == 0
+    found = ask(small, first, 1)
+    assert small.stats().num_blocks_recomputed == -(-(len(first) - found) // 4) > 0
+    for _ in range(4):
+        for prompt in (first, second):
+            ask(small, prompt, 1)
+            ask(large, prompt, 1)
+    assert small.stats().num_blocks_recomputed > 2 * small.stats().num_blocks
+    assert large.stats().num_blocks_recomputed == 0
+    messages = [record.getMessage() for record in caplog.records if "computed again" in record.getMessage()]
+    assert len(messages) == 1
+    assert "16 blocks were computed again that had been evicted from the pool of 16 blocks" in messages[0]

@@ -27,7 +27,7 @@ def test_examples_are_numbered_and_short() -> None:
 
 def test_every_example_has_a_test() -> None:
     """A new example needs a test below."""
-    assert len(NUMBERED) == 9
+    assert len(NUMBERED) == 10
 
 
 def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,3 +108,20 @@ def test_sessions(capsys: pytest.CaptureFixture[str]) -> None:
     cached = [int(number) for number in re.findall(r"(\d+) of \d+ cached", out)]
     assert cached[0] == 0 < num_kept == cached[1] <= cached[2] < cached[3]
     assert "blocks still in use: 0\n" in out
+
+
+def test_rag_prefixes(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """A pool for a third of the documents finds next to nothing and says so once; with a host tier or a pool for all of
+    them nearly all that three of four rounds can find is found, and little or nothing is computed again."""
+    out = output_of(10, capsys)
+    needed = int(re.findall(r"documents take (\d+) blocks", out)[0])
+    rows = [tuple(map(int, row)) for row in re.findall(
+        r"(\d+) blocks, +(\d+) on the host: +(\d+)% of the tokens found, +(\d+) blocks computed again", out)]
+    (small, _, hits, again), (_, host, host_hits, host_again), (large, _, all_hits, none) = rows
+    assert small < needed // 2 < needed < large
+    assert host > needed
+    assert hits < 20 < 60 < host_hits <= all_hits <= 75
+    assert host_again < again // 4
+    assert (again > small, none) == (True, 0)
+    assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"
+            and record.name == "pagedcore"] == ["prefix cache"]

@@ -255,3 +255,14 @@ def test_collision_at_block_zero_cannot_poison_block_one() -> None:
     for block_id in own:
         cache.free_block(block_id)
     assert cache.find(attacker) is not None
+
+
+def test_keys_of_evicted_blocks_are_remembered_for_a_while_only() -> None:
+    """Sixteen for each block of the pool; older ones are new contents when they are computed again."""
+    _, cache = make_cache(1)
+    seen = [chain((number, number))[0] for number in range(20)]
+    for content in [*seen, seen[-2], seen[2], seen[-2], seen[4]]:
+        cache.note_computed(content.key)
+        keep(cache, [content])
+    assert len(cache._evicted) == 16
+    assert cache.num_recomputed == 3
