@@ -34,6 +34,7 @@ def throughput(
     plot: Annotated[Path | None, typer.Option(help="Draw the slots at work in each step; needs matplotlib.")] = None,
     dtype: common.DtypeOption = "auto",
     kv_cache_dtype: common.KVDtypeOption = "auto",
+    quantization: common.QuantizationOption = "none",
     max_num_seqs: common.SeqsOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
@@ -52,7 +53,8 @@ def throughput(
     for policy in policies.split(","):
         with common.open_engine(
             model if random_weights is None else workloads.random_model(random_weights, number_format), dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype, num_kv_blocks=blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            kv_cache_dtype=kv_cache_dtype, quantization=quantization, num_kv_blocks=blocks, max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
             max_num_waiting=_MAX_WAITING, attention_backend=attention_backend, scheduling_policy=policy,
         ) as engine, Progress(console=common.error_console(), transient=True) as progress:
             max_len = engine.stats().max_model_len
@@ -64,7 +66,7 @@ def throughput(
             measurements.append(measure(engine, chosen, policy, partial(progress.advance, task)))
             stats = engine.stats()
     common.console().print(report.as_table(chosen, measurements))
-    context = {"model": random_weights or Path(model).name, "dtype": stats.dtype,
+    context = {"model": random_weights or Path(model).name, "dtype": stats.dtype, "quantization": quantization,
                "attention_backend": stats.attention_backend}
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_data(chosen, measurements, **context)), encoding="utf-8")

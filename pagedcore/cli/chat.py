@@ -25,6 +25,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
     dtype: common.DtypeOption = "auto",
     kv_cache_dtype: common.KVDtypeOption = "auto",
+    quantization: common.QuantizationOption = "none",
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
 ) -> None:
@@ -32,7 +33,8 @@ def chat(
     from pagedcore import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with common.open_engine(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_kv_blocks=blocks,
+    with common.open_engine(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+                            num_kv_blocks=blocks,
                             max_model_len=max_model_len) as engine:
         conversation, notes = Conversation(engine, params, system), common.error_console()
         while (line := _read_line()) is not None and line not in _LEAVE:

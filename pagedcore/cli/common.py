@@ -16,6 +16,9 @@ ModelOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 KVDtypeOption = Annotated[str, typer.Option(help="auto, which is that of the weights, or int8.")]
+QuantizationOption = Annotated[
+    str, typer.Option(help="Weights of linear layers: none, w8a8, w8a16 or w4a16.")
+]
 SeqsOption = Annotated[int | None, typer.Option("--max-num-seqs", help="Most sequences computed in one step.")]
 BlocksOption = Annotated[
     int | None, typer.Option("--blocks", help="KV blocks of the pool; few of them force preemptions.")

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from pagedcore.cli.common import BlocksOption, DtypeOption, KVDtypeOption, console, open_engine
+from pagedcore.cli.common import BlocksOption, DtypeOption, KVDtypeOption, QuantizationOption, console, open_engine
 
 if TYPE_CHECKING:
     from pagedcore import Engine, Request
@@ -103,10 +103,12 @@ def demo(
     slow: Annotated[float, typer.Option(help="Seconds to wait after every step, to watch it.", min=0)] = 0.0,
     dtype: DtypeOption = "auto",
     kv_cache_dtype: KVDtypeOption = "auto",
+    quantization: QuantizationOption = "none",
 ) -> None:
     """Watch continuous batching answer questions whose answers are known, in a memory too small for all of them."""
     with open_engine("demo", num_kv_blocks=blocks, block_size=_BLOCK_SIZE, max_num_seqs=max_num_seqs,
-                     max_num_waiting=requests, dtype=dtype, kv_cache_dtype=kv_cache_dtype) as engine:
+                     max_num_waiting=requests, dtype=dtype, kv_cache_dtype=kv_cache_dtype,
+                     quantization=quantization) as engine:
         run = start(engine, requests, seed)
         run.pause_s = slow
         show(run, console())

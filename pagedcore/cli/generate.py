@@ -31,6 +31,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same completion.")] = None,
     dtype: common.DtypeOption = "auto",
     kv_cache_dtype: common.KVDtypeOption = "auto",
+    quantization: common.QuantizationOption = "none",
     max_num_seqs: common.SeqsOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
@@ -47,8 +48,9 @@ def generate(
         repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed,
     )
     inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in wanted]
-    with common.open_engine(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_num_seqs=max_num_seqs,
-                     num_kv_blocks=blocks, max_model_len=max_model_len, attention_backend=attention_backend) as engine:
+    with common.open_engine(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+                            max_num_seqs=max_num_seqs, num_kv_blocks=blocks, max_model_len=max_model_len,
+                            attention_backend=attention_backend) as engine:
         if len(inputs) == 1 and not as_json:
             common.stream_completion(engine, engine.add_request(inputs[0], params))
             return

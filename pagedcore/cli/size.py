@@ -12,7 +12,7 @@ import typer
 from rich.table import Column, Table
 
 from pagedcore import EngineConfig
-from pagedcore.cli.common import DtypeOption, KVDtypeOption, console
+from pagedcore.cli.common import DtypeOption, KVDtypeOption, QuantizationOption, console
 from pagedcore.config.memory_budget import format_memory, parse_memory
 
 
@@ -24,6 +24,7 @@ class SizeReport:
     dtype: str
     kv_cache_dtype: str
     """As in ``EngineConfig``."""
+    quantization: str
     max_model_len: int
     num_parameters: int
     weight_bytes: int
@@ -67,7 +68,9 @@ class SizeReport:
     def settings(self) -> dict[str, int | str]:
         """Keywords of ``Engine.from_pretrained`` for an engine of this size, or with the blocks that fit."""
         return {
-            "dtype": self.dtype, **({"kv_cache_dtype": "int8"} if self.kv_cache_dtype == "int8" else {}),
+            "dtype": self.dtype,
+            **({"kv_cache_dtype": self.kv_cache_dtype} if self.kv_cache_dtype != "auto" else {}),
+            **({"quantization": self.quantization} if self.quantization != "none" else {}),
             "max_model_len": self.context, "max_num_seqs": self.concurrency,
             "max_num_batched_tokens": max(self.concurrency, EngineConfig().max_num_batched_tokens),
             "num_kv_blocks": max(1, min(self.num_blocks, self.num_blocks_that_fit)),
@@ -105,7 +108,7 @@ class SizeReport:
 
 def size_model(
     model: str | os.PathLike[str], *, context: int | None = None, concurrency: int | None = None, dtype: str = "auto",
-    memory: int | float | str | None = None, kv_cache_dtype: str = "auto",
+    kv_cache_dtype: str = "auto", quantization: str = "none", memory: int | float | str | None = None,
 ) -> SizeReport:
     """Return what ``model`` takes; its configuration is read, its weights are not.
 
@@ -114,8 +117,9 @@ def size_model(
         context: tokens of each sequence; ``None``: what the model was made for.
         concurrency: sequences at once; ``None``: the default of ``max_num_seqs``.
         dtype: as in ``EngineConfig``.
-        memory: bytes, text or a share of free memory, for weights and KV; ``None``: what is free now.
         kv_cache_dtype: as in ``EngineConfig``.
+        quantization: as in ``EngineConfig``.
+        memory: bytes, text or a share of free memory, for weights and KV; ``None``: what is free now.
 
     Raises:
         InvalidConfig: an argument is out of range, there is no such model, or it cannot run here.
@@ -131,7 +135,8 @@ def size_model(
     defaults = EngineConfig()
     sequences = concurrency if concurrency is not None else defaults.max_num_seqs
     # Why: a token budget in which every sequence can advance.
-    config = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=context, max_num_seqs=sequences,
+    config = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+                          max_model_len=context, max_num_seqs=sequences,
                           max_num_batched_tokens=max(sequences, defaults.max_num_batched_tokens))
     free_bytes = free_memory_bytes()
     given = parse_memory(memory, free_bytes=free_bytes, what="memory")
@@ -148,7 +153,7 @@ def size_model(
     num_blocks_that_fit = max(0, most - plan.weight_bytes) // layout.block_bytes
     return SizeReport(
         model=model_name(model), dtype=str(layout.model_dtype).removeprefix("torch."),
-        kv_cache_dtype=kv_cache_dtype, max_model_len=plan.max_model_len,
+        kv_cache_dtype=kv_cache_dtype, quantization=quantization, max_model_len=plan.max_model_len,
         num_parameters=plan.num_parameters, weight_bytes=plan.weight_bytes,
         layers=[{"num_layers": n, **asdict(layer)} for layer, n in layers.items()],
         context=length, concurrency=sequences, block_size=layout.block_size, block_bytes=layout.block_bytes,
@@ -168,6 +173,7 @@ def size(
     concurrency: Annotated[int | None, typer.Option(help="Sequences at once; else the engine's default.")] = None,
     dtype: DtypeOption = "auto",
     kv_cache_dtype: KVDtypeOption = "auto",
+    quantization: QuantizationOption = "none",
     memory: Annotated[
         str | None, typer.Option(help='For weights and KV, such as "2GiB"; else what is free on this machine.')
     ] = None,
@@ -178,13 +184,14 @@ def size(
 
     logging.set_verbosity_error()  # Why: remarks about a configuration would stand between the figures
     report = size_model(model, context=context, concurrency=concurrency, dtype=dtype, memory=memory,
-                        kv_cache_dtype=kv_cache_dtype)
+                        kv_cache_dtype=kv_cache_dtype, quantization=quantization)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
         return
     tokens = f"{report.context:,} tokens"
-    table = Table("what", Column("bytes", justify="right"), "how", title_justify="left",
-                  title=f"{report.model}, {report.dtype}{', KV in int8' * (report.kv_cache_dtype == 'int8')}")
+    title = f"{report.model}, {report.dtype}" + (f", {quantization}" if quantization != "none" else "")
+    title += ", KV in int8" if kv_cache_dtype == "int8" else ""
+    table = Table("what", Column("bytes", justify="right"), "how", title=title, title_justify="left")
     for what, num_bytes, how in (
         ("KV of a token", report.bytes_per_token, _token_sum(report)),
         ("a block", report.block_bytes, f"{report.block_size} tokens, {report.padding_bytes:,} bytes of it padding"),

@@ -16,8 +16,10 @@ import torch
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models import model_facts, supported_models
-from pagedcore.models.cpu.packed_linear import can_pack
+from pagedcore.models.cpu.packed_experts import matrices_of_experts
+from pagedcore.models.cpu.packed_linear import can_pack, matrix_of
 from pagedcore.models.pretrained import load_config, resolve_dtype
+from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
 from pagedcore_kernels.layout import BlockLayout
@@ -62,13 +64,26 @@ def read_blueprint(
             "show its size. Start an engine and look at Engine.stats().kv_bytes."
         ) from error
     needs, parameters = requirements_of(attention_factory), list(model.parameters())
-    held = [one for module in model.modules() for one in module.parameters(recurse=False)]
     return Blueprint(
         layout=make_layout(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
         max_model_len=model_facts.max_model_len(config),
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=sum(parameter.nbytes for parameter in (held if can_pack(dtype) else parameters)),
+        weight_bytes=_weight_bytes(model, settings.quantization) if can_pack(dtype)
+                     else sum(parameter.nbytes for parameter in parameters),
     )
+
+
+def _weight_bytes(model: Any, quantization: str) -> int:
+    """Sum up what the modules hold, each its own, after linear layers and experts were quantised."""
+    total = sum(int(one.nbytes) for module in model.modules() for one in module.parameters(recurse=False))
+    if (scheme := SCHEMES.get(quantization)) is None:
+        return total
+    for module in model.modules():
+        weight = matrix_of(module)
+        for one in matrices_of_experts(module) if weight is None else (weight[None],):
+            count, num_outputs, num_inputs = one.shape
+            total += count * scheme.weight_bytes(num_outputs, num_inputs, one.dtype) - one.nbytes
+    return total
 
 
 def _tree_of(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:

@@ -49,7 +49,7 @@ def test_plugins_lists_a_table(table: str) -> None:
 def test_doctor_reports_machine_versions_plugins_and_choices() -> None:
     """The report has what a bug report needs."""
     out = invoke("doctor")
-    for word in ("usable cores", "memory", "transformers", "numba", "dtype", "attention_backend", "builtin"):
+    for word in ("usable cores", "memory", "transformers", "numba", "dtype", "attention_backend", "builtin", "w4a16"):
         assert word in out
 
 
@@ -88,6 +88,7 @@ def test_size_as_json_is_the_report() -> None:
     (["bench", "throughput", "--random-weights", "huge"], "tiny, qwen05b"),
     (["bench", "throughput", "--workload", "w9"], "ragged, w1, w2, w3"),
     (["demo", "--dtype", "int3"], "float32"),
+    (["demo", "--quantization", "int3"], "w8a8, w8a16, w4a16"),
     (["size", "no-such-directory/at-all"], "model: "),
     (["size", "demo", "--context", "4096"], "max_model_len: got 4096"),
     (["size", "demo", "--memory", "much"], "memory: got "),

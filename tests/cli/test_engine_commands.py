@@ -75,7 +75,8 @@ def test_generate_answers_many_prompts_as_json(tmp_path: Path) -> None:
     questions = demo_questions(5)
     path = tmp_path / "prompts.txt"
     path.write_text("\n".join(question.prompt for question in questions[2:]) + "\n\n", encoding="utf-8")
-    out = invoke("generate", *(question.prompt for question in questions[:2]), "--prompts-file", str(path), "--json")
+    out = invoke("generate", *(question.prompt for question in questions[:2]), "--prompts-file", str(path), "--json",
+                 "--quantization", "w8a8")
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["prompt"] for record in records] == [question.prompt for question in questions]
     assert all(is_correct(question, record["text"]) for question, record in zip(questions, records, strict=True))
@@ -111,7 +112,7 @@ def test_chat_keeps_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chat_says_when_the_context_is_full() -> None:
     """A turn that no longer fits is refused with advice, and the conversation can start again."""
     given = "What is 2 + 3?\n" * 12 + "/new\nWhat is 2 + 3?\n"
-    result = try_invoke("chat", "--max-model-len", "64", "--max-tokens", "16", given=given)
+    result = try_invoke("chat", "--max-model-len", "64", "--max-tokens", "16", "--quantization", "w8a16", given=given)
     assert result.exit_code == 0
     assert "/new starts a new conversation" in result.stderr
     assert result.stdout.strip().splitlines()[-1]
@@ -122,9 +123,9 @@ def test_bench_compares_policies_and_writes_json(tmp_path: Path) -> None:
     prompts, target = tmp_path / "prompts.json", tmp_path / "result.json"
     prompts.write_text(json.dumps([[40 + number] * (1 + number) for number in range(6)]))
     out = invoke("bench", "throughput", "--random-weights", "tiny", "--prompts-json", str(prompts), "--output-tokens",
-                 "4", "--max-num-seqs", "4", "--dtype", "float32", "--json", str(target))
+                 "4", "--max-num-seqs", "4", "--dtype", "float32", "--quantization", "w8a16", "--json", str(target))
     assert "static" in out
     data = json.loads(target.read_text())
     assert [m["policy"] for m in data["measurements"]] == ["static", "fcfs"]
     assert {m["num_output_tokens"] for m in data["measurements"]} == {24}
-    assert data["dtype"] == "float32"
+    assert (data["dtype"], data["quantization"]) == ("float32", "w8a16")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagedcore import Engine
 from pagedcore.cli.size import SizeReport, size_model
@@ -133,6 +134,7 @@ def test_free_memory_is_the_measure_when_none_is_given(monkeypatch: pytest.Monke
     ({"concurrency": 0}, "max_num_seqs: got 0"),
     ({"dtype": "int8"}, "dtype: got"),
     ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: got"),
+    ({"quantization": "int8"}, "quantization: got"),
     ({"memory": "much"}, "memory: got a string of 4 characters"),
 ])
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -148,3 +150,34 @@ def test_a_configuration_is_enough(tmp_path: Path) -> None:
     assert data["bytes_per_token"] == 2 * 3 * 2 * 16 * 4
     assert data["kv_bytes"] == data["num_blocks"] * data["block_bytes"]
     assert data["model"] == tmp_path.name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2_moe", "llama"])
+@pytest.mark.parametrize("quantization", ["w8a8", "w8a16", "w4a16"])
+def test_quantised_weights_are_those_of_an_engine(family: str, quantization: str, tmp_path: Path) -> None:
+    """Products, what belongs to them and what was not quantised add up to the report, filled up to whole panels."""
+    changes = {"hidden_size": 128, "intermediate_size": 192} if family == "llama" else {}
+    path = save(tmp_path, family, **changes)
+    report = size_model(path, context=32, concurrency=2, dtype="bfloat16", quantization=quantization)
+    with Engine.from_pretrained(path, **report.settings) as engine:
+        assert engine.stats().kv_bytes == report.kv_bytes
+        decoder = engine._runner.backend._decoder  # type: ignore[attr-defined]
+        held = 0
+        for product in decoder.products:
+            multiply = product.multiply
+            if multiply.weight.dtype == torch.float32:  # a router's, which the report counts in the model's format
+                held += product.out_features * product.in_features * 2
+                continue
+            held += multiply.memory[1] + (2 * multiply._scales.nbytes if quantization == "w8a8" else 0)
+        model = decoder._general.args[0] if family == "llama" else decoder._model
+        held += sum(one.nbytes for module in model.modules() for one in module.parameters(recurse=False))
+    # Biases were packed too, and are no parameters any more; fused layers are filled up once.
+    assert 0 <= report.weight_bytes - held < 0.03 * held
+    assert report.weight_bytes < 0.8 * size_model(path, context=32, concurrency=2, dtype="bfloat16").weight_bytes
+
+
+def test_quantisation_makes_room() -> None:
+    """What fits grows, and the settings make such an engine."""
+    plain, small = (size_model("demo", memory="4MiB", quantization=name) for name in ("none", "w4a16"))
+    assert small.num_blocks_that_fit > plain.num_blocks_that_fit
+    assert ("quantization" in plain.settings, small.settings["quantization"]) == (False, "w4a16")

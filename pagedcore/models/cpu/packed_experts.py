@@ -115,13 +115,21 @@ def _multiply(products: Sequence[PackedLinear], rows: torch.Tensor, counts: list
     return torch.cat([product(share) for product, share in shares if len(share)])
 
 
-def _has_experts(module: Any, factory: LinearFactory) -> bool:
-    """Whether a module is of a class that ``use_experts_implementation`` decorates, and of a kind that is known."""
+def matrices_of_experts(module: Any) -> tuple[torch.Tensor, ...]:
+    """Return the weights [experts, out, in] of a module that ``use_experts_implementation`` decorates, of a known kind;
+    none of any other.
+    """
     if not getattr(module, "has_gate", False) or not hasattr(module, "_apply_gate") or module.has_post_expert_norm:
-        return False
+        return ()
     weights = [module._parameters.get(name) for name in _WEIGHTS]
-    size = 1 if module.is_transposed else 2
-    return all(one is not None and one.ndim == 3 and factory.supports(one.dtype, one.shape[size]) for one in weights)
+    if not all(one is not None and one.ndim == 3 for one in weights):
+        return ()
+    return tuple(one.transpose(1, 2) if module.is_transposed else one for one in weights)
+
+
+def _has_experts(module: Any, factory: LinearFactory) -> bool:
+    matrices = matrices_of_experts(module)
+    return bool(matrices) and all(factory.supports(one.dtype, one.shape[2]) for one in matrices)
 
 
 def _pack_each(experts: Any, name: str, factory: LinearFactory, on_unused: OnUnused) -> Any:

@@ -163,14 +163,18 @@ def pack_linears(
     return PackingReport(tuple(packed), tuple(sorted({type(m).__name__ for m in _holders_of_matrices(model)})))
 
 
-def _pack(module: Any, factory: LinearFactory) -> PackedLinear | None:
-    """Pack a module that is exactly a linear layer, as a subclass may compute something else, of a supported format."""
+def matrix_of(module: Any) -> torch.Tensor | None:
+    """Return the weight [out, in] of exactly a linear layer, as a subclass may compute something else."""
     kind = type(module)
-    if kind is not nn.Linear and not (kind.__name__ == "Conv1D" and kind.__bases__ == (nn.Module,)):
-        return None
+    if kind is nn.Linear:
+        return module.weight  # type: ignore[no-any-return]
     # Shape: that of ``Conv1D`` is [in, out]
-    weight: torch.Tensor = module.weight if kind is nn.Linear else module.weight.t()
-    if not factory.supports(weight.dtype, weight.shape[1]):
+    return module.weight.t() if kind.__name__ == "Conv1D" and kind.__bases__ == (nn.Module,) else None
+
+
+def _pack(module: Any, factory: LinearFactory) -> PackedLinear | None:
+    weight = matrix_of(module)
+    if weight is None or not factory.supports(weight.dtype, weight.shape[1]):
         return None
     return PackedLinear(weight, module.bias, factory).train(module.training)
 
