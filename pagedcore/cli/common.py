@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,11 +44,13 @@ def open_engine(model: Any, **settings: Any) -> Engine:
     """Build an engine while saying so; settings that are ``None`` are left to the engine."""
     given = {name: value for name, value in settings.items() if value is not None}
     with error_console().status(f"loading {model if isinstance(model, str) else 'the model'} ..."):
-        from transformers.utils import logging
-
         from pagedcore import Engine
 
-        logging.disable_progress_bar()  # Why: the status line above is shown instead
+        # Why only then: the library takes half a second, and models in directories show no bar.
+        if isinstance(model, str) and model != "demo" and not Path(model).is_dir():
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()  # Why: the status line above is shown instead
         return Engine.from_pretrained(model, **given)
 
 

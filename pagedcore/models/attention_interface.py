@@ -10,6 +10,7 @@ step, so several engines can run in one process, in threads or one inside the ot
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -89,15 +90,23 @@ def attention_step(step: PagedStep | RecordingStep) -> Iterator[None]:
 
 def register() -> None:
     """Make transformers know the key; calling it again changes nothing."""
+    # Why: the models of transformers come with this module, and importing it for other models takes a second.
+    if "transformers.modeling_utils" not in sys.modules:
+        return
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_KEY, _attention)
+    AttentionInterface.register(ATTENTION_KEY, paged_attention)
 
 
-def _attention(
+def paged_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None = None, **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Attend in the current step; shapes as in ``AttentionCall``.
+
+    Raises:
+        ModelTakenOver: there is no step.
+    """
     step = _current_step.get()
     if step is None:
         raise ModelTakenOver(

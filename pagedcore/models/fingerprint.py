@@ -16,15 +16,20 @@ from pagedcore.protocols import DescribesItself, HasFingerprint, ModelBackend, M
 
 _SAMPLE: Final = 512
 """Elements that are read at the beginning, in the middle and at the end of every tensor."""
-#: What a configuration says about where it was stored, by whom and when, not about the model.
-_INCIDENTAL: Final = frozenset({"transformers_version", "architectures", "dtype", "torch_dtype"})
+#: What a configuration says about where it was stored, by whom and when, about training and about the form of results,
+#: and what the shapes of weights say too.
+_INCIDENTAL: Final = frozenset({
+    "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype", "head_dim", "id2label",
+    "initializer_range", "label2id", "max_window_layers", "output_attentions", "output_hidden_states",
+    "pretraining_tp", "problem_type", "return_dict", "torch_dtype", "transformers_version", "use_cache",
+})
 
 
 def model_fingerprint(model: Any, quantization: str = "none") -> ModelFingerprint:
     """Look at a model of transformers as it was loaded; another scheme of quantisation makes it another model."""
     config = {
         name: value for name, value in model.config.to_dict().items()
-        if name not in _INCIDENTAL and not name.startswith("_")
+        if name not in _INCIDENTAL and not name.startswith("_") and value is not None and value is not False
     }
     if quantization != "none":
         config["quantization"] = quantization

@@ -104,7 +104,10 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         trust = config.trust_remote_code
         model = load_stored(_source(model), stored, resolve_dtype(dtype), trust_remote_code=trust)
     elif is_named:
-        model = load_pretrained(_checked_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code)
+        model = load_pretrained(
+            _checked_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code,
+            is_quick=device.kind == "cpu",
+        )
     elif config.dtype != "auto":
         # Why: the conversion works in place, on the weights of the engine that has the model.
         require_free(model)

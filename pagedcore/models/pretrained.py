@@ -7,6 +7,7 @@ copied. Code shipped with a model runs only where the caller said so. It never c
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -18,32 +19,42 @@ import torch
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
 from pagedcore.execution.machine import this_machine
+from pagedcore.models.quick_start import NotQuick, read_model
 from pagedcore.models.supported_models import check_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from pagedcore.models.llama_tree import ForCausalLM
+
+_log = logging.getLogger("pagedcore")
 #: An address, which is kept, or a path, which is not.
 _PATH: Final = re.compile(r"\bhttps?://[\w.\-/]+|(?<!\w)/[\w.\-/]+")
 
 
 def load_pretrained(
-    source: str | os.PathLike[str], *, dtype: str = "auto", trust_remote_code: bool = False
-) -> PreTrainedModel:
+    source: str | os.PathLike[str], *, dtype: str = "auto", trust_remote_code: bool = False, is_quick: bool = False
+) -> PreTrainedModel | ForCausalLM:
     """Load a model on the CPU.
 
     Args:
         source: a directory, or a name on the hub if there is no such directory.
         dtype: number format of the weights; "auto" is what the machine computes fastest.
         trust_remote_code: whether code shipped with the model may run.
+        is_quick: read it without transformers where that computes the same.
 
     Raises:
         ModelNotSupported: the architecture cannot run here, or needs code of its own that may not run.
         InvalidConfig: there is no such model, or it has no safetensors weights.
     """
+    name, is_local = os.fspath(source), Path(source).is_dir()
+    if is_quick and is_local:
+        try:
+            return read_model(Path(name), resolve_dtype(dtype))
+        except NotQuick as reason:
+            _log.debug("The model is loaded by transformers: %s.", reason)
     from transformers import AutoModelForCausalLM
 
-    name, is_local = os.fspath(source), Path(source).is_dir()
     config = load_config(name, trust_remote_code=trust_remote_code)
     with as_refusals(name), _no_progress_bar():
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -99,7 +110,7 @@ def as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[Non
         yield
     except ModelNotSupported:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         # Safety: a library's message may name paths.
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         # Why whole words: a directory may be called "a".

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from pagedcore.errors import InvalidConfig, InvalidText, describe
@@ -15,6 +16,7 @@ from pagedcore.outputs import TokenText
 from pagedcore.protocols import ChatMessage, Detokenizer
 from pagedcore.tokenizer.chat_template import apply_chat_template, render_turn
 from pagedcore.tokenizer.detokenizer_choice import choose_detokenizer
+from pagedcore.tokenizer.quick_tokenizer import PLAIN_CLASSES, QuickTokenizer, read_tokenizer
 
 #: Characters that take about half a millisecond to tokenise.
 _LONG_TEXT: Final = 1024
@@ -51,13 +53,11 @@ class HFTokenizer:
         Raises:
             InvalidConfig: there is no tokenizer, its files are damaged, or it needs code that is not trusted.
         """
-        from transformers import AutoTokenizer
-
+        if (quick := read_tokenizer(Path(path))) is not None:
+            return cls(quick, is_shared=False)
         # Why: transformers and tokenizers raise many types here, the bare Exception among them.
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                path, trust_remote_code=trust_remote_code, local_files_only=os.path.isdir(path)
-            )
+            tokenizer = _load_with_transformers(path, trust_remote_code)
         except Exception as error:
             raise InvalidConfig(
                 f"tokenizer: cannot be loaded ({type(error).__name__}). Expected a directory with tokenizer.json and "
@@ -145,8 +145,22 @@ class HFTokenizer:
         return self._new_detokenizer()
 
 
+def _load_with_transformers(path: str | os.PathLike[str], trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    is_local = os.path.isdir(path)
+    settings = get_tokenizer_config(path, local_files_only=is_local)
+    # Why: for some architectures transformers replaces what tokenizer.json says, though it is declared to be all.
+    is_plain = settings.get("tokenizer_class") in PLAIN_CLASSES and "auto_map" not in settings
+    loader = PreTrainedTokenizerFast if is_plain else AutoTokenizer
+    return loader.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=is_local)
+
+
 def _plain_backend(tokenizer: Any) -> Any | None:
     """Return the Rust tokenizer if encoding with it alone is what the wrapper would do, else ``None``."""
+    if isinstance(tokenizer, QuickTokenizer):
+        return tokenizer.backend
     from transformers import PreTrainedTokenizerFast
 
     overridable = ("encode", "_encode_plus", "apply_chat_template", "__call__")

@@ -1,4 +1,5 @@
-"""Recognises the module trees that ``FusedDecoder`` computes: Llama, Mistral, Qwen2 and Qwen3, exactly as they come.
+"""Recognises the module trees that ``FusedDecoder`` computes: Llama, Mistral, Qwen2 and Qwen3, exactly as they come,
+from transformers or from ``llama_tree.py``.
 
 Owns the comparison of a model with what its architecture is known to be: classes, names of submodules, plain linear
 layers, activation, rotary embedding. Anything unexpected, such as an adapter around a linear layer, one more norm, or
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from pagedcore.models import llama_tree
 from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.packed_linear import FASTEST
 from pagedcore.models.quantization.stored_weight import StoredWeight, can_join
@@ -37,9 +39,9 @@ _HEAD_NORMS: Final = {".self_attn.q_norm": "RMSNorm", ".self_attn.k_norm": "RMSN
 
 #: Activation by configuration value: the kernels' name and the class of the module.
 _ACTIVATIONS: Final = {
-    "silu": ("silu", "SiLUActivation"),
-    "swish": ("silu", "SiLUActivation"),
-    "gelu_pytorch_tanh": ("gelu_tanh", "GELUTanh"),
+    "silu": ("silu", ("SiLUActivation", "SiLU")),
+    "swish": ("silu", ("SiLUActivation", "SiLU")),
+    "gelu_pytorch_tanh": ("gelu_tanh", ("GELUTanh",)),
 }
 #: Rotary embeddings whose angles depend on more than the position.
 _MOVING_ANGLES: Final = frozenset({"dynamic", "longrope"})
@@ -56,7 +58,7 @@ def recognised_activation(
     family = _FAMILIES.get(config.model_type)
     if family is None or not (_has_known_modules(model, family) and _has_known_layers(model, layers)):
         return None
-    activation, class_name = _ACTIVATIONS.get(config.hidden_act, (None, ""))
+    activation, class_names = _ACTIVATIONS.get(config.hidden_act, (None, ()))
     widths = [module.in_features for module in model.modules() if type(module) is nn.Linear]
     is_joinable = all(
         can_join(getattr(parent, name).weight for name in names)
@@ -67,7 +69,7 @@ def recognised_activation(
         hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
         head_size=layers[0].key_head_size, dtype=model.dtype,
     )
-    has_activation = {type(layer.mlp.act_fn).__name__ for layer in model.model.layers} == {class_name}
+    has_activation = all(type(layer.mlp.act_fn).__name__ in class_names for layer in model.model.layers)
     return activation if fits and has_activation else None
 
 
@@ -88,7 +90,8 @@ def _has_known_modules(model: Any, family: str) -> bool:
 def _is(module: nn.Module, kind: str | type[nn.Module], family: str) -> bool:
     if isinstance(kind, str):
         own = type(module)
-        is_known = own.__name__ == f"{family}{kind}" and own.__module__.startswith("transformers.models.")
+        is_theirs = own.__name__ == f"{family}{kind}" and own.__module__.startswith("transformers.models.")
+        is_known = is_theirs or own is getattr(llama_tree, kind)
         return is_known and (kind != "RMSNorm" or set(dict(module.named_parameters())) == {"weight"})
     # Why: a subclass of a linear layer, or of a tensor, computes in its own way.
     is_exact = kind is nn.Module or type(module) is kind

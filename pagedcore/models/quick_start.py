@@ -1,0 +1,237 @@
+"""Reads Llama, Mistral, Qwen2 and Qwen3 from a directory without transformers, whose import takes two seconds.
+
+Owns the decision which directories these are: those in which every field of ``config.json`` is known and every tensor
+of the safetensors files has the name, the shape and a format that the architecture has. Anything else, a damaged file
+too, is left to transformers (``pretrained.py``), which knows more and whose errors say what is wrong. So nothing is
+refused here, and a model that is read here computes as it would there, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pagedcore.models.llama_tree import ForCausalLM
+
+_Check = Callable[[Any], bool]
+_Shapes = dict[str, tuple[int, ...]]
+
+
+class NotQuick(Exception):
+    """A model that transformers has to load; the message says why."""
+
+
+class _Config(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def _is_anything(value: Any) -> bool:
+    return True
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or type(value) is bool
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False
+
+
+def _names_tokens(value: Any) -> bool:
+    return value is None or all(type(one) is int for one in (value if isinstance(value, list) else [value]))
+
+
+_QWEN: Final[Mapping[str, _Check]] = {
+    "layer_types": _is_anything, "max_window_layers": _is_anything, "sliding_window": _is_anything,
+    "use_mrope": _is_off, "use_sliding_window": _is_off,
+}
+#: By architecture: its class, and the fields that only it has.
+_FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, _Check]]]] = {
+    "llama": ("LlamaForCausalLM", {
+        "attention_bias": _is_flag, "head_dim": _is_anything, "mlp_bias": _is_flag,
+        "pretraining_tp": lambda value: value in (None, 1),
+    }),
+    "mistral": ("MistralForCausalLM", {"head_dim": _is_anything, "sliding_window": _is_off}),
+    "qwen2": ("Qwen2ForCausalLM", _QWEN),
+    "qwen3": ("Qwen3ForCausalLM", {**_QWEN, "attention_bias": _is_flag, "head_dim": _is_size}),
+}
+#: What the fields of all architectures must be, ``None`` if they are not there.
+_FIELDS: Final[Mapping[str, _Check]] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+                     "num_hidden_layers", "num_key_value_heads", "vocab_size"), _is_size),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _names_tokens),
+    **dict.fromkeys(("_name_or_path", "architectures", "attention_dropout", "dtype", "initializer_range", "model_type",
+                     "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype", "transformers_version",
+                     "use_cache"), _is_anything),
+    "hidden_act": lambda value: value == "silu", "rms_norm_eps": _is_positive, "tie_word_embeddings": _is_flag,
+}
+#: What is read here or by a backend.
+_KEPT: Final = (
+    "attention_bias", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "intermediate_size",
+    "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "pad_token_id", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
+)
+#: Parameters of each type of rotary embedding.
+_ROPE: Final = {
+    "default": {"rope_type", "rope_theta"},
+    "linear": {"rope_type", "rope_theta", "factor"},
+    "llama3": {"rope_type", "rope_theta", "factor", "high_freq_factor", "low_freq_factor",
+               "original_max_position_embeddings"},
+}
+
+
+def read_model(directory: Path, dtype: torch.dtype) -> ForCausalLM:
+    """Read a model.
+
+    Args:
+        directory: has config.json and safetensors.
+        dtype: number format to convert weights to; weights that have it are mapped and not copied.
+
+    Raises:
+        NotQuick: transformers has to load it.
+    """
+    config, generation = read_config(directory)
+    with _weights(directory, config) as files:
+        weights = {name: file.get_tensor(name).to(dtype) for name, file in files.items()}
+    return ForCausalLM(config, generation, weights).eval()
+
+
+def why_not_quick(directory: Path) -> str:
+    """Return why ``read_model`` leaves a directory to transformers, or "" if it does not; no weight is read."""
+    try:
+        with _weights(directory, read_config(directory)[0]):
+            return ""
+    except NotQuick as reason:
+        return str(reason)
+
+
+def read_config(directory: Path) -> tuple[_Config, SimpleNamespace]:
+    """Return the configurations of a model and of its generation, as transformers would have them in what is read here.
+
+    Raises:
+        NotQuick: as ``read_model``.
+    """
+    _require(not (directory / "adapter_config.json").exists(), "it has an adapter")
+    raw = _read_json(directory / "config.json")
+    class_name, own_fields = _FAMILIES.get(str(raw.get("model_type")), ("", {}))
+    _require(raw.get("architectures") == [class_name], f"it is none of {', '.join(_FAMILIES)}")
+    fields = {**_FIELDS, **own_fields}
+    for name in sorted({*raw, *fields}):
+        is_known = name in fields and fields[name](raw.get(name))
+        _require(is_known, f"{name} in its configuration is not known to be harmless")
+    _require({"bos_token_id", "eos_token_id"} <= raw.keys(), "its configuration does not say which tokens are special")
+    _require(raw["num_attention_heads"] % raw["num_key_value_heads"] == 0, "its heads form no groups")
+    config = _Config(**{name: raw.get(name) for name in _KEPT}, rope_parameters=_rope(raw), _attn_implementation="sdpa")
+    config.head_dim = raw.get("head_dim") or config.hidden_size // config.num_attention_heads
+    _require(_is_size(config.head_dim) and config.head_dim % 2 == 0, "head_dim is no size")
+    if "layer_types" in own_fields:
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+        _require(raw.get("layer_types") in (None, config.layer_types), "its layers are of several types")
+    generation = directory / "generation_config.json"
+    eos_token_id = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    _require(_names_tokens(eos_token_id), "its generation ends with unknown tokens")
+    return config, SimpleNamespace(eos_token_id=eos_token_id)
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+    _require(new is None or old is None, "its rotary embedding is described twice")
+    given = new or old or {}
+    _require(isinstance(given, dict), "its rotary embedding is no object")
+    rope = {"rope_type": "default", "rope_theta": raw.get("rope_theta"), **given}
+    is_known = isinstance(rope["rope_type"], str) and rope.keys() == _ROPE.get(rope["rope_type"])
+    _require(is_known and all(_is_positive(rope[name]) for name in rope.keys() - {"rope_type"}),
+             "its rotary embedding is of another kind")
+    return rope
+
+
+@contextmanager
+def _weights(directory: Path, config: _Config) -> Iterator[dict[str, Any]]:
+    """Open the files of weights and yield the one that has each tensor, when all are as they should be."""
+    with ExitStack() as opened:
+        try:
+            paths = {directory / name for name in _file_names(directory)}
+            files = [opened.enter_context(safe_open(path, framework="pt")) for path in sorted(paths)]
+            holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            _require(sum(len(file.keys()) for file in files) == len(holders), "a tensor is there twice")
+            # Safety: a number of layers that the files do not have is found before anything of that size is made.
+            _require(config.num_hidden_layers <= len(holders), "its files lack tensors")
+            shapes = _shapes_of(config)
+            _require(holders.keys() == shapes.keys(), "its files have other tensors than the architecture")
+            for name, shape in shapes.items():
+                header = holders[name].get_slice(name)
+                is_plain = tuple(header.get_shape()) == shape and header.get_dtype() in ("BF16", "F16", "F32")
+                _require(is_plain, f"{name} has another shape or format")
+        except (OSError, SafetensorError) as error:
+            raise NotQuick(f"its weights could not be read ({type(error).__name__})") from error
+        yield holders
+
+
+def _file_names(directory: Path) -> set[str]:
+    if (directory / "model.safetensors").exists():
+        return {"model.safetensors"}
+    names = _read_json(directory / "model.safetensors.index.json").get("weight_map")
+    _require(isinstance(names, dict) and names, "its index lists no weights")
+    found = set(map(str, dict(names or {}).values()))
+    # Safety: an index may name files outside of the directory.
+    _require(all(Path(name).name == name for name in found), "its index names files elsewhere")
+    return found
+
+
+def _shapes_of(config: _Config) -> _Shapes:
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    query, kv = config.num_attention_heads * head, config.num_key_value_heads * head
+    products = {
+        "self_attn.q_proj": (query, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, query), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    vectors = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.model_type == "qwen3":
+        vectors |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
+    layer: _Shapes = {f"{name}.weight": shape for name, shape in products.items()}
+    layer |= {f"{name}.weight": (size,) for name, size in vectors.items()}
+    layer |= {f"{name}.bias": (shape[0],) for name, shape in products.items() if _has_bias(config, name)}
+    shapes: _Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for number in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _has_bias(config: _Config, name: str) -> bool:
+    if name.startswith("mlp."):
+        return bool(config.mlp_bias)
+    return bool(config.attention_bias) or (config.model_type == "qwen2" and not name.endswith("o_proj"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise NotQuick(f"{path.name} could not be read ({type(error).__name__})") from error
+    _require(isinstance(value, dict), f"{path.name} is no object")
+    return dict(value)
+
+
+def _require(is_known: object, reason: str) -> None:
+    if not is_known:
+        raise NotQuick(reason)
