@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
-import logging
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -42,11 +40,10 @@ from pagedcore_http.drain import DrainSignal, OpenCalls
 from pagedcore_http.event_stream import ClientGone, run_until_disconnect
 from pagedcore_http.events import encode, frame_text
 from pagedcore_http.json_pieces import with_list
-from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, NotServing, SaltNotDerived, refusal_of
+from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, NotServing, refusal_of
+from pagedcore_http.salts import Salt, derive_salt
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
-Salt = str | bytes | None
 
 MAX_NUM_WAITING: Final = 1024
 """Requests that may wait in a service whose settings have no ``max_num_waiting``: a batch engine's own default, four
@@ -291,29 +288,15 @@ class PagedCoreRunner:
 
     async def _derived_salt(self, ctx: bentoml.Context | None) -> Salt:
         try:
-            derived = self.salt_of(ctx)
-            salt = await derived if inspect.isawaitable(derived) else derived
-        except (PagedcoreError, HTTPException):
-            raise
+            return await derive_salt(lambda: self.salt_of(ctx), (BentoMLException,))
         except BentoMLException as error:
             raise HTTPException(error.error_code, str(error)) from None
-        except Exception as error:  # no call may continue without its tenant's salt
-            raise _no_salt(f"raised {type(error).__name__}") from None
-        if salt is not None and (not isinstance(salt, str | bytes) or not salt):
-            raise _no_salt("returned neither None nor text or bytes of any length above 0")
-        return salt
 
     def _live_engine(self) -> AsyncEngine:
         engine = self.engine
         if self._health() == "dead":
             raise NotServing("the engine of this process makes no progress; ask another one.")
         return engine
-
-
-def _no_salt(reason: str) -> SaltNotDerived:
-    # Safety: without the exception, whose message and frames may hold the caller's credentials.
-    _log.error("salt_of %s; the call is refused", reason)
-    return SaltNotDerived("the service could not derive the cache salt of this call; its log has the reason.")
 
 
 def _raise_refusal_of_body(ctx: bentoml.Context | None) -> None:

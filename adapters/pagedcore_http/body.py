@@ -48,23 +48,31 @@ def body_limit(max_model_len: int) -> int:
     return min(TEXT_BYTES_PER_TOKEN * max_model_len, MAX_TEXT_BYTES) + ROOM_BYTES
 
 
-async def read_fields(request: Request, known: Collection[str], required: Collection[str],
-                      max_body_bytes: int) -> dict[str, Any]:
-    """Read a JSON object whose names are all ``known``, the ``required`` ones among them.
+async def read_object(request: Request, max_body_bytes: int) -> dict[str, Any]:
+    """Read a JSON object of any names.
 
     Raises:
         RefusedAtTheDoor: the type, the size or the form is refused, with the status that says so.
-        UnknownParameter: a name that is not known; names are never ignored.
-        InvalidPrompt: a required name is missing.
         ClientDisconnect: the client disconnected before the end of its body.
     """
     _require_short_headers(request)
     _require_json(request)
     body = await _read(request, max_body_bytes)
     if len(body) <= _LONG_BODY:
-        fields = _require_flat_object(_load(_decode(body)))
-    else:
-        fields = await asyncio.to_thread(_parse_long, body, max_body_bytes // _BYTES_PER_VALUE)
+        return _require_flat_object(_load(_decode(body)))
+    return await asyncio.to_thread(_parse_long, body, max_body_bytes // _BYTES_PER_VALUE)
+
+
+async def read_fields(request: Request, known: Collection[str], required: Collection[str],
+                      max_body_bytes: int) -> dict[str, Any]:
+    """Read a JSON object whose names are all ``known``, the ``required`` ones among them.
+
+    Raises:
+        RefusedAtTheDoor, ClientDisconnect: as from ``read_object``.
+        UnknownParameter: a name that is not known; names are never ignored.
+        InvalidPrompt: a required name is missing.
+    """
+    fields = await read_object(request, max_body_bytes)
     for name in fields:
         if name not in known:
             close = get_close_matches(name[:32], known, n=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
@@ -59,7 +59,7 @@ class OpenCalls:
 
 
 class DrainSignal:
-    """Delays SIGTERM until the calls in flight have ended.
+    """Delays SIGTERM, and other signals if asked to, until the calls in flight have ended.
 
     A server such as uvicorn closes its listener at the signal, so that new calls meet a closed port. With this handler
     before the server's own, they get a refusal that names another process until the calls in flight have ended.
@@ -68,28 +68,31 @@ class DrainSignal:
     Invariant: uvicorn, whose handler that usually is, waits for open connections for a limited time.
     """
 
-    def __init__(self, drain: Callable[[], Awaitable[object]]) -> None:
+    def __init__(self, drain: Callable[[], Awaitable[object]],
+                 signals: Collection[signal.Signals] = (signal.SIGTERM,)) -> None:
         """Take what to await at the first signal, on the loop of ``install``."""
         self._drain = drain
-        self._previous: Any = None
+        self._signals = signals
+        self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
     def install(self) -> None:
-        """Replace the present handler, if it is a Python function and this is the main thread."""
-        previous = signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is threading.main_thread() and callable(previous):
-            self._previous, self._loop = previous, asyncio.get_running_loop()
-            signal.signal(signal.SIGTERM, self._on_signal)
+        """Replace the present handlers that are Python functions, if this is the main thread."""
+        for number in self._signals if threading.current_thread() is threading.main_thread() else ():
+            if callable(previous := signal.getsignal(number)):
+                self._previous[number], self._loop = previous, asyncio.get_running_loop()
+                signal.signal(number, self._on_signal)
 
     def remove(self) -> None:
-        """Restore the previous handler, unless a third one has been installed since."""
-        if self._previous is not None and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, self._previous)
+        """Restore the previous handlers, unless a third one has been installed since."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._loop is None or self._draining is not None or self._loop.is_closed():
-            self._previous(number, frame)
+            self._previous[number](number, frame)
             return
         # Why: a signal handler may interrupt the loop anywhere, so it only schedules the drain.
         self._loop.call_soon_threadsafe(self._begin, number)
@@ -102,8 +105,8 @@ class DrainSignal:
         try:
             await self._drain()
         finally:
-            _limit_uvicorn(self._previous)
-            self._previous(number, None)
+            _limit_uvicorn(self._previous[number])
+            self._previous[number](number, None)
 
 
 def _limit_uvicorn(handler: Any) -> None:

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pagedcore_http.events import WAITING, ends_stream, frame
-from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, refusal_of
+from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, Refusal, refusal_of
 
 T = TypeVar("T")
 
@@ -80,6 +80,18 @@ class EventStream(StreamingResponse):
         self._has_begun = False
         self._has_ended = False
 
+    def ends(self, text: str) -> bool:
+        """Whether ``text`` has the last event; without one the body ends with the generator."""
+        return ends_stream(text)
+
+    def refusal_of(self, error: Exception) -> Refusal:
+        """Return what is sent for an error."""
+        return refusal_of(error)
+
+    def error_event(self, refusal: Refusal) -> str:
+        """Return the event that ends a stream which has begun."""
+        return frame(refusal.body, "error")
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client disconnects."""
         try:
@@ -98,13 +110,13 @@ class EventStream(StreamingResponse):
         except Exception as error:  # every error becomes a response or an event
             if self._has_ended:
                 raise
-            refusal = refusal_of(error)
+            refusal = self.refusal_of(error)
             if not self._has_begun:
                 refused = refusal.response()
                 refused.headers.update({k: v for k, v in self.headers.items() if k not in self._own_headers})
                 await refused(scope, receive, send)
                 return
-            await self._send(frame(refusal.body, "error"), send)
+            await self._send(self.error_event(refusal), send)
         if not self._has_ended:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -127,7 +139,7 @@ class EventStream(StreamingResponse):
         if not self._has_begun:
             self._has_begun = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        self._has_ended = ends_stream(event)
+        self._has_ended = self.ends(event)
         await send({"type": "http.response.body", "body": event.encode("ascii"), "more_body": not self._has_ended})
 
 

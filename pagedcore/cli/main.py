@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pagedcore._version import __version__
-from pagedcore.cli import bench, chat, convert, demo, doctor, generate, kernels, plugins, size
+from pagedcore.cli import bench, chat, convert, demo, doctor, generate, kernels, plugins, serve, size
 from pagedcore.cli.common import error_console
 from pagedcore.errors import PagedcoreError
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
 )
 COMMANDS = (
-    demo.demo, generate.generate, chat.chat, size.size, convert.convert, plugins.plugins, doctor.doctor,
+    demo.demo, generate.generate, chat.chat, serve.serve, size.size, convert.convert, plugins.plugins, doctor.doctor,
 )
 for command in COMMANDS:
     app.command()(command)

@@ -108,6 +108,14 @@ class InputProcessor:
             text = self.tokenizer.decode([token_id])
         return TokenText(text, text.encode() if text and "\ufffd" not in text else None)
 
+    def text_of(self, token_ids: SequenceOf[int]) -> str:
+        """Return the text of tokens, special ones left out. Raises ``InvalidRequest``, and ``TextFailed``."""
+        ids = validation.validate_prompt_ids(token_ids, self.vocab_size, self.max_model_len + 1)
+        if self.tokenizer is None:
+            raise InvalidPrompt("tokens", token_ids, "used with a tokenizer, which this engine does not have")
+        with _tokenizing():
+            return self.tokenizer.decode(ids)
+
     def _chat_ids(self, messages: Any, known: list[int] | None) -> list[int]:
         messages = validation.validate_chat(messages, self.max_model_len)
         if self.tokenizer is None:

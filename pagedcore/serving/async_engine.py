@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from functools import partial
@@ -191,6 +191,13 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         Raises ``InvalidRequest``: ``PromptTooLong`` if the context has no room for the prompt and a completion.
         """
         return self._input_processor.process(prompt, SamplingParams(max_tokens=1), RequestOptions()).token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of at most a context of tokens, special ones left out, without waiting.
+
+        Raises ``InvalidRequest`` if there are more, or none, or one is not in the vocabulary.
+        """
+        return self._input_processor.text_of(token_ids)
 
     def token_text(self, token_id: int) -> TokenText:
         """Say what a token stands for, without waiting. Raises ``InvalidRequest`` outside of the vocabulary."""

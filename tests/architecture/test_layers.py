@@ -11,7 +11,7 @@ import pagedcore
 from architecture.rooms import ORDER, ROOM_OF, circles, imported_modules, room_of
 from architecture.sources import SOURCES, Source
 
-ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain"}
+ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain", "pagedcore_openai"}
 PUBLIC_MODULES = {
     "pagedcore.errors", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs", "pagedcore.request_options",
 }

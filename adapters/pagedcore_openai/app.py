@@ -1,0 +1,180 @@
+"""The ASGI app: routes, start and end. The engines belong to its host, or to the app if ``create`` built them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import AsyncGenerator, Collection, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pagedcore import AsyncEngine, MemoryBudget, SamplingParams, engine_metrics
+from pagedcore_http.drain import DrainSignal
+from pagedcore_openai.calls import ServedModel
+from pagedcore_openai.chat import ChatCall
+from pagedcore_openai.completions import TextCall
+from pagedcore_openai.endpoints import Completing, Detokenize, Health, Metrics, Models, Tokenize
+from pagedcore_openai.errors import openai_refusal
+from pagedcore_openai.responses import ResponseCall
+from pagedcore_openai.service import SaltHook, Service
+from pagedcore_openai.tenants import ApiKeys
+
+DRAIN_S: Final = 25.0
+MAX_OPEN_CALLS: Final = 1024
+BODY_S: Final = 60.0
+DEFAULT_NAME: Final = "pagedcore"
+MEMORY_SHARE: Final = 0.3
+"""Share of free memory that the KV pools of several models take together when nothing is said."""
+_APP_OPTIONS: Final = frozenset({
+    "api_keys", "salt_of", "hosts", "max_body_bytes", "max_open_calls", "body_s", "drain_s",
+    "metrics",
+})
+_ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
+    ("POST", "/chat/completions", partial(Completing, kind=ChatCall)),
+    ("POST", "/completions", partial(Completing, kind=TextCall)),
+    ("POST", "/responses", partial(Completing, kind=ResponseCall)),
+    ("GET", "/models", Models),
+    ("GET", "/models/{model:path}", Models),
+    ("POST", "/tokenize", Tokenize),
+    ("POST", "/detokenize", Detokenize),
+    ("GET", "/health", Health),
+    ("GET", "/metrics", Metrics),
+)
+
+
+class OpenAIApp(Starlette):
+    """OpenAI's HTTP interface over one engine or several; ``openai_app`` and ``create`` make one.
+
+    Every path exists with ``/v1`` before it and without, so that the app can be mounted at "/v1" and anywhere else.
+
+    Invariant: a request of an engine is aborted as soon as its client has disconnected.
+    Invariant: no request reaches an engine before its tenant's salt is known.
+    """
+
+    def __init__(self, service: Service, drain_s: float, owned: Collection[AsyncEngine] = ()) -> None:
+        self.service = service
+        self.drain_s = drain_s
+        self._owned = owned
+        for one in service.models.values():
+            engine_metrics(one.engine)
+        routes = [Route(prefix + path, make(service), methods=[method])
+                  for method, path, make in _ROUTES for prefix in ("", "/v1")
+                  if make is not Metrics or service.shows_metrics]
+        super().__init__(routes=routes, lifespan=_lifespan, exception_handlers={HTTPException: _refuse})
+
+    async def drain(self) -> int:
+        """Refuse new calls and wait for those in flight; return how many are left after ``drain_s`` seconds.
+
+        The engines that the app owns are then closed, which ends those calls with an error.
+        """
+        num_left = await self.service.open_calls.drain(self.drain_s)
+        if num_left:
+            await self.aclose()
+        return num_left
+
+    async def aclose(self) -> None:
+        """Close the engines that the app owns."""
+        await asyncio.gather(*(engine.aclose() for engine in self._owned))
+
+
+@asynccontextmanager
+async def _lifespan(app: Any) -> AsyncGenerator[None, None]:
+    """From a server's start to its end: SIGTERM and Ctrl-C wait for the drain, and owned engines are closed."""
+    farewell = DrainSignal(app.drain, (signal.SIGTERM, signal.SIGINT))
+    farewell.install()
+    # Why: the present objects stay; collecting garbage among all of them stalls every stream for 0.2 s.
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        farewell.remove()
+        await app.drain()
+        await app.aclose()
+        gc.unfreeze()
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    return openai_refusal(error).response()
+
+
+def openai_app(
+    engines: AsyncEngine | Mapping[str, AsyncEngine], *, name: str = DEFAULT_NAME, api_keys: ApiKeys | None = None,
+    salt_of: SaltHook | None = None, hosts: Collection[str] | None = None, max_body_bytes: int | None = None,
+    max_open_calls: int = MAX_OPEN_CALLS, body_s: float = BODY_S, drain_s: float = DRAIN_S,
+    metrics: bool = False, owned: Collection[AsyncEngine] = (),
+) -> OpenAIApp:
+    """Make the app around engines.
+
+    Args:
+        engines: one engine, or several by the names that requests give as their ``model``.
+        name: the name of the one engine.
+        api_keys: who may call; ``None``: everybody, which is for apps that are mounted behind authentication.
+        salt_of: derives the cache salt of a call's tenant from its Starlette request, instead of from the API key.
+        hosts: names under which the app may be addressed, against pages of other sites; ``None``: any.
+        max_body_bytes: largest body; ``None``: 16 bytes for each token of the longest context, at most 4 MiB, and 256
+            KiB besides.
+        max_open_calls: most calls in flight; more are refused with 429.
+        body_s: longest time for a body to arrive, in seconds.
+        drain_s: longest wait for calls in flight at the end, in seconds.
+        metrics: whether there is ``/metrics``, which counts all tenants together; with keys it needs the admin key.
+        owned: engines that the app closes at its end; the owner of the others does.
+
+    Raises:
+        InvalidConfig: there is no engine, or a limit is not positive.
+        EngineClosed: an engine was closed.
+    """
+    by_name = {name: engines} if isinstance(engines, AsyncEngine) else engines
+    models = {name: ServedModel.of(name, engine) for name, engine in by_name.items()}
+    service = Service(models, api_keys, salt_of, hosts, max_body_bytes, max_open_calls, body_s, metrics)
+    return OpenAIApp(service, drain_s, owned)
+
+
+def create(model: Any, *, name: str | None = None, **settings: Any) -> OpenAIApp:
+    """Build the engines and the app that owns them, as ``expose("openai", model=...)`` does.
+
+    Args:
+        model: what ``AsyncEngine.from_pretrained`` takes, an ``AsyncEngine``, which its owner closes, or a mapping of
+            names to any of these. Several draw equal shares of one ``MemoryBudget``, whose size is ``kv_cache_memory``.
+        name: the name of the one model; ``None``: as it is called on the hub or in the file system.
+        settings: options of ``openai_app``, and keywords of ``AsyncEngine.from_pretrained`` for each engine.
+
+    Raises:
+        InvalidConfig: as from ``openai_app`` and ``AsyncEngine.from_pretrained``.
+        RequestFailed: a model fails on its first token.
+    """
+    options = {option: settings.pop(option) for option in _APP_OPTIONS & settings.keys()}
+    models = model if isinstance(model, Mapping) else {name or _name_of(model): model}
+    if len(models) > 1:
+        memory = settings.get("kv_cache_memory") or int(MEMORY_SHARE * psutil.virtual_memory().available)
+        budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)
+        settings["kv_cache_memory"] = budget.share(1 / len(models))
+    with ExitStack() as undo:
+        engines: dict[str, AsyncEngine] = {}
+        for key, one in models.items():
+            if not isinstance(one, AsyncEngine):
+                one = undo.enter_context(AsyncEngine.from_pretrained(one, **settings))
+            # Why: one token, so that no caller waits for compilation.
+            one.submit([0], SamplingParams(max_tokens=1)).result().raise_for_error()
+            engines[key] = one
+        app = openai_app(engines, owned=[one for key, one in engines.items() if one is not models[key]], **options)
+        undo.pop_all()
+    return app
+
+
+def _name_of(model: Any) -> str:
+    """Return a name that shows no path."""
+    if isinstance(model, str) and not os.path.isdir(model):
+        return model
+    return Path(model).resolve().name if isinstance(model, str | os.PathLike) else DEFAULT_NAME

@@ -1,0 +1,163 @@
+"""One call of an endpoint that completes prompts: from its fields to the engine, whole or delta by delta.
+
+The engine validates prompts and parameters; chat, text and response calls say how they are written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar, Final
+
+from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
+from pagedcore.errors import RequestTimeout
+from pagedcore.request_options import OptionKeywords
+from pagedcore_openai import fields as known
+from pagedcore_openai.errors import ChunkStream
+from pagedcore_openai.wire import Spell
+
+_NAMED_TOKENS: Final = 2**16
+"""Tokens whose names are kept."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that calls may name."""
+
+    name: str
+    engine: AsyncEngine
+    max_model_len: int
+    spell: Spell
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, name: str, engine: AsyncEngine) -> ServedModel:
+        """Look at an engine, which takes a step at most. Raises ``EngineClosed``."""
+        spell = lru_cache(_NAMED_TOKENS)(engine.token_text)
+        return cls(name, engine, engine.stats().max_model_len, spell)
+
+
+class Call(ABC):
+    """A call whose fields were read; making one raises ``InvalidRequest`` for what is refused before the engine."""
+
+    form: ClassVar[known.Form]
+    prefix: ClassVar[str]
+    prompt_field: ClassVar[str]
+    stream_class: ClassVar[type[ChunkStream]] = ChunkStream
+
+    def __init__(self, served: ServedModel, fields: Mapping[str, Any], derived: str | bytes | None) -> None:
+        self.served = served
+        self.fields = fields
+        self.id = f"{self.prefix}-{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.is_stream = known.flag(fields, "stream")
+        self.has_usage = known.wants_usage(fields)
+        self.has_token_ids = known.flag(fields, "return_token_ids")
+        self.timeout_s = known.timeout_of(fields)
+        self.options = known.options_of(fields, derived, self.id)
+        self.prompts = self.prompts_of(fields)
+        self.params = self.params_of(fields)
+
+    @abstractmethod
+    def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
+        """Return what is to be completed: text, token ids or chats."""
+
+    @abstractmethod
+    def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of all prompts."""
+
+    @abstractmethod
+    async def body(self, outputs: list[RequestOutput]) -> str:
+        """Return the whole response as JSON."""
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[str, None]:
+        """Yield the events of the response."""
+
+    async def whole(self) -> str:
+        """Complete and return the response as JSON; cancelling this aborts the requests.
+
+        Raises:
+            PagedcoreError: as from ``AsyncEngine.submit``, or the first error of a completion.
+        """
+        outputs = await self._complete()
+        for output in outputs:
+            output.raise_for_error()
+        return await self.body(outputs)
+
+    async def _complete(self) -> list[RequestOutput]:
+        futures: list[Future[RequestOutput]] = []
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                for place, prompt in enumerate(self.prompts):
+                    # Why: a full queue refuses the first and so the call; the others wait for their room.
+                    futures.append(self.served.engine.submit(prompt, self.params, wait_for_room=place > 0,
+                                                             **self._options_at(place)))
+                    # Why: each may take a millisecond or two to tokenise.
+                    await asyncio.sleep(0)
+                return await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except TimeoutError:
+            raise RequestTimeout(self.timeout_s or 0.0) from None
+        finally:
+            for future in futures:
+                future.cancel()
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Complete, and yield deltas with the place of their prompt; closing this aborts the requests.
+
+        Raises:
+            PagedcoreError: as from ``AsyncEngine.generate``, or the first error of a completion.
+        """
+        streams = [
+            self.served.engine.generate(prompt, self.params, timeout_s=self.timeout_s, wait_for_room=place > 0,
+                                        **self._options_at(place))
+            for place, prompt in enumerate(self.prompts)
+        ]
+        async with aclosing(_merge(streams) if len(streams) > 1 else _only(streams[0])) as pairs:
+            async for place, delta in pairs:
+                if delta.error is not None:
+                    raise delta.error
+                yield place, delta
+
+    def _options_at(self, place: int) -> OptionKeywords:
+        # Why: labels are unique among the requests of a salt.
+        return self.options if not place else {**self.options, "request_id": f"{self.options['request_id']}-{place}"}
+
+
+async def _only(stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[tuple[int, Delta], None]:
+    async with aclosing(stream) as deltas:
+        async for delta in deltas:
+            yield 0, delta
+
+
+async def _merge(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Yield deltas of all streams as they come; closing this closes them."""
+    pending = {asyncio.ensure_future(_next(stream)): place for place, stream in enumerate(streams)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=pending.__getitem__):
+                place, delta = pending.pop(task), task.result()
+                if delta is not None:
+                    pending[asyncio.ensure_future(_next(streams[place]))] = place
+                    yield place, delta
+    finally:
+        for task in pending:
+            task.cancel()
+        # Why: a generator cannot be closed while it runs.
+        await asyncio.gather(*pending, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next(stream: AsyncGenerator[Delta, None]) -> Delta | None:
+    async for delta in stream:
+        return delta
+    return None

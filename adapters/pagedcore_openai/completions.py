@@ -1,0 +1,105 @@
+"""``/v1/completions``: the call, the whole response, and the chunks of a stream, of one prompt or of many."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pagedcore import CompletionOutput, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from pagedcore_http.events import encode, frame_text
+from pagedcore_openai import fields as known
+from pagedcore_openai.calls import Call
+from pagedcore_openai.errors import DONE, FieldNotSupported
+from pagedcore_openai.prompts import prompts_of
+from pagedcore_openai.wire import TextLogprobs, usage_of
+
+
+class TextCall(Call):
+    """Prompts to complete; completion ``i`` of prompt ``p`` is choice ``p * n + i``."""
+
+    form: ClassVar = known.COMPLETION
+    prefix: ClassVar = "cmpl"
+    prompt_field: ClassVar = "prompt"
+
+    def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
+        """Return the prompts."""
+        self._echoes = known.flag(fields, "echo")
+        return prompts_of(known.required(fields, "prompt", "text, token ids, or a list of either"))
+
+    def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters; with ``echo`` they may ask for no token, for what is said of the prompt alone."""
+        max_tokens, logprobs = fields.get("max_tokens", known.DEFAULT_MAX_TOKENS), fields.get("logprobs")
+        self._is_prompt_only = self._echoes and type(max_tokens) is int and max_tokens == 0
+        if self._is_prompt_only:
+            # Why: the engine computes at least one token; it is not delivered.
+            max_tokens = 1
+        if self._echoes and logprobs is not None and self.is_stream:
+            raise FieldNotSupported("echo", True, "false in a stream with logprobs, which come with the last chunk")
+        more = {"best_of": fields["best_of"]} if "best_of" in fields else {}
+        return known.params_of(fields, max_tokens=max_tokens, logprobs=logprobs, **more,
+                               **({"prompt_logprobs": logprobs} if self._echoes else {}))
+
+    async def body(self, outputs: list[RequestOutput]) -> str:
+        """Return the text completion."""
+        if self._is_prompt_only:
+            outputs = [replace(output, outputs=[_without_tokens(one) for one in output.outputs]) for output in outputs]
+        choices = [await self._choice(place, output, one)
+                   for place, output in enumerate(outputs) for one in output.outputs]
+        usage = encode({"usage": usage_of([output.usage for output in outputs])})
+        return f"{self._head()}{','.join(choices)}],{usage[1:]}"
+
+    async def _choice(self, place: int, output: RequestOutput, one: CompletionOutput) -> str:
+        entries: Sequence[TokenLogprobs | None] | None = one.logprobs
+        token_ids, text = one.token_ids, one.text
+        if self._echoes:
+            token_ids, text = (*output.prompt_token_ids, *token_ids), self._text_of(place) + text
+            entries = None if entries is None else (*(output.prompt_logprobs or ()), *entries)
+        logprobs = "null" if entries is None else await TextLogprobs(self.served.spell).json(entries, token_ids)
+        told: dict[str, Any] = {"index": self._index(place, one.index), "text": text,
+                                "finish_reason": "length" if self._is_prompt_only else one.finish_reason}
+        if self.has_token_ids:
+            told |= {"token_ids": one.token_ids, "prompt_token_ids": output.prompt_token_ids}
+        return f'{encode(told)[:-1]},"logprobs":{logprobs}}}'
+
+    def _text_of(self, place: int) -> str:
+        prompt = self.prompts[place]
+        return prompt if isinstance(prompt, str) else self.served.engine.decode(prompt)
+
+    def _index(self, place: int, index: int) -> int:
+        return place * self.params.n + index
+
+    def _head(self) -> str:
+        head = encode({"id": self.id, "object": "text_completion", "created": self.created, "model": self.served.name})
+        return f'{head[:-1]},"choices":['
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Yield chunks: those with text, the last one of each completion with the reason of its end."""
+        head, usages = self._head(), list[Usage]()
+        tail = '],"usage":null}' if self.has_usage else "]}"
+        logprobs: dict[int, TextLogprobs] = {}
+        async with aclosing(self.deltas()) as deltas:
+            async for place, delta in deltas:
+                index = self._index(place, delta.index)
+                is_first = index not in logprobs
+                of_choice = logprobs.setdefault(index, TextLogprobs(self.served.spell))
+                if self._is_prompt_only:
+                    delta = replace(delta, text="", token_ids=(), logprobs=None)
+                entries = "null" if delta.logprobs is None else await of_choice.json(delta.logprobs, delta.token_ids)
+                text = self._text_of(place) + delta.text if is_first and self._echoes else delta.text
+                more = f',"token_ids":{encode(delta.token_ids)}' if self.has_token_ids else ""
+                choice = (f'{{"index":{index},"text":{encode(text)},"logprobs":{entries},'
+                          f'"finish_reason":{encode(delta.finish_reason)}{more}}}')
+                usages += [] if delta.usage is None else [delta.usage]
+                is_last = len(usages) == len(self.prompts)
+                yield frame_text(f"{head}{choice}{tail}") + (self._end(head, usages) if is_last else "")
+
+    def _end(self, head: str, usages: list[Usage]) -> str:
+        if self._is_prompt_only:
+            usages = [replace(one, num_output_tokens=0) for one in usages]
+        return (frame_text(f'{head}],"usage":{encode(usage_of(usages))}}}') if self.has_usage else "") + DONE
+
+
+def _without_tokens(one: CompletionOutput) -> CompletionOutput:
+    return replace(one, text="", token_ids=(), logprobs=None if one.logprobs is None else ())

@@ -1,0 +1,169 @@
+"""The endpoints. A call passes in this order: host, key, drain, number of calls, body, fields, model, salt, engine."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pagedcore.errors import InvalidPrompt
+from pagedcore.metrics.recorder import engine_metrics_text
+from pagedcore_http.event_stream import ClientGone, run_until_disconnect
+from pagedcore_http.events import encode
+from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, RETRY_ELSEWHERE_S
+from pagedcore_openai import fields as known
+from pagedcore_openai.calls import Call
+from pagedcore_openai.errors import openai_refusal
+from pagedcore_openai.prompts import messages_of
+from pagedcore_openai.service import Service
+
+JSON = "application/json"
+
+
+class Endpoint(ABC):
+    """An ASGI app for one route, so that the response is a part of the call that it answers."""
+
+    prompt_field: str = "prompt"
+    is_for_admins: ClassVar[bool] = False
+    is_counted: ClassVar[bool] = True
+    """Whether it is refused while the app drains, and waited for."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one call; every error becomes a response."""
+        request = Request(scope, receive)
+        with ExitStack() as stack:
+            try:
+                tenant = self.service.admit(request, is_for_admins=self.is_for_admins)
+                if self.is_counted:
+                    stack.enter_context(self.service.open_calls.call())
+                    self.service.require_room()
+                response = await self.respond(request, tenant)
+            except (ClientGone, ClientDisconnect):
+                response = Response(status_code=CLIENT_CLOSED_REQUEST)
+            except Exception as error:  # every error becomes a response
+                response = openai_refusal(error, self.prompt_field).response()
+            await response(scope, receive, send)
+
+    @abstractmethod
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return the response to a call of a tenant; what it raises becomes one."""
+
+
+class Completing(Endpoint):
+    """Completes what the body of a call asks for."""
+
+    def __init__(self, service: Service, kind: type[Call]) -> None:
+        super().__init__(service)
+        self._kind = kind
+        self.prompt_field = kind.prompt_field
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return the whole response, or the stream that will be sent."""
+        fields = self._kind.form.read(await self.service.read_body(request))
+        served = self.service.model_of(fields)
+        call = self._kind(served, fields, await self.service.salt_of(request, tenant))
+        headers = {"x-request-id": call.id}
+        if call.is_stream:
+            return call.stream_class(call.events(), headers, self.prompt_field)
+        return Response(await run_until_disconnect(request.receive, call.whole()), 200, headers, JSON)
+
+
+class Tokenize(Endpoint):
+    """Tells the tokens of a text or a chat, as a completion would get them."""
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return the token ids, their number and the longest context."""
+        fields = known.TOKENIZE.read(await self.service.read_body(request))
+        served, wants_names = self.service.model_of(fields), known.flag(fields, "return_token_strs")
+        if ("prompt" in fields) == ("messages" in fields):
+            raise InvalidPrompt("prompt", fields.get("prompt"), "given, or messages, and not both")
+        prompt = fields["prompt"] if "prompt" in fields else messages_of(fields["messages"])
+        if not isinstance(prompt, str | list) or (isinstance(prompt, list) and "prompt" in fields):
+            raise InvalidPrompt("prompt", prompt, "text")
+        token_ids = await asyncio.to_thread(served.engine.encode, prompt)
+        told: dict[str, Any] = {"count": len(token_ids), "max_model_len": served.max_model_len, "tokens": token_ids}
+        if wants_names:
+            told["token_strs"] = [served.spell(token_id).text for token_id in token_ids]
+        return Response(await asyncio.to_thread(encode, told), media_type=JSON)
+
+
+class Detokenize(Endpoint):
+    """Tells the text of tokens."""
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return the text."""
+        fields = known.DETOKENIZE.read(await self.service.read_body(request))
+        served, token_ids = self.service.model_of(fields), known.required(fields, "tokens", "a list of token ids")
+        text = await asyncio.to_thread(served.engine.decode, token_ids)
+        return Response(encode({"prompt": text}), media_type=JSON)
+
+
+class Models(Endpoint):
+    """Lists the models, or shows one."""
+
+    is_counted: ClassVar = False
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return the models that calls may name."""
+        name = request.path_params.get("model")
+        models = [
+            {"id": one.name, "object": "model", "created": one.created, "owned_by": "pagedcore",
+             "max_model_len": one.max_model_len} for one in self.service.models.values() if name in (None, one.name)
+        ]
+        if name is not None:
+            self.service.model_of({"model": name})
+        return Response(encode(models[0] if name is not None else {"object": "list", "data": models}), media_type=JSON)
+
+
+class Metrics(Endpoint):
+    """Shows the metrics of all engines, to admins alone where there are keys: they count all tenants together."""
+
+    is_for_admins: ClassVar = True
+    is_counted: ClassVar = False
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return them in Prometheus' text format."""
+        engines = [one.engine for one in self.service.models.values()]
+        # Why: on threads, because the numbers are taken between two steps, which may be long.
+        texts = await asyncio.gather(*(asyncio.to_thread(engine_metrics_text, engine) for engine in engines))
+        return Response(join_metrics(texts), media_type="text/plain; version=0.0.4")
+
+
+class Health(Endpoint):
+    """Says whether to send calls here; needs no key."""
+
+    is_counted: ClassVar = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer without looking at the call."""
+        await (await self.respond(Request(scope), None))(scope, receive, send)
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return the worst state of all engines, 503 unless it is "ready"."""
+        states = {one.engine.health().status for one in self.service.models.values()}
+        state = next((one for one in ("dead", "degraded") if one in states), "ready")
+        if self.service.open_calls.is_draining:
+            state = "draining"
+        is_ready = state == "ready"
+        headers = {} if is_ready else {"Retry-After": str(RETRY_ELSEWHERE_S)}
+        status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
+        return Response(encode({"status": state}), status, headers, JSON)
+
+
+def join_metrics(texts: list[str]) -> str:
+    """Return several pages of metrics as one, each family with one head and the samples of all pages."""
+    families: dict[str, list[str]] = {}
+    for text in texts:
+        for family in text.split("# HELP ")[1:]:
+            head, kind, *samples = family.splitlines(keepends=True)
+            families.setdefault(f"# HELP {head}{kind}", []).extend(samples)
+    return "".join(head + "".join(samples) for head, samples in families.items())

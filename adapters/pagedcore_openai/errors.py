@@ -1,0 +1,145 @@
+"""Errors as OpenAI's clients expect them: the body of a refusal, and how a stream ends that fails.
+
+What an error says and which status it has is the same as at every HTTP door (``pagedcore_http.refusals``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
+from typing import Any, Final
+
+from starlette.exceptions import HTTPException
+
+from pagedcore.errors import (
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidText,
+    PromptEmpty,
+    PromptTooLong,
+    UnknownParameter,
+)
+from pagedcore_http.event_stream import EventStream
+from pagedcore_http.events import frame
+from pagedcore_http.refusals import Refusal, RefusedAtTheDoor, refusal_of
+from pagedcore_openai.tenants import InvalidKey
+
+DONE: Final = "data: [DONE]\n\n"
+"""The last event of a stream of chat or text completions."""
+_FIELD: Final = re.compile(r"[A-Za-z_][\w.\[\]]{0,63}", re.ASCII)
+"""What may be repeated of a caller's body: the name of a field, or the place of one."""
+_TYPES: Final = {
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error", HTTPStatus.FORBIDDEN: "permission_error",
+}
+
+
+class FieldNotSupported(RefusedAtTheDoor):
+    """A field of OpenAI's or vLLM's interface, or a value of it, that would change completions if it were ignored."""
+
+    def __init__(self, name: str, given: object, limit: str) -> None:
+        super().__init__(HTTPStatus.BAD_REQUEST, name, given, limit)
+
+
+class FieldMissing(RefusedAtTheDoor):
+    """A field without which there is nothing to do."""
+
+    def __init__(self, name: str, limit: str) -> None:
+        super().__init__(HTTPStatus.BAD_REQUEST, name, None, limit)
+
+
+class ModelNotFound(RefusedAtTheDoor):
+    """No model of the given name is served."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(HTTPStatus.NOT_FOUND, "model", given, "a model that is served", "GET /v1/models lists them.")
+
+
+_CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
+    (InvalidKey, "invalid_api_key"),
+    (ModelNotFound, "model_not_found"),
+    (FieldNotSupported, "unsupported_parameter"),
+    (FieldMissing, "missing_required_parameter"),
+    (UnknownParameter, "unknown_parameter"),
+    (PromptTooLong, "context_length_exceeded"),
+    (InvalidText, "invalid_prompt"),
+    (InvalidPrompt, "invalid_prompt"),
+    (PromptEmpty, "invalid_prompt"),
+    (InvalidRequest, "invalid_value"),
+)
+
+
+def openai_refusal(error: Exception, prompt_field: str = "prompt") -> Refusal:
+    """Return the refusal for an error, its body in OpenAI's form.
+
+    Args:
+        error: an unforeseen one is logged, and its message stays in the log.
+        prompt_field: how the endpoint calls what the engine calls the prompt.
+    """
+    refusal = refusal_of(error)
+    told: dict[str, Any] = {"message": refusal.body["error"]["message"], "type": _type_of(refusal.status),
+                            "param": _param_of(error, prompt_field), "code": _code_of(error, refusal.status)}
+    return Refusal(refusal.status, {"error": told}, refusal.headers)
+
+
+def _type_of(status: int) -> str:
+    return _TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
+
+
+def _param_of(error: Exception, prompt_field: str) -> str | None:
+    if not isinstance(error, InvalidRequest) or not is_field(error.what):
+        return None
+    kind, mark, rest = error.what.partition("[")
+    return prompt_field + mark + rest if kind in ("prompt", "messages") else error.what
+
+
+def is_field(text: str) -> bool:
+    """Whether text is the name or the place of a field, which a refusal may repeat."""
+    return _FIELD.fullmatch(text) is not None
+
+
+def _code_of(error: Exception, status: int) -> str | None:
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_exceeded"
+    # Why: what is refused for the form of the call has no value of a field to blame.
+    if isinstance(error, HTTPException) or status not in (400, 401, 404):
+        return None
+    return next((code for kind, code in _CODES if isinstance(error, kind)), None)
+
+
+class ChunkStream(EventStream):
+    """Sends the chunks of a completion; an error after the first becomes an event with OpenAI's error body.
+
+    Invariant: the response ends with ``[DONE]`` or an error, or the client has disconnected.
+    """
+
+    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str], prompt_field: str) -> None:
+        super().__init__(events)
+        self.headers.update(headers)
+        self._prompt_field = prompt_field
+
+    def ends(self, text: str) -> bool:
+        """Whether ``text`` has the last event; JSON in ASCII on one line cannot end like it."""
+        return text.endswith(DONE)
+
+    def refusal_of(self, error: Exception) -> Refusal:
+        """Return the refusal with OpenAI's body."""
+        return openai_refusal(error, self._prompt_field)
+
+    def error_event(self, refusal: Refusal) -> str:
+        """Return the event after which clients raise the error."""
+        return frame(refusal.body)
+
+
+class NamedEventStream(ChunkStream):
+    """Sends the events of a response; the last one is known by the end of the generator."""
+
+    def ends(self, text: str) -> bool:
+        """The response's body ends when there is nothing more to send."""
+        return False
+
+    def error_event(self, refusal: Refusal) -> str:
+        """Return the event "error", whose data has the error's fields themselves."""
+        told = refusal.body["error"]
+        fields = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]}
+        return frame({**fields, "sequence_number": 0}, "error")

@@ -1,0 +1,91 @@
+"""The prompts of a body: chat messages with OpenAI's parts and roles, and the four kinds of a completion's prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from pagedcore.errors import InvalidPrompt
+from pagedcore_http.text_parts import join_text_parts
+from pagedcore_openai.errors import FieldNotSupported, is_field
+
+MAX_PROMPTS: Final = 256
+"""Prompts of one call: they wait for room together, and one caller's must not fill the process."""
+_ROLES: Final = {"developer": "system"}
+"""Roles that chat templates do not know, with the one that means the same."""
+_PASSED_ON: Final = ("role", "content", "name")
+_TEXT_PARTS: Final = ("input_text", "output_text")
+_EMPTY: Final[tuple[Any, ...]] = (None, [], "", {})
+
+
+def messages_of(given: Any) -> list[dict[str, Any]]:
+    """Return chat messages as chat templates know them: content as text, and no field that has nothing to say.
+
+    Raises:
+        InvalidPrompt: it is no list of objects, or a content is neither text nor parts of text.
+        FieldNotSupported: a message has something besides its role, its name and its text, such as a tool call.
+    """
+    if not isinstance(given, list) or not given:
+        raise InvalidPrompt("messages", given, "a list of at least one message, an object with role and content")
+    messages: list[dict[str, Any]] = join_text_parts([_message(one, place) for place, one in enumerate(given)])
+    return messages
+
+
+def _message(given: Any, place: int) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    if not isinstance(given, dict):
+        raise InvalidPrompt(where, given, "an object with role and content")
+    for name, value in given.items():
+        if name not in _PASSED_ON and value not in _EMPTY:
+            raise FieldNotSupported(f"{where}.{name}" if is_field(name) else where, value, "role, content and name")
+    message = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+    role = message.get("role")
+    if isinstance(role, str):
+        message["role"] = _ROLES.get(role, role)
+    return message
+
+
+def input_of(given: Any, instructions: Any) -> list[dict[str, Any]]:
+    """Return the messages of a response's input: text, or a list of messages. Raises as ``messages_of``."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    messages = messages_of([_unmarked(item) for item in given] if isinstance(given, list) else given)
+    if instructions is None:
+        return messages
+    if not isinstance(instructions, str):
+        raise InvalidPrompt("instructions", instructions, "text")
+    return [{"role": "system", "content": instructions}, *messages]
+
+
+def _unmarked(item: Any) -> Any:
+    """Return an item of a response as a chat message, without its type, its id, its status and its parts' kinds."""
+    if not isinstance(item, dict) or item.get("type", "message") != "message":
+        return item
+    message = {name: value for name, value in item.items() if name not in ("type", "id", "status", "phase")}
+    if isinstance(parts := message.get("content"), list):
+        message["content"] = [{**part, "type": "text"} if isinstance(part, dict) and part.get("type") in _TEXT_PARTS
+                              else part for part in parts]
+    return message
+
+
+def prompts_of(given: Any) -> list[Any]:
+    """Return the prompts of a text completion, each of them text or token ids.
+
+    Raises:
+        InvalidPrompt: it is none of text, token ids, or a list of 1 to 256 of either.
+    """
+    if isinstance(given, str) or (isinstance(given, list) and given and _are_ids(given)):
+        return [given]
+    if not isinstance(given, list):
+        raise InvalidPrompt("prompt", given, "text, token ids, or a list of texts or of lists of token ids")
+    if not 1 <= len(given) <= MAX_PROMPTS:
+        raise InvalidPrompt("prompt", len(given), f"a list of 1 to {MAX_PROMPTS} prompts")
+    for index, one in enumerate(given):
+        if not isinstance(one, str | list) or (isinstance(one, list) and one and not _are_ids(one[:1])):
+            raise InvalidPrompt(f"prompt[{index}]", one, "text or token ids")
+    return given
+
+
+def _are_ids(values: Iterable[Any]) -> bool:
+    """Whether a list begins as token ids do; the engine looks at the others."""
+    return isinstance(next(iter(values)), int)

@@ -1,0 +1,127 @@
+"""``pagedcore serve``: the app in a process of its own, under uvicorn."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import uvicorn
+
+from pagedcore.errors import InvalidConfig
+from pagedcore_openai.app import DRAIN_S, OpenAIApp, create
+from pagedcore_openai.tenants import ApiKeys
+
+KEYS_VARIABLE: Final = "PAGEDCORE_API_KEYS"
+ADMIN_VARIABLE: Final = "PAGEDCORE_ADMIN_KEY"
+MAX_WAITING: Final = 1024
+"""Requests that may wait, for a server; an engine's own default is made for callers in its process."""
+GRACE_S: Final = 3
+"""How long connections may stay open after the drain, in seconds."""
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+_ADVICE: Final[Mapping[int, str]] = {
+    errno.EADDRINUSE: "another program uses it; take another one with --port, or any free one with --port 0",
+    errno.EACCES: "this user may not use it; take one above 1023 with --port",
+    errno.EADDRNOTAVAIL: "this machine does not have the address; 127.0.0.1 is the machine alone, 0.0.0.0 all networks",
+}
+
+
+def keys_of_environment(environment: Mapping[str, str] = os.environ) -> ApiKeys | None:
+    """Return the keys in ``PAGEDCORE_API_KEYS``, separated by commas, and in ``PAGEDCORE_ADMIN_KEY``; or ``None``.
+
+    Raises:
+        InvalidConfig: a key is too short, too long or not plain ASCII, or the variable is empty; the message does not
+            repeat it.
+    """
+    if environment.get(KEYS_VARIABLE, "-").strip(" ,") == "":
+        # Safety: a secret that was not filled in must not open the server to everybody.
+        raise InvalidConfig(f"{KEYS_VARIABLE}: it is set and has no key; give it one, or unset it to serve without.")
+    keys = [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+    admin_key = environment.get(ADMIN_VARIABLE, "").strip() or None
+    return ApiKeys(keys, admin_key) if keys or admin_key else None
+
+
+def serve(
+    models: Mapping[str, Any], *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = DRAIN_S,
+    announce: Callable[[str], None] = print, **settings: Any,
+) -> None:
+    """Serve models until SIGTERM or Ctrl-C; the calls in flight then have ``drain_s`` seconds to end.
+
+    Args:
+        models: what ``create`` takes, by the names that requests give.
+        host: address to listen on; a loopback address refuses calls that pages of other sites make.
+        port: port to listen on; 0: any free one.
+        drain_s: after it, calls that are left end with an error; the process ends a few seconds later at most.
+        announce: is given the text that says where the server is, once it answers.
+        settings: as for ``create``.
+
+    Raises:
+        InvalidConfig: the address cannot be listened on, a key or a setting is refused.
+        RequestFailed: a model fails on its first token.
+    """
+    api_keys = keys_of_environment()
+    hosts = {*_LOOPBACK, host} if host in _LOOPBACK else None
+    config = uvicorn.Config("", host=host, port=port, log_config=None, log_level="warning", access_log=False,
+                            server_header=False, timeout_graceful_shutdown=GRACE_S, lifespan="on")
+    # Why first: a taken port is said before a model is loaded.
+    listener = _bind(config)
+    with listener:
+        settings.setdefault("max_num_waiting", MAX_WAITING)
+        app = create(models, api_keys=api_keys, hosts=hosts, drain_s=drain_s, metrics=True, **settings)
+        config.app = app
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        server = _Server(config, lambda: announce(greeting(app, url, api_keys is not None)))
+        # Why: uvicorn raises a signal again at its end, when all has been closed already.
+        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            server.run([listener])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Server(uvicorn.Server):
+    """Says when it answers."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Start to listen."""
+        await super().startup(sockets)
+        self._announce()
+
+
+def _bind(config: uvicorn.Config) -> Any:
+    """Return the socket. Raises ``InvalidConfig`` with advice."""
+    log = logging.getLogger("uvicorn.error")
+    was_disabled, log.disabled = log.disabled, True
+    cause: BaseException | None = None
+    try:
+        return config.bind_socket()
+    except (SystemExit, OSError, OverflowError) as error:
+        cause = error if not isinstance(error, SystemExit) else error.__context__
+    finally:
+        log.disabled = was_disabled
+    reason = _ADVICE.get(getattr(cause, "errno", 0) or 0, "it is no address of this machine, or no port up to 65535")
+    raise InvalidConfig(f"host and port: {config.host} and {config.port} cannot be listened on: {reason}.") from None
+
+
+def greeting(app: OpenAIApp, url: str, has_keys: bool) -> str:
+    """Return what tells a new user how to call."""
+    names, key = list(app.service.models), "$KEY" if has_keys else "none"
+    header = f' -H "Authorization: Bearer {key}"' if has_keys else ""
+    body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "What is 2 + 3?"}}]}}'
+    warning = ""
+    if app.service.hosts is None and not has_keys:
+        warning = f"\n  without keys, everybody who reaches this address may call; {KEYS_VARIABLE} sets them"
+    return (
+        f"serving {', '.join(names)} at {url}/v1 (Ctrl-C ends it; calls in flight get {app.drain_s:g} s)\n"
+        f"  curl {url}/v1/chat/completions{header} -H 'Content-Type: application/json' -d '{body}'\n"
+        f'  python: OpenAI(base_url="{url}/v1", api_key="{key}")'
+        f"{warning}"
+    )

@@ -1,0 +1,101 @@
+"""What all endpoints of one app share: its models, its callers' keys and salts, its limits and its calls in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+
+from pagedcore.errors import InvalidConfig
+from pagedcore_http.body import body_limit, read_object
+from pagedcore_http.drain import OpenCalls
+from pagedcore_http.refusals import NotServing, RefusedAtTheDoor
+from pagedcore_http.salts import Salt, derive_salt
+from pagedcore_openai.calls import ServedModel
+from pagedcore_openai.errors import FieldMissing, ModelNotFound
+from pagedcore_openai.tenants import ApiKeys, require_own_host
+
+SaltHook = Callable[[Request], Salt | Awaitable[Salt]]
+
+
+class TooManyCalls(RefusedAtTheDoor):
+    """As many calls are in flight as the app takes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(HTTPStatus.TOO_MANY_REQUESTS, "calls in flight", limit + 1, f"at most {limit}")
+
+
+@dataclass
+class Service:
+    """The state of one app.
+
+    Raises:
+        InvalidConfig: there is no model, or a limit is not positive.
+    """
+
+    models: Mapping[str, ServedModel]
+    api_keys: ApiKeys | None
+    salt_hook: SaltHook | None
+    hosts: Collection[str] | None
+    max_body_bytes: int | None
+    max_open_calls: int
+    body_s: float
+    shows_metrics: bool
+    open_calls: OpenCalls = field(default_factory=OpenCalls)
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise InvalidConfig("models: got none, needed is at least one.")
+        for name in ("max_body_bytes", "max_open_calls", "body_s"):
+            if (given := getattr(self, name)) is not None and not given > 0:
+                raise InvalidConfig(f"{name}: got {given}, allowed is a number above 0.")
+        if self.max_body_bytes is None:
+            self.max_body_bytes = max(body_limit(one.max_model_len) for one in self.models.values())
+
+    def admit(self, request: Request, *, is_for_admins: bool = False) -> bytes | None:
+        """Return the tenant of a call's key; ``None`` without keys. Raises ``RefusedAtTheDoor``."""
+        require_own_host(request, self.hosts)
+        if self.api_keys is None:
+            return None
+        return self.api_keys.tenant_of(request, is_for_admins=is_for_admins)
+
+    def require_room(self) -> None:
+        """Raise ``TooManyCalls`` if more calls are in flight than may be."""
+        if self.open_calls.num_open > self.max_open_calls:
+            raise TooManyCalls(self.max_open_calls)
+
+    async def salt_of(self, request: Request, tenant: bytes | None) -> Salt:
+        """Return the derived part of a call's salt: the operator's, else the tenant's. Raises ``SaltNotDerived``."""
+        hook = self.salt_hook
+        return tenant if hook is None else await derive_salt(lambda: hook(request))
+
+    async def read_body(self, request: Request) -> dict[str, Any]:
+        """Return the object in a body. Raises as ``read_object``; ``RefusedAtTheDoor`` (408) if it comes too slowly."""
+        try:
+            async with asyncio.timeout(self.body_s):
+                return await read_object(request, self.max_body_bytes or 0)
+        except TimeoutError:
+            raise RefusedAtTheDoor(HTTPStatus.REQUEST_TIMEOUT, "body", None,
+                                   f"a whole one within {self.body_s:g} seconds") from None
+
+    def model_of(self, fields: Mapping[str, Any]) -> ServedModel:
+        """Return the model that a call names; without a name the only one.
+
+        Raises:
+            ModelNotFound: no model has the name.
+            FieldMissing: no name, and several models.
+            NotServing: its engine makes no progress.
+        """
+        name = fields.get("model", next(iter(self.models)) if len(self.models) == 1 else None)
+        if name is None:
+            raise FieldMissing("model", "the name of a model that is served")
+        served = self.models.get(name) if isinstance(name, str) else None
+        if served is None:
+            raise ModelNotFound(name)
+        if served.engine.health().status == "dead":
+            raise NotServing("the engine of this process makes no progress; ask another one.")
+        return served

@@ -1,0 +1,78 @@
+"""Parts of bodies that several endpoints share: tokens by name, log-probabilities in both forms, usage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from pagedcore import TokenLogprobs, TokenText, Usage
+from pagedcore_http.events import encode
+from pagedcore_http.json_pieces import map_in_pieces
+
+Spell = Callable[[int], TokenText]
+"""Returns what a token stands for."""
+LEAST_LOGPROB: Final = -9999.0
+"""OpenAI's value for an impossible token; JSON has no infinity."""
+
+
+def usage_of(usages: Iterable[Usage]) -> dict[str, Any]:
+    """Return the usage of a call, all its prompts together."""
+    each = list(usages)
+    num_prompt, num_output = sum(one.num_prompt_tokens for one in each), sum(one.num_output_tokens for one in each)
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in each)}}
+
+
+def _entry(token_id: int, logprob: float, spell: Spell) -> dict[str, Any]:
+    token = spell(token_id)
+    return {"token": token.text, "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": None if token.utf8 is None else list(token.utf8)}
+
+
+def chat_entry(one: TokenLogprobs, spell: Spell) -> dict[str, Any]:
+    """Return the log-probabilities of a token as chats and responses have them."""
+    return {**_entry(one.token_id, one.logprob, spell),
+            "top_logprobs": [_entry(token_id, logprob, spell) for token_id, logprob in one.top]}
+
+
+async def chat_logprobs(entries: Sequence[TokenLogprobs], spell: Spell) -> str:
+    """Return the list of entries as JSON, made in pieces."""
+    return f"[{','.join(await map_in_pieces(lambda one: encode(chat_entry(one, spell)), entries))}]"
+
+
+class TextLogprobs:
+    """Log-probabilities of text completions: four lists, of one completion or of one chunk of it.
+
+    Invariant: offsets never decrease, from chunk to chunk either.
+    """
+
+    def __init__(self, spell: Spell, offset: int = 0) -> None:
+        """Begin at a character of the text."""
+        self._spell = spell
+        self._offset = offset
+
+    async def json(self, entries: Sequence[TokenLogprobs | None], token_ids: Sequence[int]) -> str:
+        """Return the object for the next tokens; the first token of a prompt has no entry."""
+        rows = await map_in_pieces(self._row, list(zip(entries, token_ids, strict=True)))
+        columns = [f"[{','.join(column)}]" for column in zip(*rows, strict=True)] or ["[]"] * 4
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return "{" + ",".join(f'"{name}":{column}' for name, column in zip(names, columns, strict=True)) + "}"
+
+    def _row(self, item: tuple[TokenLogprobs | None, int]) -> tuple[str, str, str, str]:
+        entry, token_id = item
+        token, offset = self._spell(token_id), self._offset
+        self._offset += len(token.text) if token.utf8 is not None else 0
+        if entry is None:
+            return encode(name_of(token)), "null", "null", str(offset)
+        top: dict[str, float] = {}
+        for other, logprob in (*entry.top, (token_id, entry.logprob)):
+            # Why: of tokens with one name the likeliest counts.
+            top.setdefault(name_of(self._spell(other)), max(logprob, LEAST_LOGPROB))
+        return encode(name_of(token)), encode(max(entry.logprob, LEAST_LOGPROB)), encode(top), str(offset)
+
+
+def name_of(token: TokenText) -> str:
+    """Return the text of a token, or its bytes if these are only a part of a character."""
+    if token.utf8 is None or "\ufffd" not in token.text:
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.utf8)

@@ -1,0 +1,73 @@
+"""``pagedcore serve``: models behind OpenAI's HTTP interface, in a process of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from pagedcore.cli import common
+from pagedcore.errors import InvalidConfig
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help='A model directory, a hub id, or "demo", which comes with pagedcore.')
+    ] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--model", "-m", help="NAME=MODEL, for a name of its own or for several models.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.")] = 8000,
+    drain_s: Annotated[float, typer.Option(help="Longest wait for calls in flight at the end, in seconds.")] = 25.0,
+    kv_memory: Annotated[
+        str | None, typer.Option(help='Memory for KV, such as "2GiB"; several models share it equally.')
+    ] = None,
+    dtype: common.DtypeOption = "auto",
+    max_num_seqs: common.SeqsOption = None,
+    blocks: common.BlocksOption = None,
+    max_model_len: common.LengthOption = None,
+    attention_backend: common.BackendOption = "auto",
+) -> None:
+    """Serve OpenAI's HTTP interface; PAGEDCORE_API_KEYS has the keys of those who may call, separated by commas."""
+    from pagedcore.plugins.registry import Table
+
+    # Why by its name: adapters are above the commands. This one comes with pagedcore, installed as a plugin or not.
+    doors: Table[Any] = Table("serve")
+    doors.add("openai", "pagedcore_openai.server:serve", extra="openai")
+    settings = {"dtype": dtype, "max_num_seqs": max_num_seqs, "num_kv_blocks": blocks, "max_model_len": max_model_len,
+                "attention_backend": attention_backend, "kv_cache_memory": kv_memory}
+    given = {name: value for name, value in settings.items() if value is not None}
+    run, by_name = doors.load("openai"), _by_name(model, models or [])
+    with common.error_console().status(f"loading {', '.join(by_name)} ...") as status:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # Why: the status line is shown instead
+
+        def announce(text: str) -> None:
+            status.stop()
+            common.error_console().print(text, markup=False, soft_wrap=True)
+
+        run(by_name, host=host, port=port, drain_s=drain_s, announce=announce, **given)
+
+
+def _by_name(model: str | None, models: list[str]) -> dict[str, str]:
+    """Return models by the names that requests give. Raises ``InvalidConfig``."""
+    if model is None and not models:
+        raise InvalidConfig('model: got none, needed is one, such as "demo", or --model NAME=MODEL.')
+    named = [] if model is None else [(_name_of(model), model)]
+    for text in models:
+        name, mark, path = text.partition("=")
+        if not (name and mark and path):
+            raise InvalidConfig(f"--model: got text of {len(text)} characters, needed is NAME=MODEL.")
+        named.append((name, path))
+    by_name = dict(named)
+    if len(by_name) < len(named):
+        raise InvalidConfig("--model: two models have the same name; give each one of its own.")
+    return by_name
+
+
+def _name_of(model: str) -> str:
+    from pathlib import Path
+
+    return Path(model).resolve().name if Path(model).is_dir() else model
