@@ -29,6 +29,7 @@ from pagedcore.errors import PagedcoreError
 from pagedcore_asyncgen import AsyncTextGenerator
 from pagedcore_bentoml import EventParser
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
+from pagedcore_openai import openai_app
 from support.doubles import ToyBackend
 from support.engine_builders import make_engine
 from support.letters import WritesLetters
@@ -91,6 +92,7 @@ class House:
     llm: PagedCoreLLM
     chat: ChatPagedCore
     app: App
+    openai: App
 
     def figures(self) -> tuple[int, ...]:
         """What a refused request must not change."""
@@ -102,8 +104,8 @@ class House:
         """Whether no request, no label, no block and no open call is left."""
         labels, requests = self.engine.send(
             lambda engine: (set(engine.requests._labels), len(list(engine.requests)))).result(60)
-        return self.figures()[:3] == (0, 0, 0) and not labels and not requests and not (
-            self.app.runner._open_calls.num_open)
+        num_open = self.app.runner._open_calls.num_open + self.openai.asgi.service.open_calls.num_open
+        return self.figures()[:3] == (0, 0, 0) and not labels and not requests and not num_open
 
 
 @asynccontextmanager
@@ -114,7 +116,8 @@ async def house(backend: Any = None, **settings: Any) -> AsyncIterator[House]:
     with AsyncEngine(inner, stream_interval_s=0.0) as engine:
         async with serving(engine) as app:
             llm, chat = (kind.from_engine(engine, wait_for_room=False) for kind in (PagedCoreLLM, ChatPagedCore))
-            yield House(inner, engine, AsyncTextGenerator(engine, owns_engine=False), llm, chat, app)
+            openai: Any = App(openai_app(engine), app.runner, engine)
+            yield House(inner, engine, AsyncTextGenerator(engine, owns_engine=False), llm, chat, app, openai)
 
 
 def tokens_of_output(output: RequestOutput) -> list[int]:
@@ -208,6 +211,21 @@ def body_of(question: Question, *, is_batch: bool = False) -> dict[str, Any]:
     """The body of a call."""
     prompt = {"prompts": [question.prompt]} if is_batch else {"prompt": question.prompt}
     return {**prompt, "sampling": question.sampling, **question.options}
+
+
+def openai_body_of(question: Question, path: str, *, is_stream: bool, is_batch: bool = False) -> dict[str, Any]:
+    """The body of a call of the OpenAI door; a batch has another prompt besides."""
+    match path:
+        case "/v1/chat/completions":
+            prompt = {"messages": [{"role": "user", "content": question.prompt}]}
+        case "/v1/responses":
+            prompt = {"input": question.prompt}
+        case _:
+            prompt = {"prompt": [question.prompt, "j"] if is_batch else question.prompt}
+    sampling = {"temperature": 0, **question.sampling}
+    if path == "/v1/responses":
+        sampling["max_output_tokens"] = sampling.pop("max_tokens")
+    return {**prompt, "stream": is_stream, **sampling, **question.options}
 
 
 def raise_refusal(exchange: Exchange) -> None:

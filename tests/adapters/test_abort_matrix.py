@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adapters.doors import EndlessBackend, House, Question, body_of, for_langchain, house
+from adapters.doors import EndlessBackend, House, Question, body_of, for_langchain, house, openai_body_of
 from pagedcore import RequestOutput, SamplingParams
 from pagedcore.errors import EngineClosed
 from pagedcore.plugins.hookspecs import hookimpl
@@ -183,6 +183,9 @@ WHOLE: dict[str, Callable[[Visit], Awaitable[Any]]] = {
         v.question.prompt, **for_langchain(v.question)),
 }
 PATHS = ("/generate", "/stream", "/batch")
+OPENAI = [(path, form) for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+          for form in ("whole", "stream")] + [("/v1/completions", "several"), ("/v1/completions", "several, stream")]
+"""Paths of the OpenAI door, and the forms of a call."""
 
 
 def begin(visit: Visit, door: str, kind: str) -> None:
@@ -198,6 +201,11 @@ def begin(visit: Visit, door: str, kind: str) -> None:
             visit.task = asyncio.ensure_future(visit.run(asyncio.wrap_future(visit.future)))
     elif door in WHOLE:
         visit.task = asyncio.ensure_future(visit.run(WHOLE[door](visit)))
+    elif door.startswith("/v1"):
+        path, _, form = door.partition(" ")
+        body = openai_body_of(visit.question, path, is_stream="stream" in form, is_batch="several" in form)
+        visit.exchange = visit.opened.openai.begin(path, body, reads=visit.reads)
+        visit.task = visit.exchange.task
     else:
         body = body_of(visit.question, is_batch=door == "/batch")
         if door == "/batch":
@@ -244,7 +252,8 @@ def cells(state: str) -> list[tuple[str, str]]:
     # Why: a call that returns everything has nothing left to leave when it has ended.
     found += [(door, kind) for door in ("submit", *WHOLE) for kind in ("cancel", "timeout") if state != "finished"]
     # Why: servers do not cancel a call whose client has left, they say so; only a batch is held.
-    return found + [(path, "disconnect") for path in PATHS if path == "/batch" or state != "held"]
+    found += [(path, "disconnect") for path in PATHS if path == "/batch" or state != "held"]
+    return found + [(f"{path} {form}", "disconnect") for path, form in OPENAI if state != "held"]
 
 
 async def visit_until(
@@ -346,7 +355,10 @@ async def test_closing_the_engine_in_any_state_ends_every_call(state: str) -> No
                 with suppress(EngineClosed):
                     assert await neighbour == toy_answer(prompt, NUM_NEIGHBOUR_TOKENS)
             if visit.exchange is not None and visit.exchange.status != 200:
-                assert (visit.exchange.status, visit.exchange.error["type"]) == (503, "EngineClosed")
+                kind = "server_error" if door.startswith("/v1") else "EngineClosed"
+                assert (visit.exchange.status, visit.exchange.error["type"]) == (503, kind)
+            elif door.startswith("/v1"):
+                assert '"error"' in visit.exchange.text or state == "finished", json.dumps(visit.exchange.text)
             elif visit.exchange is not None:
                 assert "EngineClosed" in visit.exchange.text or state == "finished", json.dumps(visit.exchange.text)
             del visit, neighbours, neighbour
