@@ -90,7 +90,7 @@ def refusal_of(error: Exception) -> Refusal:
 
 def _status_of(error: Exception) -> tuple[int, int | None]:
     if isinstance(error, RefusedAtTheDoor):
-        return error.status, None
+        return error.status, RETRY_AFTER_S if error.status == HTTPStatus.TOO_MANY_REQUESTS else None
     for kind, status, retry_after_s in _STATUSES:
         if isinstance(error, kind):
             return status, retry_after_s

@@ -1,0 +1,173 @@
+"""``pagedcore serve`` as a user runs it: in a process of its own, started, called, told to end, refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
+import uvicorn
+from openai import OpenAI
+
+from adapters.openai.loopback import serving
+from architecture.sources import PACKAGE_PARENTS
+from pagedcore.errors import InvalidConfig, MissingDependency
+from pagedcore_openai.server import keys_of_environment, serve
+from support.async_helpers import wait_until
+from support.runner import try_invoke
+
+KEYS = ("key-of-tenant-one", "key-of-tenant-two")
+QUESTION: Any = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+class Server:
+    """A server's process and what it has printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        wait_until(lambda: "python: OpenAI" in self.text or process.poll() is not None, 120.0)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(iter(self.process.stderr.readline, ""))
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.lines)
+
+    @property
+    def url(self) -> str:
+        """The address in the snippet for Python."""
+        return re.findall(r'OpenAI\(base_url="([^"]+)"', self.text)[0]
+
+
+@contextmanager
+def serve_process(*words: str, **environment: str) -> Iterator[Server]:
+    """Run the command until the block is left."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PACKAGE_PARENTS)), "COLUMNS": "200", **environment}
+    command = [sys.executable, "-m", "pagedcore", "serve", *words, "--port", "0"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield Server(process)
+        finally:
+            process.kill()
+
+
+def stream_of(client: OpenAI, **fields: Any) -> Iterator[Any]:
+    stream = client.completions.create(model="demo", prompt="What is 2 + 3?", stream=True, temperature=0,
+                                       extra_body={"ignore_eos": True}, **fields)
+    return iter(stream)
+
+
+def ask_until_refused(client: OpenAI) -> None:
+    for _ in range(1000):
+        client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=1)
+
+
+def test_a_server_answers_and_ends_its_streams_when_told_to_end() -> None:
+    """Two models by name and two keys; SIGTERM mid-stream: the stream gets all its tokens, new calls are refused, and
+    the process ends with 0 and no error in its log."""
+    with serve_process("demo", "--model", "second=demo", "--kv-memory", "32MiB",
+                       PAGEDCORE_API_KEYS=",".join(KEYS)) as server:
+        assert "serving demo, second at http://127.0.0.1:" in server.text
+        with OpenAI(base_url=server.url, api_key=KEYS[0], max_retries=0) as client:
+            assert [model.id for model in client.models.list().data] == ["demo", "second"]
+            given = client.chat.completions.create(model="second", messages=QUESTION, temperature=0)
+            assert given.choices[0].message.content == "2 + 3 = 5."
+            with pytest.raises(openai.AuthenticationError):
+                client.with_options(api_key="key-of-nobody-at-all").models.list()
+            chunks = stream_of(client, max_tokens=900, stream_options={"include_usage": True})
+            next(chunks)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):
+                ask_until_refused(client)
+            *_, last = chunks
+            assert last.usage.completion_tokens == 900
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.text
+
+
+@pytest.mark.slow
+def test_what_outlasts_the_drain_is_ended_and_so_is_the_process() -> None:
+    """Ctrl-C with a stream that takes longer than the drain: the client's stream raises, and the process ends with 0
+    within the time that is stated."""
+    with serve_process("demo", "--drain-s", "0.1", "--blocks", "512", "--max-num-seqs", "4") as server:
+        with OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            streams = [stream_of(client, max_tokens=2000) for _ in range(4)]
+            for chunks in streams:
+                next(chunks)
+            server.process.send_signal(signal.SIGINT)
+            for chunks in streams:
+                with pytest.raises(openai.APIError, match="closed"):
+                    list(chunks)
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.text
+
+
+def test_a_taken_port_is_said_with_advice() -> None:
+    """Before a model is loaded, with the way to another port; an address of another machine and no port likewise."""
+    async def nothing(*_: Any) -> None:
+        """Answer nothing."""
+
+    with serving(nothing) as url:
+        port = int(url.rpartition(":")[2])
+        with pytest.raises(InvalidConfig, match=rf"{port} cannot be listened on: another program .*--port 0"):
+            serve({"demo": "no-such-model"}, port=port)
+    for address in ({"port": 70_000}, {"host": "203.0.113.7"}, {"host": "no such host"}):
+        with pytest.raises(InvalidConfig, match="cannot be listened on"):
+            serve({"demo": "no-such-model"}, **address)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keys", ["", " ", ",", "short", f"{KEYS[0]},short"])
+def test_keys_of_the_environment_are_checked(keys: str) -> None:
+    """A variable without a key does not open the server to everybody, and a weak key is refused by its place."""
+    with pytest.raises(InvalidConfig, match=r"PAGEDCORE_API_KEYS|key [12] has 5 characters"):
+        keys_of_environment({"PAGEDCORE_API_KEYS": keys})
+    assert keys_of_environment({}) is None
+    assert keys_of_environment({"PAGEDCORE_ADMIN_KEY": KEYS[0]}) is not None
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ((), "model: got none"), (("--model", "demo"), "needed is NAME=MODEL"),
+    (("demo", "--model", "demo=demo"), "the same name"),
+])
+def test_models_are_named(words: tuple[str, ...], said: str) -> None:
+    """No model, a model without a name, one name for two: refused, with what is needed."""
+    with pytest.raises(InvalidConfig, match=said):
+        try_invoke("serve", *words)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without uvicorn the command says what to install."""
+    monkeypatch.delitem(sys.modules, "pagedcore_openai.server", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert uvicorn
+    with pytest.raises(MissingDependency, match=r"needs uvicorn. Install pagedcore\[openai\]"):
+        try_invoke("serve", "demo")
+
+
+def test_everybody_is_warned_of_only_where_everybody_can_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listening on all networks without keys is said at the start; on loopback, or with keys, nothing is."""
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, _: server._announce())
+    for host, keys, is_warned in (("127.0.0.1", None, False), ("0.0.0.0", None, True), ("0.0.0.0", KEYS[0], False)):
+        if keys is not None:
+            monkeypatch.setenv("PAGEDCORE_API_KEYS", keys)
+        said: list[str] = []
+        serve({"demo": "demo"}, host=host, port=0, announce=said.append, num_kv_blocks=16)
+        assert ("everybody who reaches this address" in said[0]) == is_warned
+        assert (keys is not None) == ("$KEY" in said[0])
