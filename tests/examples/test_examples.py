@@ -27,7 +27,7 @@ def test_examples_are_numbered_and_short() -> None:
 
 def test_every_example_has_a_test() -> None:
     """A new example needs a test below."""
-    assert len(NUMBERED) == 10
+    assert len(NUMBERED) == 11
 
 
 def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,3 +125,13 @@ def test_rag_prefixes(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCapt
     assert (again > small, none) == (True, 0)
     assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"
             and record.name == "pagedcore"] == ["prefix cache"]
+
+
+def test_openai_app(capsys: pytest.CaptureFixture[str]) -> None:
+    """The official client lists, asks, streams and is refused through a mounted app, which drains at the end."""
+    pytest.importorskip("openai")
+    out = output_of(11, capsys)
+    assert "models: ['demo']" in out
+    assert [f"{kind}: 2 + 3 = 5." in out for kind in ("whole", "stream")] == [True, True]
+    assert "refused: temperature " in out
+    assert out.endswith("calls left after the drain: 0\n")

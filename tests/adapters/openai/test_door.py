@@ -265,7 +265,7 @@ async def test_a_failure_of_the_model_is_a_500_of_its_request() -> None:
         assert (exchange.status, exchange.error["type"], exchange.error["param"]) == (500, "server_error", None)
     async with opened(FlakyBackend(nan_on=(3, 0))) as app:
         exchange = await app.call(TEXT, {**BODY, "stream": True})
-        assert (exchange.status, exchange.text.count('"choices"')) == (200, 2)
+        assert (exchange.status, '"choices"' in exchange.text) == (200, True)
         assert json.loads(exchange.text.split("data: ")[-1])["error"]["type"] == "server_error"
 
 
