@@ -56,7 +56,7 @@ bench: $(VENV)/.stamp-plot
 	$(BIN)/pagedcore bench throughput --plot build/throughput.png $(BENCH_ARGS)
 
 bench-doors: $(VENV)/.stamp-test
-	for door in asyncgen langchain bentoml; do for model in "--model demo" "--model-size 80m"; do \
+	for door in asyncgen langchain bentoml openai; do for model in "--model demo" "--model-size 80m"; do \
 		$(BIN)/python benchmarks/$${door}_door.py $$model $(BENCH_ARGS) || exit 1; done; done
 
 # The stamp's name is the extra's name.

@@ -1,12 +1,12 @@
-"""The client of ``bentoml_door.py``: a process of its own that does as little as an HTTP client can.
+"""The client of ``bentoml_door.py`` and ``openai_door.py``: a process that does as little as an HTTP client can.
 
     python benchmarks/bentoml_client.py PORT
 
 For every line on its input, a JSON list of request bodies, it opens a connection for each and asks over it whether the
 server lives, so that the server has them open too, as it has those of a client with a pool. Then it starts the clock,
-posts each body to ``/stream`` and collects bytes until the last stream has ended; what they say is read after the clock
-has stopped. In the end it writes one line: wall and CPU seconds, and of every stream its tokens and its number of
-events. Imports the standard library only.
+posts each body to ``/stream``, or to what ``DOOR_PATH`` says, and collects bytes until the last stream has ended; what
+they say is read after the clock has stopped. In the end it writes one line: wall and CPU seconds, and of every stream
+its tokens and its number of events. Imports the standard library only.
 
     python benchmarks/bentoml_client.py PORT SECONDS
 
@@ -17,6 +17,7 @@ posts its bodies one after the other, again and again.
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import socket
 import sys
@@ -26,12 +27,13 @@ from itertools import cycle
 
 LAST_CHUNK = b"0\r\n\r\n"
 """How a chunked response ends (RFC 9112, section 7.1)."""
+PATH = os.environ.get("DOOR_PATH", "/stream")
 
 
 def request_of(body: object) -> bytes:
     """Write a request."""
     content = json.dumps(body).encode()
-    head = ("POST /stream HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head = (f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content)}\r\n\r\n")
     return head.encode() + content
 
@@ -90,13 +92,14 @@ def keep_busy(port: int, seconds: float, bodies: list[list[object]]) -> None:
 def read(response: bytes) -> tuple[list[int], int]:
     """Return the tokens of a response and its number of events; refuse one that was cut off."""
     head, _, rest = response.partition(b"\r\n\r\n")
-    if b" 200 " not in head.split(b"\r\n", 1)[0] or b"event: done" not in rest:
+    if b" 200 " not in head.split(b"\r\n", 1)[0] or not {b"event: done", b"data: [DONE]"} & set(rest.split(b"\n")):
         raise SystemExit(f"not a whole stream: {response[:200]!r}")
     tokens, num_events = [], 0
     for event in _without_chunks(rest).split(b"\n\n"):
-        if b"data: " in event:
+        if b"data: {" in event:
             num_events += 1
-            tokens += json.loads(event.partition(b"data: ")[2]).get("token_ids", [])
+            data = json.loads(event.partition(b"data: ")[2])
+            tokens += data.get("choices", [data])[0].get("token_ids", [])
     return tokens, num_events
 
 

@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 from door_measuring import WANTED, Run, model_of, parse, prompts, show, take_turns
@@ -70,7 +71,7 @@ class Door:
 
     def run(self) -> Run:
         """Have the client read every request's stream."""
-        bodies = [{"prompt": prompt, "sampling": WANTED} for prompt in prompts()]
+        bodies = [self.body_of(prompt) for prompt in prompts()]
         before = self._server_cpu_s()
         assert self._client.stdin is not None
         assert self._client.stdout is not None
@@ -79,15 +80,24 @@ class Door:
         used = {name: after - before[name] for name, after in self._server_cpu_s().items()}
         return Run([tuple(tokens) for tokens, _ in streams], wall_s, {**used, "client": client_s})
 
+    def body_of(self, prompt: str) -> dict[str, Any]:
+        """Write a request."""
+        return {"prompt": prompt, "sampling": WANTED}
+
     def _server_cpu_s(self) -> dict[str, float]:
         """CPU seconds of the worker's event loop, and of all else: the engine's threads and BentoML's own processes."""
         processes = [self._server, *self._server.children(recursive=True)]
         total = sum(times.user + times.system for times in (process.cpu_times() for process in processes))
-        # Why: not the one with most threads: with few for computing that is BentoML's supervisor.
-        worker = next(one for one in processes if "_bentoml_impl.worker.service" in one.cmdline())
+        worker = self.worker_of(processes)
         loop = next(thread for thread in worker.threads() if thread.id == worker.pid)
         loop_s = loop.user_time + loop.system_time
         return {"server's event loop": loop_s, "server's other threads": total - loop_s}
+
+
+    def worker_of(self, processes: list[psutil.Process]) -> psutil.Process:
+        """Return the process whose main thread runs the event loop."""
+        # Why: not the one with most threads: with few for computing that is BentoML's supervisor.
+        return next(one for one in processes if "_bentoml_impl.worker.service" in one.cmdline())
 
 
 @contextmanager
@@ -106,7 +116,7 @@ def served(model: str, service: str = SERVICE, environment: dict[str, str] | Non
         with (log.open("w", encoding="utf-8") as output,
               subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output) as server):
             try:
-                _wait_until_ready(server, port, log)
+                wait_until_ready(server, f"http://127.0.0.1:{port}/readyz", log)
                 with subprocess.Popen([sys.executable, str(Path(__file__).with_name("bentoml_client.py")), port],
                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
                     yield Door(psutil.Process(server.pid), port, client)
@@ -114,10 +124,11 @@ def served(model: str, service: str = SERVICE, environment: dict[str, str] | Non
                 server.terminate()
 
 
-def _wait_until_ready(server: subprocess.Popen[bytes], port: str, log: Path) -> None:
+def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Wait until a page of the server is there."""
     while server.poll() is None:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz"):
+            with urllib.request.urlopen(url):
                 return
         except urllib.error.URLError:
             time.sleep(0.5)

@@ -174,6 +174,7 @@ def _cpu(runs: list[Run], kind: str) -> str:
 
 
 def _machine(load: float) -> str:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("pagedcore", "torch", "langchain-core", "bentoml"))
+    names = ("pagedcore", "torch", "langchain-core", "bentoml", "starlette", "uvicorn")
+    packages = ", ".join(f"{name} {version(name)}" for name in names)
     return (f"{os.cpu_count()} cores, load average {load:.1f} before and {os.getloadavg()[0]:.1f} after; "
             f"CPython {platform.python_version()}, {packages}")
