@@ -33,6 +33,8 @@ from pagedcore_openai.tenants import ApiKeys
 DRAIN_S: Final = 25.0
 MAX_OPEN_CALLS: Final = 1024
 BODY_S: Final = 60.0
+CLOSE_LIMIT_S: Final = 5.0
+"""Longest wait for a step in flight when an engine is closed, in seconds."""
 DEFAULT_NAME: Final = "pagedcore"
 MEMORY_SHARE: Final = 0.3
 """Share of free memory that the KV pools of several models take together when nothing is said."""
@@ -85,7 +87,7 @@ class OpenAIApp(Starlette):
 
     async def aclose(self) -> None:
         """Close the engines that the app owns."""
-        await asyncio.gather(*(engine.aclose() for engine in self._owned))
+        await asyncio.gather(*(engine.aclose(CLOSE_LIMIT_S) for engine in self._owned))
 
 
 @asynccontextmanager
@@ -100,7 +102,9 @@ async def _lifespan(app: Any) -> AsyncGenerator[None, None]:
         yield
     finally:
         farewell.remove()
-        await app.drain()
+        # Why: where a signal has ended the server, the drain has happened.
+        if not app.service.open_calls.is_draining:
+            await app.drain()
         await app.aclose()
         gc.unfreeze()
 

@@ -24,6 +24,7 @@ def serve(
         str | None, typer.Option(help='Memory for KV, such as "2GiB"; several models share it equally.')
     ] = None,
     dtype: common.DtypeOption = "auto",
+    kv_cache_dtype: common.KVDtypeOption = "auto",
     max_num_seqs: common.SeqsOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
@@ -35,8 +36,9 @@ def serve(
     # Why by its name: adapters are above the commands. This one comes with pagedcore, installed as a plugin or not.
     doors: Table[Any] = Table("serve")
     doors.add("openai", "pagedcore_openai.server:serve", extra="openai")
-    settings = {"dtype": dtype, "max_num_seqs": max_num_seqs, "num_kv_blocks": blocks, "max_model_len": max_model_len,
-                "attention_backend": attention_backend, "kv_cache_memory": kv_memory}
+    settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "max_num_seqs": max_num_seqs,
+                "num_kv_blocks": blocks, "max_model_len": max_model_len, "attention_backend": attention_backend,
+                "kv_cache_memory": kv_memory}
     given = {name: value for name, value in settings.items() if value is not None}
     run, by_name = doors.load("openai"), _by_name(model, models or [])
     with common.error_console().status(f"loading {', '.join(by_name)} ...") as status:
