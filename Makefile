@@ -1,6 +1,7 @@
 # make demo    watch the batch answer questions        make check   lint and types
 # make test    the tests                               make slow    the long tests
 # make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a GPU
+# make formats quantised checkpoints against a library of their format, in an environment of its own
 # make gpu     everything there is to measure on an NVIDIA GPU; see benchmarks/h200.md
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
 # make mutants bugs put in by hand, each with the test that finds it
@@ -14,7 +15,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MINUTES ?= 10
 
-.PHONY: demo test check slow mutants torture soak bench bench-doors kernels gpu docs architecture
+.PHONY: demo test check slow mutants torture soak bench bench-doors kernels formats gpu docs architecture
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -36,6 +37,11 @@ soak: $(VENV)/.stamp-test
 
 kernels: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m kernels --timeout 3600 tests/kernels tests/ptxsim $(PYTEST_ARGS)
+
+formats:
+	$(MAKE) VENV=build/formats build/formats/.stamp-formats
+	build/formats/bin/python -m pytest -m formats -o addopts=--import-mode=importlib \
+		tests/models/quantization/test_compressed_tensors_library.py $(PYTEST_ARGS)
 
 gpu: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/gpu.py build

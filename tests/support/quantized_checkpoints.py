@@ -215,3 +215,12 @@ def change_tensors(directory: Path, changes: dict[str, torch.Tensor | None]) -> 
     tensors = {**load_file(directory / "model.safetensors"), **changes}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, directory / "model.safetensors", {"format": "pt"})
+
+
+def numbers_of(weight: Any) -> torch.Tensor:
+    """The numbers float32 [out, in] that a ``QuantizedWeight`` stands for."""
+    (num_outputs, num_inputs), num_groups = weight.values.shape, weight.scales.shape[1]
+    difference = weight.values.float().view(num_outputs, num_groups, -1)
+    if weight.zeros is not None:
+        difference -= weight.zeros[..., None]
+    return (difference * weight.scales[..., None]).view(num_outputs, num_inputs)

@@ -170,8 +170,7 @@ def _config(source: str, model: nn.Module, quantized: Mapping[str, int], quantiz
     linears, own = SCHEMES[quantization], json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8"))
     layers: dict[int | None, list[str]] = defaultdict(list)
     for layer, num_inputs in quantized.items():
-        num_groups = linears.num_groups(num_inputs)
-        layers[None if num_groups == 1 else num_inputs // num_groups].append(layer)
+        layers[None if linears.bits == 8 else num_inputs // linears.num_groups(num_inputs)].append(layer)
     weights = {"num_bits": linears.bits, "type": "int", "symmetric": True, "dynamic": False}
     rows = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     groups = {

@@ -18,11 +18,17 @@ from pagedcore.models.cpu.fused_decoder import FusedDecoder
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.quantization.checkpoint import load_stored, stored_format
 from pagedcore.models.quantization.packed_integers import pack, unpack
-from pagedcore.models.quantization.stored_weight import QuantizedWeight
 from pagedcore.models.quantization.tensor_files import TensorFiles
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import VOCAB, tiny_model
-from support.quantized_checkpoints import KINDS, change_config, change_tensors, linear_names, write_checkpoint
+from support.quantized_checkpoints import (
+    KINDS,
+    change_config,
+    change_tensors,
+    linear_names,
+    numbers_of,
+    write_checkpoint,
+)
 
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
 PROMPTS = [[(7 * i + n) % VOCAB for i in range(n)] for n in (5, 19, 33)]
@@ -51,15 +57,6 @@ def scores_of_transformers(model: Any) -> np.ndarray[Any, Any]:
         logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
         parts += [logprobs[place - 1, token].item() for place, token in enumerate(prompt) if place]
     return np.array(parts)
-
-
-def numbers_of(weight: QuantizedWeight) -> torch.Tensor:
-    """The numbers that a quantised weight stands for."""
-    (num_outputs, num_inputs), num_groups = weight.values.shape, weight.scales.shape[1]
-    difference = weight.values.float().view(num_outputs, num_groups, -1)
-    if weight.zeros is not None:
-        difference -= weight.zeros[..., None]
-    return (difference * weight.scales[..., None]).view(num_outputs, num_inputs)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
