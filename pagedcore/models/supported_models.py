@@ -27,7 +27,10 @@ _STATE: Final = (
     "sequences without padding would mix up"
 )
 _SELECTION: Final = "its attention reads a selection of positions that it computes outside of the attention function"
-_QUANTIZED: Final = "its weights are quantized in a format of another library; load unquantized weights"
+_QUANTIZED: Final = (
+    "its weights are quantized in a format of another library; load unquantized weights, or name the directory of a "
+    "checkpoint of compressed-tensors, GPTQ or AWQ"
+)
 _HEAD: Final = (
     "causal language model that computes the logits of chosen tokens only (logits_to_keep); load the model with its "
     "language model head, by AutoModelForCausalLM"

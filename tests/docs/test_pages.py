@@ -55,8 +55,9 @@ def test_snippet_runs(
 
 
 @pytest.mark.parametrize("command", starting_with("pagedcore", "echo"))
-def test_command_runs(command: str) -> None:
-    """A command line runs as it stands and prints something."""
+def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command line runs as it stands, in an empty directory, and prints something."""
+    monkeypatch.chdir(tmp_path)
     given, pipe, rest = command.partition(" | ")
     name, *words = shlex.split(rest if pipe else command)
     assert name == "pagedcore"
