@@ -36,7 +36,7 @@ _ANY_ROOT: Final = 0
 _MOST_READ: Final = 4096
 """Blocks that were read and whose tags are known if they are written again; older ones count as another process's."""
 _NAN: Final = 0xFF
-"""Of these bytes, every number is NaN in float32, bfloat16, float16 and float8, and -1 in integers."""
+"""Of these bytes, every number is NaN in float32, bfloat16, float16 and float8; of integers, the scale is."""
 _Pairs = Seq[tuple[int, int]]
 
 
