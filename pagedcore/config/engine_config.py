@@ -55,7 +55,7 @@ class EngineConfig:
 
     dtype: str = "auto"
     """Weights, and KV unless ``kv_cache_dtype`` says otherwise: "auto" takes bfloat16 where the device computes in it,
-    else float32."""
+    else float32. On a CPU weights of float16 are computed in float32, exactly, with KV in float32 too."""
     device: str = "auto"
     """Where the model runs: "cpu", or "cuda" for an NVIDIA GPU, "cuda:1" for the second one; "auto" takes the CPU."""
     block_size: int | None = None

@@ -18,7 +18,7 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models import model_facts, supported_models
 from pagedcore.models.cpu.packed_experts import matrices_of_experts
 from pagedcore.models.cpu.packed_linear import can_pack, matrix_of
-from pagedcore.models.pretrained import load_config, resolve_dtype
+from pagedcore.models.pretrained import computing_dtype, load_config
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
@@ -53,7 +53,7 @@ def read_blueprint(
         InvalidConfig: there is no such model, or no such KV with this attention.
     """
     make_layout = layout_maker(attention_factory, settings.kv_cache_dtype)
-    config, dtype = load_config(source, trust_remote_code=settings.trust_remote_code), resolve_dtype(settings.dtype)
+    config, dtype = load_config(source, trust_remote_code=settings.trust_remote_code), computing_dtype(settings.dtype)
     model = _tree_of(config, dtype, settings.trust_remote_code)
     try:
         with torch.device("meta"), torch.inference_mode():

@@ -79,7 +79,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         )
     from pagedcore.execution import devices
     from pagedcore.models.ownership import require_free
-    from pagedcore.models.pretrained import load_pretrained, resolve_dtype
+    from pagedcore.models.pretrained import computing_dtype, load_pretrained, resolve_dtype, widen_halves
     from pagedcore.models.quantization.checkpoint import load_stored, stored_format
     from pagedcore.models.quantization.stored_weight import stored_tensors
     from pagedcore.models.transformers_model import TransformersModel, layout_maker, requirements_of
@@ -102,16 +102,18 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     dtype = device.default_dtype if config.dtype == "auto" else config.dtype
     if stored is not None:
         trust = config.trust_remote_code
-        model = load_stored(_source(model), stored, resolve_dtype(dtype), trust_remote_code=trust)
+        model = load_stored(_source(model), stored, computing_dtype(dtype, device.kind), trust_remote_code=trust)
     elif is_named:
         model = load_pretrained(
             _checked_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code,
-            is_quick=device.kind == "cpu",
+            is_quick=device.kind == "cpu", is_chosen=config.dtype != "auto",
         )
     elif config.dtype != "auto":
         # Why: the conversion works in place, on the weights of the engine that has the model.
         require_free(model)
         model = model.to(resolve_dtype(config.dtype))
+    if device.kind == "cpu":
+        widen_halves(model)
     backend = TransformersModel(
         model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
         linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,

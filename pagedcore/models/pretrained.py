@@ -19,6 +19,7 @@ import torch
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
 from pagedcore.execution.machine import this_machine
+from pagedcore.models.ownership import require_free
 from pagedcore.models.quick_start import NotQuick, read_model
 from pagedcore.models.supported_models import check_config
 
@@ -33,7 +34,8 @@ _PATH: Final = re.compile(r"\bhttps?://[\w.\-/]+|(?<!\w)/[\w.\-/]+")
 
 
 def load_pretrained(
-    source: str | os.PathLike[str], *, dtype: str = "auto", trust_remote_code: bool = False, is_quick: bool = False
+    source: str | os.PathLike[str], *, dtype: str = "auto", trust_remote_code: bool = False, is_quick: bool = False,
+    is_chosen: bool = True,
 ) -> PreTrainedModel | ForCausalLM:
     """Load a model on the CPU.
 
@@ -42,6 +44,7 @@ def load_pretrained(
         dtype: number format of the weights; "auto" is what the machine computes fastest.
         trust_remote_code: whether code shipped with the model may run.
         is_quick: read it without transformers where that computes the same.
+        is_chosen: the caller asked for ``dtype``; else the log says what becomes of the format that the weights have.
 
     Raises:
         ModelNotSupported: the architecture cannot run here, or needs code of its own that may not run.
@@ -50,12 +53,15 @@ def load_pretrained(
     name, is_local = os.fspath(source), Path(source).is_dir()
     if is_quick and is_local:
         try:
-            return read_model(Path(name), resolve_dtype(dtype))
+            quick = read_model(Path(name), resolve_dtype(dtype))
+            _tell_format(quick.config.dtype, quick.dtype, is_chosen)
+            return quick
         except NotQuick as reason:
             _log.debug("The model is loaded by transformers: %s.", reason)
     from transformers import AutoModelForCausalLM
 
     config = load_config(name, trust_remote_code=trust_remote_code)
+    _tell_format(config.dtype, resolve_dtype(dtype), is_chosen)
     with as_refusals(name), _no_progress_bar():
         model, report = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
@@ -133,6 +139,49 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
+
+
+def _tell_format(stored: object, dtype: torch.dtype, is_chosen: bool) -> None:
+    old, new = str(stored).removeprefix("torch."), str(dtype).removeprefix("torch.")
+    if is_chosen or old == new or old not in ("float16", "float32", "bfloat16"):
+        return
+    if dtype == torch.float32:
+        _log.info("dtype='auto': weights of %s are computed in float32, exactly, as this device prefers it.", old)
+    else:
+        _log.warning(
+            "dtype='auto': weights of %s are rounded to %s, in which this device is fastest. dtype=%r keeps them.",
+            old, new, old,
+        )
+
+
+def widen_halves(model: Any) -> None:
+    """Make a model of float16 one of float32, in place: each of its numbers is one of float32 too.
+
+    Raises:
+        InvalidConfig: a weight is not finite, as numbers above 65504 are not in float16.
+        ModelTakenOver: an engine has the model.
+    """
+    if model.dtype != torch.float16:
+        return
+    require_free(model)
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise InvalidConfig(
+                f"dtype: weights of {name} are not finite in float16, whose largest number is 65504. Take float32, or "
+                "bfloat16, unless the files have such weights."
+            )
+    _log.info("Weights of float16 are computed in float32 on the CPU: exactly, in twice the memory.")
+    model.float()
+
+
+def computing_dtype(name: str, kind: str = "cpu") -> torch.dtype:
+    """Return the number format in which a device of that kind computes with weights of the format called ``name``.
+
+    Raises:
+        InvalidConfig: as ``resolve_dtype``.
+    """
+    dtype = resolve_dtype(name)
+    return torch.float32 if kind == "cpu" and dtype == torch.float16 else dtype
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -139,6 +139,7 @@ def read_config(directory: Path) -> tuple[_Config, SimpleNamespace]:
     _require({"bos_token_id", "eos_token_id"} <= raw.keys(), "its configuration does not say which tokens are special")
     _require(raw["num_attention_heads"] % raw["num_key_value_heads"] == 0, "its heads form no groups")
     config = _Config(**{name: raw.get(name) for name in _KEPT}, rope_parameters=_rope(raw), _attn_implementation="sdpa")
+    config.dtype = raw.get("dtype") or raw.get("torch_dtype")
     config.head_dim = raw.get("head_dim") or config.hidden_size // config.num_attention_heads
     _require(_is_size(config.head_dim) and config.head_dim % 2 == 0, "head_dim is no size")
     if "layer_types" in own_fields:
