@@ -1,4 +1,4 @@
-"""``pagedcore doctor``: what this machine can do, what is installed, and what "auto" would choose."""
+"""``pagedcore doctor``: what this machine can do, what is installed, what "auto" would choose, and how a model runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
+import typer
 from rich.table import Table
 
 from pagedcore import __version__
 from pagedcore.cli.common import console
+from pagedcore.errors import ModelNotSupported
 
 if TYPE_CHECKING:
     from pagedcore.execution.machine import Machine
@@ -19,8 +21,15 @@ if TYPE_CHECKING:
 _PACKAGES: Final = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "pluggy")
 
 
-def doctor() -> None:
-    """Report the machine, the versions, the plugins and the choices of "auto"."""
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help='A model directory, a hub id, or "demo", to ask about; no weights are read.')
+    ] = None,
+) -> None:
+    """Report the machine, the versions, the plugins and the choices of "auto", or how a model would be computed."""
+    if model is not None:
+        console().print(_facts(model, diagnosis(model)))
+        return
     from pagedcore.cli.plugins import records_table
     from pagedcore.execution.machine import this_machine
     from pagedcore.plugins.manager import create_plugin_manager
@@ -30,6 +39,21 @@ def doctor() -> None:
     out.print(_facts("versions", versions()))
     out.print(_facts('"auto" chooses', choices(machine)))
     out.print(records_table(create_plugin_manager(), title="plugins"))
+
+
+def diagnosis(model: str) -> dict[str, str]:
+    """Return how ``model`` would be loaded and computed, or why it cannot be."""
+    from transformers.utils import logging
+
+    from pagedcore.models.loading import model_source
+
+    logging.set_verbosity_error()  # Why: remarks about a configuration would stand between the facts
+    from pagedcore.models.diagnosis import diagnose
+
+    try:
+        return {"runs here": "yes", **diagnose(model_source(model))}
+    except ModelNotSupported as error:
+        return {"runs here": f"no. {error}"}
 
 
 def machine_facts(machine: Machine) -> dict[str, str]:

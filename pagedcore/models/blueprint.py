@@ -54,7 +54,7 @@ def read_blueprint(
     """
     make_layout = layout_maker(attention_factory, settings.kv_cache_dtype)
     config, dtype = load_config(source, trust_remote_code=settings.trust_remote_code), computing_dtype(settings.dtype)
-    model = _tree_of(config, dtype, settings.trust_remote_code)
+    model = tree_of(config, dtype, settings.trust_remote_code)
     try:
         with torch.device("meta"), torch.inference_mode():
             shapes = kv_shapes(redirect_attention(model)[0])
@@ -86,7 +86,12 @@ def _weight_bytes(model: Any, quantization: str) -> int:
     return total
 
 
-def _tree_of(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def tree_of(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Return a model of transformers without memory.
+
+    Raises:
+        ModelNotSupported: it has modules that cannot run here.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

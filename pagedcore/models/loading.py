@@ -21,6 +21,7 @@ from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend, T
 if TYPE_CHECKING:
     from pagedcore.execution.devices import Device
     from pagedcore.models.blueprint import Blueprint
+    from pagedcore.models.quantization.checkpoint import StoredFormat
     from pagedcore.models.transformers_model import TransformersModel
 
 Loader = Callable[[str, str], Any]
@@ -78,9 +79,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             "transformers, or an object with the members of ModelBackend."
         )
     from pagedcore.execution import devices
-    from pagedcore.models.ownership import require_free
-    from pagedcore.models.pretrained import computing_dtype, load_pretrained, resolve_dtype, widen_halves
-    from pagedcore.models.quantization.checkpoint import load_stored, stored_format
+    from pagedcore.models.quantization.checkpoint import stored_format
     from pagedcore.models.quantization.stored_weight import stored_tensors
     from pagedcore.models.transformers_model import TransformersModel, layout_maker, requirements_of
 
@@ -99,21 +98,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     if config.quantization not in ("none", quantization):
         raise InvalidConfig(f"quantization: got {config.quantization!r} for a {quantization} checkpoint. Leave it.")
     linears = _linears(config, device, load, quantization, stored is not None)
-    dtype = device.default_dtype if config.dtype == "auto" else config.dtype
-    if stored is not None:
-        trust = config.trust_remote_code
-        model = load_stored(_source(model), stored, computing_dtype(dtype, device.kind), trust_remote_code=trust)
-    elif is_named:
-        model = load_pretrained(
-            _checked_source(model), dtype=dtype, trust_remote_code=config.trust_remote_code,
-            is_quick=device.kind == "cpu", is_chosen=config.dtype != "auto",
-        )
-    elif config.dtype != "auto":
-        # Why: the conversion works in place, on the weights of the engine that has the model.
-        require_free(model)
-        model = model.to(resolve_dtype(config.dtype))
-    if device.kind == "cpu":
-        widen_halves(model)
+    model = _load(model, stored, config, device)
     backend = TransformersModel(
         model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
         linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
@@ -124,13 +109,36 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     return backend
 
 
+def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device: Device) -> Any:
+    """Return a model with its weights, in a number format that the device computes in."""
+    from pagedcore.models.ownership import require_free
+    from pagedcore.models.pretrained import computing_dtype, load_pretrained, resolve_dtype, widen_halves
+    from pagedcore.models.quantization.checkpoint import load_stored
+
+    dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
+    if stored is not None:
+        return load_stored(_source(model), stored, computing_dtype(dtype, device.kind), trust_remote_code=trust)
+    if isinstance(model, str | os.PathLike):
+        model = load_pretrained(
+            model_source(model), dtype=dtype, trust_remote_code=trust, is_quick=device.kind == "cpu",
+            is_chosen=config.dtype != "auto",
+        )
+    elif config.dtype != "auto":
+        # Why: the conversion works in place, on the weights of the engine that has the model.
+        require_free(model)
+        model = model.to(resolve_dtype(config.dtype))
+    if device.kind == "cpu":
+        widen_halves(model)
+    return model
+
+
 def plan_backend(
     model: str | os.PathLike[str], config: EngineConfig, load_attention: Callable[[str], AttentionFactory]
 ) -> Blueprint:
     """Return what is known of ``model`` without its weights; errors as ``transformers_backend``."""
     from pagedcore.models.blueprint import read_blueprint
 
-    return read_blueprint(_checked_source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), config)
+    return read_blueprint(model_source(model), load_attention(_attention_name(config, DEFAULT_ATTENTION)), config)
 
 
 def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
@@ -142,7 +150,7 @@ def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
     from pagedcore.tokenizer.tokenizer import HFTokenizer
 
     if config.tokenizer is not None:
-        return HFTokenizer.from_directory(_checked_source(config.tokenizer, "tokenizer"), config.trust_remote_code)
+        return HFTokenizer.from_directory(model_source(config.tokenizer, "tokenizer"), config.trust_remote_code)
     if not isinstance(model, str | os.PathLike):
         return None
     source = _source(model)
@@ -165,7 +173,7 @@ def _source(model: str | os.PathLike[str]) -> str:
     return os.fspath(DEMO_MODEL_DIR) if model == "demo" else os.fspath(model)
 
 
-def _checked_source(model: str | os.PathLike[str], what: str = "model") -> str:
+def model_source(model: str | os.PathLike[str], what: str = "model") -> str:
     """Return the directory or the hub id that a user means; refuse what can be neither."""
     name = _source(model)
     if Path(name).is_file():

@@ -21,7 +21,7 @@ from pagedcore.protocols import LinearFactory
 from pagedcore_kernels.cpu.layers.elementwise import can_compute
 
 #: Name of the classes of each architecture: ``<name>Model``, ``<name>DecoderLayer`` and so on.
-_FAMILIES: Final = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES: Final = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 #: Modules by path: the end of the name of one of transformers' classes, which begins with the architecture's, or the
 #: class itself. The class of ``act_fn`` depends on the configuration.
@@ -55,7 +55,7 @@ def recognised_activation(
     ``None`` is any other model, and one with a product that ``linears`` does not support; see ``best_decoder``.
     """
     config = model.config
-    family = _FAMILIES.get(config.model_type)
+    family = FAMILIES.get(config.model_type)
     if family is None or not (_has_known_modules(model, family) and _has_known_layers(model, layers)):
         return None
     activation, class_names = _ACTIVATIONS.get(config.hidden_act, (None, ()))
@@ -110,7 +110,8 @@ def _has_known_layers(model: Any, layers: Mapping[int, AttentionLayer]) -> bool:
         return False
     parameters = {(parameter.dtype, parameter.device.type) for parameter in model.parameters()}
     heads = {(layer.num_heads, layer.num_kv_heads, layer.key_head_size) for layer in layers.values()}
-    return parameters == {(model.dtype, "cpu")} and len(heads) == 1 and all(
+    # Shape: on "meta" are models that are only looked at.
+    return parameters in ({(model.dtype, "cpu")}, {(model.dtype, "meta")}) and len(heads) == 1 and all(
         layer.owns_kv and layer.index == number and layer.query_tuning is None
         and layer.key_head_size == layer.value_head_size
         for number, layer in layers.items()

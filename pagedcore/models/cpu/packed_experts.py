@@ -15,7 +15,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from pagedcore.models.cpu.packed_linear import VECTOR, OnUnused, PackedLinear
+from pagedcore.models.cpu.packed_linear import (
+    FASTEST,
+    VECTOR,
+    OnUnused,
+    PackedLinear,
+    holders_of_matrices,
+    packable_weight,
+)
 from pagedcore.protocols import LinearFactory
 
 _WEIGHTS: Final = ("gate_up_proj", "down_proj")
@@ -107,6 +114,15 @@ def pack_experts(
                 packed += *experts.gate_up, *experts.down
                 setattr(parent, name, experts)
     return tuple(packed)
+
+
+def left_alone(model: nn.Module, linears: LinearFactory = FASTEST) -> tuple[str, ...]:
+    """Return the types of modules with matrices that neither ``pack_experts`` nor ``pack_linears`` would replace."""
+    return tuple(sorted({
+        type(module).__name__ for module in holders_of_matrices(model)
+        if packable_weight(module, linears) is None
+        and not _has_experts(module, linears) and not _is_router(module, linears)
+    }))
 
 
 def _multiply(products: Sequence[PackedLinear], rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

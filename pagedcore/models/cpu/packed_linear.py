@@ -160,7 +160,7 @@ def pack_linears(
                 on_unused(child.get_parameter("weight"))
             # Why: another reference to the old layer must not keep its memory.
             child.weight = None  # type: ignore[assignment]
-    return PackingReport(tuple(packed), tuple(sorted({type(m).__name__ for m in _holders_of_matrices(model)})))
+    return PackingReport(tuple(packed), tuple(sorted({type(m).__name__ for m in holders_of_matrices(model)})))
 
 
 def matrix_of(module: Any) -> torch.Tensor | None:
@@ -172,14 +172,18 @@ def matrix_of(module: Any) -> torch.Tensor | None:
     return module.weight.t() if kind.__name__ == "Conv1D" and kind.__bases__ == (nn.Module,) else None
 
 
-def _pack(module: Any, factory: LinearFactory) -> PackedLinear | None:
+def packable_weight(module: Any, factory: LinearFactory) -> torch.Tensor | None:
+    """Return the weight [out, in] of a module that is exactly a linear layer of a supported format."""
     weight = matrix_of(module)
-    if weight is None or not factory.supports(weight.dtype, weight.shape[1]):
-        return None
-    return PackedLinear(weight, module.bias, factory).train(module.training)
+    return weight if weight is not None and factory.supports(weight.dtype, weight.shape[1]) else None
 
 
-def _holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
+def _pack(module: Any, factory: LinearFactory) -> PackedLinear | None:
+    weight = packable_weight(module, factory)
+    return None if weight is None else PackedLinear(weight, module.bias, factory).train(module.training)
+
+
+def holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
     """Yield modules with parameters of two dimensions or more that no packed layer or embedding accounts for."""
     for module in model.modules():
         if not isinstance(module, nn.Embedding | PackedLinear) and any(

@@ -24,7 +24,8 @@ def refusal(found: str) -> ModelNotSupported:
     """Make the error for files that cannot be loaded here, of what was found in them."""
     return ModelNotSupported(
         f"model: its files cannot be loaded here: {found[:400]}. Supported are, beside floating numbers, "
-        "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed), GPTQ with 4 or 8 bits, and AWQ with 4 bits."
+        "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed), GPTQ with 4 or 8 bits, and AWQ "
+        "with 4 bits."
     )
 
 

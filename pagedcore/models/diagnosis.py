@@ -1,0 +1,82 @@
+"""How an engine would load and compute a model on this CPU, and why, from its configuration and the heads of its files.
+
+Owns the questions that are answered by loading otherwise: which code reads the files, which decoder computes, whether
+results can be the same bits under every schedule. The self-test and the probe of products at load have the last word.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from pagedcore.models.blueprint import tree_of
+from pagedcore.models.cpu.fused_match import FAMILIES, recognised_activation
+from pagedcore.models.cpu.packed_experts import left_alone
+from pagedcore.models.pretrained import computing_dtype, load_config
+from pagedcore.models.quantization.checkpoint import stored_format
+from pagedcore.models.quick_start import why_not_quick
+from pagedcore.models.transformers_model import redirect_attention
+from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
+
+
+def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) -> dict[str, str]:
+    """Return what happens to a model with default settings, as one sentence for each question.
+
+    Args:
+        source: a directory, or a name on the hub; no weight is read.
+        trust_remote_code: whether code shipped with the model may run.
+
+    Raises:
+        ModelNotSupported: the model cannot run here.
+        InvalidConfig: there is no such model.
+    """
+    name, directory = os.fspath(source), Path(source)
+    stored = stored_format(name)
+    config = load_config(name, trust_remote_code=trust_remote_code, is_quantised=stored is not None)
+    dtype = computing_dtype("auto")
+    reason = why_not_quick(directory) if directory.is_dir() else "names on the hub are its to find"
+    # Why before the tree is built: building it makes the configuration's format the tree's.
+    facts = {
+        "architecture": str(config.model_type),
+        "files": "read without transformers" if not reason else f"loaded by transformers: {reason}",
+        "tokenizer": _reader_of_tokenizer(directory),
+        "quantisation": "none" if stored is None else f"{stored.scheme}, as the files have it",
+        "number format": _format_of(config.dtype, dtype),
+    }
+    model = tree_of(config, dtype, trust_remote_code)
+    with torch.device("meta"), torch.inference_mode():
+        layers, _ = redirect_attention(model)
+    is_fused, others = recognised_activation(model, layers) is not None, left_alone(model)
+    return facts | {"decoder": _decoder(str(config.model_type), is_fused), "schedule": _schedule(is_fused, others)}
+
+
+def _reader_of_tokenizer(directory: Path) -> str:
+    if not directory.is_dir():
+        return "loaded by transformers"
+    if not any(directory.glob("tokenizer*")):
+        return "none: prompts are token ids"
+    return "loaded by transformers" if read_tokenizer(directory) is None else "read without transformers"
+
+
+def _format_of(stored: object, dtype: torch.dtype) -> str:
+    old, new = str(stored).removeprefix("torch."), str(dtype).removeprefix("torch.")
+    if old == new or stored is None:
+        return f"{new}, in which this processor is fastest"
+    rounded = "exactly" if dtype == torch.float32 else "rounded"
+    return f"{new}, in which this processor is fastest; the files have {old}: {rounded}"
+
+
+def _decoder(model_type: str, is_fused: bool) -> str:
+    if is_fused:
+        return "fused kernels"
+    if model_type not in FAMILIES:
+        return f"transformers' modules with packed products: fused kernels know {', '.join(FAMILIES)}"
+    return "transformers' modules with packed products: its sizes or options are not those of the fused kernels"
+
+
+def _schedule(is_fused: bool, others: tuple[str, ...]) -> str:
+    if others and not is_fused:
+        return f"results depend on it in their last bits: torch multiplies the matrices of {', '.join(others)}"
+    return "results are the same bits whatever the schedule, if the probe at load confirms it"

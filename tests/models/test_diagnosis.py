@@ -1,0 +1,74 @@
+"""What ``pagedcore doctor MODEL`` says is what an engine then does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagedcore import Engine
+from pagedcore.cli.doctor import diagnosis
+from pagedcore.models import pretrained
+from pagedcore.models.cpu.fused_decoder import FusedDecoder
+from pagedcore.models.diagnosis import diagnose
+from support.families import tiny_model
+
+#: Architecture, changes of its configuration, whether its files are read without transformers, and by fused kernels.
+CASES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
+    "quick": ("llama", {}, True, True),
+    "window": ("mistral", {}, False, True),
+    "other family": ("granite", {}, False, False),
+    "convolutions as linears": ("gpt2", {}, False, False),
+    "experts": ("mixtral", {}, False, False),
+    "unknown experts": ("dbrx", {}, False, False),
+    "fused, but for its activation": ("llama", {"hidden_act": "gelu"}, False, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_diagnosis_is_what_an_engine_does(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Path, decoder and promise agree with those of an engine, and no weight is read to know them."""
+    family, changes, is_quick, is_fused = CASES[name]
+    tiny_model(family, **changes).save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Module, "load_state_dict", lambda *_: pytest.fail("weights were read"))
+        patch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_: pytest.fail("weights were read"))
+        patch.setattr("pagedcore.models.quick_start.ForCausalLM", lambda *_: pytest.fail("weights were read"))
+        facts = diagnose(tmp_path)
+    assert facts["files"].startswith("read without transformers") == is_quick
+    assert facts["decoder"].startswith("fused kernels") == is_fused
+    with Engine.from_pretrained(tmp_path, num_kv_blocks=4) as engine:
+        backend: Any = engine._runner.backend
+    assert isinstance(backend._decoder, FusedDecoder) == is_fused
+    assert facts["schedule"].startswith("results are the same bits") == backend.is_schedule_invariant
+    assert all(kind in facts["schedule"] for kind in backend._decoder.other_matrices)
+    assert facts["number format"].startswith(str(backend.dtype).removeprefix("torch."))
+
+
+def test_reasons_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why transformers loads a model, what becomes of its format, and who reads its tokenizer are said."""
+    tiny_model("llama", dtype=torch.float16).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "something_new": 1}))
+    machine = type("M", (), {"default_dtype": "bfloat16"})
+    monkeypatch.setattr(pretrained, "this_machine", lambda: machine)
+    facts = diagnose(tmp_path)
+    assert "something_new" in facts["files"]
+    assert "the files have float16: rounded" in facts["number format"]
+    assert facts["tokenizer"] == "none: prompts are token ids"
+    assert facts["quantisation"] == "none"
+
+
+def test_the_demo_and_a_model_that_cannot_run(tmp_path: Path) -> None:
+    """The command answers for a name, and gives the reason of a refusal as a fact."""
+    facts = diagnosis("demo")
+    assert facts["runs here"] == "yes"
+    assert facts["files"] == facts["tokenizer"] == "read without transformers"
+    assert facts["decoder"] == "fused kernels"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert "'mamba'" in diagnosis(str(tmp_path))["runs here"]
