@@ -26,6 +26,7 @@ from architecture.sources import PACKAGE_PARENTS
 from pagedcore.errors import InvalidConfig, MissingDependency
 from pagedcore_openai.server import keys_of_environment, serve
 from support.async_helpers import wait_until
+from support.doubles import ToyBackend
 from support.runner import try_invoke
 
 KEYS = ("key-of-tenant-one", "key-of-tenant-two")
@@ -91,13 +92,13 @@ def test_a_server_answers_and_ends_its_streams_when_told_to_end() -> None:
             assert given.choices[0].message.content == "2 + 3 = 5."
             with pytest.raises(openai.AuthenticationError):
                 client.with_options(api_key="key-of-nobody-at-all").models.list()
-            chunks = stream_of(client, max_tokens=900, stream_options={"include_usage": True})
+            chunks = stream_of(client, max_tokens=400, stream_options={"include_usage": True})
             next(chunks)
             server.process.send_signal(signal.SIGTERM)
             with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):
                 ask_until_refused(client)
             *_, last = chunks
-            assert last.usage.completion_tokens == 900
+            assert last.usage.completion_tokens == 400
         assert server.process.wait(30) == 0
         assert "Traceback" not in server.text
 
@@ -168,6 +169,6 @@ def test_everybody_is_warned_of_only_where_everybody_can_call(monkeypatch: pytes
         if keys is not None:
             monkeypatch.setenv("PAGEDCORE_API_KEYS", keys)
         said: list[str] = []
-        serve({"demo": "demo"}, host=host, port=0, announce=said.append, num_kv_blocks=16)
+        serve({"demo": ToyBackend()}, host=host, port=0, announce=said.append, num_kv_blocks=16)
         assert ("everybody who reaches this address" in said[0]) == is_warned
         assert (keys is not None) == ("$KEY" in said[0])
