@@ -291,6 +291,16 @@ async def test_time_limits_end_the_call() -> None:
         assert app.is_idle()
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_refused_prompt_ends_the_others_of_its_call(is_stream: bool) -> None:
+    """One of several prompts that is refused refuses the call; what had begun is aborted."""
+    async with opened() as app:
+        exchange = await app.call(TEXT, {**LONG, "prompt": [[1], [2], [10**6]], "stream": is_stream})
+        assert (exchange.status, exchange.error["param"]) == (400, "prompt")
+        await asyncio.sleep(0.02)
+        assert app.is_idle()
+
+
 class Labels:
     """Notes the labels of finished requests."""
 
