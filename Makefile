@@ -6,6 +6,7 @@
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
 # make mutants bugs put in by hand, each with the test that finds it
 # make torture MINUTES=30  the suites of random cases at length      make soak MINUTES=60  a real engine, used badly
+# make bento   a BentoML service, built and served in an environment of its own
 # make docs    the site, build/site/index.html  make architecture  the pictures of the documentation
 #
 # Without make, `make -n test` prints the plain commands.
@@ -15,7 +16,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MINUTES ?= 10
 
-.PHONY: demo test check slow mutants torture soak bench bench-doors kernels formats gpu docs architecture
+.PHONY: demo test check slow mutants torture soak bench bench-doors bento kernels formats gpu docs architecture
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -34,6 +35,9 @@ torture: $(VENV)/.stamp-test
 
 soak: $(VENV)/.stamp-test
 	PYTHONPATH=.:kernels:adapters:tests $(BIN)/python tests/torture/soak.py --minutes $(MINUTES) $(SOAK_ARGS)
+
+bento: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -m bento --timeout 3600 tests/adapters/bentoml $(PYTEST_ARGS)
 
 kernels: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m kernels --timeout 3600 tests/kernels tests/ptxsim $(PYTEST_ARGS)

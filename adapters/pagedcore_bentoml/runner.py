@@ -24,6 +24,7 @@ from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError, Promp
 from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
 from pagedcore_bentoml.checks import before_any_worker, require_one_worker, require_valid_settings
+from pagedcore_bentoml.packing import packed_model
 from pagedcore_bentoml.wire import (
     REFUSAL_KEY,
     BatchCompletion,
@@ -131,11 +132,12 @@ class PagedCoreRunner:
             return self._engine
 
     def _build(self) -> AsyncEngine:
-        if self.model is None:
+        model = packed_model(self.model)
+        if model is None:
             raise InvalidConfig("model: got None, needed is a model; set it on the class or use create_service.")
-        if isinstance(self.model, AsyncEngine):
-            return self.model
-        return AsyncEngine.from_pretrained(self.model, **{"max_num_waiting": MAX_NUM_WAITING, **self.settings})
+        if isinstance(model, AsyncEngine):
+            return model
+        return AsyncEngine.from_pretrained(model, **{"max_num_waiting": MAX_NUM_WAITING, **self.settings})
 
     @bentoml.on_startup
     async def pagedcore_start(self) -> None:

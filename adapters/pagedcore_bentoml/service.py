@@ -9,6 +9,7 @@ from typing import Any, Final
 import bentoml
 
 from pagedcore_bentoml.checks import require_one_worker
+from pagedcore_bentoml.packing import bento_image
 from pagedcore_bentoml.runner import PagedCoreRunner
 
 TIMEOUT_S: Final = 300
@@ -31,8 +32,10 @@ def create_service(
         model: what ``AsyncEngine.from_pretrained`` takes; nothing is loaded before the service starts.
         name: the service's name.
         runner: a subclass with further endpoints or other limits.
-        service: keywords of ``bentoml.service``, such as ``traffic`` and ``resources``. Streams are not traced unless
-            there is ``tracing`` among them: BentoML makes a span of every event, which costs more than the event.
+        service: keywords of ``bentoml.service``, such as ``traffic`` and ``resources``. ``image`` is ``bento_image`` of
+            the model unless it is given: with it ``bentoml build`` packs pagedcore and a model that is a directory. Streams
+            are not traced unless there is ``tracing``: BentoML makes a span of every event, which costs more than the
+            event.
         **settings: keywords of ``AsyncEngine.from_pretrained``.
 
     Raises:
@@ -41,6 +44,7 @@ def create_service(
     """
     options = {"traffic": {"timeout": TIMEOUT_S}, "tracing": {"excluded_urls": UNTRACED}, **(service or {})}
     options.setdefault("workers", 1)
+    options.setdefault("image", bento_image(model))
     require_one_worker(options)
     inner = type(runner.__name__, (runner,), {"model": model, "settings": settings, "__doc__": runner.__doc__,
                                               "__module__": runner.__module__})

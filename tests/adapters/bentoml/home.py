@@ -7,4 +7,5 @@ import tempfile
 
 os.environ["BENTOML_DO_NOT_TRACK"] = "True"
 _HOME = tempfile.TemporaryDirectory(prefix="bentoml-home-", ignore_cleanup_errors=True)
-os.environ.setdefault("BENTOML_HOME", _HOME.name)
+HOME = os.environ.setdefault("BENTOML_HOME", _HOME.name)
+"""Where BentoML keeps what the tests build."""

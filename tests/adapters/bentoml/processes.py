@@ -54,12 +54,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def bentoml_serve(target: str, folder: Path) -> Iterator[Served]:
+def bentoml_serve(
+    target: str, folder: Path, python: str = sys.executable, env: dict[str, str] | None = None
+) -> Iterator[Served]:
     """Serve ``target`` from ``folder`` until the block is left, then end it as a supervisor would."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as log:
-        command = [sys.executable, "-m", "bentoml", "serve", target, "--host", "127.0.0.1", "--port", str(port)]
-        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log,
+        command = [python, "-m", "bentoml", "serve", target, "--host", "127.0.0.1", "--port", str(port)]
+        process = subprocess.Popen(command, cwd=folder, env=env or environment(), stdout=log, stderr=log,
                                    start_new_session=True)
     served = Served(url, Path(log.name), process.pid)
     try:
