@@ -152,7 +152,8 @@ async def test_text_parts_are_the_text_that_they_make() -> None:
 
 @pytest.mark.parametrize("content", [
     [{"type": "image_url", "image_url": {"url": "http://canary"}}], [{"type": "text"}], [{"type": "text", "text": 5}],
-    ["canary"], [None], [[]], [*texts("a"), {"type": "input_audio", "data": "canary"}],
+    [{"type": "refusal", "text": "canary"}], ["canary"], [None], [[]],
+    [*texts("a"), {"type": "input_audio", "data": "canary"}],
 ])
 async def test_parts_that_are_no_text_are_refused_by_their_place(app: App, content: Any) -> None:
     """Nothing is fetched or left out; the refusal names the part and repeats nothing of it."""
