@@ -33,9 +33,9 @@ def create_service(
         name: the service's name.
         runner: a subclass with further endpoints or other limits.
         service: keywords of ``bentoml.service``, such as ``traffic`` and ``resources``. ``image`` is ``bento_image`` of
-            the model unless it is given: with it ``bentoml build`` packs pagedcore and a model that is a directory. Streams
-            are not traced unless there is ``tracing``: BentoML makes a span of every event, which costs more than the
-            event.
+            the model unless it is given: with it ``bentoml build`` packs pagedcore and a model that is a directory.
+            Streams are not traced unless there is ``tracing``: BentoML makes a span of every event, which costs more
+            than the event.
         **settings: keywords of ``AsyncEngine.from_pretrained``.
 
     Raises:
