@@ -46,12 +46,17 @@ def open_engine(model: Any, **settings: Any) -> Engine:
     with error_console().status(f"loading {model if isinstance(model, str) else 'the model'} ..."):
         from pagedcore import Engine
 
-        # Why only then: the library takes half a second, and models in directories show no bar.
-        if isinstance(model, str) and model != "demo" and not Path(model).is_dir():
-            from transformers.utils import logging
-
-            logging.disable_progress_bar()  # Why: the status line above is shown instead
+        hide_bars_of(model)
         return Engine.from_pretrained(model, **given)
+
+
+def hide_bars_of(model: Any) -> None:
+    """Switch off the progress bars that loading a model would show beside a status line."""
+    # Why only then: the library takes half a second, and models in directories show no bar.
+    if isinstance(model, str) and model != "demo" and not Path(model).is_dir():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
 
 def stream_completion(engine: Engine, request: Request) -> None:

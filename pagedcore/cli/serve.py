@@ -19,12 +19,15 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.")] = 8000,
-    drain_s: Annotated[float, typer.Option(help="Longest wait for calls in flight at the end, in seconds.")] = 25.0,
+    drain_s: Annotated[
+        float, typer.Option(min=0.0, help="Longest wait for calls in flight at the end, in seconds.")
+    ] = 25.0,
     kv_memory: Annotated[
         str | None, typer.Option(help='Memory for KV, such as "2GiB"; several models share it equally.')
     ] = None,
     dtype: common.DtypeOption = "auto",
     kv_cache_dtype: common.KVDtypeOption = "auto",
+    quantization: common.QuantizationOption = "none",
     max_num_seqs: common.SeqsOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
@@ -36,15 +39,14 @@ def serve(
     # Why by its name: adapters are above the commands. This one comes with pagedcore, installed as a plugin or not.
     doors: Table[Any] = Table("serve")
     doors.add("openai", "pagedcore_openai.server:serve", extra="openai")
-    settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "max_num_seqs": max_num_seqs,
-                "num_kv_blocks": blocks, "max_model_len": max_model_len, "attention_backend": attention_backend,
-                "kv_cache_memory": kv_memory}
+    settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "quantization": quantization,
+                "max_num_seqs": max_num_seqs, "num_kv_blocks": blocks, "max_model_len": max_model_len,
+                "attention_backend": attention_backend, "kv_cache_memory": kv_memory}
     given = {name: value for name, value in settings.items() if value is not None}
     run, by_name = doors.load("openai"), _by_name(model, models or [])
     with common.error_console().status(f"loading {', '.join(by_name)} ...") as status:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # Why: the status line is shown instead
+        for path in by_name.values():
+            common.hide_bars_of(path)
 
         def announce(text: str) -> None:
             status.stop()
