@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import signal
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -74,17 +73,11 @@ def serve(
         config.app = app
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         server = _Server(config, lambda: announce(greeting(app, url, api_keys is not None)))
-        # Why: uvicorn raises a signal again at its end, when all has been closed already.
-        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            server.run([listener])
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        server.run([listener])
 
 
 class _Server(uvicorn.Server):
-    """Says when it answers."""
+    """Says when it answers, and ends in order however often it is told to."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)
@@ -94,6 +87,12 @@ class _Server(uvicorn.Server):
         """Start to listen."""
         await super().startup(sockets)
         self._announce()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begin to end."""
+        # Why not uvicorn's: it would leave out the lifespan's end after a second Ctrl-C, and raise the signal again
+        # when everything has been closed.
+        self.should_exit = True
 
 
 def _bind(config: uvicorn.Config) -> Any:
