@@ -315,15 +315,20 @@ def test_a_bias_of_zeros_is_no_bias(tmp_path: Path) -> None:
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
-    """A checkpoint has its scheme: another one, other products and float16 are refused, the same one is accepted."""
+    """A checkpoint has its scheme: another one and other products are refused, the same one is accepted."""
     write_checkpoint(tmp_path, "ct-w8a8")
-    for settings in ({"linear_backend": "packed"}, {"dtype": "float16"}):
-        with pytest.raises((InvalidConfig, ModelNotSupported), match=r"linear_backend: got|torch.float16"):
-            engine_of(tmp_path, **settings)
+    with pytest.raises(InvalidConfig, match="linear_backend: got 'packed', allowed with quantization='w8a8'"):
+        engine_of(tmp_path, linear_backend="packed")
     engine_of(tmp_path, quantization="w8a8").close()
     change_config(tmp_path, quantization_config=KINDS["gptq"].config)
     with pytest.raises(InvalidConfig, match="quantization: got 'w8a8' for a w4a16 checkpoint"):
         engine_of(tmp_path, quantization="w8a8")
+
+
+def test_float16_is_computed_in_float32(tmp_path: Path) -> None:
+    """As in any other model; the quantised weights are the same."""
+    write_checkpoint(tmp_path, "awq")
+    assert np.array_equal(scores_of(tmp_path, dtype="float16"), scores_of(tmp_path))
 
 
 def test_files_may_change_after_loading(tmp_path: Path) -> None:
