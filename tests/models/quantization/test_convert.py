@@ -58,6 +58,8 @@ def test_a_converted_model_computes_the_same_bits(
     source, out = save(tmp_path / "model", family, **changes), tmp_path / "out"
     convert(source, out, quantization=quantization, dtype=dtype)
     assert results_of(out, dtype=dtype) == results_of(source, dtype=dtype, quantization=quantization)
+    # Why: a reader that shares the embedding's weight would leave the quantised output layer out.
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize("quantization", SCHEMES)
