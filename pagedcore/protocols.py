@@ -276,8 +276,12 @@ class Clock(Protocol):
     def now(self) -> float:
         """Return the current time in seconds."""
 
+    def sleep(self, seconds: float) -> None:
+        """Return when so much time has passed; an exception of a signal's handler ends it early."""
+
 
 class MonotonicClock:
     """The process's monotonic clock."""
 
     now = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)

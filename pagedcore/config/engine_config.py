@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from pagedcore.config import field_rules as rules
-from pagedcore.config.limits import MAX_SEED
+from pagedcore.config.limits import MAX_SEED, MAX_WAIT_MS
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
 from pagedcore.errors import InvalidConfig
 
+_MAX_WAIT_MS: Final = 50.0
 _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "dtype": rules.one_of("auto", "float32", "bfloat16", "float16"),
     "device": rules.matching(r"auto|cpu|cuda(:[0-9]{1,3})?", "one of auto, cpu, cuda, cuda:0, cuda:1, ..."),
@@ -23,6 +24,8 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "max_model_len": rules.COUNT.or_none(),
     "max_num_seqs": rules.COUNT,
     "max_num_batched_tokens": rules.COUNT,
+    "min_batch_size": rules.COUNT,
+    "max_wait_ms": rules.number(0, MAX_WAIT_MS).or_none(),
     "max_num_waiting": rules.COUNT.or_none(),
     "queue_timeout_s": rules.number(0, above_low=True).or_none(),
     "num_threads": rules.COUNT.or_none(),
@@ -74,6 +77,12 @@ class EngineConfig:
     """Most sequences computed in one step."""
     max_num_batched_tokens: int = 512
     """Token budget of one step: decode tokens and prompt chunks together."""
+    min_batch_size: int = 1
+    """New sequences start when so many of them wait, or when the oldest has waited for ``max_wait_ms``; running ones
+    continue meanwhile. 1: at once."""
+    max_wait_ms: float | None = None
+    """The longest wait for that, in milliseconds; ``None``: 50. It also bounds the 10 ms for which an ``AsyncEngine``
+    that was idle lets requests that come together begin together."""
     max_num_waiting: int | None = None
     """Most requests that may wait; ``None``: four times ``max_num_seqs``."""
     queue_timeout_s: float | None = None
@@ -132,6 +141,10 @@ class EngineConfig:
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, allowed is at least "
                 f"{self.max_num_seqs} (max_num_seqs), so that every running sequence can advance in each step."
             )
+        if self.min_batch_size > self.max_num_seqs:
+            raise InvalidConfig(
+                f"min_batch_size: got {self.min_batch_size}, allowed is at most {self.max_num_seqs} (max_num_seqs)."
+            )
         if not isinstance(self.kv_cache_memory, MemoryBudget | BudgetShare):
             parse_memory(self.kv_cache_memory, free_bytes=0)
         parse_memory(self.host_kv_memory, free_bytes=0, what="host_kv_memory")
@@ -140,6 +153,11 @@ class EngineConfig:
     def waiting_limit(self) -> int:
         """Most requests that may wait to be started."""
         return self.max_num_waiting if self.max_num_waiting is not None else 4 * self.max_num_seqs
+
+    @property
+    def max_wait_s(self) -> float:
+        """The longest that new sequences wait for company, in seconds."""
+        return (_MAX_WAIT_MS if self.max_wait_ms is None else self.max_wait_ms) / 1000.0
 
     @property
     def session_secret(self) -> bytes:

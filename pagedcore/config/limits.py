@@ -59,3 +59,5 @@ MAX_TIMEOUT_S: Final = 2_592_000.0
 MAX_TRANSFER_S: Final = 10.0
 #: Share of the host's blocks that parked sessions may pin; the rest is for running requests that have to make room.
 MAX_PARKED_HOST_SHARE: Final = 0.5
+#: Milliseconds that a new request may wait for company: an hour.
+MAX_WAIT_MS: Final = 3_600_000.0

@@ -25,6 +25,7 @@ from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
 from pagedcore.protocols import DecodesTokens, HasFingerprint, ModelFingerprint, NamesVariablePart, UsesTorchThreads
 from pagedcore.requests.input_processor import InputProcessor
+from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
@@ -103,6 +104,7 @@ def _assemble(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=_preemption(backend, config, memory), max_scored_tokens=max_scored_tokens(backend.vocab_size),
+        gate=BatchGate(config.min_batch_size, config.max_wait_s),
     )
     store, laws, form = memory.store, None, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from pagedcore.scheduler.plan import SchedulePlan
 
 _NO_OPTIONS: Final = RequestOptions()
+_MOST_SLEEP_S: Final = 0.01
+"""The longest that one step sleeps for a gate, so that its caller may bring further requests meanwhile."""
 
 
 class Engine:
@@ -65,6 +67,8 @@ class Engine:
         self.identity = components.identity
         """Text that is equal for engines with the same weights, number format, kernels, versions and context, whose
         greedy completions are the same; unlike any other for a backend that does not describe its weights."""
+        self.max_wait_s = config.max_wait_s
+        """The longest that new requests wait for company, in seconds."""
         self._runner = components.runner
         self._clock = clock if clock is not None else MonotonicClock()
         tokenizer, sequence_ids = self.input_processor.tokenizer, count(1)
@@ -85,7 +89,7 @@ class Engine:
             self._clock, self._steps.change,
         )
         self.sessions = SessionStore(
-            self.accept, self.step_pending, self.input_processor, self.requests, parking, components.fingerprint,
+            self.accept, self._step_or_sleep, self.input_processor, self.requests, parking, components.fingerprint,
             config.session_secret,
         )
         """The open sessions."""
@@ -213,10 +217,12 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one step: every scheduled sequence advances; return what was added to each completion.
 
+        Where all requests wait for company (``min_batch_size``), it sleeps a while, but not longer than they may wait.
+
         Raises:
             EngineClosed: after ``close()``.
         """
-        return [pending.take_delta() for pending in self.step_pending()]
+        return [pending.take_delta() for pending in self._step_or_sleep()]
 
     def pending_of(self, request: Request) -> list[PendingOutput]:
         """Return what may be pending of each completion of a request; of one that was removed, only how it ended."""
@@ -239,6 +245,12 @@ class Engine:
         if plan.rows and self.hooks.observes_steps:
             self._tell_step(plan)
         return self._outputs.take_untold()
+
+    def _step_or_sleep(self) -> list[PendingOutput]:
+        pending = self.step_pending()
+        if not pending and (gated_s := self.gated_s) > 0.0:
+            self._clock.sleep(min(gated_s, _MOST_SLEEP_S))
+        return pending
 
     def _expire(self) -> None:
         self.sessions.parking.expire()
@@ -279,7 +291,7 @@ class Engine:
                     while waiting and self.can_accept(waiting[0].params.num_initial_sequences):
                         # Why not appended here: an interrupt between the two calls would leave the request behind.
                         self.accept(waiting.popleft(), requests)
-                    self.step_pending()
+                    self._step_or_sleep()
                     if not bar.disable and (done := sum(request.is_done for request in requests)) > bar.n:
                         bar.set_postfix(tokens=self.stats().num_generated_tokens, refresh=False)
                         bar.update(done - bar.n)
@@ -313,6 +325,11 @@ class Engine:
     def is_stalled(self) -> bool:
         """Whether the last step computed nothing although there was work: all of it waits for blocks on their way."""
         return self._steps.is_stalled
+
+    @property
+    def gated_s(self) -> float:
+        """Seconds for which all requests wait for company, if no further one comes; 0: a step can compute something."""
+        return max(0.0, self._outputs.gated_s()) if self.scheduler.is_gated else 0.0
 
     @property
     def has_failed(self) -> bool:

@@ -142,6 +142,8 @@ class StepRunner:
     def _run(self, expire: Callable[[], None]) -> SchedulePlan:
         self.is_stalled = self.has_failed = False
         expire()
+        if self._scheduler.waiting.gated:
+            self._outputs.open_gate()
         plan, sampled = self._compute(None)
         if sampled is not None:
             self._outputs.commit(plan, sampled, self._clock.now())
@@ -161,7 +163,7 @@ class StepRunner:
         """Compute the next plan; ``None``: it has failed, its requests have ended, and nothing is in flight."""
         self._plan = plan = self._next_plan(most_tokens)
         if not plan.rows:
-            self.is_stalled = self._scheduler.has_work
+            self.is_stalled = self._scheduler.has_work and not self._scheduler.is_gated
             self._transfers.settle(wait=self.is_stalled)
             return plan, None
         copies = self._scheduler.reserve(plan)

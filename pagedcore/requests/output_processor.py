@@ -232,6 +232,20 @@ class OutputProcessor:
         if self._expiring:
             self._of_step += self._end_all(self._expiring, "error", QueueTimeout(limit_s))
 
+    def open_gate(self) -> None:
+        """Let gated sequences start if enough wait now, or the oldest has waited long enough."""
+        if self.gated_s() <= 0.0:
+            self._scheduler.waiting.open_gate()
+
+    def gated_s(self) -> float:
+        """Return in how many seconds the gate opens if no further request comes; it may be open, or have to be."""
+        waiting = self._scheduler.waiting
+        oldest = next(waiting.never_started(), None)
+        if oldest is None or not waiting.gated:
+            return 0.0
+        arrival_s = self.by_sequence[oldest.sequence_id].request.metrics.arrival_s
+        return self._scheduler.gate.opens_s(waiting.num_never_started, arrival_s) - self._clock.now()
+
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""
         self.groups.close_group(request, "abort")

@@ -17,6 +17,7 @@ from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH
 from pagedcore.kv_cache.reservation import Reservation
 from pagedcore.outputs import FinishReason
+from pagedcore.scheduler.batch_gate import ALWAYS_OPEN, BatchGate
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
 from pagedcore.scheduler.plan_state import PlanningRules
@@ -56,14 +57,16 @@ class Scheduler:
 
     Invariant: a live sequence is waiting or running; a finished one holds no device blocks, but they may be cached.
     Invariant: ``schedule`` changes nothing; between ``reserve`` and ``commit`` or ``rollback`` one step is in flight.
-    Invariant: if a sequence waits or runs, and no transfer is in flight or keeps blocks after its time-out, a plan
-        computes something or makes room for it.
+    Invariant: if a sequence runs, or waits and is not gated, and no transfer is in flight or keeps blocks after its
+        time-out, a plan computes something or makes room for it.
+    Invariant: a gated sequence holds no block of either memory.
     Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
     """
 
     def __init__(
         self, kv_cache: KVCacheManager, policy: Policy, *, max_num_seqs: int, max_num_batched_tokens: int,
         max_num_waiting: int, admission: str = "optimistic", preemption: str = "auto", max_scored_tokens: int,
+        gate: BatchGate = ALWAYS_OPEN,
     ) -> None:
         self.kv_cache = kv_cache
         self._blocks = kv_cache.device
@@ -73,7 +76,9 @@ class Scheduler:
         self.rules = PlanningRules(
             max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy, preemption_rules, max_scored_tokens
         )
-        self.waiting = WaitingQueue(policy.order, max_num_waiting)
+        self.gate = gate
+        """When new sequences may start; the owner knows the time, and calls ``waiting.open_gate``."""
+        self.waiting = WaitingQueue(policy.order, max_num_waiting, gates_new=gate.min_batch_size > 1)
         """In policy order; like the next two, not for changing."""
         self.running = PolicyOrder(policy.order)
         self.counters = SchedulerCounters()
@@ -84,6 +89,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
         return bool(len(self.waiting) or len(self.running))
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether nothing runs, and all that waits waits for the gate to open."""
+        return bool(self.waiting.gated) and not len(self.running) and len(self.waiting) == len(self.waiting.gated)
 
     @property
     def rows_in_flight(self) -> ListOf[ScheduledRow]:
@@ -140,6 +150,9 @@ class Scheduler:
                 raise InternalError(f"add_sequences: sequence {sequence.sequence_id} is {sequence.status.value}")
             self._require_fit(sequence.num_prompt_tokens + sequence.max_tokens)
         self.waiting.push(*sequences)
+        # Why: a session's turn whose blocks are pinned on the host keeps them from others while it waits.
+        if self.waiting.gated and (pinned := [one for one in sequences if one.sequence_id in self.kv_cache.host.pins]):
+            self.waiting.open_gate(*pinned)
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state; one that has finished stays as it is.
@@ -208,7 +221,8 @@ class Scheduler:
         self._demote_failed_policy()
         rules = self.rules if most_tokens is None else replace(self.rules, max_num_batched_tokens=most_tokens)
         plan = self._plan(rules, may_wait=True)
-        if not plan.rows and not plan.moves_blocks and self.has_work and not self.kv_cache.host.has_awaited:
+        can_rest = self.is_gated or not self.has_work or self.kv_cache.host.has_awaited
+        if not plan.rows and not plan.moves_blocks and not can_rest:
             plan = self._plan(rules, may_wait=False)
             # Why: a store that hangs may keep the blocks that are lacking; then only its end can help.
             if not plan.rows and not plan.moves_blocks and not self.kv_cache.host.withholds_blocks:
@@ -304,7 +318,7 @@ class Scheduler:
         self.rules = replace(self.rules, policy=fcfs())
 
     def _plan(self, rules: PlanningRules, *, may_wait: bool) -> SchedulePlan:
-        queues = self.running.sequences, self.waiting.sequences
+        queues = self.running.sequences, self.waiting.startable()
         return StepPlanner(rules, self.kv_cache, *queues, may_wait=may_wait).plan()
 
     def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:

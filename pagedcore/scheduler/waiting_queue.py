@@ -102,11 +102,15 @@ class WaitingQueue(PolicyOrder):
     """The waiting sequences: new ones up to a bound, preempted ones always.
 
     Invariant: ``num_never_started`` <= ``limit``.
+    Invariant: gated sequences wait, and were never started since they were pushed.
     """
 
-    def __init__(self, key: OrderKey, limit: int) -> None:
+    def __init__(self, key: OrderKey, limit: int, *, gates_new: bool = False) -> None:
         super().__init__(key)
         self.limit = limit
+        self._gates_new = gates_new
+        self.gated: set[int] = set()
+        """Ids of new sequences that may not start before the gate opens; not for changing."""
         # Why ordered: the oldest is found in constant time, also after many before it were taken out.
         self._never_started: OrderedDict[int, Sequence] = OrderedDict()
 
@@ -128,6 +132,17 @@ class WaitingQueue(PolicyOrder):
         """Count exactly these against the bound, as far as they wait."""
         oldest_first = sorted(sequences, key=BY_ARRIVAL)
         self._never_started = OrderedDict((one.sequence_id, one) for one in oldest_first if one in self)
+        self.gated &= self._never_started.keys()
+
+    def open_gate(self, *sequences: Sequence) -> None:
+        """Let these gated sequences start, or all that wait now; what comes later waits for company of its own."""
+        self.gated.difference_update([one.sequence_id for one in sequences] or tuple(self.gated))
+
+    def startable(self) -> list[Sequence]:
+        """Return the sequences that may start, in order; not for changing."""
+        if not self.gated:
+            return self.sequences
+        return [one for one in self.sequences if one.sequence_id not in self.gated]
 
     def require_room(self, num_sequences: int) -> None:
         """Raise ``EngineOverloaded`` unless so many new sequences can be pushed now."""
@@ -140,6 +155,8 @@ class WaitingQueue(PolicyOrder):
         for sequence in sequences:
             self.add_sequence(sequence)
             self._never_started[sequence.sequence_id] = sequence
+            if self._gates_new:
+                self.gated.add(sequence.sequence_id)
 
     def push_preempted(self, sequence: Sequence) -> None:
         """Take back a sequence that was accepted before: never refused, and not counted against the bound."""
@@ -148,6 +165,7 @@ class WaitingQueue(PolicyOrder):
     def remove_sequence(self, sequence: Sequence) -> bool:
         """Remove a sequence, and return whether it was in it."""
         self._never_started.pop(sequence.sequence_id, None)
+        self.gated.discard(sequence.sequence_id)
         return super().remove_sequence(sequence)
 
     def never_started(self) -> Iterator[Sequence]:

@@ -29,7 +29,7 @@ from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, Waite
 LULL_S: Final = 0.001
 """How long nothing must come before an engine that was idle takes its first step, in seconds."""
 GATHER_S: Final = 0.01
-"""The longest it waits for that."""
+"""The longest it waits for that, and between two looks around while all requests wait for company."""
 MAX_COMMANDS: Final = 1024
 """Commands between two steps; further ones come after the next step."""
 COMMANDS_S: Final = 0.01
@@ -105,6 +105,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, commands: Commands, flusher: StreamFlusher) -> None:
         self.engine = engine
+        self._gather_s = min(GATHER_S, engine.max_wait_s)
         self.progress = Progress()
         self.is_over = threading.Event()
         """Set when nothing is left to wait for: the thread has ended, or was given up."""
@@ -236,6 +237,9 @@ class EngineLoop:
             else:
                 self._carry_out(command)
                 self._gather()
+        elif ((gated_s := self.engine.gated_s) > 0.0
+              and (command := self._commands.wait(min(gated_s, GATHER_S))) is not None):
+            self._carry_out(command)
         end_s = self._clock.now() + COMMANDS_S
         for command in self._commands.take(MAX_COMMANDS):
             self._carry_out(command)
@@ -246,7 +250,7 @@ class EngineLoop:
         """Let requests that come together begin together: those that missed a step need one more for their last tokens,
         which costs about as much as if all were in it.
         """
-        end_s = self._clock.now() + GATHER_S
+        end_s = self._clock.now() + self._gather_s
         while self.engine.has_pending_requests() and (time_left_s := end_s - self._clock.now()) > 0:
             if (command := self._commands.wait(min(LULL_S, time_left_s))) is None:
                 return

@@ -24,6 +24,8 @@ ACCEPTED = {
     "max_model_len": [None, 1, MAX_COUNT],
     "max_num_seqs": [1, 512],
     "max_num_batched_tokens": [32, MAX_COUNT],
+    "min_batch_size": [1, 32],
+    "max_wait_ms": [None, 0, 0.5, 50, 3_600_000],
     "max_num_waiting": [None, 1, MAX_COUNT],
     "queue_timeout_s": [None, 1, 0.001, 5e-324, 1e9],
     "num_threads": [None, 1, MAX_COUNT],
@@ -55,6 +57,8 @@ REFUSED = {
     "max_model_len": NOT_A_COUNT,
     "max_num_seqs": [None, *NOT_A_COUNT],
     "max_num_batched_tokens": [None, 31, *NOT_A_COUNT],
+    "min_batch_size": [None, 33, *NOT_A_COUNT],
+    "max_wait_ms": [-1, 3_600_001, NAN, INF, True, "50", np.float64(50)],
     "max_num_waiting": NOT_A_COUNT,
     "queue_timeout_s": [0, -1, 0.0, NAN, INF, True, "1", np.float64(1)],
     "num_threads": NOT_A_COUNT,
@@ -114,6 +118,13 @@ def test_the_budget_covers_every_running_sequence():
     assert EngineConfig(max_num_seqs=64, max_num_batched_tokens=64).max_num_seqs == 64
     with pytest.raises(InvalidConfig, match="max_num_batched_tokens: got 63, allowed is at least 64"):
         EngineConfig(max_num_seqs=64, max_num_batched_tokens=63)
+
+
+def test_a_batch_is_awaited_that_can_run():
+    """min_batch_size is at most max_num_seqs, since more could not start together."""
+    assert EngineConfig(max_num_seqs=4, min_batch_size=4).max_wait_s == 0.05
+    with pytest.raises(InvalidConfig, match=r"min_batch_size: got 5, allowed is at most 4 \(max_num_seqs\)"):
+        EngineConfig(max_num_seqs=4, min_batch_size=5)
 
 
 def test_four_times_as_many_may_wait_as_run_unless_said():

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -280,6 +281,10 @@ class FakeClock:
         """Let time pass."""
         self._now_s += seconds
 
+    def sleep(self, seconds: float) -> None:
+        """Let time pass at once."""
+        self.advance(seconds)
+
 
 def make_sequence(
     prompt: int | Iterable[int] = 3,
@@ -322,6 +327,7 @@ def make_scheduler(
     eviction: str = "lru",
     copies_blocks: bool = True,
     max_scored_tokens: int = 4,
+    **formation: Any,
 ) -> Scheduler:
     """Build a small scheduler with a pool of its own."""
     return Scheduler(
@@ -336,6 +342,7 @@ def make_scheduler(
         admission=admission,
         preemption=preemption,
         max_scored_tokens=max_scored_tokens,
+        **formation,
     )
 
 
