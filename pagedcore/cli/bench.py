@@ -32,13 +32,14 @@ def throughput(
     policies: Annotated[str, typer.Option(help="Scheduling policies to compare.")] = "static,fcfs",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the slots at work in each step; needs matplotlib.")] = None,
-    dtype: common.DtypeOption = "auto",
-    kv_cache_dtype: common.KVDtypeOption = "auto",
-    quantization: common.QuantizationOption = "none",
+    dtype: common.DtypeOption = None,
+    kv_cache_dtype: common.KVDtypeOption = None,
+    quantization: common.QuantizationOption = None,
     max_num_seqs: common.SeqsOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
-    attention_backend: common.BackendOption = "auto",
+    attention_backend: common.BackendOption = None,
+    config: common.ConfigOption = None,
 ) -> None:
     """Run 64 ragged requests, or another workload, under each policy and compare."""
     from rich.progress import Progress
@@ -48,13 +49,13 @@ def throughput(
     from pagedcore.execution.machine import this_machine
 
     workloads.require_name(workload)
-    number_format = this_machine().default_dtype if dtype == "auto" else dtype
+    number_format = this_machine().default_dtype if dtype in (None, "auto") else dtype
     measurements = []
     for policy in policies.split(","):
         with common.open_engine(
-            model if random_weights is None else workloads.random_model(random_weights, number_format), dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype, quantization=quantization, num_kv_blocks=blocks, max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
+            model if random_weights is None else workloads.random_model(random_weights, number_format), config,
+            dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization, num_kv_blocks=blocks,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_waiting=_MAX_WAITING, attention_backend=attention_backend, scheduling_policy=policy,
         ) as engine, Progress(console=common.error_console(), transient=True) as progress:
             max_len = engine.stats().max_model_len

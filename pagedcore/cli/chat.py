@@ -23,17 +23,18 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample within this share of probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
-    dtype: common.DtypeOption = "auto",
-    kv_cache_dtype: common.KVDtypeOption = "auto",
-    quantization: common.QuantizationOption = "none",
+    dtype: common.DtypeOption = None,
+    kv_cache_dtype: common.KVDtypeOption = None,
+    quantization: common.QuantizationOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
+    config: common.ConfigOption = None,
 ) -> None:
     """Talk to a model; an empty line is skipped, /new starts again, /exit or end of input leaves."""
     from pagedcore import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with common.open_engine(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+    with common.open_engine(model, config, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
                             num_kv_blocks=blocks,
                             max_model_len=max_model_len) as engine:
         conversation, notes = Conversation(engine, params, system), common.error_console()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help='A model directory, a hub id, or "demo", which comes with pagedcore.')
 ]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-KVDtypeOption = Annotated[str, typer.Option(help="auto, which is that of the weights, or int8.")]
+DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+KVDtypeOption = Annotated[str | None, typer.Option(help="auto, which is that of the weights, or int8.")]
 QuantizationOption = Annotated[
-    str, typer.Option(help="Weights of linear layers: none, w8a8, w8a16 or w4a16.")
+    str | None, typer.Option(help="Weights of linear layers: none, w8a8, w8a16 or w4a16.")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="Settings of the engine, TOML or JSON; options given here win.")
 ]
 SeqsOption = Annotated[int | None, typer.Option("--max-num-seqs", help="Most sequences computed in one step.")]
 BlocksOption = Annotated[
@@ -26,7 +30,7 @@ BlocksOption = Annotated[
 ]
 LengthOption = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and completion, in tokens.")]
 BackendOption = Annotated[
-    str, typer.Option("--attention-backend", help="See `pagedcore plugins --table attention`.")
+    str | None, typer.Option("--attention-backend", help="See `pagedcore plugins --table attention`.")
 ]
 
 
@@ -40,9 +44,17 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def open_engine(model: Any, **settings: Any) -> Engine:
-    """Build an engine while saying so; settings that are ``None`` are left to the engine."""
-    given = {name: value for name, value in settings.items() if value is not None}
+def open_engine(
+    model: Any, config: Path | None = None, defaults: Mapping[str, Any] | None = None, **settings: Any
+) -> Engine:
+    """Build an engine while saying so: with ``settings``, or where these are ``None`` with those of the file
+    ``config``, or where it has none with ``defaults``.
+    """
+    from pagedcore.config.config_file import read_settings
+    from pagedcore.config.engine_config import own_names
+
+    in_file = own_names(read_settings(config)) if config is not None else {}
+    given = {**(defaults or {}), **in_file, **{name: value for name, value in settings.items() if value is not None}}
     with error_console().status(f"loading {model if isinstance(model, str) else 'the model'} ..."):
         from pagedcore import Engine
 

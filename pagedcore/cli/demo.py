@@ -19,15 +19,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from pagedcore.cli.common import BlocksOption, DtypeOption, KVDtypeOption, QuantizationOption, console, open_engine
+from pagedcore.cli.common import ConfigOption, DtypeOption, KVDtypeOption, QuantizationOption, console, open_engine
 
 if TYPE_CHECKING:
     from pagedcore import Engine, Request
     from pagedcore.demo_model.questions import DemoQuestion
 
 _MAX_TOKENS: Final = 64
-_BLOCK_SIZE: Final = 16
-"""Not the backend's own: completions are short, and with small blocks more of them run side by side."""
+_DEFAULTS: Final = {"num_kv_blocks": 16, "block_size": 16, "max_num_seqs": 12}
+"""Not the engine's own: completions are short, and with few small blocks many of them run and are preempted."""
 _FRAMES_PER_S: Final = 15
 _FRAME_LINES: Final = 8
 """Lines of the terminal that are not rows: title, header, rules, counters."""
@@ -97,16 +97,21 @@ class Run:
 
 def demo(
     requests: Annotated[int, typer.Option(help="Questions to ask, all at once.", min=1, max=4096)] = 32,
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences computed in one step.", min=1)] = 12,
-    blocks: BlocksOption = 16,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most sequences computed in one step.", min=1, show_default="12")
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help="KV blocks of the pool; few of them force preemptions.", show_default="16")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Draws other questions.")] = 0,
     slow: Annotated[float, typer.Option(help="Seconds to wait after every step, to watch it.", min=0)] = 0.0,
-    dtype: DtypeOption = "auto",
-    kv_cache_dtype: KVDtypeOption = "auto",
-    quantization: QuantizationOption = "none",
+    dtype: DtypeOption = None,
+    kv_cache_dtype: KVDtypeOption = None,
+    quantization: QuantizationOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Watch continuous batching answer questions whose answers are known, in a memory too small for all of them."""
-    with open_engine("demo", num_kv_blocks=blocks, block_size=_BLOCK_SIZE, max_num_seqs=max_num_seqs,
+    with open_engine("demo", config, _DEFAULTS, num_kv_blocks=blocks, max_num_seqs=max_num_seqs,
                      max_num_waiting=requests, dtype=dtype, kv_cache_dtype=kv_cache_dtype,
                      quantization=quantization) as engine:
         run = start(engine, requests, seed)

@@ -29,13 +29,14 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a completion; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same completion.")] = None,
-    dtype: common.DtypeOption = "auto",
-    kv_cache_dtype: common.KVDtypeOption = "auto",
-    quantization: common.QuantizationOption = "none",
+    dtype: common.DtypeOption = None,
+    kv_cache_dtype: common.KVDtypeOption = None,
+    quantization: common.QuantizationOption = None,
     max_num_seqs: common.SeqsOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
-    attention_backend: common.BackendOption = "auto",
+    attention_backend: common.BackendOption = None,
+    config: common.ConfigOption = None,
 ) -> None:
     """Complete prompts given as arguments or in a file."""
     from pagedcore import SamplingParams
@@ -48,7 +49,7 @@ def generate(
         repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed,
     )
     inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in wanted]
-    with common.open_engine(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+    with common.open_engine(model, config, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
                             max_num_seqs=max_num_seqs, num_kv_blocks=blocks, max_model_len=max_model_len,
                             attention_backend=attention_backend) as engine:
         if len(inputs) == 1 and not as_json:

@@ -183,8 +183,8 @@ def size(
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # Why: remarks about a configuration would stand between the figures
-    report = size_model(model, context=context, concurrency=concurrency, dtype=dtype, memory=memory,
-                        kv_cache_dtype=kv_cache_dtype, quantization=quantization)
+    report = size_model(model, context=context, concurrency=concurrency, dtype=dtype or "auto", memory=memory,
+                        kv_cache_dtype=kv_cache_dtype or "auto", quantization=quantization or "none")
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
         return

@@ -6,15 +6,21 @@
 
 from __future__ import annotations
 
+import difflib
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from typing import Any, Final
 
 from pagedcore.config import field_rules as rules
+from pagedcore.config.config_file import read_settings
 from pagedcore.config.limits import MAX_SEED, MAX_WAIT_MS
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
-from pagedcore.errors import InvalidConfig
+from pagedcore.errors import InvalidConfig, describe_name
 
 _MAX_WAIT_MS: Final = 50.0
+_ALIASES: Final = {"max_batch_size": "max_num_seqs", "max_batch_tokens": "max_num_batched_tokens"}
 _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "dtype": rules.one_of("auto", "float32", "bfloat16", "float16"),
     "device": rules.matching(r"auto|cpu|cuda(:[0-9]{1,3})?", "one of auto, cpu, cuda, cuda:0, cuda:1, ..."),
@@ -52,8 +58,10 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
 class EngineConfig:
     """Settings of one engine; every field is also a keyword of ``Engine.from_pretrained``.
 
+    ``max_batch_size`` is accepted for ``max_num_seqs``, and ``max_batch_tokens`` for ``max_num_batched_tokens``.
+
     Raises:
-        InvalidConfig: a field has a value outside its range; the message names it.
+        InvalidConfig: a field has a value outside its range, or there is no such field; the message names it.
     """
 
     dtype: str = "auto"
@@ -167,12 +175,45 @@ class EngineConfig:
 
     @classmethod
     def from_keywords(cls, **settings: Any) -> EngineConfig:
-        """Build a configuration, refusing unknown names with the list of known ones.
+        """Build a configuration of keywords that a type checker cannot know. Raises as the constructor."""
+        return cls(**settings)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> EngineConfig:
+        """Build a configuration of the names and values in a TOML or JSON file, for ``from_pretrained(config=...)``.
 
         Raises:
-            InvalidConfig: a name or a value is not allowed.
+            InvalidConfig: a name or a value is not allowed, a name comes twice, or the file cannot be read, is larger
+                than 64 KiB or is no UTF-8 text in its format.
         """
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(settings.keys() - known):
-            raise InvalidConfig(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}.")
-        return cls(**settings)
+        return cls(**read_settings(path))
+
+
+_KNOWN: Final = sorted(one.name for one in fields(EngineConfig))
+
+
+def own_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with aliases replaced. Raises ``InvalidConfig`` for unknown names, and for two values of one."""
+    named: dict[str, Any] = {}
+    for given, value in settings.items():
+        name = _ALIASES.get(given, given)
+        if name not in _KNOWN:
+            close = difflib.get_close_matches(given[:40], [*_KNOWN, *_ALIASES], n=1)
+            advice = f"did you mean {close[0]!r}? Known" if close else "known"
+            raise InvalidConfig(f"unknown setting {describe_name(given)}; {advice}: {', '.join(_KNOWN)}.")
+        if name in named and named[name] != value:
+            raise InvalidConfig(f"{name}: got two values, its own and another one as an alias; give one of them.")
+        named[name] = value
+    return named
+
+
+def _with_own_names(make: Callable[..., None]) -> Callable[..., None]:
+    @wraps(make)
+    def init(config: EngineConfig, **settings: Any) -> None:
+        make(config, **own_names(settings))
+
+    return init
+
+
+# Why here: a dataclass takes its fields only, and refuses others with an error that names no field.
+EngineConfig.__init__ = _with_own_names(EngineConfig.__init__)  # type: ignore[method-assign]

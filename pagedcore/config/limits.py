@@ -61,3 +61,5 @@ MAX_TRANSFER_S: Final = 10.0
 MAX_PARKED_HOST_SHARE: Final = 0.5
 #: Milliseconds that a new request may wait for company: an hour.
 MAX_WAIT_MS: Final = 3_600_000.0
+#: Bytes of a file of settings: a hundred times what all of them take.
+MAX_CONFIG_BYTES: Final = 2**16

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
-from pagedcore.config.engine_config import EngineConfig
+from pagedcore.config.engine_config import EngineConfig, own_names
+from pagedcore.config.field_rules import invalid_setting
 from pagedcore.config.limits import MAX_SCORED_BYTES
 from pagedcore.engine.kv_memory import KVMemory, context_length
 from pagedcore.execution.compute_threads import ComputeThreads
@@ -61,7 +62,8 @@ class EngineComponents:
 
 
 def build_components(
-    model: Any, *, tokenizer: Any = None, plugins: Iterable[object] = (), **settings: Any
+    model: Any, *, config: EngineConfig | None = None, tokenizer: Any = None, plugins: Iterable[object] = (),
+    **settings: Any,
 ) -> EngineComponents:
     """Build the parts of an engine; arguments as ``Engine.from_pretrained``.
 
@@ -69,8 +71,13 @@ def build_components(
         InvalidConfig: a setting is unknown or out of range, the model cannot run here, or a memory budget has not
             enough left.
     """
+    if not isinstance(config, EngineConfig | None):
+        raise invalid_setting("config", config, "an EngineConfig, or None")
     is_object = tokenizer is not None and not isinstance(tokenizer, str)
-    config = EngineConfig.from_keywords(tokenizer=None if is_object else tokenizer, **settings)
+    if tokenizer is not None:
+        settings["tokenizer"] = None if is_object else tokenizer
+    start = {} if config is None else {one.name: getattr(config, one.name) for one in fields(config)}
+    config = EngineConfig.from_keywords(**{**start, **own_names(settings)})
     manager = create_plugin_manager(plugins)
     policy = manager.registry.schedulers.load(config.scheduling_policy)()
     with usable_torch():

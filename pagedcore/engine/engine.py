@@ -6,6 +6,7 @@ is built is in ``builder``, what a step is and how it is undone in ``step``.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import deque
@@ -67,8 +68,8 @@ class Engine:
         self.identity = components.identity
         """Text that is equal for engines with the same weights, number format, kernels, versions and context, whose
         greedy completions are the same; unlike any other for a backend that does not describe its weights."""
-        self.max_wait_s = config.max_wait_s
-        """The longest that new requests wait for company, in seconds."""
+        self.max_lull_s = math.inf if config.max_wait_ms is None else config.max_wait_s
+        """The longest that an owner may let the first request of an idle engine wait for others, in seconds."""
         self._runner = components.runner
         self._clock = clock if clock is not None else MonotonicClock()
         tokenizer, sequence_ids = self.input_processor.tokenizer, count(1)
@@ -112,7 +113,8 @@ class Engine:
         Args:
             model: ``"demo"``, a directory, a hub id, a loaded ``PreTrainedModel`` (taken over: its linears are
                 repacked), or your own ``ModelBackend``.
-            **settings: the fields of ``EngineConfig``; ``tokenizer`` may also be a tokenizer object.
+            **settings: the fields of ``EngineConfig``, or ``config``, an ``EngineConfig`` whose values those given
+                beside it replace; ``tokenizer`` may also be a tokenizer object.
 
         Raises:
             InvalidConfig: a setting is unknown or out of range, or the model cannot run here.

@@ -105,7 +105,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, commands: Commands, flusher: StreamFlusher) -> None:
         self.engine = engine
-        self._gather_s = min(GATHER_S, engine.max_wait_s)
+        self._gather_s = min(GATHER_S, engine.max_lull_s)
         self.progress = Progress()
         self.is_over = threading.Event()
         """Set when nothing is left to wait for: the thread has ended, or was given up."""

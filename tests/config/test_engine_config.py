@@ -1,6 +1,7 @@
 """The laws of ``EngineConfig``: every field checks itself, and memory can be said in three ways."""
 
 import dataclasses
+import inspect
 
 import numpy as np
 import pytest
@@ -133,8 +134,37 @@ def test_four_times_as_many_may_wait_as_run_unless_said():
     assert EngineConfig(max_num_seqs=5, max_num_waiting=1).waiting_limit == 1
 
 
-def test_unknown_settings_are_refused_with_the_known_ones():
-    """from_keywords lists what exists."""
-    assert EngineConfig.from_keywords(seed=3).seed == 3
-    with pytest.raises(InvalidConfig, match=r"unknown setting blocksize; known: .*block_size.*seed"):
-        EngineConfig.from_keywords(blocksize=3)
+@pytest.mark.parametrize("make", [EngineConfig, EngineConfig.from_keywords])
+def test_unknown_settings_are_refused_with_the_nearest_and_the_known_ones(make):
+    """The constructor and from_keywords name the nearest setting, if one is near, and list what exists."""
+    assert make(seed=3).seed == 3
+    nearest = r"unknown setting 'blocksize'; did you mean 'block_size'\? Known: .*block_size.*seed"
+    with pytest.raises(InvalidConfig, match=nearest):
+        make(blocksize=3)
+    with pytest.raises(InvalidConfig, match=r"unknown setting 'max_batchsize'; did you mean 'max_batch_size'\?"):
+        make(max_batchsize=3)
+    with pytest.raises(InvalidConfig, match=r"unknown setting 'xyzzy'; known: admission"):
+        make(xyzzy=3)
+    with pytest.raises(InvalidConfig, match=r"unknown setting a string of 70000 characters;"):
+        make(**{"m" * 70_000: 1})
+
+
+@pytest.mark.parametrize(("alias", "name"), [
+    ("max_batch_size", "max_num_seqs"), ("max_batch_tokens", "max_num_batched_tokens"),
+])
+def test_other_engines_names_are_accepted(alias, name):
+    """An alias sets the field; beside the field it must have the same value, and its range is the field's."""
+    assert EngineConfig(**{alias: 32}) == EngineConfig(**{name: 32})
+    assert EngineConfig(**{alias: 32, name: 32}) == EngineConfig(**{name: 32})
+    with pytest.raises(InvalidConfig, match=f"{name}: got two values"):
+        EngineConfig(**{alias: 31, name: 32})
+    with pytest.raises(InvalidConfig, match=f"{name}: got two values"):
+        EngineConfig(**{name: 32, alias: 33})
+    with pytest.raises(InvalidConfig, match=f"{name}: got 0, allowed is"):
+        EngineConfig(**{alias: 0})
+
+
+def test_the_signature_is_that_of_the_fields():
+    """Aliases change neither what help shows nor copies with other values."""
+    assert list(inspect.signature(EngineConfig).parameters) == [one.name for one in dataclasses.fields(EngineConfig)]
+    assert dataclasses.replace(EngineConfig(seed=1), block_size=8) == EngineConfig(seed=1, block_size=8)
