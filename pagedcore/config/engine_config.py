@@ -32,6 +32,8 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "max_num_batched_tokens": rules.COUNT,
     "min_batch_size": rules.COUNT,
     "max_wait_ms": rules.number(0, MAX_WAIT_MS).or_none(),
+    "phases": rules.one_of("mixed", "separate"),
+    "prefill_share": rules.number(0, 1, above_low=True),
     "max_num_waiting": rules.COUNT.or_none(),
     "queue_timeout_s": rules.number(0, above_low=True).or_none(),
     "num_threads": rules.COUNT.or_none(),
@@ -91,6 +93,12 @@ class EngineConfig:
     max_wait_ms: float | None = None
     """The longest wait for that, in milliseconds; ``None``: 50. It also bounds the 10 ms for which an ``AsyncEngine``
     that was idle lets requests that come together begin together."""
+    phases: str = "mixed"
+    """"mixed" computes decode rows and prompt chunks in one step; "separate" in steps of their own, which alternate
+    while there is work for both."""
+    prefill_share: float = 1.0
+    """The largest share of ``max_num_batched_tokens`` that prompt chunks take of a step with decode rows, one token at
+    least: smaller ones make the next token come sooner for those that decode, and the first one later."""
     max_num_waiting: int | None = None
     """Most requests that may wait; ``None``: four times ``max_num_seqs``."""
     queue_timeout_s: float | None = None
@@ -152,6 +160,11 @@ class EngineConfig:
         if self.min_batch_size > self.max_num_seqs:
             raise InvalidConfig(
                 f"min_batch_size: got {self.min_batch_size}, allowed is at most {self.max_num_seqs} (max_num_seqs)."
+            )
+        if self.phases == "separate" and self.prefill_share < 1.0:
+            raise InvalidConfig(
+                f"prefill_share: got {self.prefill_share}, allowed is 1.0 with phases=\"separate\", whose steps have "
+                "prefill chunks or decode rows."
             )
         if not isinstance(self.kv_cache_memory, MemoryBudget | BudgetShare):
             parse_memory(self.kv_cache_memory, free_bytes=0)

@@ -111,7 +111,8 @@ def _assemble(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=_preemption(backend, config, memory), max_scored_tokens=max_scored_tokens(backend.vocab_size),
-        gate=BatchGate(config.min_batch_size, config.max_wait_s),
+        gate=BatchGate(config.min_batch_size, config.max_wait_s), phases=config.phases,
+        prefill_share=config.prefill_share,
     )
     store, laws, form = memory.store, None, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch

@@ -85,9 +85,13 @@ class Admission(PlanState):
         return False
 
     def _start(self, candidate: Sequence, match: PrefixMatch) -> bool:
+        is_in_phase = False
         # Why: if even the block to copy from would have to be evicted for it, its tokens are computed instead.
         for option in (match, match.without_tail(self.blocks.block_size)):
             start = candidate.num_computed_tokens if self._holds(candidate) else option.num_tokens
+            if not self.is_in_phase(candidate, start):
+                continue
+            is_in_phase = True
             num_tokens = min(len(candidate.token_ids) - start, self.budget)
             num_tokens = self.num_scorable_of(candidate, num_tokens)
             needed = self.blocks.num_new_blocks(Demand(candidate.sequence_id, start + num_tokens, option))
@@ -99,7 +103,7 @@ class Admission(PlanState):
                 self.add_row(candidate, start, num_tokens, needed, option)
                 self._note_being_computed(candidate, start)
                 return True
-        return self._ask_holders(candidate)
+        return is_in_phase and self._ask_holders(candidate)
 
     def _ask_holders(self, candidate: Sequence) -> bool:
         # Invariant: all promises fit, so waiting sequences behind this one hold what is missing.

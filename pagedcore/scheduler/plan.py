@@ -35,6 +35,11 @@ class ScheduledRow:
         object.__setattr__(self, "is_sampled", end == len(self.sequence.token_ids))
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it computes the one token that its sequence has just generated; all other rows are prefill chunks."""
+        return self.num_tokens == 1 and self.is_sampled and self.start >= self.sequence.num_prompt_tokens
+
+    @property
     def scored_positions(self) -> range:
         """Positions whose logits give the log-probability of a prompt token that is not reported yet."""
         sequence = self.sequence

@@ -29,6 +29,10 @@ class PlanningRules:
     preemption: PreemptionRules
     max_scored_tokens: int
     """Positions of a step whose logits are reported, besides one for each sequence: a row of logits is large."""
+    prefill_share: float = 1.0
+    """Largest share of the token budget for prefill chunks in a step that has decode rows; one token at least."""
+    phase: str = "mixed"
+    """Which rows the step may have: "mixed", or only those of "prefill" or "decode"."""
 
 
 class PlanState:
@@ -53,6 +57,7 @@ class PlanState:
         """Blocks that will be available after this step and are not promised yet."""
         self.room_on_host = self.host.num_available_blocks
         self.budget = rules.max_num_batched_tokens
+        self.splits_phases = rules.phase != "mixed" or rules.prefill_share < 1.0
         self._num_scorable = rules.max_scored_tokens
         self.rows: dict[int, ScheduledRow] = {}
         self.admitted: list[Sequence] = []
@@ -66,6 +71,12 @@ class PlanState:
         """Keys of the full blocks that this step completes."""
         self._adopted: set[int] = set()
         self._holders: list[Sequence] | None = None
+
+    def is_in_phase(self, sequence: Sequence, start: int) -> bool:
+        """Whether this step may have a row of a sequence from ``start`` on."""
+        phase = self.rules.phase
+        is_decode = len(sequence.token_ids) - start == 1 and start >= sequence.num_prompt_tokens
+        return phase == "mixed" or is_decode == (phase == "decode")
 
     def num_blocks_taken(self, match: PrefixMatch) -> int:
         """Available blocks that are not available once a match is held; a copied tail counts until the copy."""

@@ -59,14 +59,14 @@ class Scheduler:
     Invariant: ``schedule`` changes nothing; between ``reserve`` and ``commit`` or ``rollback`` one step is in flight.
     Invariant: if a sequence runs, or waits and is not gated, and no transfer is in flight or keeps blocks after its
         time-out, a plan computes something or makes room for it.
-    Invariant: a gated sequence holds no block of either memory.
+    Invariant: a gated sequence has no table: it was neither admitted nor loaded since it came.
     Invariant: every table has exactly the blocks of the computed positions, and in flight those of the rows.
     """
 
     def __init__(
         self, kv_cache: KVCacheManager, policy: Policy, *, max_num_seqs: int, max_num_batched_tokens: int,
         max_num_waiting: int, admission: str = "optimistic", preemption: str = "auto", max_scored_tokens: int,
-        gate: BatchGate = ALWAYS_OPEN,
+        gate: BatchGate = ALWAYS_OPEN, phases: str = "mixed", prefill_share: float = 1.0,
     ) -> None:
         self.kv_cache = kv_cache
         self._blocks = kv_cache.device
@@ -74,8 +74,11 @@ class Scheduler:
         self.costs = CostModel()
         preemption_rules = PreemptionRules(preemption, self.costs, self._blocks.block_size)
         self.rules = PlanningRules(
-            max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy, preemption_rules, max_scored_tokens
+            max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy, preemption_rules,
+            max_scored_tokens, prefill_share,
         )
+        self._phases = ("prefill", "decode") if phases == "separate" else ("mixed",)
+        """In the order in which they are planned until one can do something."""
         self.gate = gate
         """When new sequences may start; the owner knows the time, and calls ``waiting.open_gate``."""
         self.waiting = WaitingQueue(policy.order, max_num_waiting, gates_new=gate.min_batch_size > 1)
@@ -291,6 +294,8 @@ class Scheduler:
             self.waiting.remove_sequence(sequence)
             sequence.move_to(_RUNNING)
             self.running.add_sequence(sequence)
+        if len(self._phases) > 1:
+            self._phases = ("prefill", "decode") if plan.rows[0].is_decode else ("decode", "prefill")
         self.counters.num_steps += 1
         self.counters.num_stalled_rows += plan.num_stalled_rows
         for row in rows:
@@ -319,7 +324,12 @@ class Scheduler:
 
     def _plan(self, rules: PlanningRules, *, may_wait: bool) -> SchedulePlan:
         queues = self.running.sequences, self.waiting.startable()
-        return StepPlanner(rules, self.kv_cache, *queues, may_wait=may_wait).plan()
+        for phase in self._phases:
+            of_phase = rules if phase == rules.phase else replace(rules, phase=phase)
+            plan = StepPlanner(of_phase, self.kv_cache, *queues, may_wait=may_wait).plan()
+            if plan.rows or plan.moves_blocks:
+                break
+        return plan
 
     def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:
         if self._in_flight is None or self._in_flight.plan is not plan:

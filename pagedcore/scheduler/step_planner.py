@@ -7,6 +7,11 @@ Why it always makes progress: the first running sequence can take the blocks of 
 it, and when nothing runs the first waiting one can; no sequence is accepted that would not fit the pool alone. A
 sequence may stall for lack of blocks only in a step in which another one runs or blocks are in transfers.
 A plan that asks for room is not computed: once the room is made, the next plan is.
+
+In separate phases a step has prefill chunks or decode rows only. The phase that was not computed last is planned first,
+and the other one if it can do nothing, so neither waits for more than one step of the other while it can do something;
+the first running sequence belongs to one of them, and progress follows as above. With a share for prefill, every step
+still has a token for it: a sequence that prefills is one of ``max_num_seqs``, and the budget has a token for each.
 """
 
 from __future__ import annotations
@@ -39,10 +44,20 @@ class StepPlanner(Admission):
         # Why: decode rows come first, so that a long prompt never delays the next token of other sequences.
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
+        splits_phases = self.splits_phases
         for sequence in self.running:
-            is_decoding = len(sequence.token_ids) - sequence.num_computed_tokens == 1
+            start = sequence.num_computed_tokens
+            is_decoding = len(sequence.token_ids) - start == 1
+            # Why: a prompt's last token goes first as well, unless prefill chunks have to be told apart.
+            is_decoding = is_decoding and (not splits_phases or start >= sequence.num_prompt_tokens)
             (decoding if is_decoding else prefilling).append(sequence)
-        self._advance_in_order(decoding + prefilling)
+        if self.rules.phase != "prefill":
+            self._advance_in_order(decoding)
+        if self.rows and self.rules.prefill_share < 1.0:
+            most_tokens = int(self.rules.prefill_share * self.rules.max_num_batched_tokens)
+            self.budget = min(self.budget, max(1, most_tokens))
+        if self.rules.phase != "decode":
+            self._advance_in_order(prefilling)
 
     def _advance_in_order(self, sequences: ListOf[Sequence]) -> None:
         for sequence in sequences:

@@ -27,6 +27,8 @@ ACCEPTED = {
     "max_num_batched_tokens": [32, MAX_COUNT],
     "min_batch_size": [1, 32],
     "max_wait_ms": [None, 0, 0.5, 50, 3_600_000],
+    "phases": ["mixed", "separate"],
+    "prefill_share": [1.0, 1, 0.25, 1e-9],
     "max_num_waiting": [None, 1, MAX_COUNT],
     "queue_timeout_s": [None, 1, 0.001, 5e-324, 1e9],
     "num_threads": [None, 1, MAX_COUNT],
@@ -60,6 +62,8 @@ REFUSED = {
     "max_num_batched_tokens": [None, 31, *NOT_A_COUNT],
     "min_batch_size": [None, 33, *NOT_A_COUNT],
     "max_wait_ms": [-1, 3_600_001, NAN, INF, True, "50", np.float64(50)],
+    "phases": ["", None, "Mixed", 1],
+    "prefill_share": [None, 0, 0.0, 1.01, -0.5, NAN, INF, True, "1"],
     "max_num_waiting": NOT_A_COUNT,
     "queue_timeout_s": [0, -1, 0.0, NAN, INF, True, "1", np.float64(1)],
     "num_threads": NOT_A_COUNT,
@@ -126,6 +130,12 @@ def test_a_batch_is_awaited_that_can_run():
     assert EngineConfig(max_num_seqs=4, min_batch_size=4).max_wait_s == 0.05
     with pytest.raises(InvalidConfig, match=r"min_batch_size: got 5, allowed is at most 4 \(max_num_seqs\)"):
         EngineConfig(max_num_seqs=4, min_batch_size=5)
+
+
+def test_a_share_is_for_steps_that_have_both():
+    """prefill_share has no meaning where a step has prefill chunks or decode rows only."""
+    with pytest.raises(InvalidConfig, match=r"prefill_share: got 0.5, allowed is 1.0 with phases="):
+        EngineConfig(phases="separate", prefill_share=0.5)
 
 
 def test_four_times_as_many_may_wait_as_run_unless_said():

@@ -14,7 +14,7 @@ from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.waiting_queue import WaitingQueue
 from support.doubles import FakeClock, ToyBackend, toy_answer
-from support.engine_builders import assert_all_free
+from support.engine_builders import assert_all_free, run
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -192,6 +192,7 @@ def test_every_accepted_request_ends_whatever_the_knobs(seed: int) -> None:
         block_size=block_size, num_kv_blocks=-(-rng.randint(8, 30) // block_size), max_num_waiting=rng.randint(1, 6),
         max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 6]), admission=rng.choice(["optimistic", "guaranteed"]),
         scheduling_policy=rng.choice(["fcfs", "priority", "static"]),
+        **rng.choice([{}, {"phases": "separate"}, {"prefill_share": 0.3}]),
     )
     expected: dict[Request, list[int]] = {}
     for _ in range(60):
@@ -210,3 +211,57 @@ def test_every_accepted_request_ends_whatever_the_knobs(seed: int) -> None:
         assert tokens == answer[: len(tokens)]
         assert tokens == answer or request.sequences[0].finish_reason == "abort"
     assert_all_free(engine)
+
+
+class Phases:
+    """What a step held: (decode rows, tokens of prefill chunks), seen where the model is asked to compute it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self._execute, engine._runner.execute = engine._runner.execute, self.execute  # type: ignore[method-assign]
+
+    def execute(self, rows: Any, blocks: Any) -> Any:
+        num_decode = sum(
+            row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens and row.end == len(
+                row.sequence.token_ids) for row in rows
+        )
+        self.steps.append((num_decode, sum(row.num_tokens for row in rows) - num_decode))
+        return self._execute(rows, blocks)
+
+
+def test_separate_phases_alternate_while_there_is_work_for_both() -> None:
+    """No step has prefill chunks and decode rows, and a decode row waits for at most one step of prefill, although a
+    new prompt comes in every step."""
+    engine, _ = make(min_batch_size=1, phases="separate", num_kv_blocks=200, max_num_seqs=8, max_num_batched_tokens=8)
+    steps = Phases(engine).steps
+    requests = []
+    for number in range(30):
+        if engine.can_accept():
+            requests.append(engine.add_request([number % 5] * 6, FOUR))
+        engine.step()
+    assert all(not (num_decode and num_prefill) for num_decode, num_prefill in steps)
+    kinds = [num_decode > 0 for num_decode, _ in steps]
+    assert kinds == [place % 2 == 1 for place in range(len(kinds))]
+    run(engine)
+    for request in requests:
+        assert list(request.sequences[0].output_token_ids) == toy_answer([request.sequences[0].token_ids[0]] * 6, 4)
+
+
+@pytest.mark.parametrize(("share", "most_tokens"), [(0.5, 8), (0.25, 4), (0.01, 1)])
+def test_prefill_takes_its_share_of_a_step_with_decode_rows(share: float, most_tokens: int) -> None:
+    """A prompt that comes while another request decodes takes the share of the budget in each step, one token at
+    least; alone it takes all."""
+    engine, _ = make(min_batch_size=1, prefill_share=share, num_kv_blocks=64, max_num_batched_tokens=16)
+    steps = Phases(engine).steps
+    engine.add_request([1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
+    engine.step()
+    engine.add_request([3] * 20, FOUR)
+    for _ in range(-(-20 // most_tokens)):
+        engine.step()
+    assert steps[0] == (0, 2)
+    assert steps[1:-1] == [(1, most_tokens)] * (len(steps) - 2)
+    assert steps[-1] == (1, 20 - most_tokens * (len(steps) - 2))
+    run(engine)
+    engine.add_request([4] * 17, FOUR)
+    engine.step()
+    assert steps[-1] == (0, 16)

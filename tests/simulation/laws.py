@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from pagedcore.kv_cache.memory_snapshot import Known
 from pagedcore.scheduler.invariants import Snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.sequence import Sequence
 from support.doubles import ToyStore
 
@@ -55,6 +57,7 @@ def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
     """What every plan has to respect in every state."""
     rules, running = scheduler.rules, list(scheduler.running)
     can_rest = scheduler.kv_cache.host.has_awaited or scheduler.kv_cache.host.withholds_blocks or not scheduler.has_work
+    can_rest = can_rest or (not running and set(scheduler.waiting) == _gated(scheduler))
     require(bool(plan.rows) or plan.moves_blocks or can_rest, "nothing is planned although there is work")
     require(plan.num_tokens <= rules.max_num_batched_tokens, f"{plan.num_tokens} tokens are over the budget")
     require(len(running) + len(plan.admitted) <= rules.max_num_seqs, "more sequences than rows")
@@ -63,16 +66,54 @@ def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
     planned = {row.sequence.sequence_id for row in plan.rows}
     lost = {one.sequence.sequence_id for one in plan.preempted} | {one.sequence_id for one in plan.freed}
     require(not planned & lost, "computed and freed in one plan")
+    _require_formation(plan, scheduler)
     _require_fair_order(plan, scheduler)
     if not plan.moves_blocks:
         _require_next_tokens(plan, scheduler, planned)
 
 
+def _gated(scheduler: Scheduler) -> set[Sequence]:
+    return {one for one in scheduler.waiting if one.sequence_id in scheduler.waiting.gated}
+
+
+def _require_formation(plan: SchedulePlan, scheduler: Scheduler) -> None:
+    """Gated sequences were never started, hold nothing and are not planned; phases and shares are kept."""
+    rules, gated = scheduler.rules, _gated(scheduler)
+    require(len(gated) == len(scheduler.waiting.gated), "what does not wait is gated")
+    require(gated <= set(scheduler.waiting.never_started()), "a sequence that was started is gated")
+    held = [one for one in gated if scheduler.kv_cache.device.num_blocks_of(one.sequence_id)]
+    require(not held, "a gated sequence holds blocks")
+    planned = {*plan.admitted, *plan.freed, *(one.sequence for one in plan.swap_ins)}
+    require(not planned & gated, "a gated sequence is planned")
+    num_decode = sum(row.is_decode for row in plan.rows)
+    num_prefill_tokens = plan.num_tokens - num_decode
+    require(len(scheduler._phases) == 1 or not (num_decode and num_prefill_tokens), "a step has rows of both phases")
+    most_tokens = max(1, rules.prefill_share * rules.max_num_batched_tokens)
+    if num_decode and rules.prefill_share < 1.0:
+        require(num_prefill_tokens <= most_tokens, f"{num_prefill_tokens} tokens of prefill are over their share")
+
+
+def require_alternation(plan: SchedulePlan, scheduler: Scheduler, last_phase: str) -> None:
+    """With separate phases, a phase is computed twice in a row only if the other one can do nothing."""
+    phase = "decode" if plan.rows[0].is_decode else "prefill"
+    if len(scheduler._phases) == 1 or phase != last_phase:
+        return
+    other = replace(scheduler.rules, phase="prefill" if phase == "decode" else "decode")
+    queues = scheduler.running.sequences, scheduler.waiting.startable()
+    missed = StepPlanner(other, scheduler.kv_cache, *queues, may_wait=True).plan()
+    require(not missed.rows and not missed.moves_blocks, f"{phase} twice in a row, although {other.phase} was possible")
+
+
 def _require_next_tokens(plan: SchedulePlan, scheduler: Scheduler, planned: set[int]) -> None:
-    """A running sequence gets its next token, unless it needs a block for it and there is none."""
+    """A running sequence gets its next token, unless it needs a block for it and there is none, or others prefill."""
     blocks = scheduler.kv_cache.device
+    if len(scheduler._phases) > 1 and plan.rows and not plan.rows[0].is_decode:
+        return
+    is_split = len(scheduler._phases) > 1 or scheduler.rules.prefill_share < 1.0
     for sequence in scheduler.running:
-        if len(sequence.token_ids) - sequence.num_computed_tokens == 1 and sequence.sequence_id not in planned:
+        is_prompt = is_split and sequence.num_computed_tokens < sequence.num_prompt_tokens
+        is_last = len(sequence.token_ids) - sequence.num_computed_tokens == 1 and not is_prompt
+        if is_last and sequence.sequence_id not in planned:
             needed = blocks.num_blocks_needed(sequence.sequence_id, len(sequence.token_ids))
             require(needed == 1, f"sequence {sequence.sequence_id} misses its next token")
 

@@ -4,7 +4,7 @@ One seed decides everything: sizes, arrivals, shared beginnings, priorities, abo
 take, faults. There is one thread, no clock that runs by itself and no sleep; two runs of a seed leave the same trace.
 What is in the memories is compared with what the caches say of it. A failing seed is one command::
 
-    PYTHONPATH=.:kernels:tests python -m simulation.simulator SEED [--faults]
+    PYTHONPATH=.:kernels:tests python -m simulation.simulator SEED [--faults] [--formation]
 """
 
 from __future__ import annotations
@@ -13,16 +13,25 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagedcore.errors import EngineOverloaded, RequestTooLarge
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.outputs import FinishReason
+from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.invariants import Snapshot, check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
-from simulation.laws import describe, failure_of, require, require_lawful_plan, require_true_contents
+from simulation.laws import (
+    describe,
+    failure_of,
+    require,
+    require_alternation,
+    require_lawful_plan,
+    require_true_contents,
+)
 from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 
 #: Few different tokens, so that sequences resemble each other and a mixed-up block is not lucky to be noticed.
@@ -146,6 +155,8 @@ class Simulation:
 
     seed: int
     has_faults: bool = False
+    has_formation: bool = False
+    """Whether batch formation is drawn too, from a generator of its own: gate, phases and the share of prefill."""
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -164,7 +175,10 @@ class Simulation:
             num_host_blocks=world.num_host_blocks,
             eviction=world.eviction,
             copies_blocks=world.copies_blocks,
+            **(self._draw_formation() if self.has_formation else {}),
         )
+        self.arrived_s: dict[int, float] = {}
+        self.last_phase = ""
         self.backend = FlakyBackend()
         self.backend.allocate_kv(world.num_blocks, world.block_size)
         # Why: a chance of its own, so that lives in which nothing hangs are what they would be without it.
@@ -183,6 +197,13 @@ class Simulation:
         self.known_transfers: frozenset[int] | None = None
         """Those in flight when the host was last seen stuck; ``None``: it was not."""
 
+    def _draw_formation(self) -> dict[str, Any]:
+        rng = random.Random(f"formation {self.seed}")
+        gate = BatchGate(rng.randint(1, self.world.max_num_seqs), rng.choice([0.0, 0.7, 3.0]))
+        if rng.random() < 0.5:
+            return {"gate": gate, "phases": "separate"}
+        return {"gate": gate, "prefill_share": rng.choice([1.0, 0.7, 0.3, 0.01])}
+
     def run(self) -> Simulation:
         """Live to the end.
 
@@ -193,7 +214,8 @@ class Simulation:
             self._live()
         except Exception as error:
             when = f"after {len(self.trace)} steps"
-            raise failure_of(error, when, "simulation.simulator", self.seed, has_faults=self.has_faults) from error
+            module = f"simulation.simulator{' --formation' * self.has_formation}"
+            raise failure_of(error, when, module, self.seed, has_faults=self.has_faults) from error
         return self
 
     @property
@@ -226,6 +248,7 @@ class Simulation:
         live = [turn.sequence for turn in self.turns.values() if turn.sequence.finish_reason is None]
         num_hanging = len(self.store.hanging)
         bound = 5 * sum(sequence.max_total_tokens for sequence in live) + 5 + 8 * LONGEST_TRANSFER_S * num_hanging
+        bound += 6 * self.scheduler.gate.max_wait_s
         for _ in range(int(bound)):
             if not self.scheduler.has_work:
                 break
@@ -289,6 +312,7 @@ class Simulation:
         except EngineOverloaded:
             require(snapshot(self.scheduler) == before, "a refused sequence changed something")
             return False
+        self.arrived_s[sequence.sequence_id] = self.clock.now()
         return True
 
     def _open_turn(self, sequence: Sequence) -> None:
@@ -319,6 +343,7 @@ class Simulation:
             more, sequence.params, max_tokens=max_tokens, stop_token_ids=sequence.stop_token_ids, arrival=arrival
         )
         self.scheduler.add_sequences(sequence)
+        self.arrived_s[sequence.sequence_id] = self.clock.now()
         self._open_turn(sequence)
 
     def _end(self, turn: Turn, reason: FinishReason) -> None:
@@ -341,6 +366,7 @@ class Simulation:
             self._end_some_transfers()
         self._settle()
         self._check(before)
+        self._open_gate()
         plan = self._plan()
         while plan.moves_blocks:
             self.mover.start(self.scheduler.make_room(plan))
@@ -351,6 +377,8 @@ class Simulation:
             if not self.scheduler.kv_cache.host.has_awaited:
                 self._end_what_hangs(1.0)
             return
+        if self.has_formation:
+            require_alternation(plan, self.scheduler, self.last_phase)
         copies = self.scheduler.reserve(plan)
         self._check(before)
         self.mover.copy(copies)
@@ -358,6 +386,14 @@ class Simulation:
             self._leave_in_flight(plan)
         self._execute(plan)
         self._check(before)
+
+    def _open_gate(self) -> None:
+        """As the engine does: enough new sequences wait, or the oldest has waited long enough."""
+        waiting = self.scheduler.waiting
+        if waiting.gated:
+            oldest_s = self.arrived_s[next(waiting.never_started()).sequence_id]
+            if self.scheduler.gate.opens_s(waiting.num_never_started, oldest_s) <= self.clock.now():
+                waiting.open_gate()
 
     def _end_some_transfers(self) -> None:
         able = [transfer_id for transfer_id in self.store.under_way if transfer_id not in self.store.hanging]
@@ -416,6 +452,7 @@ class Simulation:
                 self._end(self.turns[row.sequence.sequence_id], "error")
 
     def _commit(self, plan: SchedulePlan, tokens: dict[int, int]) -> None:
+        self.last_phase = "decode" if plan.rows[0].is_decode else "prefill"
         for new in self.scheduler.commit(plan, tokens):
             turn = self.turns[new.sequence.sequence_id]
             answer = turn.sequence.output_token_ids
@@ -443,7 +480,9 @@ class Simulation:
 
 
 if __name__ == "__main__":
-    simulation = Simulation(int(sys.argv[1]), has_faults="--faults" in sys.argv)
+    flags = [one for one in sys.argv[1:] if one.startswith("--")]
+    seed = next(int(one) for one in sys.argv[1:] if one not in flags)
+    simulation = Simulation(seed, has_faults="--faults" in flags, has_formation="--formation" in flags)
     try:
         simulation.run()
     finally:

@@ -8,11 +8,13 @@ world is visited once. On the host, transfers take as long as they like: their e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
 from pagedcore.kv_cache.host_cache import Transfer
+from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.sequence import SequenceStatus
@@ -40,11 +42,12 @@ SLOW_POOLS = [
 class Life:
     """One world after a list of events; lives are short, so a state is reached by living it again."""
 
-    def __init__(self, world: World, events: tuple[Event, ...]) -> None:
+    def __init__(self, world: World, events: tuple[Event, ...], formation: Mapping[str, Any]) -> None:
         num_blocks, block_size, num_host_blocks, policy, admission, requests = world
         self.scheduler = make_scheduler(
             num_blocks, block_size, policy, max_num_seqs=2, max_num_batched_tokens=2, admission=admission,
             num_host_blocks=num_host_blocks, preemption="swap" if num_host_blocks else "auto",
+            **formation,
         )
         self.host = self.scheduler.kv_cache.host
         self.sequences = [
@@ -64,7 +67,8 @@ class Life:
         found = tuple(frozenset(memory.registered) for memory in (now.device, now.host) if memory is not None)
         moving = tuple((one.sequence_id, one.direction, one.num_tokens) for one in self._transfers())
         num_new = self.scheduler.waiting.num_never_started
-        return of_sequences, found, moving, frozenset(now.pins), self.num_arrived, num_new
+        gate = frozenset(self.scheduler.waiting.gated), self.scheduler._phases
+        return of_sequences, found, moving, frozenset(now.pins), self.num_arrived, num_new, gate
 
     def _transfers(self) -> tuple[Transfer, ...]:
         return tuple(self.host.in_flight.values())
@@ -74,6 +78,8 @@ class Life:
         if self.scheduler.has_work:
             yield "step", 0
             yield "fail", 0
+        if self.scheduler.waiting.gated:
+            yield "wait", 0
         for place in range(len(self._transfers())):
             yield "arrive_transfer", place
             yield "lose_transfer", place
@@ -85,7 +91,14 @@ class Life:
             elif sequence.finish_reason != "abort" and sequence.arrival < 100:
                 yield "continue", index
 
+    def _wait(self, _: int) -> None:
+        """The oldest has waited long enough."""
+        self.scheduler.waiting.open_gate()
+
     def _plan(self) -> SchedulePlan:
+        waiting = self.scheduler.waiting
+        if waiting.gated and self.scheduler.gate.opens_s(waiting.num_never_started, 0.0) < 0.0:
+            waiting.open_gate()
         self.scheduler.moves.take_due()
         plan = self.scheduler.schedule()
         while plan.moves_blocks:
@@ -128,28 +141,31 @@ class Life:
             self.scheduler.add_sequences(sequence)
 
 
-def explore(world: World) -> int:
+def explore(world: World, formation: Mapping[str, Any]) -> int:
     """Visit every reachable state; return how many there are."""
-    seen = {Life(world, ()).key()}
+    seen = {Life(world, (), formation).key()}
     queue: deque[tuple[Event, ...]] = deque([()])
     while queue:
         events = queue.popleft()
-        for event in Life(world, events).next_events():
-            life = Life(world, (*events, event))
+        for event in Life(world, events, formation).next_events():
+            life = Life(world, (*events, event), formation)
             if life.key() not in seen:
                 seen.add(life.key())
                 queue.append((*events, event))
                 assert check(snapshot(life.scheduler)) == []
                 plan, scheduler = life.scheduler.schedule(), life.scheduler
                 is_active = bool(plan.rows) or plan.moves_blocks or scheduler.kv_cache.host.has_awaited
-                assert is_active or not scheduler.has_work
+                is_all_gated = {one.sequence_id for one in scheduler.waiting} == scheduler.waiting.gated
+                assert is_active or not scheduler.has_work or (is_all_gated and not scheduler.running)
     return len(seen)
 
 
-def explore_pools(pools: list[tuple[tuple[int, int, int], list[Requests]]], policy: str, admission: str) -> None:
+def explore_pools(
+    pools: list[tuple[tuple[int, int, int], list[Requests]]], policy: str, admission: str, **formation: Any
+) -> None:
     for (num_blocks, block_size, num_host_blocks), worlds in pools:
         for requests in worlds:
-            assert explore((num_blocks, block_size, num_host_blocks, policy, admission, requests)) > 50
+            assert explore((num_blocks, block_size, num_host_blocks, policy, admission, requests), formation) > 50
 
 
 @pytest.mark.parametrize(
@@ -166,6 +182,25 @@ def explore_pools(pools: list[tuple[tuple[int, int, int], list[Requests]]], poli
 def test_every_reachable_state_keeps_the_laws_and_makes_progress(policy: str, admission: str) -> None:
     """After any arrivals, failures, aborts and continuations a sequence advances, or a needed transfer is in flight."""
     explore_pools(POOLS, policy, admission)
+
+
+@pytest.mark.parametrize("formation", [
+    {"phases": "separate"}, {"gate": BatchGate(2, 1.0)},
+    pytest.param({"phases": "separate", "gate": BatchGate(2, 1.0)}, marks=pytest.mark.slow),
+    pytest.param({"prefill_share": 0.5}, marks=pytest.mark.slow),
+], ids=str)
+@pytest.mark.parametrize("policy", ["fcfs", pytest.param("static", marks=pytest.mark.slow)])
+def test_every_reachable_state_with_batch_formation(policy: str, formation: dict[str, Any]) -> None:
+    """The same with phases of their own, a share of prefill, or a gate that time opens whenever it likes: as long as
+    something runs or may start, a sequence advances."""
+    explore_pools(POOLS[:1], policy, "optimistic", **formation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("formation", [{"phases": "separate"}, {"gate": BatchGate(2, 1.0)}], ids=str)
+def test_every_reachable_state_of_a_swapping_pool_with_batch_formation(formation: dict[str, Any]) -> None:
+    """The same with a host."""
+    explore_pools([*POOLS, *HOST_POOLS], "priority", "optimistic", **formation)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -22,7 +22,7 @@ from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.scheduler import Scheduler, StepInFlight
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
-from pagedcore.scheduler.waiting_queue import WaitingQueue
+from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
 from simulation.laws import SimulationFailure
 from simulation.simulator import Simulation
@@ -377,9 +377,91 @@ MUTANTS: list[Callable[[Patch], None]] = [
 ]
 
 
-def live(num_seeds: int) -> None:
+# Batch formation ---------------------------------------------------------------------------------------------------
+
+
+def started_are_gated(patch: Patch) -> None:
+    """The gate holds back what was preempted, too."""
+    push = WaitingQueue.push_preempted
+
+    def push_and_gate(self: WaitingQueue, sequence: Sequence) -> None:
+        push(self, sequence)
+        self.gated.add(sequence.sequence_id)
+
+    patch.setattr(WaitingQueue, "push_preempted", push_and_gate)
+
+
+def gate_never_opens(patch: Patch) -> None:
+    """Time opens no gate."""
+    patch.setattr(WaitingQueue, "open_gate", lambda self, *sequences: None)
+
+
+def gate_ignored(patch: Patch) -> None:
+    """The planner is handed what is gated."""
+    patch.setattr(WaitingQueue, "startable", lambda self: self.sequences)
+
+
+def gated_ids_kept(patch: Patch) -> None:
+    """A gated sequence that is aborted stays gated."""
+    patch.setattr(WaitingQueue, "remove_sequence", lambda self, sequence: (
+        self._never_started.pop(sequence.sequence_id, None), PolicyOrder.remove_sequence(self, sequence))[1])
+
+
+def phases_never_change(patch: Patch) -> None:
+    """Prefill is planned first after every step, so that arrivals starve what decodes."""
+    plan = Scheduler._plan
+
+    def prefill_first(self: Scheduler, rules: Any, *, may_wait: bool) -> Any:
+        self._phases = tuple(sorted(self._phases, reverse=True))
+        return plan(self, rules, may_wait=may_wait)
+
+    patch.setattr(Scheduler, "_plan", prefill_first)
+
+
+def one_phase_only(patch: Patch) -> None:
+    """The other phase is not planned when the first one can do nothing."""
+    plan = Scheduler._plan
+
+    def first_only(self: Scheduler, rules: Any, *, may_wait: bool) -> Any:
+        phases, self._phases = self._phases, self._phases[:1]
+        try:
+            return plan(self, rules, may_wait=may_wait)
+        finally:
+            self._phases = phases
+
+    patch.setattr(Scheduler, "_plan", first_only)
+
+
+def phases_mixed_by_arrivals(patch: Patch) -> None:
+    """Admission does not look at the phase."""
+    patch.setattr(PlanState, "is_in_phase", lambda self, sequence, start: True)
+
+
+def share_not_kept(patch: Patch) -> None:
+    """Prefill takes what decode rows leave of the budget, whatever its share."""
+    advance = StepPlanner._advance_in_order
+    patch.setattr(StepPlanner, "_advance_in_order", lambda self, sequences: (
+        setattr(self, "budget", self.rules.max_num_batched_tokens - sum(row.num_tokens for row in self.rows.values())),
+        advance(self, sequences))[1])
+
+
+MUTANTS_OF_FORMATION: list[Callable[[Patch], None]] = [
+    started_are_gated, gate_never_opens, gate_ignored, gated_ids_kept, phases_never_change, one_phase_only,
+    phases_mixed_by_arrivals, share_not_kept,
+]
+
+
+def live(num_seeds: int, *, has_formation: bool = False) -> None:
     for seed in range(num_seeds):
-        Simulation(seed, has_faults=seed % 2 == 1).run()
+        Simulation(seed, has_faults=seed % 2 == 1, has_formation=has_formation).run()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS_OF_FORMATION, ids=lambda mutant: mutant.__name__)
+def test_the_simulation_finds_mutants_of_batch_formation(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    """The same for gates and phases, which are drawn for these lives."""
+    mutant(monkeypatch)
+    with pytest.raises(SimulationFailure, match=r"python -m simulation\.simulator --formation \d+"):
+        live(NUM_SEEDS, has_formation=True)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)

@@ -40,6 +40,21 @@ def test_faults_stay_with_those_they_concern(first_seed: int) -> None:
         Simulation(seed, has_faults=True).run()
 
 
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_lives_with_batch_formation(has_faults: bool) -> None:
+    """Gates, separate phases and shares of prefill change no token, stop no request and keep every law."""
+    for seed in range(80):
+        Simulation(seed, has_faults, has_formation=True).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_many_lives_with_batch_formation(has_faults: bool) -> None:
+    """The same with more seeds."""
+    for seed in range(10_000, 40_000):
+        Simulation(seed, has_faults, has_formation=True).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_a_hundred_thousand_lives(has_faults: bool) -> None:
