@@ -35,6 +35,10 @@ class RequestObserver(Protocol):
     """Learns of finished requests."""
 
     @property
+    def observes_steps(self) -> bool:
+        """Whether there is any point in noting what a step starts."""
+
+    @property
     def observes_requests(self) -> bool:
         """Whether there is any point in describing a request."""
 
@@ -63,6 +67,8 @@ class OutputProcessor:
         """What the present step has given output so far."""
         self.open_before: SequenceOf[Request] = ()
         """The requests with open groups when the present change began; set by the one that begins it."""
+        self.started: list[tuple[int, float]] = []
+        """Prompt tokens and seconds of waiting of what a step has started, if steps are observed; for its report."""
         self._expiring: SequenceOf[Sequence] = ()
         self._tokenizer = tokenizer
         self._scheduler = scheduler
@@ -176,6 +182,11 @@ class OutputProcessor:
 
     def note_started(self, plan: SchedulePlan, now_s: float) -> None:
         """Stamp the requests that a plan starts."""
+        if self._observer.observes_steps:
+            self.started = [
+                (one.num_prompt_tokens, now_s - self.by_sequence[one.sequence_id].request.metrics.arrival_s)
+                for one in plan.admitted if self._scheduler.waiting.is_never_started(one)
+            ]
         for sequence in plan.admitted:
             request = self.by_sequence[sequence.sequence_id].request
             if request.metrics.first_scheduled_s is None:

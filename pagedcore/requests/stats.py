@@ -41,6 +41,28 @@ class StepStats:
     """Steps since the start, this one among them."""
     num_tokens: int
     """Positions that it computed."""
+    num_rows: int
+    """Its batch size: sequences that it computed a token or a chunk of."""
+    num_decode_tokens: int
+    """Tokens that had just been generated, one for each sequence that decodes."""
+    num_prefill_tokens: int
+    """All others: of prompts, and of what is computed again."""
+    num_started: int
+    """Sequences that started in it for the first time; so are the next three."""
+    num_input_tokens: int
+    """Their prompt tokens together, cached ones included."""
+    mean_wait_s: float
+    """From their arrival to this step, in seconds; 0 if none started."""
+    longest_wait_s: float
+    waits: dict[str, int]
+    """How many sequences wait after it, by reason: "company" (``min_batch_size``), "rows" (``max_num_seqs``), "tokens"
+    (the budget), "blocks" (the KV pool), "phase" (a step of decode rows), "prefix" (another sequence computes it),
+    "transfer" (from or to the host), "batch" (a static one runs), "new" (it came with this step); and "stall": running
+    ones that lacked a block."""
+    preemptions: dict[str, int]
+    """How many sequences were preempted for it: "swap", "shrink", "recompute"."""
+    evictions: dict[str, int]
+    """How many cached blocks were evicted for room: on the "device", on the "host"."""
     num_running: int
     """Sequences that run after it."""
     num_waiting: int

@@ -29,20 +29,27 @@ class Admission(PlanState):
         held = sum(self.blocks.num_blocks_of(holder.sequence_id) for holder in self.holders())
         self.available = self.free + held - sum(map(self._still_promised, self.running))
         if self.available <= 0:
+            self.stopped_by = "blocks"
             return
         for sequence in self.running:
             self._note_being_computed(sequence, sequence.num_computed_tokens)
         for candidate, match in self._in_order():
             # Why: strict order. If others overtook a head that lacks room, it could starve.
-            if not self._may_admit() or not self._admit(candidate, match):
+            if not self._may_admit():
+                return
+            if not self._admit(candidate, match):
+                self.stopped_by = self.stopped_by or "blocks"
                 return
 
     def _may_admit(self) -> bool:
-        has_row = len(self.running) + len(self.admitted) < self.rules.max_num_seqs
-        if self.rules.policy.admits_while_running:
-            return has_row and self.budget > 0
+        if len(self.running) + len(self.admitted) >= self.rules.max_num_seqs:
+            self.stopped_by = "rows"
         # Why: a static batch is filled once, so its size must not depend on the first step's token budget.
-        return has_row and not self.running
+        elif not self.rules.policy.admits_while_running:
+            self.stopped_by = "batch" if self.running else ""
+        elif self.budget <= 0:
+            self.stopped_by = "tokens"
+        return not self.stopped_by
 
     def _in_order(self) -> list[tuple[Sequence, PrefixMatch | None]]:
         """Put the head of the queue in the order of admission, with the matches that were looked up for it."""
@@ -68,6 +75,7 @@ class Admission(PlanState):
             return self.available >= 0
         match = match if match is not None else self._match(candidate)
         if self._is_being_computed(candidate, match):
+            self.num_deferred += 1
             return True
         self.available -= self._num_promised(candidate, match)
         if self.available < 0:
@@ -82,6 +90,7 @@ class Admission(PlanState):
             return self._ask_holders(candidate)
         # Why: one at a time. Room for a second load might be taken from what the second one found.
         self.swap_ins.append(SwapIn(candidate, match))
+        self.stopped_by = "transfer"
         return False
 
     def _start(self, candidate: Sequence, match: PrefixMatch) -> bool:
@@ -103,7 +112,10 @@ class Admission(PlanState):
                 self.add_row(candidate, start, num_tokens, needed, option)
                 self._note_being_computed(candidate, start)
                 return True
-        return is_in_phase and self._ask_holders(candidate)
+        if not is_in_phase:
+            self.stopped_by = "phase"
+            return False
+        return self._ask_holders(candidate)
 
     def _ask_holders(self, candidate: Sequence) -> bool:
         # Invariant: all promises fit, so waiting sequences behind this one hold what is missing.

@@ -100,6 +100,11 @@ class SchedulePlan:
     swap_ins: tuple[SwapIn, ...] = ()
     num_stalled_rows: int = 0
     """Running sequences that wait for blocks in this step, because that is cheaper than preempting others."""
+    num_deferred: int = 0
+    """Waiting sequences whose next block is being computed by another one."""
+    stopped_by: str = ""
+    """Why admission ended before the end of the queue: "rows", "tokens", "blocks", "phase", "transfer" or "batch" (a
+    static one runs); empty if it did not."""
     num_tokens: int = field(init=False)
     """Tokens computed in this step."""
     moves_blocks: bool = field(init=False)

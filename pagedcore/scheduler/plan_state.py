@@ -64,7 +64,8 @@ class PlanState:
         self.preempted: dict[int, Preemption] = {}
         self.freed: dict[int, Sequence] = {}
         self.swap_ins: list[SwapIn] = []
-        self.num_stalled_rows = 0
+        self.num_stalled_rows = self.num_deferred = 0
+        self.stopped_by = ""
         self.available = 0
         """Blocks that admission may still promise."""
         self.being_computed: set[bytes] = set()

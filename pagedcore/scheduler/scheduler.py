@@ -140,6 +140,20 @@ class Scheduler:
             preemption_estimate_error=self.costs.mean_relative_error,
         )
 
+    def waits(self, plan: SchedulePlan) -> dict[str, int]:
+        """Count the sequences that wait after a step, and running ones that stalled in it, by reason.
+
+        Reasons are "company" (the gate), "prefix" (another sequence computes it), "transfer", "stall", "new" (it came
+        with this step), or those of ``SchedulePlan.stopped_by``.
+        """
+        in_flight, num_gated = self.kv_cache.host.in_flight, len(self.waiting.gated)
+        num_moving = sum(map(self.kv_cache.host.is_moving, [s.sequence_id for s in self.waiting])) if in_flight else 0
+        counts = {"company": num_gated, "prefix": plan.num_deferred, "transfer": num_moving,
+                  "stall": plan.num_stalled_rows}
+        reason = plan.stopped_by or "new"
+        counts[reason] = counts.get(reason, 0) + len(self.waiting) - num_gated - plan.num_deferred - num_moving
+        return {name: count for name, count in counts.items() if count > 0}
+
     def add_sequences(self, *sequences: Sequence) -> None:
         """Let sequences wait, all or none of them: new ones, or finished ones after ``begin_turn``.
 

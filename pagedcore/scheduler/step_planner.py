@@ -37,7 +37,8 @@ class StepPlanner(Admission):
             self.admit_waiting()
         return SchedulePlan(
             tuple(self.rows.values()), tuple(self.admitted), tuple(self.preempted.values()),
-            tuple(self.freed.values()), tuple(self.swap_ins), self.num_stalled_rows,
+            tuple(self.freed.values()), tuple(self.swap_ins), self.num_stalled_rows, self.num_deferred,
+            self.stopped_by,
         )
 
     def _advance_running(self) -> None:
