@@ -18,6 +18,7 @@ from pagedcore._version import __version__ as __version__
 if TYPE_CHECKING:
     from pagedcore.config.engine_config import EngineConfig
     from pagedcore.config.memory_budget import MemoryBudget
+    from pagedcore.engine.continuous_batcher import Batch, BatchRequest, ContinuousBatcher
     from pagedcore.engine.engine import Engine
     from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
     from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
     from pagedcore.sessions.session import Session
 
 __all__ = [
-    "AsyncEngine", "CompletionOutput", "Delta", "Engine", "EngineConfig", "MemoryBudget", "Request", "RequestOutput",
-    "SamplingParams", "Session", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text",
-    "expose",
+    "AsyncEngine", "Batch", "BatchRequest", "CompletionOutput", "ContinuousBatcher", "Delta", "Engine", "EngineConfig",
+    "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session", "TokenLogprobs", "TokenText", "Usage",
+    "engine_metrics", "engine_metrics_text", "expose",
 ]
 
 _HOMES: Final = {
     "AsyncEngine": "pagedcore.serving.async_engine",
+    "Batch": "pagedcore.engine.continuous_batcher",
+    "BatchRequest": "pagedcore.engine.continuous_batcher",
+    "ContinuousBatcher": "pagedcore.engine.continuous_batcher",
     "Engine": "pagedcore.engine.engine",
     "EngineConfig": "pagedcore.config.engine_config",
     "MemoryBudget": "pagedcore.config.memory_budget",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -47,6 +47,8 @@ class CompletionOutput:
     score: float | None = None
     """What the completion was chosen by, higher is better: with ``best_of`` the mean of its tokens' log-probabilities,
     in beam search their sum divided by the number of tokens to the power ``length_penalty``."""
+    itl_s: tuple[float, ...] = field(default=(), compare=False)
+    """Seconds from each token to the next; empty for a completion that was chosen among several at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class RequestMetrics:
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the arrival to the first token; ``None`` before it."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,16 +50,14 @@ def open_engine(
     """Build an engine while saying so: with ``settings``, or where these are ``None`` with those of the file
     ``config``, or where it has none with ``defaults``.
     """
-    from pagedcore.config.config_file import read_settings
-    from pagedcore.config.engine_config import own_names
-
-    in_file = own_names(read_settings(config)) if config is not None else {}
-    given = {**(defaults or {}), **in_file, **{name: value for name, value in settings.items() if value is not None}}
+    given = {name: value for name, value in settings.items() if value is not None}
     with error_console().status(f"loading {model if isinstance(model, str) else 'the model'} ..."):
-        from pagedcore import Engine
+        from pagedcore import Engine, EngineConfig
 
         hide_bars_of(model)
-        return Engine.from_pretrained(model, **given)
+        if config is not None:
+            return Engine.from_pretrained(model, config=EngineConfig.from_file(config, defaults, **given))
+        return Engine.from_pretrained(model, **{**(defaults or {}), **given})
 
 
 def hide_bars_of(model: Any) -> None:

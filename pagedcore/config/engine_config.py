@@ -192,14 +192,21 @@ class EngineConfig:
         return cls(**settings)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> EngineConfig:
+    def from_file(
+        cls, path: str | os.PathLike[str], defaults: Mapping[str, Any] | None = None, **settings: Any
+    ) -> EngineConfig:
         """Build a configuration of the names and values in a TOML or JSON file, for ``from_pretrained(config=...)``.
+
+        Args:
+            path: of a file whose name ends in ``.toml`` or ``.json``.
+            defaults: settings that those of the file replace.
+            **settings: replace those of the file.
 
         Raises:
             InvalidConfig: a name or a value is not allowed, a name comes twice, or the file cannot be read, is larger
                 than 64 KiB or is no UTF-8 text in its format.
         """
-        return cls(**read_settings(path))
+        return cls(**{**own_names(defaults or {}), **own_names(read_settings(path)), **own_names(settings)})
 
 
 _KNOWN: Final = sorted(one.name for one in fields(EngineConfig))

@@ -303,6 +303,8 @@ class OutputProcessor:
         if one.group is not None and one.group.search is not None:
             return
         self.counters.num_generated_tokens += 1
+        if one.group is None:
+            one.times_s.append(now_s)
         if one.add_token(new.token_id):
             self._scheduler.finish_sequence(new.sequence, "stop")
         if new.sequence.finish_reason is not None and one.finish_text():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pagedcore.errors import TextFailed
@@ -39,6 +40,8 @@ class PendingOutput:
     """Turns tokens into text until the end."""
     failure: TextFailed | None = None
     """Why there is no further text, where the tokenizer has failed."""
+    times_s: list[float] = field(default_factory=list)
+    """When each token of this turn was committed, as far as that was seen; of beams and other candidates nothing is."""
     _parts: list[str] = field(default_factory=list)
     _num_taken_parts: int = 0
     _num_taken_tokens: int = 0
@@ -47,6 +50,7 @@ class PendingOutput:
         """Begin with no text."""
         self.open_stream = self.stream = self.failure = None
         self._parts, self._num_taken_parts, self._num_taken_tokens = [], 0, 0
+        self.times_s = []
 
     def add_token(self, token_id: int) -> bool:
         """Add the text that a committed token makes certain; return whether a stop string was met."""
@@ -111,6 +115,8 @@ class PendingOutput:
 
     def take_back(self, num_tokens: int, block_size: int) -> None:
         """Be live again with so many tokens of the sequence and their text; what was taken of it stays taken."""
+        num_lost = len(self.sequence.token_ids) - num_tokens
+        del self.times_s[max(0, len(self.times_s) - num_lost) :]
         self.sequence.take_back(num_tokens, block_size)
         self.replay()
         if not any(one.finish_reason == "error" for one in self.request.sequences):
@@ -144,4 +150,5 @@ class PendingOutput:
             self.index, "".join(self._parts), tuple(sequence.output_token_ids), sequence.finish_reason,
             logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
             error=self.request.error if sequence.finish_reason == "error" else None, score=sequence.score,
+            itl_s=tuple(after - before for before, after in pairwise(self.times_s)),
         )

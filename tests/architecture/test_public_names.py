@@ -12,9 +12,9 @@ import pytest
 import pagedcore
 from architecture.sources import PACKAGE_PARENTS, PACKAGES, ROOT
 
-PUBLIC = ["AsyncEngine", "CompletionOutput", "Delta", "Engine", "EngineConfig", "MemoryBudget", "Request",
-          "RequestOutput", "SamplingParams", "Session", "TokenLogprobs", "TokenText", "Usage",
-          "engine_metrics", "engine_metrics_text", "expose"]
+PUBLIC = ["AsyncEngine", "Batch", "BatchRequest", "CompletionOutput", "ContinuousBatcher", "Delta", "Engine",
+          "EngineConfig", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session", "TokenLogprobs",
+          "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose"]
 HEAVY = ("torch", "transformers", "bentoml", "langchain", "langchain_core", "numba", "numba.cuda", "tokenizers")
 MAX_SHARE_OF_TORCH = 0.5
 

@@ -33,6 +33,13 @@ def test_a_file_gives_what_keywords_give(tmp_path: Path) -> None:
     assert EngineConfig.from_file(write(tmp_path, "")) == EngineConfig()
 
 
+def test_a_file_replaces_defaults_and_keywords_replace_the_file(tmp_path: Path) -> None:
+    """Each of the three may use either name of a setting, and what is replaced is not looked at."""
+    path = write(tmp_path, "max_batch_size = 0\nseed = 2\n")
+    config = EngineConfig.from_file(path, {"seed": 1, "block_size": 4, "max_num_seqs": 3}, max_num_seqs=5)
+    assert config == EngineConfig(seed=2, block_size=4, max_num_seqs=5)
+
+
 REFUSED = [
     ("a.toml", "max_num_seq = 4", "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
     ("a.toml", "[max_num_seqs]\na = 1", "max_num_seqs: got a value of type dict"),

@@ -1,0 +1,148 @@
+"""Batch formation for engines of your own: the gate, the policies and the bounds of ``Engine``, without a model.
+
+A step of your engine takes ``try_form_batch``'s requests; which of them run how long is your engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import count
+
+from pagedcore.config.engine_config import EngineConfig
+from pagedcore.config.field_rules import COUNT, PRIORITY, integer
+from pagedcore.errors import InvalidRequest
+from pagedcore.plugins.manager import create_plugin_manager
+from pagedcore.protocols import Clock, MonotonicClock
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler.batch_gate import BatchGate
+from pagedcore.scheduler.waiting_queue import WaitingQueue
+from pagedcore.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One request of an engine of your own.
+
+    Raises:
+        InvalidRequest: a number is out of its range.
+    """
+
+    request_id: Hashable
+    """Yours; no two that wait have the same."""
+    input_tokens: int
+    """Tokens of the prompt."""
+    max_new_tokens: int = 1
+    priority: int = 0
+    """Higher starts first under a policy that has priorities; others refuse any but 0."""
+
+    def __post_init__(self) -> None:
+        COUNT.check("input_tokens", self.input_tokens)
+        COUNT.check("max_new_tokens", self.max_new_tokens)
+        PRIORITY.check("priority", self.priority)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that start together, in the policy's order; at least one."""
+
+    requests: tuple[BatchRequest, ...]
+    waits_s: tuple[float, ...]
+    """How long each of them has waited, in seconds."""
+
+    def size(self) -> int:
+        """Return the number of requests."""
+        return len(self.requests)
+
+    @property
+    def total_input_tokens(self) -> int:
+        """Tokens of all prompts together."""
+        return sum(request.input_tokens for request in self.requests)
+
+    def avg_wait_time(self) -> float:
+        """Return the mean of the waits, in seconds."""
+        return sum(self.waits_s) / len(self.waits_s)
+
+    def max_wait_time(self) -> float:
+        """Return the longest wait, in seconds."""
+        return max(self.waits_s)
+
+
+class ContinuousBatcher:
+    """Forms batches of waiting requests; for one thread at a time.
+
+    Of an ``EngineConfig`` it heeds ``max_num_seqs`` (requests of a batch), ``max_num_batched_tokens`` (their prompt
+    tokens together), ``min_batch_size``, ``max_wait_ms``, ``max_num_waiting`` and ``scheduling_policy``.
+
+    Invariant: a request that was added is in exactly one batch, unless it is removed before.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, *, clock: Clock | None = None) -> None:
+        """Take the settings, and the clock that waits are measured by. Raises ``InvalidConfig``: no such policy."""
+        self.config = config if config is not None else EngineConfig()
+        self._clock: Clock = clock if clock is not None else MonotonicClock()
+        self._policy = create_plugin_manager().registry.schedulers.load(self.config.scheduling_policy)()
+        self._gate = BatchGate(self.config.min_batch_size, self.config.max_wait_s)
+        self._waiting = WaitingQueue(self._policy.order, self.config.waiting_limit)
+        self._added: dict[int, tuple[BatchRequest, float]] = {}
+        self._by_id: dict[Hashable, Sequence] = {}
+        self._ids = count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: BatchRequest) -> None:
+        """Let a request wait.
+
+        Raises:
+            InvalidRequest: its prompt is larger than a batch, its id waits already, or it has a priority and the
+                policy has none.
+            EngineOverloaded: as many wait as ``max_num_waiting`` allows.
+        """
+        integer(1, self.config.max_num_batched_tokens).check("input_tokens", request.input_tokens)
+        if request.request_id in self._by_id:
+            raise InvalidRequest("request_id", request.request_id, "an id that does not wait")
+        if request.priority and not self._policy.has_priorities:
+            raise InvalidRequest("priority", request.priority, f"0 under the policy {self._policy.name!r}")
+        number = next(self._ids)
+        sequence = Sequence(
+            number, [0] * request.input_tokens, SamplingParams(max_tokens=request.max_new_tokens),
+            max_tokens=request.max_new_tokens, seed=0, priority=request.priority, arrival=number,
+        )
+        self._waiting.push(sequence)
+        self._added[number], self._by_id[request.request_id] = (request, self._clock.now()), sequence
+
+    def remove(self, request_id: Hashable) -> bool:
+        """Remove a request, and return whether it waited."""
+        sequence = self._by_id.get(request_id)
+        return sequence is not None and self._take(sequence) is not None
+
+    def gated_s(self) -> float | None:
+        """Return after how many seconds there is a batch if no request comes; 0: now; ``None``: none waits."""
+        oldest = next(self._waiting.never_started(), None)
+        if oldest is None:
+            return None
+        opens_s = self._gate.opens_s(len(self._waiting), self._added[oldest.sequence_id][1])
+        return max(0.0, opens_s - self._clock.now())
+
+    def try_form_batch(self) -> Batch | None:
+        """Take the next batch; ``None`` if too few wait, and the oldest not long enough.
+
+        Requests are taken in the policy's order, until one more would be too many or its prompt too much.
+        """
+        if self.gated_s() != 0.0:
+            return None
+        budget, chosen = self.config.max_num_batched_tokens, list[Sequence]()
+        for sequence in self._waiting.sequences[: self.config.max_num_seqs]:
+            budget -= sequence.num_prompt_tokens
+            if budget < 0:
+                break
+            chosen.append(sequence)
+        now_s, taken = self._clock.now(), [self._take(sequence) for sequence in chosen]
+        return Batch(tuple(one for one, _ in taken), tuple(now_s - since_s for _, since_s in taken))
+
+    def _take(self, sequence: Sequence) -> tuple[BatchRequest, float]:
+        self._waiting.remove_sequence(sequence)
+        taken = self._added.pop(sequence.sequence_id)
+        del self._by_id[taken[0].request_id]
+        return taken
