@@ -161,7 +161,9 @@ def create(model: Any, *, name: str | None = None, **settings: Any) -> OpenAIApp
     options = {option: settings.pop(option) for option in _APP_OPTIONS & settings.keys()}
     models = model if isinstance(model, Mapping) else {name or _name_of(model): model}
     if len(models) > 1:
-        memory = settings.get("kv_cache_memory") or int(MEMORY_SHARE * psutil.virtual_memory().available)
+        config = settings.get("config")
+        memory = settings.get("kv_cache_memory") or (config and config.kv_cache_memory)
+        memory = memory or int(MEMORY_SHARE * psutil.virtual_memory().available)
         budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)
         settings["kv_cache_memory"] = budget.share(1 / len(models))
     with ExitStack() as undo:

@@ -68,7 +68,8 @@ def serve(
     # Why first: a taken port is said before a model is loaded.
     listener = _bind(config)
     with listener:
-        settings.setdefault("max_num_waiting", MAX_WAITING)
+        if (given := settings.get("config")) is None or given.max_num_waiting is None:
+            settings.setdefault("max_num_waiting", MAX_WAITING)
         app = create(models, api_keys=api_keys, hosts=hosts, drain_s=drain_s, metrics=True, **settings)
         config.app = app
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

@@ -14,7 +14,7 @@ def convert(
     model: Annotated[str, typer.Argument(help='A model directory, or "demo".')],
     quantization: Annotated[str, typer.Option(help="w8a8, w8a16 or w4a16; see the documentation on quantisation.")],
     out: Annotated[Path, typer.Option(help="Directory to write, which is not there yet.")],
-    dtype: DtypeOption = "auto",
+    dtype: DtypeOption = None,
 ) -> None:
     """Write a model with quantised weights, which loads like any other and computes the same as with --quantization."""
     from rich.progress import Progress
@@ -26,7 +26,7 @@ def convert(
     with Progress(console=error_console(), transient=True) as progress:
         task = progress.add_task("tensors", total=None)
         write_converted(
-            model, out, quantization=quantization, dtype=dtype,
+            model, out, quantization=quantization, dtype=dtype or "auto",
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     console().print(f"{out}: {quantization}, {sum(path.stat().st_size for path in out.iterdir()):,} bytes")

@@ -25,15 +25,17 @@ def serve(
     kv_memory: Annotated[
         str | None, typer.Option(help='Memory for KV, such as "2GiB"; several models share it equally.')
     ] = None,
-    dtype: common.DtypeOption = "auto",
-    kv_cache_dtype: common.KVDtypeOption = "auto",
-    quantization: common.QuantizationOption = "none",
+    dtype: common.DtypeOption = None,
+    kv_cache_dtype: common.KVDtypeOption = None,
+    quantization: common.QuantizationOption = None,
     max_num_seqs: common.SeqsOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
-    attention_backend: common.BackendOption = "auto",
+    attention_backend: common.BackendOption = None,
+    config: common.ConfigOption = None,
 ) -> None:
     """Serve OpenAI's HTTP interface; PAGEDCORE_API_KEYS has the keys of those who may call, separated by commas."""
+    from pagedcore import EngineConfig
     from pagedcore.plugins.registry import Table
 
     # Why by its name: adapters are above the commands. This one comes with pagedcore, installed as a plugin or not.
@@ -42,7 +44,9 @@ def serve(
     settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "quantization": quantization,
                 "max_num_seqs": max_num_seqs, "num_kv_blocks": blocks, "max_model_len": max_model_len,
                 "attention_backend": attention_backend, "kv_cache_memory": kv_memory}
-    given = {name: value for name, value in settings.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    if config is not None:
+        given = {"config": EngineConfig.from_file(config, **given)}
     run, by_name = doors.load("openai"), _by_name(model, models or [])
     with common.error_console().status(f"loading {', '.join(by_name)} ...") as status:
         for path in by_name.values():

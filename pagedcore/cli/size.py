@@ -171,9 +171,9 @@ def size(
         int | None, typer.Option(help="Tokens of each sequence, prompt and completion; else the most the model can.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(help="Sequences at once; else the engine's default.")] = None,
-    dtype: DtypeOption = "auto",
-    kv_cache_dtype: KVDtypeOption = "auto",
-    quantization: QuantizationOption = "none",
+    dtype: DtypeOption = None,
+    kv_cache_dtype: KVDtypeOption = None,
+    quantization: QuantizationOption = None,
     memory: Annotated[
         str | None, typer.Option(help='For weights and KV, such as "2GiB"; else what is free on this machine.')
     ] = None,

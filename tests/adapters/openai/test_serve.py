@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from openai import OpenAI
 from adapters.openai.loopback import serving
 from architecture.sources import PACKAGE_PARENTS
 from pagedcore.errors import InvalidConfig, MissingDependency
+from pagedcore.scheduler.waiting_queue import WaitingQueue
 from pagedcore_openai.server import keys_of_environment, serve
 from support.async_helpers import wait_until
 from support.doubles import ToyBackend
@@ -172,3 +175,31 @@ def test_everybody_is_warned_of_only_where_everybody_can_call(monkeypatch: pytes
         serve({"demo": ToyBackend()}, host=host, port=0, announce=said.append, num_kv_blocks=16)
         assert ("everybody who reaches this address" in said[0]) == is_warned
         assert (keys is not None) == ("$KEY" in said[0])
+
+
+def test_settings_come_from_options_before_those_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``--config`` gives the settings that no option gives; a server's queue is long unless the file says otherwise."""
+    seen: list[Any] = []
+
+    def run(server: uvicorn.Server, _: object) -> None:
+        seen.append([one.engine.stats() for one in server.config.app.service.models.values()])  # type: ignore[union-attr]
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    file = tmp_path / "engine.toml"
+    for content, most in (("max_num_seqs = 8\n", 1024), ("max_num_seqs = 8\nmax_num_waiting = 24\n", 24)):
+        file.write_text(content + "num_kv_blocks = 32\n")
+        options = SimpleNamespace(waiting=None)
+        monkeypatch.setattr("pagedcore.scheduler.waiting_queue.WaitingQueue.__init__", _noting(options))
+        assert try_invoke("serve", "demo", "--port", "0", "--config", str(file), "--blocks", "48").exit_code == 0
+        assert [(one.max_num_seqs, one.num_blocks) for one in seen.pop()] == [(8, 48)]
+        assert options.waiting == most
+
+
+def _noting(options: SimpleNamespace) -> Any:
+    own = WaitingQueue.__init__
+
+    def init(queue: WaitingQueue, key: Any, limit: int, **more: Any) -> None:
+        options.waiting = limit
+        own(queue, key, limit, **more)
+
+    return init
