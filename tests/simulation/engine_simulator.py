@@ -91,9 +91,8 @@ class EngineSimulation:
         Raises:
             SimulationFailure: something is not as it has to be; the message is the command that shows it again.
         """
-        silence()
         try:
-            with one_thread(self.turns) as threads, tempfile.TemporaryDirectory() as folder:
+            with silence(), one_thread(self.turns) as threads, tempfile.TemporaryDirectory() as folder:
                 self.folder = Path(folder)
                 self._build()
                 self._worker = threads[0].target.__self__  # type: ignore[attr-defined]

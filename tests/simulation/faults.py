@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,13 @@ class RudeObserver:
             raise Injected("an observer failed")
 
 
-def silence() -> None:
+@contextmanager
+def silence() -> Iterator[None]:
     """Let the engine's log keep quiet: it reports faults that were ordered."""
-    logging.getLogger("pagedcore").setLevel(logging.CRITICAL)
+    log = logging.getLogger("pagedcore")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
