@@ -101,7 +101,7 @@ def test_an_engine_takes_a_configuration_and_keywords_win() -> None:
 def test_commands_take_a_file_and_options_win(tmp_path: Path) -> None:
     """--config fills in what the command line leaves open, before the command's own defaults."""
     path = str(write(tmp_path, "max_num_seqs = 2\nblock_size = 0\n"))
-    for words in (["generate", "hello"], ["chat"], ["demo"], ["bench", "throughput"]):
+    for words in (["generate", "hello"], ["chat"], ["demo"], ["bench", "throughput"], ["serve", "demo"]):
         with pytest.raises(InvalidConfig, match="block_size: got 0"):
             try_invoke(*words, "--config", path)
     path = str(write(tmp_path, "max_model_len = 0\n"))
