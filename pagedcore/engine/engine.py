@@ -79,7 +79,7 @@ class Engine:
             config.enable_prefix_caching,
         )
         """All requests that were not removed, oldest first."""
-        self._report = StepReport(scheduler, self._outputs, self.stats)
+        self._report = StepReport(scheduler, self._outputs)
         self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
         if kv_cache.host.num_blocks > 0 and config.preemption == "auto":
             self._calibrate(min(components.info.max_model_len, config.max_num_batched_tokens))
@@ -248,7 +248,7 @@ class Engine:
         if self._laws is not None:
             self._laws.check()
         if plan.rows and self.hooks.observes_steps:
-            self.hooks.step_done(self._report.describe(plan))
+            self.hooks.step_done(self._report.describe(plan, self.stats))
         return self._outputs.take_untold()
 
     def _step_or_sleep(self) -> list[PendingOutput]:

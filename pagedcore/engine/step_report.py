@@ -23,7 +23,6 @@ class StepReport:
 
     scheduler: Scheduler
     outputs: OutputProcessor
-    engine_stats: Callable[[], EngineStats]
     _before: _Totals | None = field(default=None, init=False)
 
     def begin(self) -> None:
@@ -31,8 +30,8 @@ class StepReport:
         if self._before is None:
             self._before = self._totals()
 
-    def describe(self, plan: SchedulePlan) -> StepStats:
-        """Describe a step that was computed since the last report."""
+    def describe(self, plan: SchedulePlan, engine_stats: Callable[[], EngineStats]) -> StepStats:
+        """Describe a step that was computed since the last report; ``engine_stats`` puts everything else together."""
         before, self._before = self._before or self._totals(), self._totals()
         started, self.outputs.started = self.outputs.started, []
         waits_s = [wait_s for _, wait_s in started]
@@ -46,7 +45,7 @@ class StepReport:
             preemptions=_growth(before.preemptions, self._before.preemptions),
             evictions=_growth(before.evictions, self._before.evictions),
             num_running=len(self.scheduler.running), num_waiting=len(self.scheduler.waiting),
-            engine_stats=self.engine_stats,
+            engine_stats=engine_stats,
         )
 
     def _totals(self) -> _Totals:

@@ -36,7 +36,7 @@ MOST_TURNS = 5000
 class EngineSimulation:
     """One life, from an engine without callers to an engine without callers."""
 
-    def __init__(self, seed: int, has_faults: bool = False) -> None:
+    def __init__(self, seed: int, has_faults: bool = False, has_formation: bool = False) -> None:
         self.seed, self.has_faults = seed, has_faults
         self.rng = rng = random.Random(f"engine {seed}")
         self.clock = FakeClock()
@@ -49,6 +49,8 @@ class EngineSimulation:
         self.backend = SimBackend(rng, self.faults, self._in_step)
         self.has_text = rng.random() < 0.5
         self.settings = self._draw_settings()
+        if has_formation:
+            self._draw_formation(random.Random(f"formation {seed}"))
         self.has_priorities = self.settings["scheduling_policy"] == "priority"
         self.has_queue_timeout = "clock jumps" in self.faults.armed or self.settings["queue_timeout_s"] is not None
         pool = self.settings["num_kv_blocks"] * self.settings["block_size"]
@@ -83,6 +85,13 @@ class EngineSimulation:
             "enable_prefix_caching": rng.random() < 0.8,
             "session_key": rng.choice([None, "a secret of 16 bytes"]),
             "check_invariants": True,
+        }
+
+    def _draw_formation(self, rng: random.Random) -> None:
+        # Why a generator of its own: a seed without formation means what it meant.
+        self.settings |= {
+            "min_batch_size": rng.randint(1, self.settings["max_num_seqs"]), "max_wait_ms": rng.choice([None, 0, 900]),
+            **rng.choice([{}, {"phases": "separate"}, {"prefill_share": 0.3}]),
         }
 
     def run(self) -> EngineSimulation:

@@ -70,6 +70,13 @@ def test_many_lives_of_a_scheduler(has_faults: bool, record_property: Record) ->
     live_all("scheduler", range(2000 + first_seed(), 2000 + first_seed() + scaled(60)), has_faults, record_property)
 
 
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_callers_of_an_engine_with_batch_formation(has_faults: bool) -> None:
+    """Gates, phases and shares of prefill leave no caller without its completion, and no request without its end."""
+    for seed in range(300, 308):
+        EngineSimulation(seed, has_faults, has_formation=True).run()
+
+
 def test_a_seed_leaves_the_same_trace_every_time() -> None:
     """Nothing but the seed decides, threads, time and the order of sets included."""
     for seed in range(4):
