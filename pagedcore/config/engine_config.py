@@ -97,8 +97,8 @@ class EngineConfig:
     """"mixed" computes decode rows and prompt chunks in one step; "separate" in steps of their own, which alternate
     while there is work for both."""
     prefill_share: float = 1.0
-    """The largest share of ``max_num_batched_tokens`` that prompt chunks take of a step with decode rows, one token at
-    least: smaller ones make the next token come sooner for those that decode, and the first one later."""
+    """The largest share of ``max_num_batched_tokens`` that prompt chunks take of a step in which running sequences
+    decode, one token at least: smaller ones make the next token come sooner for these, and the first one later."""
     max_num_waiting: int | None = None
     """Most requests that may wait; ``None``: four times ``max_num_seqs``."""
     queue_timeout_s: float | None = None

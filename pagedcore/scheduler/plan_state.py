@@ -30,7 +30,7 @@ class PlanningRules:
     max_scored_tokens: int
     """Positions of a step whose logits are reported, besides one for each sequence: a row of logits is large."""
     prefill_share: float = 1.0
-    """Largest share of the token budget for prefill chunks in a step that has decode rows; one token at least."""
+    """Largest share of the token budget for prefill chunks while running sequences decode; one token at least."""
     phase: str = "mixed"
     """Which rows the step may have: "mixed", or only those of "prefill" or "decode"."""
 

@@ -89,7 +89,9 @@ def _require_formation(plan: SchedulePlan, scheduler: Scheduler) -> None:
     num_prefill_tokens = plan.num_tokens - num_decode
     require(len(scheduler._phases) == 1 or not (num_decode and num_prefill_tokens), "a step has rows of both phases")
     most_tokens = max(1, rules.prefill_share * rules.max_num_batched_tokens)
-    if num_decode and rules.prefill_share < 1.0:
+    # Why not those that start: one that comes back after a preemption may follow prompts that came before it.
+    is_shared = any(row.is_decode and row.sequence not in plan.admitted for row in plan.rows)
+    if is_shared and rules.prefill_share < 1.0:
         require(num_prefill_tokens <= most_tokens, f"{num_prefill_tokens} tokens of prefill are over their share")
 
 
