@@ -121,8 +121,9 @@ def _require_next_tokens(plan: SchedulePlan, scheduler: Scheduler, planned: set[
 
 
 def _require_fair_order(plan: SchedulePlan, scheduler: Scheduler) -> None:
-    """No request is overtaken by one that came more than the bonus later, except while others compute its prefix."""
-    waiting, bonus = list(scheduler.waiting), scheduler.rules.policy.cache_bonus
+    """No request is overtaken by one that came more than the bonus later, except at the gate, and while others compute
+    its prefix."""
+    waiting, bonus = scheduler.waiting.startable(), scheduler.rules.policy.cache_bonus
     started = [*plan.admitted, *(one.sequence for one in plan.swap_ins)]
     host = scheduler.kv_cache.host
     for later in plan.admitted:
