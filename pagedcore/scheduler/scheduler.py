@@ -238,8 +238,8 @@ class Scheduler:
         self._demote_failed_policy()
         rules = self.rules if most_tokens is None else replace(self.rules, max_num_batched_tokens=most_tokens)
         plan = self._plan(rules, may_wait=True)
-        can_rest = self.is_gated or not self.has_work or self.kv_cache.host.has_awaited
-        if not plan.rows and not plan.moves_blocks and not can_rest:
+        if not (plan.rows or plan.moves_blocks or self.is_gated or not self.has_work
+                or self.kv_cache.host.has_awaited):
             plan = self._plan(rules, may_wait=False)
             # Why: a store that hangs may keep the blocks that are lacking; then only its end can help.
             if not plan.rows and not plan.moves_blocks and not self.kv_cache.host.withholds_blocks:
@@ -337,7 +337,7 @@ class Scheduler:
         self.rules = replace(self.rules, policy=fcfs())
 
     def _plan(self, rules: PlanningRules, *, may_wait: bool) -> SchedulePlan:
-        queues = self.running.sequences, self.waiting.startable()
+        queues = self.running.sequences, self.waiting.startable() if self.waiting.gated else self.waiting.sequences
         for phase in self._phases:
             of_phase = rules if phase == rules.phase else replace(rules, phase=phase)
             plan = StepPlanner(of_phase, self.kv_cache, *queues, may_wait=may_wait).plan()

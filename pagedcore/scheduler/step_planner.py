@@ -57,7 +57,7 @@ class StepPlanner(Admission):
         if self.rows and self.rules.prefill_share < 1.0:
             most_tokens = int(self.rules.prefill_share * self.rules.max_num_batched_tokens)
             self.budget = min(self.budget, max(1, most_tokens))
-        if self.rules.phase != "decode":
+        if prefilling and self.rules.phase != "decode":
             self._advance_in_order(prefilling)
 
     def _advance_in_order(self, sequences: ListOf[Sequence]) -> None:

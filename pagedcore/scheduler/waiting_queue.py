@@ -140,8 +140,6 @@ class WaitingQueue(PolicyOrder):
 
     def startable(self) -> list[Sequence]:
         """Return the sequences that may start, in order; not for changing."""
-        if not self.gated:
-            return self.sequences
         return [one for one in self.sequences if one.sequence_id not in self.gated]
 
     def require_room(self, num_sequences: int) -> None:

@@ -232,10 +232,10 @@ def require_refused_params(call: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("prompts", "params", "what"), [
-    *[(prompts, None, "prompts") for prompts in ("text", b"ab", 5, None, {"a": 1}, object(), iter([[1]]))],
+    *[(prompts, None, "prompts") for prompts in ("text", b"ab", 5, None, {"a": 1}, object())],
     ([[1], [2]], [None], "params"), ([[1]], "greedy", "params"), ([[1]], {"max_tokens": 1}, "params"),
     ([[1]], [{"max_tokens": 1}], "params"), ([[1]], 5, "params"), ([[1], None], None, "prompt"),
-    ([1, 2], None, "prompt"), ([[[1]]], None, "messages[0]"),
+    ([1, 2], None, "prompt"), ([[[1]]], None, "prompt"), (iter([[1], None]), None, "prompt"),
 ])
 def test_a_batch_of_another_type_is_refused_as_a_whole(prompts: Any, params: Any, what: str) -> None:
     """No prompts, parameters of another type or number: InvalidRequest, and no prompt was started."""

@@ -124,7 +124,7 @@ def test_the_block_size_is_the_backends_unless_given() -> None:
 
 def test_a_number_format_without_a_pool_is_refused() -> None:
     """double precision has no KV layout; the message says what has."""
-    with pytest.raises(InvalidConfig, match="allowed are float32"):
+    with pytest.raises(InvalidConfig, match="float64, allowed for KVLayout: float32"):
         TransformersModel(tiny_model("llama", dtype=torch.float64), ReferenceAttention, runs_self_test=False)
 
 

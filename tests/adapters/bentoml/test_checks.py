@@ -28,7 +28,9 @@ WORKERS = ('import bentoml\n\nfrom pagedcore_bentoml import PagedCoreRunner\n\n\
            'class LLM(PagedCoreRunner):\n    model = "demo"\n')
 
 
-@pytest.mark.parametrize(("code", "words"), [(MISSPELT, "unknown setting num_kv_blokcs"), (WORKERS, "workers: got 2")])
+@pytest.mark.parametrize(("code", "words"), [
+    (MISSPELT, "unknown setting 'num_kv_blokcs'"), (WORKERS, "workers: got 2"),
+])
 def test_bentoml_serve_ends_at_once_with_the_name(tmp_path: Path, code: str, words: str) -> None:
     """The process that would start the workers ends with an error that names the setting; no worker is started."""
     (tmp_path / "service.py").write_text(code, encoding="utf-8")
@@ -40,7 +42,7 @@ def test_bentoml_serve_ends_at_once_with_the_name(tmp_path: Path, code: str, wor
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"num_kv_blokcs": 1}, "unknown setting num_kv_blokcs"), ({"num_kv_blocks": 0}, "num_kv_blocks: got 0"),
+    ({"num_kv_blokcs": 1}, "unknown setting 'num_kv_blokcs'"), ({"num_kv_blocks": 0}, "num_kv_blocks: got 0"),
     ({"dtype": 5}, "dtype"), ({"max_num_seqs": 4, "max_num_batched_tokens": 2}, "max_num_batched_tokens"),
 ])
 def test_settings_are_validated_where_they_are_written(settings: dict[str, Any], words: str) -> None:
