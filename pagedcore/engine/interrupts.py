@@ -15,17 +15,22 @@ from types import FrameType
 class CtrlC:
     """A context that notes Ctrl-C and raises it at its end, or where ``allow`` says; a second one is raised at once.
 
-    Invariant: outside of the context, SIGINT has the handler that it had before.
+    Invariant: outside of the context, SIGINT has the handler that it had before; if another asynchronous exception
+    broke off the way in or out, after the next use of the context, and until then Ctrl-C comes at once or with that.
     """
 
     def __init__(self) -> None:
         self._is_noted = self._is_allowed = self._is_replaced = False
 
     def __enter__(self) -> None:
-        self._is_noted = self._is_allowed = False
+        self._is_allowed = False
+        self._raise_noted()
         # Why first asked for the thread: only the main one may set handlers, and only there signals arrive.
-        if current_thread() is main_thread() and getsignal(SIGINT) is default_int_handler:
+        if current_thread() is main_thread() and (
+            (handler := getsignal(SIGINT)) is default_int_handler or handler == self._note
+        ):
             signal(SIGINT, self._note)
+            # Why last: until here, and from its way back on, the handler raises at once.
             self._is_replaced = True
 
     def __exit__(self, *_: object) -> None:
@@ -34,22 +39,24 @@ class CtrlC:
             # Why asked: an observer of the application may have installed a handler of its own meanwhile.
             if getsignal(SIGINT) == self._note:
                 signal(SIGINT, default_int_handler)
-            if self._is_noted:
-                raise KeyboardInterrupt
+            self._raise_noted()
 
     def allow(self) -> None:
         """Raise Ctrl-C at once from now on, also one that was noted."""
         self._is_allowed = True
-        if self._is_noted:
-            self._is_noted = False
-            raise KeyboardInterrupt
+        self._raise_noted()
 
     def hold(self) -> None:
         """Note Ctrl-C from now on."""
         self._is_allowed = False
 
+    def _raise_noted(self) -> None:
+        if self._is_noted:
+            self._is_noted = False
+            raise KeyboardInterrupt
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._is_noted or self._is_allowed:
+        if self._is_noted or self._is_allowed or not self._is_replaced:
             self._is_noted = False
             default_int_handler(number, frame)
         self._is_noted = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from contextlib import suppress
 
 import pytest
@@ -63,6 +64,7 @@ class Life:
         self.engine.step()
         assert_all_free(self.engine)
         assert not list(self.engine.requests)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def add(self) -> None:
         """Ask for a completion."""
@@ -142,6 +144,8 @@ def test_interrupts_come_again_and_again(record_property: object) -> None:
             raise
         finally:
             life.engine.close()
+            # Why: an engine that was closed by an interrupt makes no further step, which would restore it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         num_interrupted += life.num_interrupted
     record_property("seeds", num_lives)  # type: ignore[operator]
     record_property("steps", num_lives * NUM_CALLS)  # type: ignore[operator]

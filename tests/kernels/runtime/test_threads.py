@@ -47,7 +47,7 @@ def test_the_setting_returns_after_an_error() -> None:
     assert torch.get_num_threads() == openmp_setting() == num_threads() == 3
 
 
-def interrupt_at(num_lines: int) -> bool:
+def interrupt_at(num_lines: int, computing: Computing) -> bool:
     """Compute, and raise KeyboardInterrupt before that line of ``threads.py``; return whether it came so far."""
     left = num_lines
 
@@ -63,7 +63,7 @@ def interrupt_at(num_lines: int) -> bool:
 
     sys.settrace(trace)
     try:
-        with Computing(2), torch_beside_kernels():
+        with computing, torch_beside_kernels():
             pass
     except KeyboardInterrupt:
         return True
@@ -73,14 +73,17 @@ def interrupt_at(num_lines: int) -> bool:
 
 
 @libgomp_only
-def test_the_setting_returns_wherever_an_interrupt_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C before any line of the way in and out leaves the host's setting alone."""
+def test_the_setting_returns_wherever_an_interrupt_comes() -> None:
+    """Ctrl-C before any line of the way in and out leaves the host's setting alone, and that of kernels outside of the
+    context is the host's again after the next use of it."""
     torch.set_num_threads(3)
     lines = 0
-    while interrupt_at(lines + 1):
+    while interrupt_at(lines + 1, computing := Computing(2)):
         lines += 1
         assert torch.get_num_threads() == openmp_setting() == 3, f"interrupted before line {lines}"
-        monkeypatch.setattr(threads, "_setting", threads._Setting())
+        with computing:
+            assert num_threads() == 2
+        assert num_threads() == 3, f"interrupted before line {lines}"
     assert lines > 20
 
 

@@ -83,7 +83,10 @@ class Computing:
         self._before = _OF_TORCH
 
     def __enter__(self) -> None:
-        self._before, _setting.threads = _setting.threads, self._own
+        # Why asked: an interrupt may have come before the last exit was over, and what was before that is still known.
+        if _setting.threads is not self._own:
+            self._before = _setting.threads
+        _setting.threads = self._own
 
     def __exit__(self, *_: object) -> None:
         if self._before is _OF_TORCH:
