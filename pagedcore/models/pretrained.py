@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
+from pagedcore.errors import InvalidConfig, ModelNotSupported, PagedcoreError, describe
 from pagedcore.execution.machine import this_machine
 from pagedcore.models.ownership import require_free
 from pagedcore.models.quick_start import NotQuick, read_model
@@ -110,13 +110,11 @@ def load_config(
 @contextmanager
 def as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[None]:
     """Raise what libraries raise for the files of the model called ``name`` as ``InvalidConfig``, without paths."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except ModelNotSupported:
+    except (PagedcoreError, MemoryError):
         raise
-    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+    except Exception as error:  # of whatever type: several libraries look at the files, each with errors of its own
         # Safety: a library's message may name paths.
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         # Why whole words: a directory may be called "a".
