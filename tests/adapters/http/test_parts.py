@@ -286,7 +286,7 @@ async def test_a_long_body_of_escapes_is_413_and_its_author_learns_of_utf8(escap
 
 
 async def test_other_threads_run_while_many_numbers_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is a pause after each of seven passes, and after 2,048 numbers or ten of the longest, which take as much."""
+    """There is a pause after each of 7 passes, and after 2,048 numbers or ten of the longest, which take as long."""
     pauses: list[float] = []
     monkeypatch.setattr(door.time, "sleep", pauses.append)
     for number, count in (("1", 17_000), ("9" * 4299, 77)):
