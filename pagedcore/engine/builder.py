@@ -85,7 +85,7 @@ def build_components(
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
     memory = KVMemory(backend, config)
     try:
-        return _assemble(model_name(model), config, manager, policy, backend, text, memory)
+        return _assemble(model_name(model), config, manager, policy, backend, text, memory, tokenizer)
     except BaseException:
         # Why: the backend may be the user's own, and shall make the next engine.
         memory.close()
@@ -94,7 +94,7 @@ def build_components(
 
 def _assemble(
     name: str, config: EngineConfig, manager: PluginManager, policy: Policy, backend: ModelBackend,
-    text: Tokenizer | None, memory: KVMemory,
+    text: Tokenizer | None, memory: KVMemory, tokenizer: Any,
 ) -> EngineComponents:
     kv_cache = KVCacheManager(
         memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
@@ -124,14 +124,15 @@ def _assemble(
         store, runner, laws = shadow(scheduler, store, runner)
     return EngineComponents(
         config, input_processor, kv_cache, scheduler, runner, EngineHooks(manager, at_the_end=memory.close), info,
-        memory.num_bytes, store, backend_fingerprint(backend), form, _identity(backend, form, info.max_model_len), laws,
+        memory.num_bytes, store, backend_fingerprint(backend), form,
+        _identity(backend, form, info.max_model_len, tokenizer), laws,
     )
 
 
-def _identity(backend: ModelBackend, form: str, max_model_len: int) -> str:
-    # Why: the weights of a backend that does not describe them are not known to be another one's.
-    known = form if isinstance(backend, HasFingerprint) else secrets.token_hex(32)
-    return f"{known}-{max_model_len}"
+def _identity(backend: ModelBackend, form: str, max_model_len: int, tokenizer: Any) -> str:
+    # Why: weights of a backend that does not describe them, and a tokenizer object, are not known to be another's.
+    is_known = isinstance(backend, HasFingerprint) and isinstance(tokenizer, str | None)
+    return f"{form if is_known else secrets.token_hex(32)}-{max_model_len}-{tokenizer if is_known else ''}"
 
 
 def _preemption(backend: ModelBackend, config: EngineConfig, memory: KVMemory) -> str:
