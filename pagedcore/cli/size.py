@@ -189,8 +189,8 @@ def size(
         print(json.dumps(report.as_json(), indent=2))
         return
     tokens = f"{report.context:,} tokens"
-    title = f"{report.model}, {report.dtype}" + (f", {quantization}" if quantization != "none" else "")
-    title += ", KV in int8" if kv_cache_dtype == "int8" else ""
+    title = f"{report.model}, {report.dtype}" + (f", {report.quantization}" if report.quantization != "none" else "")
+    title += ", KV in int8" if report.kv_cache_dtype == "int8" else ""
     table = Table("what", Column("bytes", justify="right"), "how", title=title, title_justify="left")
     for what, num_bytes, how in (
         ("KV of a token", report.bytes_per_token, _token_sum(report)),

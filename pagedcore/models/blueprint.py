@@ -19,6 +19,7 @@ from pagedcore.models import model_facts, supported_models
 from pagedcore.models.cpu.packed_experts import matrices_of_experts
 from pagedcore.models.cpu.packed_linear import can_pack, matrix_of
 from pagedcore.models.pretrained import computing_dtype, load_config
+from pagedcore.models.quantization.checkpoint import stored_format
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
@@ -53,7 +54,8 @@ def read_blueprint(
         InvalidConfig: there is no such model, or no such KV with this attention.
     """
     make_layout = layout_maker(attention_factory, settings.kv_cache_dtype)
-    config, dtype = load_config(source, trust_remote_code=settings.trust_remote_code), computing_dtype(settings.dtype)
+    stored, dtype = stored_format(os.fspath(source)), computing_dtype(settings.dtype)
+    config = load_config(source, trust_remote_code=settings.trust_remote_code, is_quantised=stored is not None)
     model = tree_of(config, dtype, settings.trust_remote_code)
     try:
         with torch.device("meta"), torch.inference_mode():
@@ -68,7 +70,7 @@ def read_blueprint(
         layout=make_layout(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
         max_model_len=model_facts.max_model_len(config),
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=_weight_bytes(model, settings.quantization) if can_pack(dtype)
+        weight_bytes=_weight_bytes(model, settings.quantization if stored is None else stored.scheme) if can_pack(dtype)
                      else sum(parameter.nbytes for parameter in parameters),
     )
 

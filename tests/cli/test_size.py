@@ -13,6 +13,7 @@ from pagedcore import Engine
 from pagedcore.cli.size import SizeReport, size_model
 from pagedcore.errors import InvalidConfig
 from support.families import config_of, tiny_model
+from support.runner import invoke
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded value rows": ("llama", {"hidden_size": 80}),
@@ -181,3 +182,11 @@ def test_quantisation_makes_room() -> None:
     plain, small = (size_model("demo", memory="4MiB", quantization=name) for name in ("none", "w4a16"))
     assert small.num_blocks_that_fit > plain.num_blocks_that_fit
     assert ("quantization" in plain.settings, small.settings["quantization"]) == (False, "w4a16")
+
+
+def test_a_converted_directory_is_sized_as_what_it_holds(tmp_path: Path) -> None:
+    """Weights are counted as quantised, and the title names what was asked for and no default."""
+    out = tmp_path / "converted"
+    invoke("convert", "demo", "--quantization", "w8a8", "--out", str(out))
+    assert size_model(out, context=64).weight_bytes == size_model("demo", context=64, quantization="w8a8").weight_bytes
+    assert "None" not in invoke("size", "demo").split("what", 1)[0]
