@@ -6,6 +6,7 @@ Times would depend on the machine; a line that is executed once per element of a
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +29,10 @@ from support.text_builders import BUILDERS, make_fast
 
 
 def cost(work: Callable[[], Any]) -> int:
-    """Count the lines of Python that are executed and the functions of C that are called."""
+    """Count the lines of Python that are executed and the functions of C that are called.
+
+    The garbage collector is off meanwhile: finalizers and callbacks of other tests' objects are not this work's cost.
+    """
     counted = 0
 
     def line(frame: Any, event: str, argument: Any) -> Any:
@@ -40,6 +44,8 @@ def cost(work: Callable[[], Any]) -> int:
         nonlocal counted
         counted += event == "c_call"
 
+    collecting = gc.isenabled()
+    gc.disable()
     sys.setprofile(call)
     sys.settrace(line)
     try:
@@ -47,6 +53,8 @@ def cost(work: Callable[[], Any]) -> int:
     finally:
         sys.settrace(None)
         sys.setprofile(None)
+        if collecting:
+            gc.enable()
     return counted
 
 

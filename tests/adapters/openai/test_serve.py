@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +24,6 @@ import openai
 import uvicorn
 from openai import OpenAI
 
-from adapters.openai.loopback import serving
 from architecture.sources import PACKAGE_PARENTS
 from pagedcore.errors import InvalidConfig, MissingDependency
 from pagedcore.scheduler.waiting_queue import WaitingQueue
@@ -125,11 +125,8 @@ def test_what_outlasts_the_drain_is_ended_and_so_is_the_process() -> None:
 
 def test_a_taken_port_is_said_with_advice() -> None:
     """Before a model is loaded, with the way to another port; an address of another machine and no port likewise."""
-    async def nothing(*_: Any) -> None:
-        """Answer nothing."""
-
-    with serving(nothing) as url:
-        port = int(url.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
         with pytest.raises(InvalidConfig, match=rf"{port} cannot be listened on: another program .*--port 0"):
             serve({"demo": "no-such-model"}, port=port)
     for address in ({"port": 70_000}, {"host": "203.0.113.7"}, {"host": "no such host"}):
