@@ -1,11 +1,24 @@
-"""One compute thread for all tests and what they start, unless the caller says otherwise.
+"""One compute thread for all tests and what they start, unless the caller says otherwise; quick garbage collections.
 
 Tiny models gain nothing from threads, and processes side by side whose threads wait for each other lose much to them.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+
+import pytest
 
 # Why here: OpenMP reads it once, when torch is imported, which no test has done yet.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Keep what earlier tests imported out of the collections that tests ask for: a tenth of the time remains."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
