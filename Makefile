@@ -2,6 +2,7 @@
 # make test    the tests                               make slow    the long tests
 # make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a GPU
 # make formats quantised checkpoints against a library of their format, in an environment of its own
+# make interop-ray  the Ray Serve application on a local Ray, in an environment of its own
 # make gpu     everything there is to measure on an NVIDIA GPU; see benchmarks/h200.md
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
 # make mutants bugs put in by hand, each with the test that finds it
@@ -16,7 +17,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MINUTES ?= 10
 
-.PHONY: demo test check slow mutants torture soak bench bench-doors bento kernels formats gpu docs architecture
+.PHONY: demo test check slow mutants torture soak bench bench-doors bento kernels formats interop-ray gpu docs architecture
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -46,6 +47,10 @@ formats:
 	$(MAKE) VENV=build/formats build/formats/.stamp-formats
 	build/formats/bin/python -m pytest -m formats -o addopts=--import-mode=importlib \
 		tests/models/quantization/test_compressed_tensors_library.py $(PYTEST_ARGS)
+
+interop-ray:
+	$(MAKE) VENV=build/interop-ray build/interop-ray/.stamp-interop-ray
+	build/interop-ray/bin/python -m pytest -m ray -o addopts=--import-mode=importlib tests/adapters/ray $(PYTEST_ARGS)
 
 gpu: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/gpu.py build

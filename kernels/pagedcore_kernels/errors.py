@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 
 class PagedcoreError(Exception):
-    """Base of every error raised on purpose by pagedcore."""
+    """Base of every error raised on purpose by pagedcore. All of them can be pickled, to cross between processes."""
+
+    def __reduce__(self) -> tuple[Callable[..., PagedcoreError], tuple[Any, ...]]:
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[PagedcoreError], args: tuple[Any, ...], attributes: dict[str, Any]) -> PagedcoreError:
+    # Why: what a constructor takes is not what it passes on as ``args``.
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class InvalidConfig(PagedcoreError, ValueError):

@@ -11,7 +11,8 @@ import pagedcore
 from architecture.rooms import ORDER, ROOM_OF, circles, imported_modules, room_of
 from architecture.sources import SOURCES, Source
 
-ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain", "pagedcore_openai"}
+ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain", "pagedcore_openai",
+            "pagedcore_ray"}
 PUBLIC_MODULES = {
     "pagedcore.errors", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs", "pagedcore.request_options",
 }
@@ -22,7 +23,7 @@ MAY_PROBE = {
     "pagedcore.tokenizer.tokenizer", "pagedcore.plugins.manager",
 }
 """Modules that look at objects of transformers or torch, or at the name of a plugin that may be of any type."""
-OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai"}
+OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai", "ray"}
 
 
 def in_core(source: Source) -> bool:

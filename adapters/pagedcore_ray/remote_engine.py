@@ -1,0 +1,134 @@
+"""An engine whose steps are made elsewhere: prompts become tokens here, and completions come from a replica's engine.
+
+Owns what crosses between ingress and replica: one ``EngineCall`` there, deltas, outputs and errors back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from pagedcore import AsyncEngine, Delta, Engine, RequestOutput, SamplingParams
+from pagedcore.errors import EngineClosed, EngineOverloaded
+from pagedcore.request_options import OptionKeywords, RequestOptions
+
+
+class ReplicaLost(EngineClosed):
+    """The replica that computed a request is gone, or could not be reached. Nothing is repeated by itself: what was
+    delivered stands. The request may be sent again, and another replica completes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """One request on its way to a replica."""
+
+    token_ids: list[int]
+    params: SamplingParams | None
+    options: OptionKeywords
+    timeout_s: float | None = None
+    wait_for_room: bool = False
+    salt: bytes = field(default=b"", repr=False)
+    """The salt as it enters cache keys, for the router."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What an ingress has to know of the replicas' engines to check requests: a model without computation."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    block_size: int
+    num_kv_blocks: int
+    max_num_waiting: int
+    kv_bytes_per_token: int = 1
+    is_schedule_invariant: bool = True
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Allocate nothing."""
+
+    def forward(self, batch: Any) -> Any:
+        """Never called."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, engine: Engine) -> ModelFacts:
+        """Look at an engine between two of its steps."""
+        stats, door = engine.stats(), engine.input_processor
+        return cls(door.vocab_size, stats.max_model_len, door.eos_token_ids, stats.block_size, stats.num_blocks,
+                   door.max_num_waiting)
+
+
+class RemoteEngine(AsyncEngine):
+    """An ``AsyncEngine`` that sends its requests to replicas; sessions are not offered, their KV would be elsewhere.
+
+    It tokenises and refuses prompts by itself; parameters and options are checked where the request runs.
+    """
+
+    def __init__(self, facts: ModelFacts, tokenizer: str, handle: DeploymentHandle) -> None:
+        """Take what the replicas' engines are like, a directory or hub name, and the way to the replicas."""
+        super().__init__(Engine.from_pretrained(
+            facts, tokenizer=tokenizer, num_kv_blocks=facts.num_kv_blocks, max_num_waiting=facts.max_num_waiting,
+        ))
+        self._handle = handle
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams | None = None, *, timeout_s: float | None = None,
+        wait_for_room: bool = False, **options: Any,
+    ) -> AsyncGenerator[Delta, None]:
+        """Complete one prompt on a replica; arguments and errors as ``AsyncEngine.generate``.
+
+        Raises:
+            ReplicaLost: the replica is gone.
+        """
+        call = await self._call(prompt, params, options, timeout_s, wait_for_room)
+        deltas = self._handle.options(stream=True).stream.remote(call)
+        try:
+            async for delta in deltas:
+                if isinstance(delta, Exception):
+                    raise delta
+                yield delta
+        except RayError as error:
+            raise _lost(error) from error
+        except (BackPressureError, DeploymentUnavailableError) as error:
+            raise EngineOverloaded(0, 0) from error
+        finally:
+            deltas.cancel()
+
+    def submit(
+        self, prompt: Any, params: SamplingParams | None = None, *, wait_for_room: bool = False, **options: Any
+    ) -> Future[RequestOutput]:
+        """Send one prompt off; call it on a running event loop. Refusals come out of the future."""
+        completing = self._complete(prompt, params, wait_for_room, options)
+        return asyncio.run_coroutine_threadsafe(completing, asyncio.get_running_loop())
+
+    async def _complete(self, prompt: Any, params: SamplingParams | None, wait_for_room: bool, options: Any) -> Any:
+        call = await self._call(prompt, params, options, None, wait_for_room)
+        response = self._handle.complete.remote(call)
+        try:
+            output = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except RayError as error:
+            raise _lost(error) from error
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    async def _call(self, prompt: Any, params: SamplingParams | None, options: Any, timeout_s: float | None,
+                    wait_for_room: bool) -> EngineCall:
+        salt = RequestOptions(**options).salt
+        token_ids = await asyncio.to_thread(self.encode, prompt)
+        return EngineCall(token_ids, params, options, timeout_s, wait_for_room, salt)
+
+
+def _lost(error: RayError) -> ReplicaLost:
+    return ReplicaLost(f"the replica of this request is gone ({type(error).__name__}); send it again.")
