@@ -15,7 +15,8 @@ class PagedcoreError(Exception):
 
 def _restored(kind: type[PagedcoreError], args: tuple[Any, ...], attributes: dict[str, Any]) -> PagedcoreError:
     # Why: what a constructor takes is not what it passes on as ``args``.
-    error = kind.__new__(kind, *args)
+    error = kind.__new__(kind)
+    error.args = args
     error.__dict__.update(attributes)
     return error
 

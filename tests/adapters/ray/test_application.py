@@ -128,7 +128,8 @@ def test_settings_are_checked_before_anything_is_deployed() -> None:
 
 async def test_a_killed_replica_loses_only_its_streams(replicas: Any) -> None:
     """Its streams end with an error that says to try again, and repeat nothing; others go on; Ray makes a new one."""
-    params: dict[str, Any] = {"model": "demo", "max_tokens": 700, "temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
+    params: dict[str, Any] = {"model": "demo", "max_tokens": 700, "temperature": 0, "stream": True,
+                              "extra_body": {"ignore_eos": True}}
     prompts = [f"Tell me about number {number}." for number in range(8)]
     with Engine.from_pretrained("demo", **SETTINGS) as engine:
         outputs = engine.generate(prompts, SamplingParams(max_tokens=700, ignore_eos=True), show_progress=False)
