@@ -96,7 +96,7 @@ def test_extras_named_in_pages_exist() -> None:
 
 def test_every_stamp_of_the_makefile_is_an_extra() -> None:
     """``make`` installs the extra its stamp is named after, so each has to exist."""
-    stamps = set(re.findall(r"\.stamp-(\w+)", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    stamps = set(re.findall(r"\.stamp-([\w-]+)", (ROOT / "Makefile").read_text(encoding="utf-8")))
     assert stamps
     assert stamps <= set(EXTRAS)
 
