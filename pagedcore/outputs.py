@@ -124,3 +124,7 @@ class Delta:
     """On the last delta of a stream: what the whole request took."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """On the last delta of a stream, if asked for: as in ``RequestOutput``."""
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+    """On the last delta of a stream: when things happened to the request."""
+    itl_s: tuple[float, ...] = field(default=(), compare=False)
+    """On the last delta of a completion: as in ``CompletionOutput``."""

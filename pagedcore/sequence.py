@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from typing import Final
+from typing import Final, Literal
 
 from pagedcore.errors import InternalError
 from pagedcore.outputs import FinishReason, TokenLogprobs
@@ -23,6 +23,9 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
     REMOVED = "removed"
 
+
+Phase = Literal["waiting", "prefill", "decode", "finished"]
+"""What a caller sees of a sequence's way."""
 
 #: WAITING -> RUNNING admitted; RUNNING -> WAITING preempted; FINISHED -> WAITING extended.
 LEGAL_MOVES: Final = {
@@ -121,6 +124,13 @@ class Sequence:
         other.num_cached_tokens = self.num_cached_tokens
         other.block_keys = list(self.block_keys)
         return other
+
+    @property
+    def phase(self) -> Phase:
+        """Where the sequence is on its way; a preempted one waits, and computes its tokens again in "prefill"."""
+        if self.status is not SequenceStatus.RUNNING:
+            return "waiting" if self.status is SequenceStatus.WAITING else "finished"
+        return "prefill" if self.num_computed_tokens < len(self.token_ids) - 1 else "decode"
 
     def move_to(self, status: SequenceStatus) -> None:
         """Change the status. Raises ``InternalError`` if the move is not in ``LEGAL_MOVES``."""

@@ -7,7 +7,7 @@ this completion's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -139,9 +139,10 @@ class PendingOutput:
         logprobs = tuple(sequence.logprobs[-len(token_ids) :]) if wants_logprobs else None
         error = request.error if reason == "error" else None
         # Why: by position, because keywords would cost a quarter of the time, for every token of a step loop.
-        return Delta(
+        delta = Delta(
             request.request_id, self.index, text, token_ids, reason, logprobs, error, sequence.num_prompt_tokens
         )
+        return delta if reason is None else replace(delta, itl_s=self._intervals_s())
 
     def completion(self) -> CompletionOutput:
         """Describe the completion as it stands."""
@@ -150,5 +151,8 @@ class PendingOutput:
             self.index, "".join(self._parts), tuple(sequence.output_token_ids), sequence.finish_reason,
             logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
             error=self.request.error if sequence.finish_reason == "error" else None, score=sequence.score,
-            itl_s=tuple(after - before for before, after in pairwise(self.times_s)),
+            itl_s=self._intervals_s(),
         )
+
+    def _intervals_s(self) -> tuple[float, ...]:
+        return tuple(after - before for before, after in pairwise(self.times_s))

@@ -8,7 +8,7 @@ from pagedcore.errors import RequestStateError
 from pagedcore.outputs import RequestMetrics, RequestOutput, TokenLogprobs, Usage
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.sequence import Sequence
+from pagedcore.sequence import Phase, Sequence
 
 
 class RequestOwner(Protocol):
@@ -58,6 +58,11 @@ class Request:
     def is_done(self) -> bool:
         """Whether every completion of this turn has finished."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Where each completion is: "waiting", "prefill", "decode" or "finished"."""
+        return tuple(sequence.phase for sequence in self.sequences)
 
     @property
     def client_request_id(self) -> str | None:

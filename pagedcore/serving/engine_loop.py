@@ -300,7 +300,8 @@ class EngineLoop:
     def _finish(self, request: Request, pending: list[PendingOutput]) -> Waiter | None:
         last = [one.take_delta() for one in pending]
         if isinstance(self._sinks[request], Stream):
-            last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs)
+            last[-1] = replace(last[-1], usage=request.usage, prompt_logprobs=request.prompt_logprobs,
+                               metrics=request.metrics)
         return self._end_request(request, last)
 
     def _take_deltas(self, request: Request) -> list[Delta]:
