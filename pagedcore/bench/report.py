@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedcore.errors import MissingDependency
+from pagedcore.simulation.report import new_figure
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,11 +64,7 @@ def save_plot(path: Path, workload: Workload, measurements: Sequence[Measurement
     Raises:
         MissingDependency: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("--plot needs matplotlib. Install pagedcore[plot].") from error
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = new_figure(8, 4)
     axes = figure.subplots()
     for m in measurements:
         label = f"{m.policy}: {m.slot_utilisation:.0%} of slots useful, {m.output_tokens_per_s:.0f} tokens/s"

@@ -10,6 +10,7 @@ from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.stats import EngineStats, StepStats
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.step_time import work_of
 
 
 class _Totals(NamedTuple):
@@ -35,10 +36,11 @@ class StepReport:
         before, self._before = self._before or self._totals(), self._totals()
         started, self.outputs.started = self.outputs.started, []
         waits_s = [wait_s for _, wait_s in started]
-        num_decode_tokens = sum([row.is_decode for row in plan.rows])
+        num_prefill_tokens, num_decode_tokens, num_kv_tokens = work_of(plan)
         return StepStats(
             num_steps=self.outputs.counters.num_steps, num_tokens=plan.num_tokens, num_rows=len(plan.rows),
-            num_decode_tokens=num_decode_tokens, num_prefill_tokens=plan.num_tokens - num_decode_tokens,
+            num_decode_tokens=num_decode_tokens, num_prefill_tokens=num_prefill_tokens,
+            num_kv_tokens=num_kv_tokens,
             num_started=len(started), num_input_tokens=sum(num_tokens for num_tokens, _ in started),
             mean_wait_s=sum(waits_s) / max(1, len(started)), longest_wait_s=max(waits_s, default=0.0),
             waits=self.scheduler.waits(plan),

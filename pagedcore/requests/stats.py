@@ -47,6 +47,8 @@ class StepStats:
     """Tokens that had just been generated, one for each sequence that decodes."""
     num_prefill_tokens: int
     """All others: of prompts, and of what is computed again."""
+    num_kv_tokens: int
+    """Positions whose keys and values it read: over all rows, the one that each of them reached."""
     num_started: int
     """Sequences that started in it for the first time; so are the next three."""
     num_input_tokens: int

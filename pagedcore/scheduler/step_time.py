@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from pagedcore.errors import InvalidConfig, describe
+from pagedcore.scheduler.plan import SchedulePlan
 
 _FORGETTING: Final = 0.995
 """Weight of the past at each step: about the last 200 count."""
@@ -148,3 +149,9 @@ class StepTimeModel:
                 break
             del kept[int(solution.argmin())]
         self.times = StepTimes(*costs.tolist())
+
+
+def work_of(plan: SchedulePlan) -> tuple[int, int, int]:
+    """Return a step's prefill tokens, decode rows and KV tokens: the arguments of ``observe`` and ``predict``."""
+    num_decode = sum([row.is_decode for row in plan.rows])
+    return plan.num_tokens - num_decode, num_decode, sum([row.end for row in plan.rows])

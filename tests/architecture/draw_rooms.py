@@ -26,6 +26,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "cli": (1, 0, "door", "the command pagedcore"),
     "metrics": (1, 2, "engine", "what is measured and shown"),
     "bench": (2, 0, "door", "workloads and reports"),
+    "simulation": (2, 2, "engine", "load on a virtual clock"),
     "serving": (2, 1, "engine", "the engine on a thread of its own"),
     "engine": (3, 1, "engine", "the step loop and its construction"),
     "plugins": (4, 2, "engine", "named tables, observing hooks"),

@@ -21,6 +21,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "sessions": ("sessions",),
     "plugins": ("plugins",),
     "engine": ("engine",),
+    "simulation": ("simulation",),
     "serving": ("serving",),
     "metrics": ("metrics",),
     "bench": ("bench",),

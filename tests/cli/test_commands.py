@@ -14,7 +14,7 @@ from pagedcore_kernels.cuda.build.resources import RESOURCES_FILE, read_resource
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from support.runner import invoke, run, run_all
 
-COMMANDS = ["demo", "generate", "chat", "size", "plugins", "doctor", "bench", "kernels"]
+COMMANDS = ["demo", "generate", "chat", "size", "plugins", "doctor", "bench", "kernels", "simulate"]
 
 
 def test_help_lists_every_command() -> None:
