@@ -15,6 +15,8 @@ from typing import Any, Final
 import psutil
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,9 +28,10 @@ from pagedcore_openai.chat import ChatCall
 from pagedcore_openai.completions import TextCall
 from pagedcore_openai.endpoints import Completing, Detokenize, Health, Metrics, Models, Tokenize
 from pagedcore_openai.errors import openai_refusal
+from pagedcore_openai.page import Live, Page, page_files
 from pagedcore_openai.responses import ResponseCall
 from pagedcore_openai.service import SaltHook, Service
-from pagedcore_openai.tenants import ApiKeys
+from pagedcore_openai.tenants import ApiKeys, Browsers
 
 DRAIN_S: Final = 25.0
 MAX_OPEN_CALLS: Final = 1024
@@ -40,7 +43,7 @@ MEMORY_SHARE: Final = 0.3
 """Share of free memory that the KV pools of several models take together when nothing is said."""
 _APP_OPTIONS: Final = frozenset({
     "api_keys", "salt_of", "hosts", "max_body_bytes", "max_open_calls", "body_s", "drain_s",
-    "metrics",
+    "metrics", "page", "origins",
 })
 _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/chat/completions", partial(Completing, kind=ChatCall)),
@@ -53,6 +56,7 @@ _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("GET", "/health", Health),
     ("GET", "/metrics", Metrics),
 )
+_PAGE_ROUTES: Final[tuple[tuple[str, Any], ...]] = (("/", Page), ("/page/{name}", Page), ("/live", Live))
 
 
 class OpenAIApp(Starlette):
@@ -73,13 +77,21 @@ class OpenAIApp(Starlette):
         routes = [Route(prefix + path, make(service), methods=[method])
                   for method, path, make in _ROUTES for prefix in ("", "/v1")
                   if make is not Metrics or service.shows_metrics]
-        super().__init__(routes=routes, lifespan=_lifespan, exception_handlers={HTTPException: _refuse})
+        if service.page_files:
+            routes += [Route(path, make(service), methods=["GET"]) for path, make in _PAGE_ROUTES]
+        # Why the app's own: without these headers a browser shows a page of another site nothing of a response.
+        cors = [Middleware(CORSMiddleware, allow_origins=list(service.browsers.origins), allow_methods=["GET", "POST"],
+                           allow_headers=["Authorization", "Content-Type"])] if service.browsers.origins else []
+        super().__init__(routes=routes, lifespan=_lifespan, exception_handlers={HTTPException: _refuse},
+                         middleware=cors)
 
     async def drain(self) -> int:
         """Refuse new calls and wait for those in flight; return how many are left after ``drain_s`` seconds.
 
-        The engines that the app owns are then closed, which ends those calls with an error.
+        The engines that the app owns are then closed, which ends those calls with an error. Live views end at once.
         """
+        for view in self.service.live.values():
+            view.end()
         num_left = await self.service.open_calls.drain(self.drain_s)
         if num_left:
             await self.aclose()
@@ -117,7 +129,8 @@ def openai_app(
     engines: AsyncEngine | Mapping[str, AsyncEngine], *, name: str = DEFAULT_NAME, api_keys: ApiKeys | None = None,
     salt_of: SaltHook | None = None, hosts: Collection[str] | None = None, max_body_bytes: int | None = None,
     max_open_calls: int = MAX_OPEN_CALLS, body_s: float = BODY_S, drain_s: float = DRAIN_S,
-    metrics: bool = False, owned: Collection[AsyncEngine] = (),
+    metrics: bool = False, page: bool = False, origins: Collection[str] | None = None,
+    owned: Collection[AsyncEngine] = (),
 ) -> OpenAIApp:
     """Make the app around engines.
 
@@ -127,6 +140,9 @@ def openai_app(
         api_keys: who may call; ``None``: everybody, which is for apps that are mounted behind authentication.
         salt_of: derives the cache salt of a call's tenant from its Starlette request, instead of from the API key.
         hosts: names under which the app may be addressed, against pages of other sites; ``None``: any.
+        origins: other sites whose pages may call, such as "https://chat.example"; they get the headers that browsers
+            want for it. ``None``: those with one of ``hosts``, or any if these are ``None`` too.
+        page: whether there is the page at ``/``, with the live view of the batch at ``/live``.
         max_body_bytes: largest body; ``None``: 16 bytes for each token of the longest context, at most 4 MiB, and 256
             KiB besides.
         max_open_calls: most calls in flight; more are refused with 429.
@@ -136,12 +152,13 @@ def openai_app(
         owned: engines that the app closes at its end; the owner of the others does.
 
     Raises:
-        InvalidConfig: there is no engine, or a limit is not positive.
+        InvalidConfig: there is no engine, a limit is not positive, or a host or an origin is none.
         EngineClosed: an engine was closed.
     """
     by_name = {name: engines} if isinstance(engines, AsyncEngine) else engines
     models = {name: ServedModel.of(name, engine) for name, engine in by_name.items()}
-    service = Service(models, api_keys, salt_of, hosts, max_body_bytes, max_open_calls, body_s, metrics)
+    service = Service(models, api_keys, salt_of, Browsers(hosts, origins), max_body_bytes, max_open_calls, body_s,
+                      metrics, page_files() if page else {})
     return OpenAIApp(service, drain_s, owned)
 
 

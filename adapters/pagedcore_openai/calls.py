@@ -62,6 +62,8 @@ class Call(ABC):
         self.has_token_ids = known.flag(fields, "return_token_ids")
         self.timeout_s = known.timeout_of(fields)
         self.options = known.options_of(fields, derived, self.id)
+        self.owner: object = None
+        """Kept for the time of the call, so that the live view knows whose requests have its salt."""
         self.prompts = self.prompts_of(fields)
         self.params = self.params_of(fields)
 

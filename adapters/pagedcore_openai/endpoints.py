@@ -33,6 +33,7 @@ class Endpoint(ABC):
     is_for_admins: ClassVar[bool] = False
     is_counted: ClassVar[bool] = True
     """Whether it is refused while the app drains, and waited for."""
+    needs_key: ClassVar[bool] = True
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -42,7 +43,7 @@ class Endpoint(ABC):
         request = Request(scope, receive)
         with ExitStack() as stack:
             try:
-                tenant = self.service.admit(request, is_for_admins=self.is_for_admins)
+                tenant = self.service.admit(request, is_for_admins=self.is_for_admins, needs_key=self.needs_key)
                 if self.is_counted:
                     stack.enter_context(self.service.open_calls.call())
                     self.service.require_room()
@@ -70,7 +71,9 @@ class Completing(Endpoint):
         """Return the whole response, or the stream that will be sent."""
         fields = self._kind.form.read(await self.service.read_body(request))
         served = self.service.model_of(fields)
-        call = self._kind(served, fields, await self.service.salt_of(request, tenant))
+        derived = await self.service.salt_of(request, tenant)
+        call = self._kind(served, fields, derived)
+        call.owner = self.service.owner_of(call.options["cache_salt"], derived)
         headers = {"x-request-id": call.id}
         if call.is_stream:
             return call.stream_class(call.events(), headers, self.prompt_field)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import uvicorn
 
 from pagedcore.errors import InvalidConfig
 from pagedcore_openai.app import DRAIN_S, OpenAIApp, create
-from pagedcore_openai.tenants import ApiKeys
+from pagedcore_openai.tenants import LOOPBACK, ApiKeys, Browsers
 
 KEYS_VARIABLE: Final = "PAGEDCORE_API_KEYS"
 ADMIN_VARIABLE: Final = "PAGEDCORE_ADMIN_KEY"
@@ -20,7 +21,6 @@ MAX_WAITING: Final = 1024
 """Requests that may wait, for a server; an engine's own default is made for callers in its process."""
 GRACE_S: Final = 3
 """How long connections may stay open after the drain, in seconds."""
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _ADVICE: Final[Mapping[int, str]] = {
     errno.EADDRINUSE: "another program uses it; take another one with --port, or any free one with --port 0",
     errno.EACCES: "this user may not use it; take one above 1023 with --port",
@@ -45,7 +45,8 @@ def keys_of_environment(environment: Mapping[str, str] = os.environ) -> ApiKeys 
 
 def serve(
     models: Mapping[str, Any], *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = DRAIN_S,
-    announce: Callable[[str], None] = print, **settings: Any,
+    announce: Callable[[str], None] = print, allow_hosts: Collection[str] = (), allow_origins: Collection[str] = (),
+    page: bool = True, opened: Callable[[str], None] = lambda url: None, **settings: Any,
 ) -> None:
     """Serve models until SIGTERM or Ctrl-C; the calls in flight then have ``drain_s`` seconds to end.
 
@@ -55,6 +56,11 @@ def serve(
         port: port to listen on; 0: any free one.
         drain_s: after it, calls that are left end with an error; the process ends a few seconds later at most.
         announce: is given the text that says where the server is, once it answers.
+        allow_hosts: names by which the server may be addressed besides those of a loopback address; with them, by no
+            other name on any address.
+        allow_origins: other sites whose pages may call.
+        page: whether there is a page at ``/``.
+        opened: is given the address of the page, once it answers.
         settings: as for ``create``.
 
     Raises:
@@ -62,18 +68,26 @@ def serve(
         RequestFailed: a model fails on its first token.
     """
     api_keys = keys_of_environment()
-    hosts = {*_LOOPBACK, host} if host in _LOOPBACK else None
+    # Why any on other addresses: their names are not known here.
+    hosts = {*LOOPBACK, *allow_hosts} if host in LOOPBACK or allow_hosts else None
     config = uvicorn.Config("", host=host, port=port, log_config=None, log_level="warning", access_log=False,
                             server_header=False, timeout_graceful_shutdown=GRACE_S, lifespan="on")
+    Browsers(hosts, allow_origins)
     # Why first: a taken port is said before a model is loaded.
     listener = _bind(config)
     with listener:
         if (given := settings.get("config")) is None or given.max_num_waiting is None:
             settings.setdefault("max_num_waiting", MAX_WAITING)
-        app = create(models, api_keys=api_keys, hosts=hosts, drain_s=drain_s, metrics=True, **settings)
+        app = create(models, api_keys=api_keys, hosts=hosts, origins=allow_origins, page=page, drain_s=drain_s,
+                     metrics=True, **settings)
         config.app = app
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-        server = _Server(config, lambda: announce(greeting(app, url, api_keys is not None)))
+
+        def ready() -> None:
+            announce(greeting(app, url, api_keys is not None))
+            opened(f"{url}/")
+
+        server = _Server(config, ready)
         server.run([listener])
 
 
@@ -116,12 +130,14 @@ def greeting(app: OpenAIApp, url: str, has_keys: bool) -> str:
     names, key = list(app.service.models), "$KEY" if has_keys else "none"
     header = f' -H "Authorization: Bearer {key}"' if has_keys else ""
     body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "What is 2 + 3?"}}]}}'
+    page = f"\n  chat and the live view of the batch: {url}/" if app.service.page_files else ""
     warning = ""
-    if app.service.hosts is None and not has_keys:
+    if urlsplit(url).hostname not in LOOPBACK and not has_keys:
         warning = f"\n  without keys, everybody who reaches this address may call; {KEYS_VARIABLE} sets them"
     return (
         f"serving {', '.join(names)} at {url}/v1 (Ctrl-C ends it; calls in flight get {app.drain_s:g} s)\n"
         f"  curl {url}/v1/chat/completions{header} -H 'Content-Type: application/json' -d '{body}'\n"
         f'  python: OpenAI(base_url="{url}/v1", api_key="{key}")'
+        f"{page}"
         f"{warning}"
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
@@ -14,12 +15,21 @@ from pagedcore.errors import InvalidConfig
 from pagedcore_http.body import body_limit, read_object
 from pagedcore_http.drain import OpenCalls
 from pagedcore_http.refusals import NotServing, RefusedAtTheDoor
-from pagedcore_http.salts import Salt, derive_salt
+from pagedcore_http.salts import Salt, combine_salts, derive_salt
 from pagedcore_openai.calls import ServedModel
 from pagedcore_openai.errors import FieldMissing, ModelNotFound
-from pagedcore_openai.tenants import ApiKeys, require_own_host
+from pagedcore_openai.live import LiveView
+from pagedcore_openai.tenants import ApiKeys, Browsers
 
 SaltHook = Callable[[Request], Salt | Awaitable[Salt]]
+SeesSalt = Callable[[bytes], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """Whose requests have a salt: the derived part of it, without what the caller has named."""
+
+    derived: Salt
 
 
 class TooManyCalls(RefusedAtTheDoor):
@@ -40,14 +50,21 @@ class Service:
     models: Mapping[str, ServedModel]
     api_keys: ApiKeys | None
     salt_hook: SaltHook | None
-    hosts: Collection[str] | None
+    browsers: Browsers
     max_body_bytes: int | None
     max_open_calls: int
     body_s: float
     shows_metrics: bool
+    page_files: Mapping[str, tuple[bytes, str]] = field(default_factory=dict)
+    """The files of the page by name; empty: there is no page."""
     open_calls: OpenCalls = field(default_factory=OpenCalls)
+    live: dict[str, LiveView] = field(init=False)
+    """By model."""
+    _owners: WeakValueDictionary[Any, Owner] = field(init=False, default_factory=WeakValueDictionary)
+    """By salt, of the calls in flight."""
 
     def __post_init__(self) -> None:
+        self.live = {name: LiveView(one.engine) for name, one in self.models.items()}
         if not self.models:
             raise InvalidConfig("models: got none, needed is at least one.")
         for name in ("max_body_bytes", "max_open_calls", "body_s"):
@@ -56,12 +73,34 @@ class Service:
         if self.max_body_bytes is None:
             self.max_body_bytes = max(body_limit(one.max_model_len) for one in self.models.values())
 
-    def admit(self, request: Request, *, is_for_admins: bool = False) -> bytes | None:
+    def admit(self, request: Request, *, is_for_admins: bool = False, needs_key: bool = True) -> bytes | None:
         """Return the tenant of a call's key; ``None`` without keys. Raises ``RefusedAtTheDoor``."""
-        require_own_host(request, self.hosts)
-        if self.api_keys is None:
+        self.browsers.require_own(request)
+        if self.api_keys is None or not needs_key:
             return None
         return self.api_keys.tenant_of(request, is_for_admins=is_for_admins)
+
+    def owner_of(self, salt: Salt, derived: Salt) -> Owner:
+        """Return who has a salt; it is known as long as the result is kept. A salt never has two owners."""
+        return self._owners.setdefault(salt, Owner(derived))
+
+    async def view_of(self, request: Request, tenant: bytes | None) -> tuple[Hashable, SeesSalt | None]:
+        """Return what a caller sees of the live view: a key for all who see the same, and whose salts; ``None``: all.
+
+        Raises ``SaltNotDerived``.
+        """
+        if tenant is not None and self.api_keys is not None and self.api_keys.is_admin(tenant):
+            return "all", None
+        if tenant is None and self.salt_hook is None:
+            return "all", None
+        derived = await self.salt_of(request, tenant)
+        own = combine_salts(derived, None) or b""
+
+        def sees(salt: bytes) -> bool:
+            owner = self._owners.get(salt)
+            return salt == own or (owner is not None and owner.derived == derived)
+
+        return ("own", derived), sees
 
     def require_room(self) -> None:
         """Raise ``TooManyCalls`` if more calls are in flight than may be."""

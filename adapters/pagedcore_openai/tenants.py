@@ -1,9 +1,10 @@
-"""Who calls: API keys, each of which is a tenant, and the hosts under which a loopback server may be addressed."""
+"""Who calls: API keys, each of which is a tenant, and the hosts and origins that a browser may call by and from."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from hashlib import sha256
 from http import HTTPStatus
 from typing import Final
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from pagedcore.errors import InvalidConfig
 from pagedcore_http.refusals import RefusedAtTheDoor
 
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 MIN_KEY_LENGTH: Final = 16
 MAX_KEY_LENGTH: Final = 512
 _TAG: Final = b"pagedcore api key 1\0"
@@ -55,6 +57,10 @@ class ApiKeys:
             raise RefusedAtTheDoor(HTTPStatus.FORBIDDEN, "API key", "a tenant's key", "the admin key")
         return given
 
+    def is_admin(self, tenant: bytes) -> bool:
+        """Whether what ``tenant_of`` returned is the admin key's."""
+        return tenant in self._admins
+
 
 class InvalidKey(RefusedAtTheDoor):
     """A call has no API key, or one that is not known."""
@@ -77,26 +83,65 @@ def _checked(key: str, what: str) -> str:
     return key
 
 
-def require_own_host(request: Request, hosts: Collection[str] | None) -> None:
-    """Refuse a call that a page of another site has made through a browser on this machine.
+@dataclass(frozen=True)
+class Browsers:
+    """From where a browser may call: it carries out what the pages of any site ask of it, on the user's own machine.
 
     Args:
-        request: its headers Host and Origin are looked at.
-        hosts: names of this server, without ports; ``None``: any, because it is reached from elsewhere anyway.
+        hosts: names of this server, without ports, by which it may be addressed; ``None``: any.
+        origins: pages of other sites that may call, such as "https://chat.example"; ``None``: any, unless ``hosts`` are
+            known. The headers that browsers want for it are the app's.
 
     Raises:
-        RefusedAtTheDoor: 403.
+        InvalidConfig: a host has a scheme, a port or a path, or an origin has no scheme or has a path.
     """
-    if hosts is None:
-        return
-    origin = request.headers.get("origin")
-    for what, address in (("Host", f"//{request.headers.get('host', '')}"), ("Origin", origin)):
-        if address is not None and _host_of(address) not in hosts:
-            raise RefusedAtTheDoor(HTTPStatus.FORBIDDEN, f"header {what}", "another host", f"one of {', '.join(hosts)}")
+
+    hosts: Collection[str] | None
+    origins: Collection[str] | None
+
+    def __post_init__(self) -> None:
+        for host in self.hosts or ():
+            if not host or any(mark in host for mark in "/ @") or (":" in host and host.count(":") < 2):
+                raise InvalidConfig(f"host: got {host!r}, allowed is a name without scheme, port and path.")
+        for origin in self.origins or ():
+            parts = urlsplit(origin)
+            if parts.scheme not in ("http", "https") or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}":
+                raise InvalidConfig(f"origin: got {origin!r}, allowed is http:// or https:// with a name, and a port.")
+
+    def require_own(self, request: Request) -> None:
+        """Refuse a call that a page of another site has made through a browser.
+
+        Raises:
+            RefusedAtTheDoor: 403, the header Host names another server (a name rebound to this address), or Origin is
+                neither this server's, by the Host or by its ``hosts``, nor one of ``origins``.
+        """
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if self.hosts is not None and _parts_of(f"//{host}")[0] not in self.hosts:
+            raise _refused("Host", self.hosts)
+        is_checked = origin is not None and (self.hosts is not None or self.origins is not None)
+        if is_checked and origin not in (self.origins or ()):
+            self._require_own_origin(origin or "", host)
+
+    def _require_own_origin(self, origin: str, host: str) -> None:
+        name, port = _parts_of(origin)
+        own_name, own_port = _parts_of(f"{origin.partition(':')[0]}://{host}")
+        is_own = name is not None and (name, port) == (own_name, own_port)
+        # Why not the port of a proxy: it may hand its own Host on. On this machine other ports are other programs.
+        is_proxy = name in (self.hosts or ()) and name not in LOOPBACK
+        is_loopback = name in LOOPBACK and own_name in LOOPBACK and port == own_port
+        if not (is_own or is_proxy or is_loopback):
+            raise _refused("Origin", self.origins or self.hosts or ())
 
 
-def _host_of(address: str) -> str | None:
+def _refused(header: str, allowed: Collection[str]) -> RefusedAtTheDoor:
+    return RefusedAtTheDoor(HTTPStatus.FORBIDDEN, f"header {header}", "another host",
+                            f"one of {', '.join(sorted(allowed))}" if allowed else "this server's own")
+
+
+def _parts_of(address: str) -> tuple[str | None, int | None]:
+    """Return the name and the port of an address, with the scheme's own port where it gives none."""
     try:
-        return urlsplit(address).hostname
+        parts = urlsplit(address)
+        return parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     except ValueError:
-        return None
+        return None, None

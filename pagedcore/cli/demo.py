@@ -1,7 +1,7 @@
 """``pagedcore demo``: questions with known answers go through the demo model, and you watch the batch.
 
-A live table on a terminal, one line per completion anywhere else. It is also the simplest complete example of the step
-loop: add requests, step, read what is new.
+A live table on a terminal, one line per completion anywhere else, a page in the browser with ``--web``. It is also the
+simplest complete example of the step loop: add requests, step, read what is new.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from pagedcore.cli.common import ConfigOption, DtypeOption, KVDtypeOption, QuantizationOption, console, open_engine
+from pagedcore.cli.demo_web import demo_web
 
 if TYPE_CHECKING:
     from pagedcore import Engine, Request
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 _MAX_TOKENS: Final = 64
 _DEFAULTS: Final = {"num_kv_blocks": 16, "block_size": 16, "max_num_seqs": 12}
 """Not the engine's own: completions are short, and with few small blocks many of them run and are preempted."""
+_WEB_PAUSE_S: Final = 0.05
+"""Seconds after every step on the page, where a question then takes about one."""
+_WEB_BLOCKS: Final = 24
+"""Enough for most rows to be busy on the page, and too few for all of them."""
 _FRAMES_PER_S: Final = 15
 _FRAME_LINES: Final = 8
 """Lines of the terminal that are not rows: title, header, rules, counters."""
@@ -104,18 +109,27 @@ def demo(
         int | None, typer.Option(help="KV blocks of the pool; few of them force preemptions.", show_default="16")
     ] = None,
     seed: Annotated[int, typer.Option(help="Draws other questions.")] = 0,
-    slow: Annotated[float, typer.Option(help="Seconds to wait after every step, to watch it.", min=0)] = 0.0,
+    slow: Annotated[
+        float | None, typer.Option(help="Seconds to wait after every step, to watch it.", min=0,
+                                   show_default="0, or 0.05 with --web")
+    ] = None,
+    web: Annotated[bool, typer.Option("--web", help="Watch it on a page in the browser instead.")] = False,
+    opens: Annotated[bool, typer.Option("--open/--no-open", help="With --web: open the page.")] = True,
+    port: Annotated[int, typer.Option(help="With --web: the port of the page; 0 is any free one.")] = 0,
     dtype: DtypeOption = None,
     kv_cache_dtype: KVDtypeOption = None,
     quantization: QuantizationOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Watch continuous batching answer questions whose answers are known, in a memory too small for all of them."""
-    with open_engine("demo", config, _DEFAULTS, num_kv_blocks=blocks, max_num_seqs=max_num_seqs,
-                     max_num_waiting=requests, dtype=dtype, kv_cache_dtype=kv_cache_dtype,
-                     quantization=quantization) as engine:
+    settings = {"num_kv_blocks": blocks, "max_num_seqs": max_num_seqs, "dtype": dtype,
+                "kv_cache_dtype": kv_cache_dtype, "quantization": quantization}
+    if web:
+        return demo_web(requests, pause_s=_WEB_PAUSE_S if slow is None else slow, port=port, opens=opens,
+                        config=config, defaults={**_DEFAULTS, "num_kv_blocks": _WEB_BLOCKS}, **settings)
+    with open_engine("demo", config, _DEFAULTS, max_num_waiting=requests, **settings) as engine:
         run = start(engine, requests, seed)
-        run.pause_s = slow
+        run.pause_s = slow or 0.0
         show(run, console())
     if run.num_right < len(run.lines):
         raise typer.Exit(code=1)

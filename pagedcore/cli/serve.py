@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,13 @@ def serve(
     drain_s: Annotated[
         float, typer.Option(min=0.0, help="Longest wait for calls in flight at the end, in seconds.")
     ] = 25.0,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A name by which a proxy or a browser addresses the server; repeatable.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Another site whose pages may call, https://NAME; repeatable.")
+    ] = None,
+    page: Annotated[bool, typer.Option(help="The page at /: chat, and a live view of the batch.")] = True,
     kv_memory: Annotated[
         str | None, typer.Option(help='Memory for KV, such as "2GiB"; several models share it equally.')
     ] = None,
@@ -36,27 +44,38 @@ def serve(
 ) -> None:
     """Serve OpenAI's HTTP interface; PAGEDCORE_API_KEYS has the keys of those who may call, separated by commas."""
     from pagedcore import EngineConfig
-    from pagedcore.plugins.registry import Table
 
-    # Why by its name: adapters are above the commands. This one comes with pagedcore, installed as a plugin or not.
-    doors: Table[Any] = Table("serve")
-    doors.add("openai", "pagedcore_openai.server:serve", extra="openai")
     settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "quantization": quantization,
                 "max_num_seqs": max_num_seqs, "num_kv_blocks": blocks, "max_model_len": max_model_len,
                 "attention_backend": attention_backend, "kv_cache_memory": kv_memory}
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if config is not None:
         given = {"config": EngineConfig.from_file(config, **given)}
-    run, by_name = doors.load("openai"), _by_name(model, models or [])
+    run(_by_name(model, models or []), host=host, port=port, drain_s=drain_s, allow_hosts=allow_host or [],
+        allow_origins=allow_origin or [], page=page, **given)
+
+
+def run(by_name: Mapping[str, str], *, is_announced: bool = True, **options: Any) -> None:
+    """Serve until the end, with a status line until the server answers; then print how to call it if ``is_announced``.
+
+    Raises ``MissingDependency``, and as ``pagedcore_openai.serve``.
+    """
+    from pagedcore.plugins.registry import Table
+
+    # Why by its name: adapters are above the commands. This one comes with pagedcore, installed as a plugin or not.
+    doors: Table[Any] = Table("serve")
+    doors.add("openai", "pagedcore_openai.server:serve", extra="openai")
+    serve_models = doors.load("openai")
     with common.error_console().status(f"loading {', '.join(by_name)} ...") as status:
         for path in by_name.values():
             common.hide_bars_of(path)
 
-        def announce(text: str) -> None:
+        def show(text: str) -> None:
             status.stop()
-            common.error_console().print(text, markup=False, soft_wrap=True)
+            if is_announced:
+                common.error_console().print(text, markup=False, soft_wrap=True)
 
-        run(by_name, host=host, port=port, drain_s=drain_s, announce=announce, **given)
+        serve_models(by_name, announce=show, **options)
 
 
 def _by_name(model: str | None, models: list[str]) -> dict[str, str]:

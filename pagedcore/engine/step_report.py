@@ -47,7 +47,7 @@ class StepReport:
             preemptions=_growth(before.preemptions, self._before.preemptions),
             evictions=_growth(before.evictions, self._before.evictions),
             num_running=len(self.scheduler.running), num_waiting=len(self.scheduler.waiting),
-            engine_stats=engine_stats,
+            plan=plan, engine_stats=engine_stats,
         )
 
     def _totals(self) -> _Totals:

@@ -131,13 +131,20 @@ class EngineHooks:
         self._reported: set[str] = set()
         self._info: EngineInfo | None = None
 
-    def add(self, manager: PluginManager) -> None:
-        """Add the observers of another manager; if the engine has started, its start is reported to them first."""
+    def add(self, manager: PluginManager) -> Callable[[], None]:
+        """Add the observers of another manager and return what removes them; if the engine has started, its start is
+        reported to them first."""
         added = EngineHooks(manager)
         if self._info is not None:
             added.engine_started(self._info)
         for hook, callers in added._callers.items():
             self._callers[hook] += callers
+        return lambda: self._remove(added)
+
+    def _remove(self, added: EngineHooks) -> None:
+        for hook, callers in added._callers.items():
+            # Why a new list: an observer may be removed while it is called.
+            self._callers[hook] = [one for one in self._callers[hook] if one not in callers]
 
     @property
     def observes_steps(self) -> bool:

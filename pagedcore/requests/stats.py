@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.stats import SchedulerStats
 
 
@@ -68,6 +69,8 @@ class StepStats:
     num_running: int
     """Sequences that run after it."""
     num_waiting: int
+    plan: SchedulePlan
+    """What it computed for which sequences. They belong to the engine: read them inside of the hook, and keep none."""
     engine_stats: Callable[[], EngineStats]
     """Puts everything else together, as it stands now. Call it inside of the hook, and not at every step: it takes ten
     times as long as all of the above."""

@@ -14,7 +14,8 @@ from architecture.sources import SOURCES, Source
 ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain", "pagedcore_openai",
             "pagedcore_ray"}
 PUBLIC_MODULES = {
-    "pagedcore.errors", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs", "pagedcore.request_options",
+    "pagedcore.errors", "pagedcore.metrics.live", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs",
+    "pagedcore.request_options",
 }
 """What adapters may import besides the public names: errors, metrics, the mark of a plugin, options of a request."""
 MAY_PROBE = {

@@ -39,6 +39,15 @@ def test_the_wheel_has_the_demo_model_and_its_licence(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_the_wheel_has_the_page(wheel: Path) -> None:
+    """Every file of the page of ``pagedcore serve`` is shipped, as it is here."""
+    parent = ROOT / "adapters"
+    files = [path for path in (parent / "pagedcore_openai" / "static").iterdir() if path.is_file()]
+    assert {"index.html", "page.css", "main.js"} <= {path.name for path in files}
+    with zipfile.ZipFile(wheel) as shipped:
+        assert all(shipped.read(str(path.relative_to(parent))) == path.read_bytes() for path in files)
+
+
 def test_the_wheel_has_no_leftovers(wheel: Path) -> None:
     """No cache, compiled code or test is shipped."""
     names = zipfile.ZipFile(wheel).namelist()

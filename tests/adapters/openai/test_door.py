@@ -143,7 +143,8 @@ async def test_a_page_of_another_site_cannot_call() -> None:
                                      (b"localhost:8000", None, 200), (b"[::1]:8000", None, 200),
                                      (b"127.0.0.1", b"https://evil.example", 403),
                                      (b"127.0.0.1", b"null", 403), (b"127.0.0.1", b"http://[", 403),
-                                     (b"127.0.0.1:8000", b"http://localhost:3000", 200)):
+                                     (b"127.0.0.1:8000", b"http://localhost:3000", 403),
+                                     (b"127.0.0.1:8000", b"http://localhost:8000", 200)):
             headers = [*JSON_TYPE, (b"host", host), *([(b"origin", origin)] if origin else [])]
             assert (await app.call(TEXT, BODY, headers=headers)).status == status, (host, origin)
 
