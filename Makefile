@@ -7,6 +7,7 @@
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
 # make mutants bugs put in by hand, each with the test that finds it
 # make torture MINUTES=30  the suites of random cases at length      make soak MINUTES=60  a real engine, used badly
+# make browser the page of `pagedcore serve` in Debian's chromium, at most 90 s
 # make bento   a BentoML service, built and served in an environment of its own
 # make docs    the site, build/site/index.html  make architecture  the pictures of the documentation
 #
@@ -17,7 +18,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MINUTES ?= 10
 
-.PHONY: demo test check slow mutants torture soak bench bench-doors bento kernels formats interop-ray gpu docs architecture
+.PHONY: demo test check browser slow mutants torture soak bench bench-doors bento kernels formats interop-ray gpu docs \
+	architecture
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -36,6 +38,15 @@ torture: $(VENV)/.stamp-test
 
 soak: $(VENV)/.stamp-test
 	PYTHONPATH=.:kernels:adapters:tests $(BIN)/python tests/torture/soak.py --minutes $(MINUTES) $(SOAK_ARGS)
+
+CHROMIUM = /usr/bin/chromium
+browser: $(VENV)/.stamp-test $(VENV)/.stamp-browser $(CHROMIUM)
+	timeout 90 $(BIN)/python -m pytest -m browser tests/adapters/openai/test_browser.py $(PYTEST_ARGS)
+
+$(CHROMIUM):
+	@test "$$(id -u)" = 0 || { echo "make browser needs Debian's chromium: sudo apt-get install chromium"; exit 1; }
+	apt-get update -q
+	apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
 
 bento: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m bento --timeout 3600 tests/adapters/bentoml $(PYTEST_ARGS)

@@ -150,10 +150,22 @@ class _Channel:
     viewers: set[asyncio.Event] = field(default_factory=set)
     frames: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_FRAMES))
     number: int = 0
+    was_quiet: bool = False
+    shown_s: float = 0.0
 
-    def publish(self, text: str) -> None:
+    def show(self, look: Look) -> None:
+        """Publish what the scope sees of a look, unless it has seen nothing for a while."""
+        told = self.scope.frame(look)
+        is_quiet = not (told["ended"] or told["rows"] or told["queue"])
+        # Safety: what others do must not show in how often a tenant gets a frame.
+        if is_quiet and self.was_quiet and look.now_s - self.shown_s < QUIET_S:
+            return
+        self.was_quiet, self.shown_s = is_quiet, look.now_s
         self.number += 1
-        self.frames.append((self.number, text))
+        self.frames.append((self.number, frame(told)))
+        self.tell()
+
+    def tell(self) -> None:
         for viewer in self.viewers:
             viewer.set()
 
@@ -198,6 +210,7 @@ class LiveView:
             raise TooManyViewers
         channel, news = self._channels.setdefault(key, _Channel(Scope(sees))), asyncio.Event()
         channel.viewers.add(news)
+        channel.was_quiet = False
         self._woken.set()
         read = channel.number
         try:
@@ -231,8 +244,7 @@ class LiveView:
 
     def _tell_all(self) -> None:
         for channel in self._channels.values():
-            for viewer in channel.viewers:
-                viewer.set()
+            channel.tell()
 
     async def _watch(self) -> None:
         loop, woken = asyncio.get_running_loop(), self._woken
@@ -248,7 +260,7 @@ class LiveView:
             while True:
                 look = await self._engine.call(lambda _: rows.look())
                 for channel in self._channels.values():
-                    channel.publish(frame(channel.scope.frame(look)))
+                    channel.show(look)
                 await asyncio.sleep(INTERVAL_S)
                 if look.is_quiet:
                     with suppress(TimeoutError):

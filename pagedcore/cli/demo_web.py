@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 import webbrowser
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from pagedcore.cli import common, serve
@@ -22,7 +22,7 @@ class Pause:
     @hookimpl
     def pagedcore_step(self, stats: StepStats) -> None:
         """Wait."""
-        time.sleep(self._seconds)
+        sleep(self._seconds)
 
 
 def demo_web(

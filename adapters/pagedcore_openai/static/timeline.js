@@ -115,6 +115,11 @@ export class Timeline {
     c.fillStyle = colours.muted;
     this.text("Blocks", LEFT, place.blocksTop - 9, "left", 11);
     this.text("Queue", LEFT, place.queueTop - 9, "left", 11);
+    const last = this.samples.at(-1);
+    if (last) {
+      this.text(`of ${last.blocks.total}`, place.width - RIGHT, place.blocksTop - 9, "right", 11);
+      this.text(`at most ${Math.max(...this.samples.map((one) => one.waiting))}`, place.width - RIGHT, place.queueTop - 9, "right", 11);
+    }
     this.showTip();
   }
 

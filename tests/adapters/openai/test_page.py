@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,12 +19,16 @@ pytest.importorskip("bentoml")
 from adapters.bentoml.asgi_caller import JSON_TYPE, App, Exchange
 from adapters.openai.test_door import ADMIN, BODY, LONG, ONE, TEXT, TWO, opened, tokens_of, with_key
 from pagedcore.errors import InvalidConfig
+from pagedcore.metrics.live import Look, Progress, Stretch, Waiting
 from pagedcore_openai import ApiKeys, live
+from pagedcore_openai.live import Scope
 from pagedcore_openai.page import page_files
 from pagedcore_openai.tenants import Browsers
 from support.doubles import toy_answer
+from support.engine_builders import make_engine
 from support.letters import WritesLetters
 
+STATS = make_engine().stats()
 KEYS = ApiKeys([ONE, TWO], ADMIN)
 
 
@@ -56,6 +61,13 @@ async def until(exchange: Exchange, condition: Any) -> dict[str, Any]:
 
 async def num_observers(app: App) -> int:
     return await app.engine.call(lambda engine: len(engine.hooks._callers["pagedcore_step"]))
+
+
+async def until_observers(app: App, number: int) -> None:
+    """Wait until the engine has so many observers of its steps."""
+    async with asyncio.timeout(30.0):
+        while await num_observers(app) != number:
+            await asyncio.sleep(0)
 
 
 async def test_the_page_lets_nothing_foreign_in() -> None:
@@ -222,6 +234,47 @@ async def test_a_tenant_sees_its_own_rows_and_nothing_of_others() -> None:
             await exchange.leave()
 
 
+async def test_how_often_a_tenant_gets_frames_tells_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does nothing gets one frame at first and then nothing for a while, however busy the others are."""
+    async with paged(api_keys=KEYS) as app:
+        monkeypatch.setattr(live, "QUIET_S", 60.0)
+        one, two = (app.begin("/live", b"GET", headers=with_key(key)) for key in (ONE, TWO))
+        for view in (one, two):
+            await until(view, lambda _: True)
+        call = app.begin(TEXT, {**LONG, "stream": True}, headers=with_key(ONE))
+        await until(one, lambda frame: len(frames_of(one)) > 20)
+        assert len(frames_of(two)) == 1
+        for exchange in (one, two, call):
+            await exchange.leave()
+
+
+def test_a_tenants_frames_are_those_of_an_engine_of_its_own() -> None:
+    """Random looks with and without sequences of other tenants: a tenant's frames are equal, lanes and labels too."""
+    rng = random.Random(5)
+    alone, among = Scope(lambda salt: salt == b"a"), Scope(lambda salt: salt == b"a")
+    running: dict[int, Stretch] = {}
+    for now in range(1, 200):
+        ended = []
+        for number in list(running):
+            running[number] = running[number]._replace(end_s=float(now))
+            if rng.random() < 0.2:
+                ended.append(running.pop(number)._replace(ending=rng.choice(["stop", "preempted", "abort"])))
+        for _ in range(rng.randrange(4)):
+            number = now * 10 + len(running)
+            running[number] = Stretch(number, f"request {number // 2}", rng.choice([b"a", b"b", b"c"]), "decode",
+                                      now - 1.0, float(now), 1)
+        waiting = [Waiting(-number, f"waits {number}", rng.choice([b"a", b"b"]), "rows", 1.0, 3, False)
+                   for number in range(rng.randrange(5))]
+        progress = {salt: Progress(rng.randrange(9), 2, rng.random()) for salt in (b"a", b"b")}
+        whole = Look(float(now), STATS, ended, list(running.values()), waiting, progress)
+        parts = ([one for one in part if one.salt == b"a"] for part in (ended, list(running.values()), waiting))
+        own = Look(float(now), STATS, *parts, {b"a": progress[b"a"]})
+        frame = among.frame(whole)
+        assert frame == alone.frame(own)
+        lanes = [row[0] for row in frame["rows"]]
+        assert len(set(lanes)) == len(lanes) == len(own.running)
+
+
 async def test_a_hook_of_the_host_says_who_is_who() -> None:
     """Where the host derives salts, callers with the same one see the same, and no caller sees all."""
     async with paged(salt_of=lambda request: request.headers["x-tenant"]) as app:
@@ -253,11 +306,11 @@ async def test_the_engine_is_observed_while_somebody_looks() -> None:
         for number, view in enumerate(views):
             assert await num_observers(app) == before + 1, number
             await view.leave()
-        assert await num_observers(app) == before
+        await until_observers(app, before)
         view = app.begin("/live", b"GET")
         await asyncio.sleep(0)
         await view.leave()
-        assert await num_observers(app) == before
+        await until_observers(app, before)
         (shown,) = app.asgi.service.live.values()
         assert (shown.num_viewers, shown._channels) == (0, {})
 
@@ -309,7 +362,7 @@ async def test_views_end_with_the_server() -> None:
         await view.task
         assert view.text.endswith("event: done\ndata: {}\n\n")
         assert (await app.call("/live")).text == "event: done\ndata: {}\n\n"
-        assert await num_observers(app) == before
+        await until_observers(app, before)
     async with paged() as app:
         view = app.begin("/live", b"GET")
         await until(view, lambda _: True)

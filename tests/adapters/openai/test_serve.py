@@ -174,6 +174,70 @@ def test_everybody_is_warned_of_only_where_everybody_can_call(monkeypatch: pytes
         assert (keys is not None) == ("$KEY" in said[0])
 
 
+def test_the_demo_has_a_page_and_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``demo --web`` serves the demo model with the settings of the demo and a pause after every step, says where the
+    page is and that it ends with Ctrl-C, and opens it unless it is told not to."""
+    served: list[Any] = []
+    opened: list[str] = []
+
+    def run(server: uvicorn.Server, _: object) -> None:
+        served.append(server.config.app)
+        server._announce()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("pagedcore.cli.demo_web.sleep", pauses := Pauses())
+    for words, opens in (((), True), (("--no-open", "--max-num-seqs", "5"), False)):
+        result = try_invoke("demo", "--web", "--requests", "7", *words)
+        address = re.findall(r"http://127\.0\.0\.1:\d+/#demo=7", result.output)[0]
+        assert "Ctrl-C" in result.output
+        wait_until(lambda opens=opens: bool(opened) == opens)  # type: ignore[misc]
+        assert opened == [address] * opens
+        opened.clear()
+        app = served.pop()
+        (model,) = app.service.models.values()
+        assert (model.engine.stats().max_num_seqs, model.engine.stats().num_blocks) == (5 if words else 12, 24)
+        assert app.service.page_files
+        assert pauses.seconds == {0.05}
+        model.engine.close()
+
+
+class Pauses:
+    """Notes how long it was told to wait, and does not."""
+
+    def __init__(self) -> None:
+        self.seconds: set[float] = set()
+
+    def __call__(self, seconds: float) -> None:
+        self.seconds.add(seconds)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--allow-host", "https://a.example"), "host: got"), (("--allow-origin", "a.example"), "origin: got"),
+])
+def test_names_of_hosts_and_origins_are_refused_before_a_model_is_loaded(words: tuple[str, ...], said: str) -> None:
+    """What could never match is an error with the form that is allowed."""
+    with pytest.raises(InvalidConfig, match=said):
+        try_invoke("serve", "no-such-model", "--port", "0", *words)
+
+
+def test_hosts_and_origins_are_those_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On loopback the server has its loopback names, and others that are allowed; elsewhere any name without
+    ``--allow-host``. Origins are always asked for. The page is there unless it is left out."""
+    served: list[Any] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, _: served.append(server.config.app.service))
+    loopback = {"127.0.0.1", "localhost", "::1"}
+    for host, settings, hosts in (
+        ("127.0.0.1", {}, loopback), ("127.0.0.1", {"allow_hosts": ["a.example"]}, {*loopback, "a.example"}),
+        ("0.0.0.0", {}, None), ("0.0.0.0", {"allow_hosts": ["a.example"], "page": False}, {*loopback, "a.example"}),
+    ):
+        serve({"demo": ToyBackend()}, host=host, port=0, num_kv_blocks=16, announce=lambda _: None,
+              **settings)  # type: ignore[arg-type]
+        service = served.pop()
+        assert (service.browsers.hosts, list(service.browsers.origins)) == (hosts, [])
+        assert bool(service.page_files) == settings.get("page", True)
+
+
 def test_settings_come_from_options_before_those_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """``--config`` gives the settings that no option gives; a server's queue is long unless the file says otherwise."""
     seen: list[Any] = []
