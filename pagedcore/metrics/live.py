@@ -155,6 +155,9 @@ class LiveRows:
         if (engine := self._engine) is None:
             return
         now_s = engine.requests.clock.now()
+        for sequence in stats.plan.admitted:
+            # Why: one of a static batch may run before it is computed for the first time.
+            self._track_of(sequence, engine)
         for row in stats.plan.rows:
             if (track := self._track_of(row.sequence, engine)) is not None:
                 self._note(track, row, stats.num_steps, now_s)
@@ -186,7 +189,8 @@ class LiveRows:
             # Why: a candidate that ended in its first step is known no more.
             if (pending := engine.requests.outputs.by_sequence.get(number)) is None:
                 return None
-            self._tracks[number] = _Track(sequence, pending.request, sequence.num_preemptions)
+            at_s = self._step_end_s
+            self._tracks[number] = _Track(sequence, pending.request, sequence.num_preemptions, "prefill", at_s, at_s)
         return self._tracks[number]
 
     def _note(self, track: _Track, row: ScheduledRow, step: int, now_s: float) -> None:

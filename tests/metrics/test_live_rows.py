@@ -38,6 +38,7 @@ class LookAfterEveryStep:
         self.rows = rows
         self.looks: list[Look] = []
         self.waits: list[dict[str, int]] = []
+        self.counts: list[tuple[int, int]] = []
         manager = PluginManager()
         manager.add(self, "look")
         engine.hooks.add(manager)
@@ -46,6 +47,7 @@ class LookAfterEveryStep:
     def pagedcore_step(self, stats: StepStats) -> None:
         self.looks.append(self.rows.look())
         self.waits.append(stats.waits)
+        self.counts.append((stats.num_running, stats.num_waiting))
 
 
 def make(**settings: Any) -> tuple[Engine, LookAfterEveryStep]:
@@ -105,13 +107,15 @@ def test_every_position_every_preemption_and_every_reason_is_told(settings: dict
     ended = [one for look in seen.looks for one in look.ended]
     stats = engine.stats()
     assert sum(one.num_tokens for one in ended) == stats.num_computed_tokens
-    assert sum(one.ending == "preempted" for one in ended) == stats.num_preemptions
+    endings = Counter(one.ending for one in ended)
+    assert (endings["preempted"], endings["length"]) == (stats.num_preemptions, 5 * 1 + 4 * 2)
     assert ("num_kv_blocks" in settings) == (stats.num_preemptions > 0)
     assert sum(one.num_sampled for look in seen.looks for one in look.progress.values()) == stats.num_generated_tokens
     for look, waits in zip(seen.looks, seen.waits, strict=True):
         reasons = Counter(one.reason for one in look.waiting)
         assert reasons == {name: count for name, count in waits.items() if name != "stall"}
     assert any(seen.waits)
+    assert [(len(look.running), len(look.waiting)) for look in seen.looks] == seen.counts
 
 
 def test_what_leaves_between_two_steps_is_gone() -> None:

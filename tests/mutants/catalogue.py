@@ -25,6 +25,9 @@ _LOOP = "pagedcore/serving/engine_loop.py"
 _COMMANDS = "pagedcore/serving/commands.py"
 _HEALTH = "pagedcore/serving/health.py"
 _HOOKS = "pagedcore/plugins/manager.py"
+_ROWS = "pagedcore/metrics/live.py"
+_LIVE = "adapters/pagedcore_openai/live.py"
+_PAGE = "adapters/openai/test_page.py::test_"
 
 REQUESTS = (
     Mutant("A removed request stays in the table.", _TABLE,
@@ -249,6 +252,17 @@ DOORS = (
     Mutant("Callbacks see the salt.", "adapters/pagedcore_langchain/options.py",
            'f"salt-{blake2b(known, key=_PSEUDONYM_KEY, digest_size=16).hexdigest()}"', "known.decode()",
            "adapters/langchain/test_options.py::test_a_salt_is_shown_nowhere"),
+    Mutant("A tenant sees the rows of others.", _LIVE, "if sees is None or sees(one.salt)]", "]",
+           _PAGE + "a_tenant_sees_its_own_rows_and_nothing_of_others"),
+    Mutant("An engine without viewers is observed.", _ROWS, "            remove()\n", "            pass\n",
+           "metrics/test_live_rows.py::test_an_engine_without_views_does_nothing_for_them"),
+    Mutant("A page of another port of the machine may call.", "adapters/pagedcore_openai/tenants.py",
+           "and name not in LOOPBACK", "",
+           _PAGE + "every_door_asks_where_a_browser_comes_from[127.0.0.1:8000-http://localhost:3000-403]"),
+    Mutant("Stretches go on while a sequence is preempted.", _ROWS,
+           "sequence.status is not SequenceStatus.RUNNING]", "sequence.finish_reason is not None]",
+           "metrics/test_live_rows.py::test_every_position_every_preemption_and_every_reason_is_told"
+           "[{'num_kv_blocks': 13}]"),
 )
 
 MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *DOORS)
