@@ -15,6 +15,8 @@
       * EngineInUse                       the program's: two threads call one Engine at once
       * EngineClosed                      the engine was closed; make a new one
           - ForkedProcess  EngineHung
+      * RecordingError (ValueError)       a recording is damaged, or cannot be taken again here
+          - RecordingMismatch
       * InternalError                     a law of the engine is broken: a defect of pagedcore
 
 Messages are made of names, numbers and limits only: never a prompt, a path or an object's repr.
@@ -272,3 +274,14 @@ class EngineHung(EngineClosed):
             f"the engine thread did not end a step for {seconds:g} seconds and was given up; make a new engine. "
             "Raise dead_after_s if a step may take that long."
         )
+
+
+class RecordingError(PagedcoreError, ValueError):
+    """A recording is damaged, is none, is too large, or lacks what was asked of it; nothing was taken from it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"recording: {what}.")
+
+
+class RecordingMismatch(RecordingError):
+    """A recording was made with another model, other kernels or another processor than this engine has."""

@@ -60,6 +60,8 @@ class RequestMetrics:
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    pauses_s: tuple[tuple[float, float | None], ...] = ()
+    """When it was preempted, and when it ran again; ``None``: it waits still."""
 
     @property
     def ttft_s(self) -> float | None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pagedcore._version import __version__
-from pagedcore.cli import bench, chat, convert, demo, doctor, generate, kernels, plugins, serve, simulate, size
+from pagedcore.cli import bench, chat, convert, demo, doctor, generate, kernels, plugins, replay, serve, simulate, size
 from pagedcore.cli.common import error_console
 from pagedcore.errors import PagedcoreError
 
@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     demo.demo, generate.generate, chat.chat, serve.serve, size.size, convert.convert, plugins.plugins, doctor.doctor,
-    simulate.simulate,
+    simulate.simulate, replay.replay,
 )
 for command in COMMANDS:
     app.command()(command)

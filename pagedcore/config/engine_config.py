@@ -52,6 +52,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     # Safety: any other true value, the text "false" among them, would let foreign code run.
     "trust_remote_code": rules.BOOLEAN,
     "check_invariants": rules.BOOLEAN,
+    "flight_recorder": rules.one_of("off", "on", "tokens"),
     "seed": rules.integer(0, MAX_SEED),
 }
 
@@ -146,6 +147,10 @@ class EngineConfig:
     check_invariants: bool = False
     """Whether the laws of scheduler and cache are checked after every step, and KV slots before they are read, which
     raises ``InternalError`` if one is broken; it is slow, and meant for tests and for reports of a bug."""
+    flight_recorder: str = "off"
+    """"on" keeps the last steps' decisions for ``Engine.dump_recording``, in about 64 MiB at most, and dumps them by
+    itself when a step fails or nothing progresses; "tokens" also writes token ids and sampling parameters, so that
+    single points can be computed again; "off" keeps nothing."""
     seed: int = 0
     """Seeds of requests without one are derived from it."""
 

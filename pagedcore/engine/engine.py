@@ -17,9 +17,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from pagedcore.engine.calibration import calibrate
+from pagedcore.engine.diagnosis import Diagnosis
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
-from pagedcore.errors import EngineClosed
+from pagedcore.errors import EngineClosed, InternalError
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
@@ -45,7 +46,7 @@ _MOST_SLEEP_S: Final = 0.01
 """The longest that one step sleeps for a gate, so that its caller may bring further requests meanwhile."""
 
 
-class Engine:
+class Engine(Diagnosis):
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
 
     For one thread at a time: a call while another thread is in one raises ``EngineInUse``. Use ``AsyncEngine`` for
@@ -90,6 +91,7 @@ class Engine:
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
             self._clock, self._steps.change,
         )
+        self._begin_diagnosis(parking)
         self.sessions = SessionStore(
             self.accept, self._step_or_sleep, self.input_processor, self.requests, parking, components.fingerprint,
             config.session_secret,
@@ -156,7 +158,10 @@ class Engine:
         num_before = len(taken)
         try:
             with self._steps.change():
-                return self.requests.accept(processed, taken)
+                request = self.requests.accept(processed, taken)
+                if self._recorder is not None:
+                    self._recorder.note_request(request)
+                return request
         except BaseException:
             # Why: an interrupt may come when it was taken already, and then no caller would know of it.
             self._withdraw(taken[num_before:])
@@ -244,7 +249,13 @@ class Engine:
         self._require_open()
         if is_observed := self.hooks.observes_steps:
             self._report.begin()
-        plan = self._steps.run(self._expire)
+        try:
+            plan = self._steps.run(self._expire)
+        except (InternalError, EngineClosed) as error:
+            self._mention_recording(error, "broken-step")
+            raise
+        if not plan.rows or self._steps.has_failed or plan.stopped_by != self._wait_log.reason:
+            self._look_at(plan)
         if self._laws is not None:
             self._laws.check()
         if plan.rows and is_observed:

@@ -202,6 +202,8 @@ class StepRunner:
         plan = self._scheduler.schedule(most_tokens)
         while plan.moves_blocks:
             self._transfers.start(self._scheduler.make_room(plan))
+            if plan.preempted:
+                self._outputs.note_preempted(plan, self._clock.now())
             plan = self._scheduler.schedule(most_tokens)
         return plan
 

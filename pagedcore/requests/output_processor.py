@@ -191,6 +191,18 @@ class OutputProcessor:
             request = self.by_sequence[sequence.sequence_id].request
             if request.metrics.first_scheduled_s is None:
                 request.metrics = replace(request.metrics, first_scheduled_s=now_s)
+            elif pauses := request.metrics.pauses_s:
+                ended = next((place for place, pause in enumerate(pauses) if pause[1] is None), len(pauses))
+                closed = tuple((start_s, now_s) for start_s, _ in pauses[ended : ended + 1])
+                request.metrics = replace(
+                    request.metrics, pauses_s=(*pauses[:ended], *closed, *pauses[ended + 1 :])
+                )
+
+    def note_preempted(self, plan: SchedulePlan, now_s: float) -> None:
+        """Stamp the requests that a plan preempts."""
+        for preemption in plan.preempted:
+            request = self.by_sequence[preemption.sequence.sequence_id].request
+            request.metrics = replace(request.metrics, pauses_s=(*request.metrics.pauses_s, (now_s, None)))
 
     def commit(self, plan: SchedulePlan, sampled: SampledTokens, now_s: float) -> None:
         """Make a computed step true; rows that could not be computed or have no usable logits end first, and alone."""

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, Unpack
 from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.config.limits import MAX_TIMEOUT_S
 from pagedcore.engine.engine import Engine
+from pagedcore.engine.explanation import Explanation
 from pagedcore.errors import EngineClosed, ForkedProcess
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
@@ -212,6 +213,16 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
             return self.send(lambda engine: engine.stats()).result(timeout_s)
         except TimeoutError:
             raise EngineClosed(f"the engine thread did not answer within {timeout_s} seconds.") from None
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Say where a request stands and why it waits; ``request_id`` is the engine's or the caller's own label.
+
+        For operators: the answer names other requests. As ``Engine.explain``, and "held" for a labelled request that
+        the engine's queue has no room for yet. Raises ``EngineClosed``.
+        """
+        result = CompletionFuture[Explanation]()
+        self._commands.put(lambda worker: result.complete(worker.explain(request_id)), result)
+        return await asyncio.wrap_future(result.future)
 
     def observe(self, plugin: object) -> None:
         """Call the observing hooks of ``plugin`` from now on, on the engine thread; they must not block.

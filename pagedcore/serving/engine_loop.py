@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from pagedcore.engine.engine import Engine
+from pagedcore.engine.explanation import Explanation
 from pagedcore.errors import EngineClosed, EngineHung, QueueTimeout
 from pagedcore.outputs import Delta
 from pagedcore.protocols import Clock
@@ -154,6 +155,7 @@ class EngineLoop:
         """
         self.progress.is_given_up = True
         self._commands.close(partial(EngineHung, seconds))
+        self.engine.dump_unasked("hang")
         self.is_over.set()
         self._end_all(EngineHung(seconds))
 
@@ -186,6 +188,13 @@ class EngineLoop:
         """Settle a future with what a function of the engine returns, unless it was cancelled."""
         if not result.is_cancelled:
             result.complete(function(self.engine))
+
+    def explain(self, request_id: str) -> Explanation:
+        """As ``Engine.explain``, for held requests too."""
+        for place, (processed, since_s) in enumerate(self._held.values()):
+            if processed.options.request_id == request_id:
+                return Explanation(request_id, "held", "rows", self._clock.now() - since_s, num_before=place)
+        return self.engine.explain(request_id)
 
     def cancel_sink(self, sink: Any) -> None:
         """Abort the request whose reader is gone, if it has one."""

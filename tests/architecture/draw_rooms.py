@@ -29,6 +29,8 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "simulation": (2, 2, "engine", "load on a virtual clock"),
     "serving": (2, 1, "engine", "the engine on a thread of its own"),
     "engine": (3, 1, "engine", "the step loop and its construction"),
+    "replay": (3, 0, "door", "recorded steps, taken again"),
+    "recorder": (4, 1, "engine", "decisions, kept for a replay"),
     "plugins": (4, 2, "engine", "named tables, observing hooks"),
     "sessions": (4, 0, "request", "conversations: wait, fork, travel"),
     "requests": (5, 0, "request", "one request, prompt to output"),

@@ -47,6 +47,7 @@ ACCEPTED = {
     "tokenizer": [None, "somewhere"],
     "trust_remote_code": [False, True],
     "check_invariants": [False, True],
+    "flight_recorder": ["off", "on", "tokens"],
     "seed": [0, 2**63 - 1],
 }
 
@@ -82,6 +83,7 @@ REFUSED = {
     "tokenizer": ["", 1],
     "trust_remote_code": [None, 0, 1, "false", "True"],
     "check_invariants": [None, 0, 1, "True"],
+    "flight_recorder": [None, True, "", "all"],
     "seed": [-1, 2**63, None, True, 1.0, "1"],
 }
 
