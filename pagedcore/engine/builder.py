@@ -102,10 +102,11 @@ def _assemble(
         copies_blocks=memory.store is not None,
     )
     info = _describe(name, backend, config, kv_cache)
+    hooks = EngineHooks(manager, at_the_end=memory.close)
     input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
         config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
-        has_priorities=policy.has_priorities,
+        has_priorities=policy.has_priorities, context=hooks.request_context,
     )
     scheduler = Scheduler(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
@@ -123,7 +124,7 @@ def _assemble(
 
         store, runner, laws = shadow(scheduler, store, runner)
     return EngineComponents(
-        config, input_processor, kv_cache, scheduler, runner, EngineHooks(manager, at_the_end=memory.close), info,
+        config, input_processor, kv_cache, scheduler, runner, hooks, info,
         memory.num_bytes, store, backend_fingerprint(backend), form,
         _identity(backend, form, info.max_model_len, tokenizer), laws,
     )

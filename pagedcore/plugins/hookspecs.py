@@ -65,6 +65,14 @@ def pagedcore_step(stats: StepStats) -> None:
     """Look at what a step did; runs on the engine's thread and must not block."""
 
 
+@hookspec(firstresult=True)
+def pagedcore_request_context() -> object:
+    """Return what a request that is being submitted belongs to, such as a span; runs where it is submitted."""
+
+
 @hookspec
-def pagedcore_request_finished(request: RequestOutput) -> None:
-    """Look at a request whose completions have all finished; runs on the engine's thread and must not block."""
+def pagedcore_request_finished(request: RequestOutput, context: object) -> None:
+    """Look at a request whose completions have all finished; runs on the engine's thread and must not block.
+
+    ``context`` is what ``pagedcore_request_context`` returned for it, ``None`` without one.
+    """

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _BUILTIN: Final = "builtin"
-_OBSERVED: Final = ("pagedcore_engine_start", "pagedcore_engine_stop", "pagedcore_step", "pagedcore_request_finished")
+_OBSERVED: Final = ("pagedcore_engine_start", "pagedcore_engine_stop", "pagedcore_step", "pagedcore_request_context",
+                    "pagedcore_request_finished")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,20 +173,26 @@ class EngineHooks:
         """Tell what a step did."""
         self._tell("pagedcore_step", stats=stats)
 
-    def request_finished(self, output: RequestOutput) -> None:
-        """Report a request whose completions have all finished."""
-        self._tell("pagedcore_request_finished", request=output)
+    def request_context(self) -> object:
+        """Return what an observer says that a request belongs to which is being submitted here; callable anywhere."""
+        return self._tell("pagedcore_request_context") if self._callers["pagedcore_request_context"] else None
 
-    def _tell(self, hook: str, **what: object) -> None:
+    def request_finished(self, output: RequestOutput, context: object = None) -> None:
+        """Report a request whose completions have all finished."""
+        self._tell("pagedcore_request_finished", request=output, context=context)
+
+    def _tell(self, hook: str, **what: object) -> object:
+        result = None
         for name, call in self._callers[hook]:
             try:
-                call(**what)
+                result = call(**what) or result
             except BaseException as error:  # an observer must not be able to hurt the engine
                 if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
                     raise
                 if name not in self._reported:
                     self._reported.add(name)
                     _log.exception("plugin %s raised in a hook; later failures are not logged", name)
+        return result
 
 
 def create_plugin_manager(

@@ -6,7 +6,7 @@ thread, and a request that it refuses was never accepted. Next: ``request_table`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +35,8 @@ class ProcessedRequest:
     stop_token_ids: frozenset[int]
     has_candidates: bool
     """As ``SamplingParams.has_candidates``."""
+    context: object = None
+    """What an observer says that the request belongs to, where it was submitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class InputProcessor:
     eos_token_ids: frozenset[int]
     has_priorities: bool = True
     """Whether the scheduling policy looks at priorities."""
+    context: Callable[[], object] = lambda: None
+    """What a request that is processed at the moment belongs to."""
 
     def process(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, known: list[int] | None = None
@@ -82,7 +86,9 @@ class InputProcessor:
             longest = max(min(longest, self.num_pool_tokens), num_prompt + 1)
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
         validation.check_fits_pool(num_prompt, max_tokens, num_sequences, self.num_pool_tokens)
-        return ProcessedRequest(token_ids, params, options, max_tokens, stop_token_ids, has_candidates)
+        return ProcessedRequest(
+            token_ids, params, options, max_tokens, stop_token_ids, has_candidates, self.context()
+        )
 
     def check_options(self, options: RequestOptions) -> None:
         """Raise ``InvalidRequest`` for a priority that the scheduling policy would ignore."""

@@ -42,8 +42,8 @@ class RequestObserver(Protocol):
     def observes_requests(self) -> bool:
         """Whether there is any point in describing a request."""
 
-    def request_finished(self, output: RequestOutput) -> None:
-        """Note that every completion of a request has finished."""
+    def request_finished(self, output: RequestOutput, context: object) -> None:
+        """Note that every completion of a request has finished, and what it belongs to."""
 
 
 class OutputProcessor:
@@ -374,4 +374,4 @@ class OutputProcessor:
                 request.metrics = replace(request.metrics, finished_s=self._clock.now())
                 self.counters.num_finished += 1
                 if self._observer.observes_requests:
-                    self._observer.request_finished(self.output_of(request))
+                    self._observer.request_finished(self.output_of(request), request.context)

@@ -37,7 +37,7 @@ class Request:
         the end, they stay empty until then, and the scheduler knows only the candidates.
     """
 
-    __slots__ = ("_num_taken", "_owner", "error", "metrics", "options", "params", "request_id", "sequences")
+    __slots__ = ("_num_taken", "_owner", "context", "error", "metrics", "options", "params", "request_id", "sequences")
 
     def __init__(
         self, request_id: str, sequences: list[Sequence], params: SamplingParams, options: RequestOptions,
@@ -49,6 +49,8 @@ class Request:
         self.params = params
         self.options = options
         self.error: Exception | None = None
+        self.context: object = None
+        """What an observer says that the present turn belongs to."""
         self.metrics = RequestMetrics(arrival_s)
         """Times of the present turn."""
         self._owner = owner

@@ -113,6 +113,7 @@ class RequestTable:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.
             sequences[0].prompt_logprobs = []
         request = Request(request_id, sequences, params, options, self.owner, arrival_s)
+        request.context = processed.context
         try:
             self._start(request, processed)
             if options.request_id is not None:
@@ -131,7 +132,7 @@ class RequestTable:
         sequence = self.require_extensible(request)
         self.scheduler.waiting.require_room(processed.params.num_initial_sequences)
         with self._beginning(request, sequence):
-            request.params = processed.params
+            request.params, request.context = processed.params, processed.context
             sequence.begin_turn(
                 processed.token_ids, processed.params, max_tokens=processed.max_tokens,
                 stop_token_ids=processed.stop_token_ids, arrival=next(self._arrivals),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, Final
 
 from pagedcore.errors import EngineClosed
@@ -58,7 +59,8 @@ class LongPrompts:
         Raises ``EngineClosed`` after ``close`` or at the end of the interpreter.
         """
         try:
-            self._threads.submit(self._run, prepare, sink)
+            # Why: observers look for the caller's span there.
+            self._threads.submit(copy_context().run, self._run, prepare, sink)
         except RuntimeError:
             raise EngineClosed("this engine is closed; make a new one.") from None
 

@@ -21,6 +21,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "pagedcore_langchain": (0, 1, "door", "chat and completion models"),
     "pagedcore_bentoml": (0, 2, "door", "an engine as a BentoML service"),
     "pagedcore_openai": (1, 1, "door", "OpenAI's interface, and serve"),
+    "pagedcore_otel": (2, 3, "door", "spans for OpenTelemetry"),
     "pagedcore_ray": (1, 3, "door", "replicas on Ray Serve"),
     "pagedcore_http": (0, 3, "door", "what every HTTP door shares"),
     "cli": (1, 0, "door", "the command pagedcore"),

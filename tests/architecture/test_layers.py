@@ -12,7 +12,7 @@ from architecture.rooms import ORDER, ROOM_OF, circles, imported_modules, room_o
 from architecture.sources import SOURCES, Source
 
 ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain", "pagedcore_openai",
-            "pagedcore_ray"}
+            "pagedcore_otel", "pagedcore_ray"}
 PUBLIC_MODULES = {
     "pagedcore.errors", "pagedcore.metrics.live", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs",
     "pagedcore.request_options",
@@ -24,7 +24,8 @@ MAY_PROBE = {
     "pagedcore.tokenizer.tokenizer", "pagedcore.plugins.manager",
 }
 """Modules that look at objects of transformers or torch, or at the name of a plugin that may be of any type."""
-OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai", "ray"}
+OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai", "ray",
+                       "opentelemetry"}
 
 
 def in_core(source: Source) -> bool:
