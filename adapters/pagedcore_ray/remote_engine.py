@@ -16,7 +16,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from pagedcore import AsyncEngine, Delta, Engine, RequestOutput, SamplingParams
-from pagedcore.errors import EngineClosed, EngineOverloaded
+from pagedcore.errors import EngineClosed, EngineOverloaded, InternalError
 from pagedcore.request_options import OptionKeywords, RequestOptions
 
 
@@ -55,8 +55,8 @@ class ModelFacts:
         """Allocate nothing."""
 
     def forward(self, batch: Any) -> Any:
-        """Never called."""
-        raise NotImplementedError
+        """Refuse: no request may reach this engine's steps."""
+        raise InternalError("an ingress was asked to compute")
 
     @classmethod
     def of(cls, engine: Engine) -> ModelFacts:
