@@ -217,8 +217,25 @@ STEPS = (
            "engine/test_bad_rows.py::test_seven_of_eight_callers_finish"),
 )
 
-DOORS = (
-    Mutant("A body may be nested without end.", "adapters/pagedcore_http/body.py",
+RECORDINGS = (
+    Mutant("A recording has token ids although these were not asked for.", "pagedcore/recorder/token_rows.py",
+           "        if self._keeps_tokens:\n            return", "        if True:\n            return",
+           "recorder/test_recordings.py::test_no_token_shows"),
+    Mutant("A recording loses which blocks were used when.", "pagedcore/recorder/state.py",
+           "first_used, last_used, num_hits, tuple(rank))", "first_used, 0, num_hits, ())",
+           "replay/test_decisions.py::test_random_lives_are_replayed[2]"),
+    Mutant("A ring keeps everything.", "pagedcore/recorder/ring.py",
+           "[*self.segments[-1:], segment]", "[*self.segments, segment]",
+           "recorder/test_recordings.py::test_the_ring_is_bounded"),
+    Mutant("An interrupted dump leaves a part of a file.", "pagedcore/recorder/recording.py",
+           "            os.unlink(temporary)\n", "            pass\n",
+           "recorder/test_recordings.py::test_an_interrupt_leaves_no_part"),
+    Mutant("A point is computed with other kernels than it was recorded with.", "pagedcore/replay/point.py",
+           'if header.get("identity") != own["identity"]:', "if False:",
+           "replay/test_points.py::test_another_model_is_refused"),
+)
+
+DOORS = (    Mutant("A body may be nested without end.", "adapters/pagedcore_http/body.py",
            "if _is_deeper_than(fields, MAX_JSON_DEPTH):", "if False:",
            "adapters/bentoml/test_door.py::test_what_is_refused_says_what_the_value_and_the_limit[/generate-nested]"),
     Mutant("A body of unannounced length is read whole.", "adapters/pagedcore_http/body.py",
@@ -265,4 +282,4 @@ DOORS = (
            "[{'num_kv_blocks': 13}]"),
 )
 
-MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *DOORS)
+MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS)
