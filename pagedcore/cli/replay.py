@@ -71,10 +71,8 @@ def _show_what_if(recording: Recording, changes: dict[str, Any]) -> None:
     settings = {**recording.segments[0]["settings"], **changes}
     if settings["max_num_batched_tokens"] < settings["max_num_seqs"]:
         raise InvalidConfig("max_num_batched_tokens: allowed is at least max_num_seqs, so that every row can advance.")
-    lives = what_if.lives_of(recording)
-    recorded = what_if.recorded_outcome(recording, lives)
-    modelled = what_if.WhatIf(recording, lives, {}).run()
-    changed = what_if.WhatIf(recording, lives, changes).run()
+    found = what_if.compare(recording, changes)
+    recorded, modelled, changed = found.recorded, found.modelled, found.changed
     table = Table("", "recorded", "modelled", ", ".join(f"{name} {value}" for name, value in changes.items()))
     rows = [
         ("steps", *(f"{one.num_steps}" for one in (recorded, modelled, changed))),

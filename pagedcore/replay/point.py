@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pagedcore.config.limits import MAX_SEED
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidRequest, RecordingError, RecordingMismatch
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.recorder.recording import Recording
 from pagedcore.request_options import RequestOptions
+from pagedcore.requests import validation
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import SequenceSnapshot
 from pagedcore.sampling_params import SamplingParams
@@ -22,6 +24,7 @@ from pagedcore.sampling_params import SamplingParams
 _SETTINGS: Final = ("dtype", "block_size", "attention_backend", "linear_backend", "kv_cache_dtype", "quantization",
                     "model_backend", "max_model_len")
 _LARGEST_TOP: Final = 20
+_LARGEST_BLOCK: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,11 @@ def settings_for(recording: Recording, num_tokens: int) -> dict[str, Any]:
     Raises ``RecordingError`` if the header is not one of an engine.
     """
     engine = recording.header.get("engine")
-    if not isinstance(engine, dict) or not isinstance(engine.get("block_size"), int) or engine["block_size"] < 1:
+    size = engine.get("block_size") if isinstance(engine, dict) else None
+    if not isinstance(engine, dict) or type(size) is not int or not 1 <= size <= _LARGEST_BLOCK:
         raise RecordingError("its header names no engine")
     settings = {name: engine[name] for name in _SETTINGS if name in engine}
-    return {**settings, "num_kv_blocks": -(-num_tokens // engine["block_size"]) + 1, "max_num_seqs": 1}
+    return {**settings, "num_kv_blocks": -(-num_tokens // size) + 1, "max_num_seqs": 1}
 
 
 def require_equal(recording: Recording, engine: Engine) -> None:
@@ -84,6 +88,15 @@ def find_point(recording: Recording, request: str, index: int, completion: int =
     """
     if not recording.has_tokens:
         raise RecordingError('it has no token ids; record with flight_recorder="tokens"')
+    try:
+        return _find(recording, request, index, completion)
+    except RecordingError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise RecordingError(f"its requests cannot be read ({type(error).__name__})") from error
+
+
+def _find(recording: Recording, request: str, index: int, completion: int) -> Point:
     number = _sequence_of(recording, request, completion)
     described, num_tokens = _latest_turn(recording, number)
     _, row = recording.rows[described["row"]]
@@ -91,9 +104,11 @@ def find_point(recording: Recording, request: str, index: int, completion: int =
     place = num_prompt + index
     if not (0 < num_prompt <= place <= num_tokens):
         raise RecordingError(f"token {index} is not in it; the request has {num_tokens - num_prompt} generated tokens")
-    known = row.tolist()
-    return Point(tuple(known[:place]), num_prompt, known[place] if place < num_tokens else None,
-                 _params_of(described), described["plain"]["seed"])
+    known, seed = row.tolist(), described["plain"]["seed"]
+    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+        raise RecordingError("its seed is none")
+    chosen = known[place] if place < num_tokens else None
+    return Point(tuple(known[:place]), num_prompt, chosen, _params_of(described), seed)
 
 
 def _sequence_of(recording: Recording, request: str, completion: int) -> int:
@@ -157,7 +172,8 @@ def _params_of(described: Mapping[str, Any]) -> SamplingParams:
 def compute_point(engine: Engine, point: Point, num_top: int = 10) -> TokenLogprobs:
     """Compute the logits of one point alone; return the token that is chosen, and the most likely ones.
 
-    Log-probabilities are those of the model's own distribution. Raises as ``Engine.step``, and the request's error.
+    Log-probabilities are those of the model's own distribution. Raises as ``Engine.step``, the request's error, and
+    ``InvalidRequest`` for tokens that the model does not have or has no room for.
     """
     request = _complete(engine, point, point.token_ids, 1, min(num_top, _LARGEST_TOP))
     try:
@@ -185,6 +201,9 @@ def _complete(
     engine: Engine, point: Point, token_ids: tuple[int, ...], num_tokens: int, num_top: int | None
 ) -> Request:
     """Complete a cut-off turn by so many tokens, as a session does that was exported in the middle of one."""
+    # Safety: the tokens come from a file, and kernels take them as places in memory.
+    inputs = engine.input_processor
+    validation.validate_prompt_ids(token_ids, inputs.vocab_size, inputs.max_model_len)
     num_before = len(token_ids) - point.num_prompt_tokens
     kept = {name: getattr(point.params, name) for name in SamplingParams.__dataclass_fields__}
     params = SamplingParams(**{**kept, "max_tokens": num_before + num_tokens, "logprobs": num_top,

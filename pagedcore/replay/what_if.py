@@ -151,10 +151,11 @@ class WhatIf:
         """Take settings for those of the recording; all else stays. Raises ``RecordingError``, ``InvalidConfig``."""
         if not recording.segments:
             raise RecordingError("it has no steps")
+        # Why first: it refuses a recording whose settings are none.
+        self.outcome, self._costs = Outcome(), learnt_costs(recording)
         settings = {**recording.segments[0]["settings"], **changes}
         settings["max_num_waiting"] = max(settings["max_num_waiting"], len(lives))
         self.scheduler = build_scheduler(settings, load_policy)
-        self.outcome, self._costs = Outcome(), learnt_costs(recording)
         self._lives = {one.number: one for one in lives}
         self._coming = sorted(lives, key=lambda one: one.arrival_s, reverse=True)
         self._arrived_s: dict[int, float] = {}
@@ -276,6 +277,33 @@ class WhatIf:
             yield self._coming[-1].arrival_s
         if self.scheduler.waiting.gated:
             yield self._gate_s()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same requests three times."""
+
+    recorded: Outcome
+    modelled: Outcome
+    """The recorded settings on the virtual clock."""
+    changed: Outcome
+
+
+def compare(recording: Recording, changes: Mapping[str, Any]) -> Comparison:
+    """Run the requests of a recording under its own settings and under others, which are those of ``settings_of``.
+
+    Raises ``RecordingError`` if sequences branch in it, a setting is none, or it is not consistent in itself.
+    """
+    try:
+        lives = lives_of(recording)
+        return Comparison(
+            recorded_outcome(recording, lives), WhatIf(recording, lives, {}).run(),
+            WhatIf(recording, lives, changes).run(),
+        )
+    except RecordingError:
+        raise
+    except Exception as error:  # whatever forged events lead to
+        raise RecordingError(f"its requests cannot be run ({type(error).__name__})") from error
 
 
 def changed_order(one: Outcome, other: Outcome) -> int:

@@ -218,7 +218,7 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         """Say where a request stands and why it waits; ``request_id`` is the engine's or the caller's own label.
 
         For operators: the answer names other requests. As ``Engine.explain``, and "held" for a labelled request that
-        the engine's queue has no room for yet. Raises ``EngineClosed``.
+        the engine's queue has no room for yet; one whose caller waits for room is unknown. Raises ``EngineClosed``.
         """
         result = CompletionFuture[Explanation]()
         self._commands.put(lambda worker: result.complete(worker.explain(request_id)), result)

@@ -155,9 +155,9 @@ class EngineLoop:
         """
         self.progress.is_given_up = True
         self._commands.close(partial(EngineHung, seconds))
-        self.engine.dump_unasked("hang")
         self.is_over.set()
         self._end_all(EngineHung(seconds))
+        self.engine.dump_unasked("hang")
 
     def accept(self, processed: ProcessedRequest, sink: OutputSink) -> None:
         """Take a request for a sink that has a place, or hold it until the engine's queue has room."""

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
-from pagedcore import AsyncEngine, Engine, SamplingParams
+from pagedcore import AsyncEngine, Engine, RequestOutput, SamplingParams
 from pagedcore.engine.diagnosis import MAX_DUMPS, STALL_S
 from pagedcore.engine.explanation import WaitLog
+from pagedcore.errors import EngineHung
 from pagedcore.recorder.recording import read_recording
 from pagedcore.replay.decisions import replay_decisions
+from pagedcore.serving.commands import Commands, Places
+from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
+from pagedcore.serving.stream import CompletionFuture
 from support.async_helpers import wait_until
 from support.doubles import FakeClock, FlakyBackend, GatedBackend, ToyBackend
 from support.recordings import toy_engine
@@ -179,3 +183,33 @@ async def test_an_engine_on_its_thread_explains() -> None:
     finally:
         backend.gate.set()
         await engine.aclose()
+
+
+def test_a_held_request_is_known_by_its_label() -> None:
+    """What the loop holds because the engine's queue is full says so, and how many are before it."""
+    clock = FakeClock()
+    with toy_engine("off", clock=clock, max_num_waiting=1) as engine:
+        loop = EngineLoop(engine, Commands(Places(8, lambda: 0)), StreamFlusher(0.0, clock))
+        for place in range(3):
+            sink = CompletionFuture[RequestOutput]()
+            loop._commands.places.take(sink, 1, False)
+            loop.accept(engine.prepare([1, 2], params(2), request_id=f"label {place}"), sink)
+        clock.advance(2.0)
+        assert loop.explain("label 0").state == "waiting"
+        found = loop.explain("label 2")
+        assert (found.state, found.waited_s, found.num_before) == ("held", 2.0, 1)
+
+
+def test_a_hang_leaves_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine thread that is given up leaves the recording of the steps before, written by the watchdog."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    backend = GatedBackend()
+    engine = AsyncEngine(toy_engine(backend=backend), dead_after_s=0.2)
+    try:
+        future = engine.submit([1, 2, 3], params(4))
+        with pytest.raises(EngineHung):
+            future.result(20)
+        wait_until(lambda: bool(list(tmp_path.glob("*/hang.jsonl.gz"))))
+    finally:
+        backend.gate.set()
+        engine.close()

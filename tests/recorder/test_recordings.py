@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
-from pagedcore.errors import ForkedProcess, RecordingError
+from pagedcore.config.engine_config import EngineConfig
+from pagedcore.errors import ForkedProcess, InvalidConfig, RecordingError
 from pagedcore.recorder import recording as recordings
-from pagedcore.recorder.recording import read_recording
+from pagedcore.recorder.recording import Recording, read_recording
 from pagedcore.recorder.token_rows import MAX_TOKENS
 from pagedcore.replay.decisions import replay_decisions
+from pagedcore.replay.point import find_point, settings_for
+from pagedcore.replay.what_if import compare
 from pagedcore.scheduler.scheduler import Scheduler
 from support.doubles import FakeClock, ToyBackend
 from support.recordings import dumped, lines_of, run_all, toy_engine, write_lines
@@ -244,7 +247,23 @@ def test_no_forged_value_gets_through(tmp_path: Path) -> None:
             _forge(lines, rng)
         write_lines(path, lines)
         with suppress(RecordingError):
-            replay_decisions(read_recording(path))
+            recording = read_recording(path)
+            for use in (replay_decisions, _compare, _find, _settings):
+                with suppress(RecordingError, InvalidConfig):
+                    use(recording)
+
+
+def _compare(recording: Recording) -> None:
+    compare(recording, {"num_blocks": 40})
+
+
+def _find(recording: Recording) -> None:
+    recording.header["has_tokens"] = True
+    find_point(recording, "", 0)
+
+
+def _settings(recording: Recording) -> None:
+    EngineConfig(**settings_for(recording, 10))
 
 
 def _forge(lines: list[Any], rng: random.Random) -> None:

@@ -108,6 +108,17 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
         require_equal(recording, other)
 
 
+def test_forged_tokens_are_refused(tmp_path: Path) -> None:
+    """A token that the model does not have never reaches the model, and a block size that is none no pool."""
+    recording, request, _ = recorded(tmp_path)
+    recording.rows[0][1][0] = 10**6
+    with toy_engine("off") as other, pytest.raises(InvalidRequest, match="token"):
+        compute_point(other, find_point(recording, request, 1))
+    recording.header["engine"]["block_size"] = 10**9
+    with pytest.raises(RecordingError, match="engine"):
+        settings_for(recording, 10)
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     """A model with the same shapes and other weights is noticed by its fingerprint."""
     with Engine.from_pretrained(tiny_model(), dtype="float32", flight_recorder="tokens", num_kv_blocks=8) as engine:
