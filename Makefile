@@ -79,7 +79,7 @@ architecture: $(VENV)/.stamp-test
 
 bench: $(VENV)/.stamp-plot
 	mkdir -p build
-	$(BIN)/pagedcore bench throughput --plot build/throughput.png $(BENCH_ARGS)
+	$(BIN)/pagedcore bench batching --plot build/batching.png --html build/batching.html $(BENCH_ARGS)
 
 bench-doors: $(VENV)/.stamp-test
 	for door in asyncgen langchain bentoml openai; do for model in "--model demo" "--model-size 80m"; do \

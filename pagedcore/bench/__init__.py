@@ -1,1 +1,1 @@
-"""Measures what batching is worth, on the machine at hand; ``pagedcore bench throughput`` is the door."""
+"""Measures what batching is worth, on the machine at hand; ``pagedcore bench batching`` is the door."""

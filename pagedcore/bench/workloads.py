@@ -14,12 +14,14 @@ from typing import Any, Final
 
 from pagedcore.errors import InvalidConfig
 
-NAMES: Final = ("ragged", "w1", "w2", "w3")
+NAMES: Final = ("heavy-tailed", "uniform", "ragged", "w1", "w2", "w3")
 _PEER_IDS: Final = (300, 4000)
 """Half-open range of the token ids of w1 to w3."""
 _RAGGED_IDS: Final = (32, 256)
 """Half-open range of the token ids of "ragged": inside any model's vocabulary."""
 _LONGEST: Final = 256
+_TAIL: Final = 0.9
+"""Exponent of the Pareto distribution of heavy-tailed lengths: below 1 a few requests have most of the tokens."""
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "tiny": {
         "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -66,7 +68,9 @@ class Workload:
 def make_workload(name: str, max_model_len: int) -> Workload:
     """Make the workload called ``name``.
 
-    ``ragged``: 64 requests of mixed lengths, shortened to fit ``max_model_len``. ``w1``: 64 ragged requests of 16 to
+    ``heavy-tailed``: 384 requests, most of which generate a few tokens and some 256. ``uniform``: 128 requests of one
+    length. ``ragged``: 64 requests of lengths that are all as likely. These three are shortened to fit
+    ``max_model_len``. ``w1``: 64 ragged requests of 16 to
     256 tokens in and out. ``w2``: 32 requests that share 512 tokens. ``w3``: one request of 128 tokens, 64 out.
 
     Raises:
@@ -74,8 +78,14 @@ def make_workload(name: str, max_model_len: int) -> Workload:
     """
     require_name(name)
     rng = random.Random("ragged" if name == "ragged" else f"tokens-{name}-")
-    if name == "ragged":
-        longest = max(2, min(_LONGEST, max_model_len // 2))
+    longest = max(2, min(_LONGEST, max_model_len // 2))
+    if name == "heavy-tailed":
+        prompts = tuple(_ids(rng, rng.randint(1, max(1, longest // 8)), _RAGGED_IDS) for _ in range(384))
+        outputs = tuple(min(longest, int(longest / 64 * rng.paretovariate(_TAIL)) + 1) for _ in prompts)
+    elif name == "uniform":
+        prompts = tuple(_ids(rng, max(1, longest // 8), _RAGGED_IDS) for _ in range(128))
+        outputs = (max(1, longest // 4),) * 128
+    elif name == "ragged":
         shortest = max(1, longest // 16)
         prompts = tuple(_ids(rng, rng.randint(shortest, longest), _RAGGED_IDS) for _ in range(64))
         outputs = tuple(rng.randint(shortest, longest) for _ in prompts)

@@ -12,6 +12,8 @@ from pagedcore.bench.workloads import Workload, load_prompts, make_workload
 from pagedcore.errors import InvalidConfig
 
 RECORDED = {
+    "heavy-tailed": ("21ae14e423085517dd1d86160c9d0a73b23b8d8d4fcaa683b2117ae195d75a1a", 6152, 9326),
+    "uniform": ("2c47f3c239d3b7bc1c7351345dc39b75341f14f8a2bdc3e477ca0d006b962d4a", 4096, 8192),
     "w1": ("b6e1a7bb0d69133f8022ff3f023b47f2bac4a4e173e3c3a4481b9d08f51f5799", 9569, 8698),
     "w2": ("e934c45d50ef3e42fb8ca1304d55b889b5156c05a9b6509d48eff8c986824507", 16896, 1024),
     "w3": ("4fc1d3d48481ac8baffb100361ec2f58f080a0ea279214a7e69267d1e1503d76", 128, 64),
@@ -60,7 +62,7 @@ def test_a_short_context_is_refused_with_the_need() -> None:
 
 def test_an_unknown_workload_is_refused() -> None:
     """The error lists what there is."""
-    with pytest.raises(InvalidConfig, match="ragged, w1, w2, w3"):
+    with pytest.raises(InvalidConfig, match="heavy-tailed, uniform, ragged, w1, w2, w3"):
         make_workload("w9", 1024)
 
 

@@ -23,7 +23,7 @@ def test_help_lists_every_command() -> None:
     assert all(command in out for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench throughput", "kernels build"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench batching", "kernels build"])
 def test_every_command_has_help(command: str) -> None:
     """Each command explains itself."""
     assert "Usage:" in invoke(*command.split(), "--help")

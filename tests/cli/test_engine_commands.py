@@ -118,14 +118,15 @@ def test_chat_says_when_the_context_is_full() -> None:
     assert result.stdout.strip().splitlines()[-1]
 
 
-def test_bench_compares_policies_and_writes_json(tmp_path: Path) -> None:
+def test_bench_compares_ways_of_batching_and_writes_json(tmp_path: Path) -> None:
     """The benchmark runs with random weights and prompts of one's own, and writes what it measured."""
     prompts, target = tmp_path / "prompts.json", tmp_path / "result.json"
     prompts.write_text(json.dumps([[40 + number] * (1 + number) for number in range(6)]))
-    out = invoke("bench", "throughput", "--random-weights", "tiny", "--prompts-json", str(prompts), "--output-tokens",
+    out = invoke("bench", "batching", "--random-weights", "tiny", "--prompts-json", str(prompts), "--output-tokens",
                  "4", "--max-num-seqs", "4", "--dtype", "float32", "--quantization", "w8a16", "--json", str(target))
     assert "static" in out
     data = json.loads(target.read_text())
-    assert [m["policy"] for m in data["measurements"]] == ["static", "fcfs"]
+    assert [m["mode"] for m in data["measurements"]] == ["none", "static", "continuous"]
+    assert [m["num_slots"] for m in data["measurements"]] == [4, 4, 4]
     assert {m["num_output_tokens"] for m in data["measurements"]} == {24}
     assert (data["dtype"], data["quantization"]) == ("float32", "w8a16")
