@@ -40,9 +40,7 @@ export class Timeline {
     this.samples = [];
     this.clock = null;
     this.stoppedAt = null;
-    this.maxRows = 0;
     this.numLanes = MIN_ROWS;
-    this.drawnTo = 0;
     if (this.colours) this.draw();
   }
 
@@ -55,14 +53,12 @@ export class Timeline {
     // Why smoothed: frames arrive a little early or late, and time must not jump.
     const offset = frame.t - arrived;
     this.clock = this.clock === null || Math.abs(offset - this.clock) > 0.5 ? offset : this.clock + 0.1 * (offset - this.clock);
-    this.maxRows = frame.max_rows;
     this.rows = frame.rows;
     const oldest = frame.t - WINDOW_S - 1;
     this.stretches = [...this.stretches.filter((one) => one[4] > oldest), ...frame.ended].slice(-KEPT);
     this.samples = [...this.samples.filter((one) => one.t > oldest - 3), { t: frame.t, blocks: frame.blocks, waiting: frame.num_waiting }];
     const lanes = [...this.rows, ...this.stretches].reduce((most, one) => Math.max(most, one[0] + 1), MIN_ROWS);
-    this.numLanes = Math.max(this.numLanes, Math.min(this.maxRows, lanes), lanes);
-    if (this.isStill.matches) this.draw();
+    this.numLanes = Math.max(this.numLanes, lanes);
   }
 
   now() {

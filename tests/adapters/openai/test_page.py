@@ -16,11 +16,25 @@ import adapters.bentoml.home  # noqa: F401  # Why first: BentoML reads its home 
 
 pytest.importorskip("bentoml")
 
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
 from adapters.bentoml.asgi_caller import JSON_TYPE, App, Exchange
-from adapters.openai.test_door import ADMIN, BODY, LONG, ONE, TEXT, TWO, opened, tokens_of, with_key
+from adapters.openai.test_door import (
+    ADMIN,
+    BODY,
+    LONG,
+    ONE,
+    TEXT,
+    TWO,
+    SlowEndlessBackend,
+    opened,
+    tokens_of,
+    with_key,
+)
 from pagedcore.errors import InvalidConfig
 from pagedcore.metrics.live import Look, Progress, Stretch, Waiting
-from pagedcore_openai import ApiKeys, live
+from pagedcore_openai import ApiKeys, create, live
 from pagedcore_openai.live import Scope
 from pagedcore_openai.page import page_files
 from pagedcore_openai.tenants import Browsers
@@ -107,6 +121,37 @@ async def test_there_is_no_page_unless_it_is_asked_for() -> None:
         for path in ("/", "/page/main.js", "/live"):
             assert (await app.call(path)).status == 404
         assert tokens_of(await app.call(TEXT, BODY)) == toy_answer([1, 2], 4)
+
+
+async def test_a_mounted_page_lives_below_its_path() -> None:
+    """Asked for, it is there with its files, which it names by their places beside it, and its view."""
+    async with paged() as app:
+        host = App(Starlette(routes=[Mount("/llm", app.asgi)]), app.runner, app.engine)
+        page = await host.call("/llm/", headers=[])
+        files = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+        assert "page/main.js" in files
+        assert [(await host.call(f"/llm/{name}")).status for name in files] == [200] * len(files)
+        assert (await host.call("/llm", headers=[])).headers["location"].endswith("/llm/")
+        view = host.begin("/llm/live", b"GET")
+        await until(view, lambda _: True)
+        await view.leave()
+
+
+async def test_every_model_has_a_view_of_its_own() -> None:
+    """Of several models a viewer names one, and sees what this one computes."""
+    backends = {name: SlowEndlessBackend() for name in ("a", "b")}
+    asgi = create(backends, page=True, num_kv_blocks=1200, block_size=16, kv_cache_memory=2**22)
+    engine = asgi.service.models["b"].engine
+    app = App(asgi, asgi, engine)  # type: ignore[arg-type]
+    assert [(await app.call(path)).status for path in ("/live", "/live?model=c")] == [400, 404]
+    views = [app.begin(f"/live?model={name}", b"GET") for name in ("a", "b")]
+    call = app.begin(TEXT, {**LONG, "model": "b", "stream": True})
+    await until(views[1], lambda one: one["rows"])
+    await until(views[0], lambda one: one["t"] > 0)
+    assert not any(one["rows"] for one in frames_of(views[0]))
+    for exchange in (*views, call):
+        await exchange.leave()
+    await asgi.aclose()
 
 
 HOSTS = {"localhost", "127.0.0.1", "::1", "chat.example"}
