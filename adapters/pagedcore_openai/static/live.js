@@ -105,7 +105,7 @@ export function startLive(model) {
       return;
     }
     const own = "yours" in frame.blocks ? "Your requests have " : "";
-    const busy = own ? [own, bold(frame.rows.length), " rows"] : [bold(frame.rows.length), " of ", bold(frame.max_rows), " rows busy"];
+    const busy = own ? [own, bold(frame.rows.length), frame.rows.length === 1 ? " row" : " rows"] : [bold(frame.rows.length), " of ", bold(frame.max_rows), " rows busy"];
     lead.replaceChildren(...busy, ", ", bold(frame.num_waiting), frame.num_waiting === 1 ? " request waits." : " requests wait.");
   }
 

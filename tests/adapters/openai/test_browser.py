@@ -315,7 +315,7 @@ def test_two_tenants_do_not_see_one_another(browser: Browser) -> None:
             expect(page.locator("#connection")).to_have_text("live")
         one.get_by_label("Message").fill("a")
         one.get_by_role("button", name="Send").click()
-        expect(one.locator("#lead")).to_have_text("Your requests have 1 rows, 0 requests wait.")
+        expect(one.locator("#lead")).to_have_text("Your requests have 1 row, 0 requests wait.")
         expect(operator.locator("#lead")).to_have_text("1 of 8 rows busy, 0 requests wait.")
         expect(two.locator("#lead")).to_have_text("Nothing runs. Ask something, and watch it here.")
         assert two.locator("#rows tbody tr").count() == 0
