@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from pagedcore.sampling_params import SamplingParams
     from pagedcore.serving.async_engine import AsyncEngine
     from pagedcore.sessions.session import Session
+    from pagedcore.structured_output import StructuredOutput
 
 __all__ = [
     "AsyncEngine", "Batch", "BatchRequest", "CompletionOutput", "ContinuousBatcher", "Delta", "Engine", "EngineConfig",
-    "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session", "TokenLogprobs", "TokenText", "Usage",
-    "engine_metrics", "engine_metrics_text", "expose",
+    "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session", "StructuredOutput", "TokenLogprobs",
+    "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
 ]
 
 _HOMES: Final = {
@@ -45,6 +46,7 @@ _HOMES: Final = {
     "Request": "pagedcore.requests.request",
     "SamplingParams": "pagedcore.sampling_params",
     "Session": "pagedcore.sessions.session",
+    "StructuredOutput": "pagedcore.structured_output",
     "engine_metrics": "pagedcore.metrics.recorder",
     "engine_metrics_text": "pagedcore.metrics.recorder",
     "expose": "pagedcore.plugins.manager",

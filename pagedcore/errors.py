@@ -4,13 +4,15 @@
       * InvalidRequest (ValueError)       the caller's: this call is refused, nothing was taken
           - InvalidPrompt  PromptEmpty  PromptTooLong  InvalidToken  InvalidText
           - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed  InvalidSalt
+          - InvalidGrammar
           - TooManySequences  TooManyLogprobs  UnknownParameter  RequestTooLarge
           - RequestStateError  SessionStateError  InvalidSessionFile  ModelMismatch
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported  ModelTakenOver  DeviceUnavailable  MissingDependency  MemoryBudgetExceeded
       * EngineOverloaded  TooManySessions capacity: try again later, or close sessions first
+          - GrammarsBusy
       * RequestFailed                     one accepted request ended with finish_reason "error"
-          - StepFailed  InvalidLogits  QueueTimeout
+          - StepFailed  InvalidLogits  GrammarFailed  TextFailed  QueueTimeout
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
       * EngineInUse                       the program's: two threads call one Engine at once
       * EngineClosed                      the engine was closed; make a new one
@@ -112,6 +114,10 @@ class InvalidSeed(InvalidRequest):
     """The seed is not an integer in range."""
 
 
+class InvalidGrammar(InvalidRequest):
+    """A grammar, schema or regular expression is malformed, too large, or cannot be kept with this model."""
+
+
 class InvalidSalt(InvalidRequest):
     """The cache salt is not text or bytes of at most 64 bytes."""
 
@@ -200,6 +206,14 @@ class EngineOverloaded(PagedcoreError):
         )
 
 
+class GrammarsBusy(EngineOverloaded):
+    """Too many grammars are compiled at present, or those of all requests together take too much memory."""
+
+    def __init__(self, reason: str) -> None:
+        self.num_waiting = self.limit = 0
+        PagedcoreError.__init__(self, f"structured output: {reason}. Retry later.")
+
+
 class TooManySessions(PagedcoreError):
     """As many sessions are open as one engine keeps, which is ``limit``."""
 
@@ -218,6 +232,10 @@ class StepFailed(RequestFailed):
 
 class InvalidLogits(RequestFailed):
     """The model returned NaN, an infinity or no finite value for this request's row."""
+
+
+class GrammarFailed(RequestFailed):
+    """The grammar of this request took more than a step's limits, or no token of the vocabulary continues it."""
 
 
 class TextFailed(RequestFailed):

@@ -5,7 +5,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart
-    Tokenizer       NamesTokens
+    Tokenizer       NamesTokens  HasVocabulary
     attention       AttentionRequirements  StoresInt8 (the factory)  ShowsKVPool (the backend)
 """
 
@@ -268,6 +268,40 @@ class NamesTokens(Protocol):
 
     def token_text(self, token_id: int) -> TokenText:
         """Return a token's text and, if it has any of its own, its bytes."""
+
+
+@runtime_checkable
+class HasVocabulary(NamesTokens, Protocol):
+    """A tokenizer of the ``tokenizers`` library; without one there is no structured output."""
+
+    def to_json(self) -> str | None:
+        """Return what ``tokenizer.json`` has of it, without truncation and padding; ``None`` for one in Python."""
+
+
+class Constraint(Protocol):
+    """What the completion of one sequence has to look like, and how far it is. A function of the completion's tokens:
+    whatever undoes or repeats a step need not undo anything here.
+    """
+
+    def branch(self) -> Constraint:
+        """Return another one for a second sequence, under the same grammar, at its beginning."""
+
+
+class MaskRows(Protocol):
+    """Applies constraints to rows of logits."""
+
+    def __call__(
+        self, rows: FloatArray, constrained: Sequence[tuple[int, Constraint, Sequence[int]]]
+    ) -> dict[int, Exception]:
+        """Set the logits of all tokens that must not come next to minus infinity, in place.
+
+        Args:
+            rows: float32 [S, vocab_size].
+            constrained: rows that have a constraint, each with the tokens of its completion so far.
+
+        Returns:
+            Why a row could not be masked, by its index; such a row is all minus infinity.
+        """
 
 
 class Clock(Protocol):

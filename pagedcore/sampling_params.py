@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from pagedcore import errors
 from pagedcore.config import field_rules, limits
 from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, integer, number
+from pagedcore.structured_output import StructuredOutput
 
 
 @dataclass(frozen=True, init=False, kw_only=True, slots=True)
@@ -78,6 +79,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Report the same for the prompt's tokens, once per request (``RequestOutput.prompt_logprobs``), with this many
     of the likeliest tokens at each position, 0 to 20. Such a prompt is computed even if it is in the prefix cache."""
+    structured: StructuredOutput | None = None
+    """What the completion has to look like: a JSON schema, a regular expression, a choice, a grammar; or a mapping of
+    the fields of ``StructuredOutput``. It ends where nothing may follow. It cannot be combined with ``min_tokens``,
+    ``ignore_eos`` or ``beam_width``; ``stop`` and ``stop_token_ids`` end it wherever they occur."""
 
     # Why: written out, because more types are accepted than stored, and ``num_beams`` is no field of its own.
     def __init__(
@@ -104,6 +109,7 @@ class SamplingParams:
         early_stopping: bool | Literal["never"] = False,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        structured: StructuredOutput | Mapping[str, Any] | None = None,
         num_beams: int | None = None,
     ) -> None:
         given = dict(locals())
@@ -126,6 +132,10 @@ class SamplingParams:
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
                 raise errors.InvalidSampling(name, getattr(self, name), f"{default!r} where beam_width is above 1")
+        for name, off in (("min_tokens", 0), ("ignore_eos", False)) if self.structured is not None else ():
+            if (value := getattr(self, name)) != off:
+                raise errors.InvalidSampling(name, value, f"{off} with structured output",
+                                             "The grammar decides where the completion ends.")
 
     @property
     def num_beams(self) -> int:
@@ -146,6 +156,13 @@ class SamplingParams:
     def has_candidates(self) -> bool:
         """Whether completions are chosen at the end, among more sequences than are returned."""
         return self.beam_width > 1 or self.num_sequences > self.n
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether bias or penalties change the logits."""
+        return self.logit_bias is not None or self.repetition_penalty != 1.0 or bool(
+            self.presence_penalty or self.frequency_penalty
+        )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
@@ -173,7 +190,7 @@ class SamplingParams:
 
 _NOT_WITH_BEAMS: Final = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "stop", "best_of",
+    "logit_bias", "stop", "best_of", "structured",
 )
 _CHECKS: Final[Mapping[str, Check]] = {
     "max_tokens": integer(1, limits.MAX_COUNT).or_none().raising(errors.InvalidMaxTokens),
@@ -197,5 +214,6 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "early_stopping": EARLY_STOPPING.raising(errors.InvalidSampling),
     "logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
     "prompt_logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
+    "structured": lambda name, value: None if value is None else StructuredOutput.from_mapping(value),
 }
 _NAMES: Final = (*_CHECKS, "num_beams")

@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from pagedcore.errors import InternalError
 from pagedcore.outputs import FinishReason, TokenLogprobs
+from pagedcore.protocols import Constraint
 from pagedcore.sampling_params import SamplingParams
 
 
@@ -58,9 +59,13 @@ class Sequence:
     arrival: int = 0
     cache_root: bytes = b""
     """Sequences with the same one may share blocks, others never do."""
+    constraint: Constraint | None = None
+    """What this turn's completion has to look like."""
     block_keys: list[bytes] = field(init=False, default_factory=list)
     """The content keys that were made for full blocks."""
     num_prompt_tokens: int = field(init=False)
+    is_adjusted: bool = field(init=False)
+    """Whether its logits are changed before they are sampled, a minimum length aside."""
     num_logprobs: int | None = field(init=False)
     """How many of the likeliest next tokens a step reports with the chosen one; ``None``: it reports nothing."""
     num_computed_tokens: int = field(init=False, default=0)
@@ -79,6 +84,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.constrain(self.constraint)
         self.num_logprobs = _num_logprobs(self.params, self.stop_token_ids)
 
     @property
@@ -118,7 +124,7 @@ class Sequence:
         other = Sequence(
             sequence_id, self.token_ids, self.params, max_tokens=self.max_tokens, seed=seed,
             stop_token_ids=self.stop_token_ids, priority=self.priority, arrival=self.arrival,
-            cache_root=self.cache_root,
+            cache_root=self.cache_root, constraint=self.constraint.branch() if self.constraint is not None else None,
         )
         other.num_prompt_tokens = self.num_prompt_tokens
         other.num_cached_tokens = self.num_cached_tokens
@@ -147,7 +153,7 @@ class Sequence:
         return "length" if self.num_output_tokens >= self.max_tokens else None
 
     def begin_turn(self, new_token_ids: list[int], params: SamplingParams, *, max_tokens: int,
-                   stop_token_ids: frozenset[int], arrival: int) -> None:
+                   stop_token_ids: frozenset[int], arrival: int, constraint: Constraint | None = None) -> None:
         """Continue a finished sequence: append a further prompt part; computed positions stay computed."""
         self.reopen_turn(arrival)
         self.token_ids.extend(new_token_ids)
@@ -155,6 +161,7 @@ class Sequence:
             # Why: with the same number, the scores of earlier turns stay valid and only the rest is computed.
             self.prompt_logprobs = None if params.prompt_logprobs is None else []
         self.params, self.max_tokens, self.stop_token_ids = params, max_tokens, stop_token_ids
+        self.constrain(constraint)
         self.num_logprobs = _num_logprobs(params, stop_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         if params.seed is not None:
@@ -168,6 +175,10 @@ class Sequence:
         self.num_cached_tokens = None
         self.arrival = arrival
         self.finish_reason = None
+
+    def constrain(self, constraint: Constraint | None) -> None:
+        """Keep this turn's completion to what a constraint allows."""
+        self.constraint, self.is_adjusted = constraint, constraint is not None or self.params.adjusts_logits
 
     def restore(self, before: Sequence, num_tokens: int) -> None:
         """Be as a copy that was made of it when it had ``num_tokens`` tokens."""

@@ -59,6 +59,28 @@ MAX_TIMEOUT_S: Final = 2_592_000.0
 MAX_TRANSFER_S: Final = 10.0
 #: Share of the host's blocks that parked sessions may pin; the rest is for running requests that have to make room.
 MAX_PARKED_HOST_SHARE: Final = 0.5
+#: UTF-8 bytes of a grammar, schema or regular expression; some take a second to compile at this size.
+MAX_GRAMMAR_BYTES: Final = 2**16
+#: Levels of a schema, and of the brackets in a grammar: compilers of grammars recurse.
+MAX_GRAMMAR_DEPTH: Final = 64
+#: Texts of a choice.
+MAX_CHOICES: Final = 1024
+#: Rules of a grammar in EBNF, whose conversion takes the square of their number.
+MAX_EBNF_RULES: Final = 256
+#: Properties of a schema, all its objects together; compiling takes the square of it.
+MAX_SCHEMA_PROPERTIES: Final = 1000
+#: Patterns for names of properties, all objects of a schema together; each is compared with each.
+MAX_PATTERN_PROPERTIES: Final = 32
+#: The least common multiple of a schema's ``multipleOf``: an automaton has so many states.
+MAX_MULTIPLE_OF: Final = 100_000
+#: Characters of what a library says is wrong with a grammar.
+MAX_GRAMMAR_ERROR: Final = 200
+#: Grammars of one engine that are compiled at the same time, each on a thread.
+MAX_COMPILING_GRAMMARS: Final = 2
+#: Seconds that compiling a grammar may take, and that a grammar waits for its turn.
+MAX_COMPILING_S: Final = 5.0
+#: Bytes of the grammars of all requests of an engine together; compiled they take some hundred times as much.
+MAX_LIVE_GRAMMAR_BYTES: Final = 2**22
 #: Milliseconds that a new request may wait for company: an hour.
 MAX_WAIT_MS: Final = 3_600_000.0
 #: Bytes of a file of settings: a hundred times what all of them take.

@@ -28,6 +28,7 @@ from pagedcore.protocols import DecodesTokens, HasFingerprint, ModelFingerprint,
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.structured.grammars import Grammars
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
@@ -101,12 +102,12 @@ def _assemble(
         policy=eviction.POLICIES[config.eviction_policy], secret=secrets.token_bytes(32),
         copies_blocks=memory.store is not None,
     )
-    info = _describe(name, backend, config, kv_cache)
+    info, end_ids = _describe(name, backend, config, kv_cache), backend.eos_token_ids
     hooks = EngineHooks(manager, at_the_end=memory.close)
+    grammars = Grammars(text, backend.vocab_size, end_ids | (text.eos_token_ids if text is not None else frozenset()))
     input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
-        config.waiting_limit, backend.eos_token_ids | (text.eos_token_ids if text is not None else frozenset()),
-        has_priorities=policy.has_priorities, context=hooks.request_context,
+        config.waiting_limit, grammars.eos_token_ids, policy.has_priorities, grammars, hooks.request_context,
     )
     scheduler = Scheduler(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
@@ -118,7 +119,7 @@ def _assemble(
     store, laws, form = memory.store, None, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
-    runner = ModelRunner(backend, Sampler(backend.vocab_size), threads)
+    runner = ModelRunner(backend, Sampler(backend.vocab_size, grammars.mask_rows), threads)
     if config.check_invariants:
         from pagedcore.engine.shadow import shadow
 

@@ -114,6 +114,7 @@ def _join(rows: Seq[ScheduledRow], parts: Seq[_Part], failures: dict[int, Except
         sequence_ids = [row.sequence.sequence_id for row in part if row.is_sampled]
         chosen.update(zip(sequence_ids, zip(sampled.token_ids.tolist(), sampled.logprobs, strict=True), strict=True))
         prompts.update(sampled.prompts)
+        failures.update(sampled.failures)
     in_order = [chosen.get(row.sequence.sequence_id, (-1, None)) for row in rows if row.is_sampled]
     token_ids = np.array([token_id for token_id, _ in in_order], np.int64)
     return SampledTokens(token_ids, [logprobs for _, logprobs in in_order], prompts, failures)

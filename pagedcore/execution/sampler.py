@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from pagedcore.outputs import TokenLogprobs
-from pagedcore.protocols import FloatArray, Int64Array
+from pagedcore.protocols import Constraint, FloatArray, Int64Array, MaskRows
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.sequence import Sequence
 from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
@@ -49,8 +49,9 @@ class Sampler:
     Invariant: an adjuster is kept from a step to the next only for the very sequence, turn and parameters it is for.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, mask_rows: MaskRows | None = None) -> None:
+        """Sample from a vocabulary; ``mask_rows`` is used if a sequence has a constraint."""
+        self._vocab_size, self._mask_rows = vocab_size, mask_rows
         self._pick_greedily = GreedyPicker(vocab_size)
         self._sample = TokenSampler(vocab_size)
         self._report = LogprobReporter(vocab_size)
@@ -66,13 +67,13 @@ class Sampler:
         rows = _as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
         reports = self._make_reports(rows, wanted)
-        self._adjust(rows, sequences, reports)
+        failures = self._adjust(rows, sequences, reports)
         token_ids = self._choose(rows, sequences)
         logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
         for i, report in reports.items():
             if token_ids[i] >= 0:
                 logprobs[i] = report.describe(int(token_ids[i]), rows[i])
-        return SampledTokens(token_ids, logprobs)
+        return SampledTokens(token_ids, logprobs, failures=failures)
 
     def forget(self) -> None:
         """Forget the adjusters; they are made again from their sequences."""
@@ -115,10 +116,13 @@ class Sampler:
         top_k, top_p, min_p = zip(*[(one.top_k, one.top_p, one.min_p) for one in params], strict=True)
         return self._sample(rows, sampling_rows(temperatures, top_k, top_p, min_p, seeds, positions))
 
-    def _adjust(self, rows: FloatArray, sequences: Seq[Sequence], reports: dict[int, _Report]) -> None:
-        adjusters: dict[int, RowAdjuster] = {}
+    def _adjust(
+        self, rows: FloatArray, sequences: Seq[Sequence], reports: dict[int, _Report]
+    ) -> dict[int, Exception]:
+        """Change the rows in place; return why a sequence cannot be sampled, by its id."""
+        adjusters, constrained = dict[int, RowAdjuster](), list[tuple[int, Constraint, list[int]]]()
         for i, sequence in enumerate(sequences):
-            if not _is_adjusted(sequence):
+            if not (sequence.is_adjusted or _is_too_short(sequence)):
                 continue
             adjuster = self._adjusters.get(sequence.sequence_id)
             if adjuster is None or not adjuster.is_for(sequence):
@@ -127,8 +131,14 @@ class Sampler:
             if i in reports:
                 reports[i].raw = rows[i].copy()
             adjuster.adjust(rows[i])
+            if sequence.constraint is not None:
+                constrained.append((i, sequence.constraint, sequence.output_token_ids))
         # Why: a sequence outside this step may never come back; if it does, its tokens are counted again.
         self._adjusters = adjusters
+        if not constrained:
+            return {}
+        assert self._mask_rows is not None  # Invariant: an engine that compiles constraints gives it
+        return {sequences[i].sequence_id: error for i, error in self._mask_rows(rows, constrained).items()}
 
     def _make_reports(self, rows: FloatArray, wanted: dict[int, int]) -> dict[int, _Report]:
         if not wanted:
@@ -145,15 +155,8 @@ def _as_array(logits: FloatArray | torch.Tensor) -> FloatArray:
     return np.require(array, np.float32, ["C", "W"])
 
 
-def _is_adjusted(sequence: Sequence) -> bool:
-    params = sequence.params
-    return (
-        params.logit_bias is not None
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or (params.min_tokens > 0 and sequence.num_output_tokens < params.min_tokens)
-    )
+def _is_too_short(sequence: Sequence) -> bool:
+    return (least := sequence.params.min_tokens) > 0 and sequence.num_output_tokens < least
 
 
 @dataclass(slots=True)

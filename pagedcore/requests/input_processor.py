@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pagedcore.errors import InvalidPrompt, InvalidRequest, PagedcoreError, TextFailed, TooManySequences
+from pagedcore.errors import InvalidGrammar, InvalidPrompt, InvalidRequest, PagedcoreError, TextFailed, TooManySequences
 from pagedcore.outputs import TokenText
-from pagedcore.protocols import ChatMessage, NamesTokens, Tokenizer
+from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, Tokenizer
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.structured.grammars import Grammars
 
 Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage]
 """Text, token ids, or chat messages (mappings with "role" and "content")."""
@@ -35,6 +36,8 @@ class ProcessedRequest:
     stop_token_ids: frozenset[int]
     has_candidates: bool
     """As ``SamplingParams.has_candidates``."""
+    constraint: Constraint | None = None
+    """What the completion has to look like."""
     context: object = None
     """What an observer says that the request belongs to, where it was submitted."""
 
@@ -54,6 +57,8 @@ class InputProcessor:
     eos_token_ids: frozenset[int]
     has_priorities: bool = True
     """Whether the scheduling policy looks at priorities."""
+    grammars: Grammars | None = None
+    """Compiles what asks for structured output; ``None``: it is refused."""
     context: Callable[[], object] = lambda: None
     """What a request that is processed at the moment belongs to."""
 
@@ -87,8 +92,17 @@ class InputProcessor:
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
         validation.check_fits_pool(num_prompt, max_tokens, num_sequences, self.num_pool_tokens)
         return ProcessedRequest(
-            token_ids, params, options, max_tokens, stop_token_ids, has_candidates, self.context()
+            token_ids, params, options, max_tokens, stop_token_ids, has_candidates, self.constraint_of(params),
+            self.context(),
         )
+
+    def constraint_of(self, params: SamplingParams) -> Constraint | None:
+        """Compile what a completion has to look like, ``None`` for nothing. Raises as ``Grammars.compile``."""
+        if params.structured is None:
+            return None
+        if self.grammars is None:
+            raise InvalidGrammar("structured", params.structured, "None with this engine")
+        return self.grammars.compile(params.structured)
 
     def check_options(self, options: RequestOptions) -> None:
         """Raise ``InvalidRequest`` for a priority that the scheduling policy would ignore."""

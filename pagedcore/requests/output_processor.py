@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed, TextFailed
+from pagedcore.errors import GrammarFailed, InvalidLogits, QueueTimeout, StepFailed, TextFailed
 from pagedcore.outputs import FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
@@ -240,8 +240,10 @@ class OutputProcessor:
         """End the requests of rows that could not be computed, by sequence id with the reason."""
         for row in plan.rows:
             if (error := errors.get(row.sequence.sequence_id)) is not None:
-                failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
-                failure.__cause__ = error
+                failure: Exception = error
+                if not isinstance(error, GrammarFailed):
+                    failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
+                    failure.__cause__ = error
                 self._of_step += self._end_all([row.sequence], "error", failure)
 
     def expire_waiting(self, limit_s: float) -> None:

@@ -15,7 +15,7 @@ from itertools import count
 
 from pagedcore.errors import InvalidMaxTokens, InvalidRequest, RequestStateError
 from pagedcore.outputs import FinishReason, RequestMetrics, TokenLogprobs
-from pagedcore.protocols import Clock
+from pagedcore.protocols import Clock, Constraint
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests.candidate_groups import SEED_RANGE, SEED_STRIDE
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
@@ -108,6 +108,7 @@ class RequestTable:
                 next(self.sequence_ids), processed.token_ids, params, max_tokens=processed.max_tokens,
                 seed=(seed + index * SEED_STRIDE) % SEED_RANGE, stop_token_ids=processed.stop_token_ids,
                 priority=options.priority, arrival=arrival, cache_root=root,
+                constraint=processed.constraint.branch() if processed.constraint is not None else None,
             ))
         if params.prompt_logprobs is not None:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.
@@ -135,7 +136,7 @@ class RequestTable:
             request.params, request.context = processed.params, processed.context
             sequence.begin_turn(
                 processed.token_ids, processed.params, max_tokens=processed.max_tokens,
-                stop_token_ids=processed.stop_token_ids, arrival=next(self._arrivals),
+                stop_token_ids=processed.stop_token_ids, arrival=next(self._arrivals), constraint=processed.constraint,
             )
             self._start(request, processed)
 
@@ -145,8 +146,8 @@ class RequestTable:
         params = params if params is not None else request.params
         return self.inputs.process(prompt, params, request.options, list(sequence.token_ids))
 
-    def complete_turn(self, request: Request) -> None:
-        """Continue a completion that was cut off: aborted, failed, or copied while it ran.
+    def complete_turn(self, request: Request, constraint: Constraint | None = None) -> None:
+        """Continue a completion that was cut off: aborted, failed, or copied while it ran, under its constraint.
 
         Raises:
             RequestStateError: the completion came to its own end, or the request cannot be extended.
@@ -166,6 +167,7 @@ class RequestTable:
         self.scheduler.require_room(sequence.max_total_tokens)
         with self._beginning(request, sequence):
             sequence.reopen_turn(next(self._arrivals))
+            sequence.constrain(constraint)
             self.scheduler.add_sequences(sequence)
             self.outputs.reopen_text(request, sequence)
 

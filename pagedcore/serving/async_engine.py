@@ -34,7 +34,7 @@ from pagedcore.serving.async_session import AsyncSession
 from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.health import Health, watch
-from pagedcore.serving.long_prompts import LongPrompts, is_long
+from pagedcore.serving.long_prompts import LongPrompts, is_long, is_structured
 from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, StreamReader
 
 _STREAM_INTERVAL: Final = seconds(0, 1)
@@ -163,8 +163,8 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         "error" and its error in the output.
 
         Raises:
-            InvalidRequest: the request is refused; raised by the future if the prompt is long, because it is looked
-                at on another thread then.
+            InvalidRequest: the request is refused; raised by the future if the prompt is long or structured output is
+                asked for, because it is looked at on another thread then.
             EngineOverloaded: the waiting queue is full, or too many callers wait for room; raised at once, before
                 anything is done.
             EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
@@ -286,7 +286,7 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
             # values mean nothing, are refused with the prompt.
             places.take(sink, params.num_initial_sequences if type(params) is SamplingParams else 1, may_wait)
             prepare = partial(self._input_processor.process, prompt, params, options)
-            if is_long(prompt):
+            if is_long(prompt) or is_structured(params):
                 self._long_prompts.send(prepare, sink)
                 return
             prepared = prepare()

@@ -19,7 +19,7 @@ from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.requests.input_processor import Prompt
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.serving.long_prompts import is_long
+from pagedcore.serving.long_prompts import is_long, is_structured
 from pagedcore.serving.stream import StreamReader
 from pagedcore.sessions.operation import Done, Operation, Work, advance, run
 from pagedcore.sessions.parking import ParkedState
@@ -85,12 +85,12 @@ class AsyncSession:
     async def stream(self, prompt: Prompt | None, params: SamplingParams | None = None) -> AsyncGenerator[Delta, None]:
         """Run a turn and yield its deltas. Arguments and errors as ``Session.ask``."""
 
-        def start(session: Session) -> tuple[Operation[Request], Work, ParkedState | None]:
+        def start(session: Session) -> tuple[Operation[Request], Work, ParkedState | None, SamplingParams | None]:
             turn = session.turn_operation(prompt, params)
-            return turn, next(turn), session.parked
+            return turn, next(turn), session.parked, session.params_of_turn(prompt, params)
 
-        turn, work, parked = await self._call(start)
-        is_slow = is_long(prompt) or (parked is not None and parked.tier == "disk")
+        turn, work, parked, wanted = await self._call(start)
+        is_slow = is_long(prompt) or is_structured(wanted) or (parked is not None and parked.tier == "disk")
         result = await asyncio.to_thread(work) if is_slow else work()
         reader = self._engine.read_turn(lambda: run(turn, result))
         self._readers.add(reader)

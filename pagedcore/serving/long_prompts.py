@@ -1,7 +1,7 @@
 """Preparing long prompts on threads of their own, so that no caller's event loop stands still while one is tokenised.
 
-Owns those threads and what counts as long: a prompt that takes about a millisecond. Shorter ones take less time than
-handing them over. What preparing means is in ``input_processor``.
+Owns those threads and what counts as long: a prompt that takes about a millisecond, and one with a grammar, which has
+to be compiled. Shorter ones take less time than handing them over. What preparing means is in ``input_processor``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from pagedcore.errors import EngineClosed
 from pagedcore.requests.input_processor import ProcessedRequest
+from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.commands import Commands, as_exception, end_sinks
 from pagedcore.serving.stream import OutputSink
 
@@ -39,6 +40,11 @@ def is_long(prompt: Any) -> bool:
     num_characters = sum(len(value) for value in values if isinstance(value, str))
     has_lists = any(isinstance(value, list | tuple | dict) for value in values)
     return len(prompt) > LONG_CHAT or has_lists or num_characters > LONG_TEXT
+
+
+def is_structured(params: Any) -> bool:
+    """Whether parameters, of whatever type, ask for a grammar, which is compiled with the prompt."""
+    return type(params) is SamplingParams and params.structured is not None
 
 
 class LongPrompts:

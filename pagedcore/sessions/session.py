@@ -25,7 +25,7 @@ from pagedcore.errors import (
     TooManySessions,
 )
 from pagedcore.outputs import Delta, RequestOutput
-from pagedcore.protocols import ModelFingerprint
+from pagedcore.protocols import Constraint, ModelFingerprint
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
@@ -200,6 +200,12 @@ class Session(AbstractContextManager["Session"]):
             self._store.parking.load_kv(sequence, kv)
         return self._begin(prepared)
 
+    def params_of_turn(self, prompt: Prompt | None, params: SamplingParams | None) -> SamplingParams | None:
+        """Return the parameters of a turn: those given, the session's, or those of the completion that it continues."""
+        if prompt is None and self._request is not None:
+            return self._request.params
+        return self._params if params is None else params
+
     def park_operation(self, tier: Literal["host", "disk"], ttl_s: float | None) -> Operation[ParkedState]:
         """Return ``park`` as an operation."""
         sequence, ttl_s, parking = self._require_idle("park"), validation.validate_ttl(ttl_s), self._store.parking
@@ -237,29 +243,31 @@ class Session(AbstractContextManager["Session"]):
 
     def _prepare(
         self, prompt: Prompt | None, params: SamplingParams | None, file: ParkedFile | None
-    ) -> tuple[ProcessedRequest | None, KVCopy | None]:
-        """Process a turn's prompt, ``None`` where the latest completion is continued; read the parked KV."""
-        processed = None
+    ) -> tuple[ProcessedRequest | Constraint | None, KVCopy | None]:
+        """Process a turn's prompt, or compile the grammar of a completion that is continued; read the parked KV."""
+        inputs, params = self._store.input_processor, self.params_of_turn(prompt, params)
+        processed: ProcessedRequest | Constraint | None = None
         if prompt is not None:
-            params = self._params if params is None else params
             validation.require_one_completion(params)
             known = list(self._request.sequences[0].token_ids) if self._request is not None else None
-            processed = self._store.input_processor.process(prompt, params, self._options, known)
+            processed = inputs.process(prompt, params, self._options, known)
+        elif params is not None:
+            processed = inputs.constraint_of(params)
         return processed, file.read() if file is not None else None
 
-    def _begin(self, prepared: ProcessedRequest | None) -> Request:
+    def _begin(self, prepared: ProcessedRequest | Constraint | None) -> Request:
         request = self._request
         if request is None:
-            assert prepared is not None  # Invariant: an empty session has no completion to complete
+            assert isinstance(prepared, ProcessedRequest)  # Invariant: an empty session has no completion to complete
             self._request = request = self._store.accept(prepared)
             request.sequences[0].is_in_session = True
             return request
         with self._store.parking.change():
-            if prepared is not None:
+            if isinstance(prepared, ProcessedRequest):
                 self._store.requests.begin_turn(request, prepared)
             else:
                 try:
-                    self._store.requests.complete_turn(request)
+                    self._store.requests.complete_turn(request, prepared)
                 except RequestStateError as error:
                     raise SessionStateError("ask", error.given, error.limit, "Give a prompt.") from None
             self._store.parking.unpark(request.sequences[0])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from pagedcore.config.field_rules import BOOLEAN, PRIORITY, FieldRule, integer, matching, one_of
-from pagedcore.config.limits import MAX_COUNT, MAX_LOGPROBS, MAX_SEED, MAX_SESSION_FILE_BYTES
+from pagedcore.config.limits import MAX_COUNT, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, MAX_SEED, MAX_SESSION_FILE_BYTES
 from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import ModelFingerprint
@@ -51,8 +51,9 @@ _FIELDS: Final = {
     "history": {"token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "finish_reason", "logprobs"},
     "kv": {"num_tokens", "block_size", "block_bytes", "kv_format", "block_digests"},
 }
-_NUM_BASE_BYTES: Final = 2**16
-"""At least what a file without tokens takes: twice the parameters, most of them biases and stop strings."""
+_NUM_BASE_BYTES: Final = 2**16 + 12 * MAX_GRAMMAR_BYTES
+"""At least what a file without tokens takes: twice the parameters, most of them biases, stop strings and a grammar, of
+which JSON writes a byte as six."""
 _NUM_BYTES_PER_TOKEN: Final = 80 + 46 * (MAX_LOGPROBS + 1)
 """At least what a token takes: its id, the digest of a block of its own, and each log-probability with its id."""
 _MAX_LOGPROB: Final = 0.001
@@ -160,6 +161,8 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     if params.logit_bias is not None:
         values["logit_bias"] = {str(token_id): value for token_id, value in params.logit_bias.items()}
+    if params.structured is not None:
+        values["structured"] = params.structured.as_mapping()
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

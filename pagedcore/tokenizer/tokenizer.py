@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,6 +140,16 @@ class HFTokenizer:
         if utf8 is None:
             return TokenText(str(self._tokenizer.convert_ids_to_tokens(token_id) or ""), None)
         return TokenText(utf8.decode("utf-8", "replace"), utf8)
+
+    def to_json(self) -> str | None:
+        """Return what ``tokenizer.json`` has of it, without truncation and padding; ``None`` for one in Python."""
+        kind = "backend" if isinstance(self._tokenizer, QuickTokenizer) else "backend_tokenizer"
+        backend = getattr(self._tokenizer, kind, None)
+        if backend is not None and (backend.truncation is not None or backend.padding is not None):
+            backend = copy(backend)
+            backend.no_truncation()
+            backend.no_padding()
+        return None if backend is None else backend.to_str()
 
     def new_detokenizer(self) -> Detokenizer:
         """Start an incremental decoding, of the kind that was found exact when the tokenizer was loaded."""

@@ -35,6 +35,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "plugins": (4, 2, "engine", "named tables, observing hooks"),
     "sessions": (4, 0, "request", "conversations: wait, fork, travel"),
     "requests": (5, 0, "request", "one request, prompt to output"),
+    "structured": (6, 0, "request", "grammars, and masks by them"),
     "models": (5, 2, "compute", "a model becomes a ModelBackend"),
     "execution": (6, 2, "compute", "a planned step becomes tokens"),
     "scheduler": (7, 1, "memory", "who runs next"),

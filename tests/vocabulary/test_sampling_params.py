@@ -12,6 +12,7 @@ from pagedcore import errors
 from pagedcore.config import limits
 from pagedcore.config.field_rules import LogitBias
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.structured_output import StructuredOutput
 
 NAN, INF = float("nan"), float("inf")
 
@@ -37,6 +38,7 @@ ACCEPTED = {
     "early_stopping": [False, True, "never"],
     "logprobs": [None, 0, 20],
     "prompt_logprobs": [None, 0, 20],
+    "structured": [None, {"json_object": True}, StructuredOutput(regex="a")],
 }
 
 NOT_A_NUMBER = [None, True, "1", NAN, INF, -INF, 10**400, -(10**400), np.float64(0.5), np.float32(0.5), 1j, [1], b"1"]
@@ -72,6 +74,7 @@ REFUSED = {
     "early_stopping": (errors.InvalidSampling, [None, 0, 1, "true", "Never", b"never", 1.0]),
     "logprobs": (errors.TooManyLogprobs, [-1, 21, *NOT_AN_INTEGER]),
     "prompt_logprobs": (errors.TooManyLogprobs, [-1, 21, *NOT_AN_INTEGER]),
+    "structured": (errors.InvalidGrammar, [{}, [], "json", True, {"json_object": False}, {"regex": "a", "lark": "b"}]),
 }  # fmt: skip
 
 

@@ -1,0 +1,123 @@
+"""From a ``StructuredOutput`` to the text that the grammar library compiles.
+
+Owns what is refused before compiling: the few keywords whose compilation takes more than in proportion to their text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any, Final
+
+from pagedcore.config import limits
+from pagedcore.errors import InvalidGrammar
+from pagedcore.structured_output import StructuredOutput
+
+WHITESPACE: Final = r"\x20|\x0A\x20{0,16}"
+"""Between the parts of JSON, on one line or indented: bounded, so that a model cannot go on with it for ever."""
+_INLINE_SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
+
+
+def source_of(wanted: StructuredOutput) -> str:
+    """Return the grammar as the library's JSON.
+
+    Raises:
+        InvalidGrammar: it cannot be converted, or it has a keyword that takes too long to compile.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if wanted.json_object:
+        return _of_schema({"type": "object"})
+    if wanted.json_schema is not None:
+        schema = json.loads(wanted.json_schema)
+        require_bounded("json_schema", schema)
+        return _of_schema(schema)
+    if wanted.choice is not None:
+        return str(LLMatcher.grammar_from_regex("|".join(map(_quoted, wanted.choice))))
+    if wanted.regex is not None:
+        return str(LLMatcher.grammar_from_regex(wanted.regex))
+    if wanted.ebnf is not None:
+        try:
+            return _of_lark(gbnf_to_lark(wanted.ebnf))
+        except Exception as error:  # Why any: the library raises the bare Exception.
+            advice = f"It cannot be converted: {first_line(error)}"
+        raise InvalidGrammar("ebnf", wanted.ebnf, "a grammar in EBNF as llama.cpp has it (GBNF)", advice)
+    lark = wanted.lark or ""
+    for place in _INLINE_SCHEMA.finditer(lark):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(lark, place.end())
+        except (ValueError, RecursionError):
+            schema = None
+        if schema is None:
+            raise InvalidGrammar("lark", lark, "a grammar with JSON after %json")
+        require_bounded("lark", schema)
+    return _of_lark(lark)
+
+
+def first_line(error: object) -> str:
+    """Return the beginning of what the library says, which may repeat a part of the caller's own grammar."""
+    text = str(error).partition("\n")[0][: limits.MAX_GRAMMAR_ERROR]
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def require_bounded(what: str, schema: Any) -> None:
+    """Raise ``InvalidGrammar`` for keywords whose compilation takes the square of their size or number, or longer."""
+    num_properties = num_patterns = 0
+    multiple = 1
+    for one in _objects(schema):
+        num_properties += _size(one.get("properties"))
+        num_patterns += _size(one.get("patternProperties"))
+        multiple = math.lcm(multiple, _without_point(one.get("multipleOf")))
+        for name, number, most in (
+            ("properties", num_properties, limits.MAX_SCHEMA_PROPERTIES),
+            ("patternProperties", num_patterns, limits.MAX_PATTERN_PROPERTIES),
+            ("multipleOf, the common multiple of all", multiple, limits.MAX_MULTIPLE_OF),
+        ):
+            if number > most:
+                raise InvalidGrammar(f"{what}, {name}", number, f"at most {most} in a schema")
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, dict) else 0
+
+
+def _without_point(divisor: Any) -> int:
+    """Return a divisor's digits as an integer, 1 for what is no divisor."""
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not divisor:
+        return 1
+    _, digits, exponent = Decimal(abs(divisor) if isinstance(divisor, int) else repr(abs(divisor))).as_tuple()
+    number: int = int("".join(map(str, digits)).rstrip("0"))
+    zeros = len(digits) - len(str(number)) + int(exponent)
+    return int(number * 10 ** max(0, zeros))
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every object inside of decoded JSON."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            yield one
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+
+
+def _of_schema(schema: dict[str, Any]) -> str:
+    own = schema.get("x-guidance")
+    own = own if isinstance(own, dict) else {}
+    if "whitespace_flexible" not in own:
+        own = {"whitespace_pattern": WHITESPACE, **own}
+    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": own}}]})
+
+
+def _of_lark(lark: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+def _quoted(text: str) -> str:
+    return "".join(one if one.isascii() and one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)

@@ -1,0 +1,176 @@
+"""Compiles the structured output of an engine's requests, and masks rows of logits by it.
+
+A grammar is compiled for each request anew, which takes a millisecond: compiled ones share limits, failures and
+timing with everything that uses them, so no two requests do. Compiling has a thread of its own, because the library
+recurses as deep as a grammar refers to itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, cast
+from weakref import WeakSet
+
+import numpy as np
+
+from pagedcore.config import limits
+from pagedcore.errors import GrammarFailed, GrammarsBusy, InvalidGrammar, MissingDependency
+from pagedcore.protocols import Constraint, FloatArray
+from pagedcore.structured.deep_stack import DeepStack
+from pagedcore.structured.grammar_source import first_line, source_of
+from pagedcore.structured.vocabulary import Vocabulary
+from pagedcore.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+_LIMITS: Final = {
+    "initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_items_in_row": 1_000,
+    "max_lexer_states": 20_000, "max_grammar_size": 100_000,
+}
+"""What compiling and one mask may take: some hundred and some ten milliseconds."""
+
+
+class CompiledGrammar:
+    """The grammar of one request."""
+
+    def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
+        self.matcher, self.num_bytes = matcher, num_bytes
+
+
+class GrammarCursor:
+    """One sequence under a grammar: a matcher that is caught up with the sequence's tokens when a mask is needed.
+
+    Invariant: ``_consumed`` is what ``_matcher`` was given, whatever became of the step for which it was.
+    """
+
+    __slots__ = ("_consumed", "_grammar", "_matcher")
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
+        self._matcher, self._consumed = grammar.matcher.deep_copy(), list[int]()
+
+    def branch(self) -> GrammarCursor:
+        """Return another one at the beginning of the same grammar."""
+        return GrammarCursor(self._grammar)
+
+    def matcher_after(self, token_ids: Sequence[int]) -> LLMatcher:
+        """Return the matcher, as it is after these tokens of the completion."""
+        num_known = len(self._consumed)
+        if self._consumed != token_ids[:num_known]:
+            self._matcher, self._consumed, num_known = self._grammar.matcher.deep_copy(), [], 0
+        if new := list(token_ids[num_known:]):
+            self._matcher.consume_tokens(new)
+            self._consumed += new
+        return self._matcher
+
+
+class Grammars:
+    """The grammars of one engine. ``compile`` may be called from any thread, ``mask_rows`` from the engine's."""
+
+    def __init__(self, tokenizer: object, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """Read nothing yet; the vocabulary is read for the first request that needs it."""
+        self._tokenizer, self._vocab_size, self.eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._refusal: InvalidGrammar | None = None
+        self._deep_stack = DeepStack(limits.MAX_COMPILING_GRAMMARS, limits.MAX_COMPILING_S)
+        self._live: WeakSet[CompiledGrammar] = WeakSet()
+        self._executor: tuple[int, LLExecutor] | None = None
+
+    def compile(self, wanted: StructuredOutput) -> Constraint:
+        """Compile a request's grammar.
+
+        Raises:
+            InvalidGrammar: it is malformed or unsupported, takes too much to compile, or no token can begin it; or the
+                model or its tokenizer has no structured output.
+            GrammarsBusy: the grammars of all requests together take too much memory, or too many are compiled now.
+            MissingDependency: the library is not installed.
+        """
+        try:
+            import llguidance  # noqa: F401  # Why: it says whether the library is there
+        except ImportError as error:
+            raise MissingDependency(
+                "structured output: llguidance is missing. pip install 'pagedcore[structured]' brings it."
+            ) from error
+        vocabulary, source = self._read_vocabulary(), source_of(wanted)
+        with self._lock:
+            num_bytes = sum(one.num_bytes for one in self._live)
+        if num_bytes + len(source) > limits.MAX_LIVE_GRAMMAR_BYTES:
+            raise GrammarsBusy("the grammars of all requests together are too large")
+        try:
+            matcher = self._deep_stack.run(partial(_compile, vocabulary, source))
+        except TimeoutError:
+            matcher = None
+        if matcher is None or matcher.is_error():
+            why = f"compiling takes over {limits.MAX_COMPILING_S:g} s" if matcher is None else _reason(matcher)
+            raise InvalidGrammar(wanted.kind, "one that is refused", "a grammar that can be compiled", f"{why}.",
+                                 is_described=True)
+        grammar = CompiledGrammar(matcher, len(source))
+        with self._lock:
+            self._live.add(grammar)
+        return GrammarCursor(grammar)
+
+    def mask_rows(
+        self, rows: FloatArray, constrained: Sequence[tuple[int, Constraint, Sequence[int]]]
+    ) -> dict[int, Exception]:
+        """Allow what the grammars allow; as ``MaskRows``."""
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        vocabulary, failures = self._read_vocabulary(), dict[int, Exception]()
+        masks = np.empty((len(constrained), vocabulary.num_words), np.int32)
+        matchers = [(cast(GrammarCursor, one).matcher_after(ids), place)
+                    for place, (_, one, ids) in enumerate(constrained)]
+        fill_next_token_bitmask_par(self._threads(), matchers, masks)
+        masks &= vocabulary.known
+        for (index, _, _), (matcher, place) in zip(constrained, matchers, strict=True):
+            row = rows[index]
+            if matcher.is_error():
+                failures[index] = GrammarFailed(f"structured output: {_reason(matcher)}")
+                row[:] = -np.inf
+            else:
+                bits = np.unpackbits(masks[place].view(np.uint8), bitorder="little", count=self._vocab_size)
+                # Why: what is NaN or plus infinity stays, so that a broken row is recognised.
+                np.putmask(row, (bits == 0) & (row < np.inf), -np.inf)
+        return failures
+
+    def _read_vocabulary(self) -> Vocabulary:
+        if self._vocabulary is not None:
+            return self._vocabulary
+        with self._lock:
+            if self._refusal is None and self._vocabulary is None:
+                try:
+                    self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self.eos_token_ids)
+                except InvalidGrammar as error:
+                    self._refusal = error
+        if self._vocabulary is None:
+            one = cast(InvalidGrammar, self._refusal)
+            raise InvalidGrammar(one.what, one.given, one.limit, is_described=True)
+        return self._vocabulary
+
+    def _threads(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        # Why: a forked child has none of its parent's threads.
+        if self._executor is None or self._executor[0] != os.getpid():
+            self._executor = os.getpid(), LLExecutor()
+        return self._executor[1]
+
+
+def _compile(vocabulary: Vocabulary, source: str) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(
+        vocabulary.tokens, source, log_level=0, limits=LLParserLimits(verbose_errors=False, **_LIMITS)
+    )
+    # Why: a grammar that nothing can begin is found here, and the lexer's first states are made.
+    matcher.compute_bitmask()
+    return matcher
+
+
+def _reason(matcher: LLMatcher) -> str:
+    text = first_line(matcher.get_error())
+    return "no token of the vocabulary continues it" if text.startswith("NoExtension") else text
