@@ -16,6 +16,7 @@ from pagedcore.errors import InvalidRequest, UnknownParameter
 from pagedcore.request_options import TIMEOUT, OptionKeywords, RequestOptions
 from pagedcore_http.events import encode
 from pagedcore_http.salts import combine_salts
+from pagedcore_openai import structured
 from pagedcore_openai.errors import FieldMissing, FieldNotSupported, is_field
 
 DEFAULT_TEMPERATURE: Final = 1.0
@@ -37,10 +38,9 @@ _IGNORED: Final = frozenset({
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
     "bad_words": ([],), "allowed_token_ids": (), "truncate_prompt_tokens": (), "prompt_logprobs": (),
-    "logits_processors": ([],), "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "return_tokens_as_token_ids": (False,), "kv_transfer_params": (), "vllm_xargs": ({},),
+    "logits_processors": ([],), "guided_decoding_backend": (),
+    "return_tokens_as_token_ids": (False,), "kv_transfer_params": (), "vllm_xargs": ({},),
 }
-_TEXT_FORMAT: Final = {"type": "text"}
 
 
 @dataclass(frozen=True)
@@ -83,25 +83,24 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 _SAMPLING: Final = {*_COMMON, *_EXTRA, "top_k", "max_tokens", "use_beam_search", "length_penalty", "early_stopping",
                     *_OPTIONS}
 CHAT: Final = Form(
-    frozenset({*_SAMPLING, "messages", "max_completion_tokens", "logprobs", "top_logprobs"}),
+    frozenset({*_SAMPLING, *structured.NAMES, "messages", "max_completion_tokens", "logprobs", "top_logprobs"}),
     {**_NEUTRAL, "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-     "response_format": (_TEXT_FORMAT,), "modalities": (["text"],), "audio": (), "web_search_options": (),
+     "modalities": (["text"],), "audio": (), "web_search_options": (),
      "reasoning_effort": ("none",), "verbosity": ("medium",), "best_of": (1,), "echo": (False,),
      "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
      "documents": (), "chat_template": (), "chat_template_kwargs": ({},), "mm_processor_kwargs": (),
      "include_reasoning": (True,)},
 )
 COMPLETION: Final = Form(
-    frozenset({*_SAMPLING, "prompt", "logprobs", "echo", "best_of"}),
-    {**_NEUTRAL, "suffix": ("",), "add_special_tokens": (True,), "response_format": (_TEXT_FORMAT,),
-     "prompt_embeds": ()},
+    frozenset({*_SAMPLING, *structured.NAMES, "prompt", "logprobs", "echo", "best_of"}),
+    {**_NEUTRAL, "suffix": ("",), "add_special_tokens": (True,), "prompt_embeds": ()},
 )
 RESPONSE: Final = Form(
     frozenset({"input", "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "include",
                "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "min_tokens", "stop_token_ids",
-               "logit_bias", *_OPTIONS} - {"return_token_ids"}),
+               "logit_bias", "text", *_OPTIONS} - {"return_token_ids"}),
     {"tools": ([],), "tool_choice": ("none", "auto"), "previous_response_id": (), "conversation": (), "prompt": (),
-     "background": (False,), "reasoning": ({},), "text": ({}, {"format": _TEXT_FORMAT}), "truncation": ("disabled",),
+     "background": (False,), "reasoning": ({},), "truncation": ("disabled",),
      "max_tool_calls": (), "context_management": ()},
 )
 TOKENIZE: Final = Form(
@@ -168,6 +167,8 @@ def params_of(fields: Mapping[str, Any], **more: Any) -> SamplingParams:
         InvalidRequest: as from ``SamplingParams``.
     """
     values = {name: fields[name] for name in (*_COMMON, *_EXTRA) if name in fields} | more
+    if (wanted := structured.structured_of(fields)) is not None:
+        values["structured"] = wanted
     if "top_k" in fields:
         # Why: vLLM's -1 is our 0, all tokens.
         values["top_k"] = 0 if fields["top_k"] == -1 else fields["top_k"]

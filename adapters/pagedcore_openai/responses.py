@@ -15,6 +15,7 @@ from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call, ServedModel
 from pagedcore_openai.errors import ChunkStream, FieldNotSupported, NamedEventStream
 from pagedcore_openai.prompts import input_of
+from pagedcore_openai.structured import format_of
 from pagedcore_openai.wire import chat_entry
 
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -48,7 +49,16 @@ class ResponseCall(Call):
         if fields.get("top_logprobs") and not include:
             raise FieldNotSupported("top_logprobs", fields["top_logprobs"], f"null without {_LOGPROBS} in include")
         logprobs = {"logprobs": fields.get("top_logprobs", 0)} if include else {}
-        return known.params_of(fields, max_tokens=fields.get("max_output_tokens"), **logprobs)
+        text = fields.get("text", {})
+        if not isinstance(text, dict):
+            raise InvalidRequest("text", text, "an object")
+        for name in text.keys() - {"format"}:
+            if (name, text[name]) not in (("verbosity", "medium"), ("verbosity", None)):
+                raise FieldNotSupported("text", name, "format, and the verbosity medium")
+        self._format = text.get("format") or {"type": "text"}
+        form = format_of("text.format", self._format)
+        wanted = {} if form is None else {"structured": form}
+        return known.params_of(fields, max_tokens=fields.get("max_output_tokens"), **logprobs, **wanted)
 
     async def body(self, outputs: list[RequestOutput]) -> str:
         """Return the response."""
@@ -71,7 +81,7 @@ class ResponseCall(Call):
             "instructions": fields.get("instructions"), "max_output_tokens": fields.get("max_output_tokens"),
             "model": self.served.name, "output": [] if reason is None else [message], "parallel_tool_calls": False,
             "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "store": False,
-            "temperature": params.temperature, "text": {"format": {"type": "text"}}, "tool_choice": "none",
+            "temperature": params.temperature, "text": {"format": self._format}, "tool_choice": "none",
             "tools": [], "top_p": params.top_p, "truncation": "disabled", "metadata": {},
             "usage": None if usage is None else _usage_of(usage),
         }

@@ -29,6 +29,9 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a completion; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same completion.")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="A file with a JSON schema that completions keep.")] = None,
+    regex: Annotated[str | None, typer.Option(help="A regular expression that completions match.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="A text that a completion may be; repeat it.")] = None,
     dtype: common.DtypeOption = None,
     kv_cache_dtype: common.KVDtypeOption = None,
     quantization: common.QuantizationOption = None,
@@ -47,6 +50,7 @@ def generate(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed,
+        structured=_structured(json_schema, regex, choice),
     )
     inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in wanted]
     with common.open_engine(model, config, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
@@ -63,13 +67,22 @@ def generate(
             print(json.dumps(record, ensure_ascii=False) if as_json else f"{text}\n  {completion.text.strip()}")
 
 
+def _structured(schema: Path | None, regex: str | None, choice: list[str] | None) -> dict[str, Any] | None:
+    text = None if schema is None else _read_text(schema, "--json-schema")
+    given = {"json_schema": text, "regex": regex, "choice": choice or None}
+    return {name: value for name, value in given.items() if value is not None} or None
+
+
 def _read_prompts(path: Path | None) -> list[str]:
     if path is None:
         return []
+    return [line for line in _read_text(path, "--prompts-file").splitlines() if line.strip()]
+
+
+def _read_text(path: Path, option: str) -> str:
     try:
-        text = (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode("utf-8-sig")
+        return (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode("utf-8-sig")
     except OSError as error:
-        raise InvalidConfig(f"--prompts-file: cannot be read ({type(error).__name__}).") from None
+        raise InvalidConfig(f"{option}: cannot be read ({type(error).__name__}).") from None
     except UnicodeDecodeError as error:
-        raise InvalidConfig(f"--prompts-file: is no UTF-8 text, byte {error.start} for one. Convert it.") from None
-    return [line for line in text.splitlines() if line.strip()]
+        raise InvalidConfig(f"{option}: is no UTF-8 text, byte {error.start} for one. Convert it.") from None

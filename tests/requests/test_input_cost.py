@@ -20,6 +20,7 @@ from pagedcore.config import limits
 from pagedcore.errors import InvalidRequest
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
+from pagedcore.structured_output import StructuredOutput
 from pagedcore.tokenizer.incremental_text import IncrementalText, StopMatcher
 from pagedcore.tokenizer.piece_detokenizer import Decode
 from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, decode_window
@@ -115,6 +116,12 @@ REFUSED: list[Callable[[int], Callable[[], Any]]] = [
     lambda size: lambda value="a" * size: SamplingParams(stop=value),
     lambda size: lambda value=2 ** (8 * size): SamplingParams(max_tokens=value),
     lambda size: partial(SamplingParams, stop=deep(size)),
+    lambda size: lambda value="a" * 100 * size: StructuredOutput(regex=value),
+    lambda size: lambda value={"enum": [0] * 100 * size}: StructuredOutput(json_schema=value),
+    lambda size: lambda value=["a"] * size: StructuredOutput(choice=value),
+    lambda size: lambda value="a::=b\n" * size: StructuredOutput(ebnf=value),
+    lambda size: partial(StructuredOutput, json_schema={"const": deep(size)}),
+    lambda size: lambda value={"a" * size: 1}: StructuredOutput.from_mapping(value),
     lambda size: lambda value="a" * size: RequestOptions(request_id=value),
     lambda size: lambda value="a" * size: RequestOptions(cache_salt=value),
 ]

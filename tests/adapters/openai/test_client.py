@@ -242,7 +242,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "logprobs", "invalid_value"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"response_format": {"type": "yaml"}}, "response_format", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}, "extra_body": {"guided_regex": "a"}}, "guided_regex",
+     "invalid_value"),
+    ({"extra_body": {"structured_outputs": {"structural_tag": "a"}}}, "structured_outputs", "unsupported_parameter"),
+    ({"extra_body": {"guided_choice": []}}, "guided_choice", "invalid_value"),
+    ({"extra_body": {"guided_regex": "("}}, "regex", "invalid_value"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "invalid_value"),
     ({"extra_body": {"top_kk": 3}}, "top_kk", "unknown_parameter"),
@@ -329,7 +334,8 @@ def test_responses_whole_and_as_events(client: OpenAI, engine: AsyncEngine) -> N
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "4"}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ({"input": QUESTION, "include": ["reasoning.encrypted_content"]}, "include"),
-    ({"input": QUESTION, "text": {"format": {"type": "json_object"}}}, "text"),
+    ({"input": QUESTION, "text": {"format": {"type": "yaml"}}}, "text.format"),
+    ({"input": QUESTION, "text": {"verbosity": "low"}}, "text"),
     ({"input": QUESTION, "extra_body": {"maxtokens": 1}}, "maxtokens"),
 ])
 def test_refusals_of_responses(client: OpenAI, fields: dict[str, Any], param: str) -> None:
