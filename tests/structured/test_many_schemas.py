@@ -48,17 +48,10 @@ def test_the_schemas_are_fifty_of_eight_kinds() -> None:
     assert len({one["kind"] for one in SCHEMAS}) == 8
 
 
-def test_completions_are_valid(engine: Engine) -> None:
-    """One request for each schema, and some more: all that are not cut off are valid, and few are cut off."""
-    num_cut, wrong = complete(engine, 60)
-    assert wrong == []
-    assert num_cut <= 3
-
-
-@pytest.mark.slow
-def test_a_thousand_completions_are_valid() -> None:
-    """The same for 1,000 requests, of which at most 5 % are cut off."""
+@pytest.mark.parametrize("num_requests", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_completions_are_valid(num_requests: int) -> None:
+    """All that are not cut off by the limit are valid, and at most 5 % are cut off."""
     with Engine.from_pretrained("demo", max_num_seqs=64) as engine:
-        num_cut, wrong = complete(engine, 1000)
+        num_cut, wrong = complete(engine, num_requests)
     assert wrong == []
-    assert num_cut <= 50
+    assert num_cut <= 0.05 * num_requests
