@@ -24,6 +24,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "pagedcore_otel": (2, 3, "door", "spans for OpenTelemetry"),
     "pagedcore_ray": (1, 3, "door", "replicas on Ray Serve"),
     "pagedcore_http": (0, 3, "door", "what every HTTP door shares"),
+    "pagedcore_pytest": (3, 3, "door", "a real model in tests"),
     "cli": (1, 0, "door", "the command pagedcore"),
     "metrics": (1, 2, "engine", "what is measured and shown"),
     "bench": (2, 0, "door", "workloads and reports"),

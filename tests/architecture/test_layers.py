@@ -12,12 +12,14 @@ from architecture.rooms import ORDER, ROOM_OF, circles, imported_modules, room_o
 from architecture.sources import SOURCES, Source
 
 ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain", "pagedcore_openai",
-            "pagedcore_otel", "pagedcore_ray"}
+            "pagedcore_otel", "pagedcore_pytest", "pagedcore_ray"}
 PUBLIC_MODULES = {
-    "pagedcore.errors", "pagedcore.metrics.live", "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs",
+    "pagedcore.errors", "pagedcore.execution.machine", "pagedcore.metrics.live", "pagedcore.metrics.recorder",
+    "pagedcore.plugins.hookspecs",
     "pagedcore.request_options",
 }
-"""What adapters may import besides the public names: errors, metrics, the mark of a plugin, options of a request."""
+"""What adapters may import besides the public names: errors, the machine's facts, metrics, the mark of a plugin,
+options of a request."""
 MAY_PROBE = {
     "pagedcore.models.attention_layers", "pagedcore.models.model_facts", "pagedcore.models.supported_models",
     "pagedcore.models.cpu.packed_experts", "pagedcore.models.cpu.packed_linear", "pagedcore.tokenizer.chat_template",

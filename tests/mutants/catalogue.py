@@ -280,6 +280,15 @@ DOORS = (    Mutant("A body may be nested without end.", "adapters/pagedcore_htt
            "sequence.status is not SequenceStatus.RUNNING]", "sequence.finish_reason is not None]",
            "metrics/test_live_rows.py::test_every_position_every_preemption_and_every_reason_is_told"
            "[{'num_kv_blocks': 13}]"),
+    Mutant("Sampled answers of tests depend on the tests before.", "adapters/pagedcore_pytest/llm.py",
+           "    return replace(params, seed=SEED)", "    return params",
+           "adapters/pytest_plugin/test_llm.py::test_sampled_answers_do_not_depend_on_what_came_before"),
+    Mutant("Golden answers are written without a lock.", "adapters/pagedcore_pytest/goldens.py",
+           "            fcntl.flock(handle, fcntl.LOCK_EX)", "            pass",
+           "adapters/pytest_plugin/test_goldens.py::test_recording_side_by_side_loses_nothing"),
+    Mutant("A golden answer is compared to its shorter end.", "adapters/pagedcore_pytest/goldens.py",
+           "in enumerate(zip_longest(one, other)) if a != b)", "in enumerate(zip(one, other)) if a != b)",
+           "adapters/pytest_plugin/test_goldens.py::test_an_answer_that_is_longer_or_shorter_ends_elsewhere"),
 )
 
 MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS)
