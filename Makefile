@@ -9,6 +9,7 @@
 # make torture MINUTES=30  the suites of random cases at length      make soak MINUTES=60  a real engine, used badly
 # make browser the page of `pagedcore serve` in Debian's chromium, at most 90 s
 # make bento   a BentoML service, built and served in an environment of its own
+# make interop-lm-eval, make interop-litellm  clients of others, each in an environment of its own
 # make docs    the site, build/site/index.html  make architecture  the pictures of the documentation
 #
 # Without make, `make -n test` prints the plain commands.
@@ -19,7 +20,7 @@ BIN    := $(VENV)/bin
 MINUTES ?= 10
 
 .PHONY: demo test check browser slow mutants torture soak bench bench-doors bento kernels formats interop-ray gpu docs \
-	architecture
+	architecture interop-lm-eval interop-litellm
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -50,6 +51,17 @@ $(CHROMIUM):
 
 bento: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m bento --timeout 3600 tests/adapters/bentoml $(PYTEST_ARGS)
+
+# An environment of its own for each client, which the pins of ours would not let in; the server is ours.
+interop-lm-eval interop-litellm: interop-%: $(VENV)/.stamp-test build/interop-%/.stamp
+	$(BIN)/python -m pytest -m interop --timeout 3600 tests/adapters/openai/test_interop.py \
+		-k $(subst -,_,$*) $(PYTEST_ARGS)
+
+build/interop-%/.stamp: tests/interop/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -r $<
+	test $* != litellm || $(@D)/bin/python -m pip install -q --no-deps litellm==1.109.1
+	touch $@
 
 kernels: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m kernels --timeout 3600 tests/kernels tests/ptxsim $(PYTEST_ARGS)

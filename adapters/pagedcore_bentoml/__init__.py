@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedcore.errors import MissingDependency
 
 if TYPE_CHECKING:
+    from pagedcore_bentoml.openai_mount import OpenAIMount
     from pagedcore_bentoml.packing import bento_image
     from pagedcore_bentoml.runner import PagedCoreRunner
     from pagedcore_bentoml.service import create_service
     from pagedcore_bentoml.wire import BatchCompletion, Completion
     from pagedcore_http.events import Event, EventParser, parse_events
 
-__all__ = ["BatchCompletion", "Completion", "Event", "EventParser", "PagedCoreRunner", "bento_image", "create_service",
-           "parse_events"]
+__all__ = ["BatchCompletion", "Completion", "Event", "EventParser", "OpenAIMount", "PagedCoreRunner", "bento_image",
+           "create_service", "parse_events"]
 
 _HOMES: Final = {
     "BatchCompletion": "pagedcore_bentoml.wire",
     "Completion": "pagedcore_bentoml.wire",
     "Event": "pagedcore_http.events",
     "EventParser": "pagedcore_http.events",
+    "OpenAIMount": "pagedcore_bentoml.openai_mount",
     "PagedCoreRunner": "pagedcore_bentoml.runner",
     "bento_image": "pagedcore_bentoml.packing",
     "create_service": "pagedcore_bentoml.service",

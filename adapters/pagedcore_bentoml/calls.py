@@ -6,10 +6,11 @@ The engine validates all values but those that it never sees.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Final
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
@@ -53,7 +54,7 @@ class Call:
             return [_params(self.sampling)] * num_prompts
         if len(self.sampling) != num_prompts:
             raise InvalidSampling("sampling", len(self.sampling), f"one for all, or {num_prompts}, one for each prompt")
-        return [_params(sampling) for sampling in self.sampling]
+        return [_params_at(place, sampling) for place, sampling in enumerate(self.sampling)]
 
     def options_of_each(self, num_prompts: int) -> Sequence[OptionKeywords]:
         """Return the options of each prompt of a batch. Raises ``InvalidRequest`` for one label of several prompts."""
@@ -85,6 +86,29 @@ def _params(sampling: Any) -> SamplingParams:
     return SamplingParams.from_mapping({} if sampling is None else sampling)
 
 
+def _params_at(place: int, sampling: Any) -> SamplingParams:
+    with _refused_at(f"sampling[{place}]"):
+        return _params(sampling)
+
+
+@contextmanager
+def _refused_at(where: str) -> Iterator[None]:
+    """Let a refusal name the entry of a batch that it is about."""
+    try:
+        yield
+    except InvalidRequest as error:
+        what = error.what
+        rest = what.removeprefix("prompt") if what.startswith("prompt") else "" if " " in what else f".{what}"
+        error.what = where + rest
+        error.args = (str(error).replace(what, error.what, 1), *error.args[1:])
+        raise
+
+
+async def _output_at(place: int, future: Future[RequestOutput]) -> RequestOutput:
+    with _refused_at(f"prompts[{place}]"):
+        return await asyncio.wrap_future(future)
+
+
 async def complete(engine: AsyncEngine, prompt: Any, call: Call) -> Completion:
     """Complete one prompt; cancelling this aborts the request.
 
@@ -102,7 +126,8 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
     """Complete several prompts, in order; cancelling this aborts all of them.
 
     Raises:
-        InvalidRequest: a prompt, its parameters or their number is refused, and with it the batch.
+        InvalidRequest: a prompt, its parameters or their number is refused, and with it the batch; ``what`` has the
+            place of the prompt.
         EngineOverloaded: the waiting queue is full.
     """
     if not isinstance(prompts, list) or not 1 <= len(prompts) <= MAX_BATCH_PROMPTS:
@@ -112,13 +137,14 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
     futures: list[Future[RequestOutput]] = []
     try:
         async with call.in_time():
-            for prompt, its_params, its_options in zip(prompts, params, options, strict=True):
-                # Why: a full queue refuses the first and so the batch; the others wait for their room.
-                text = join_text_parts(prompt)
-                futures.append(engine.submit(text, its_params, wait_for_room=bool(futures), **its_options))
+            for place, (prompt, its_params, its_options) in enumerate(zip(prompts, params, options, strict=True)):
+                with _refused_at(f"prompts[{place}]"):
+                    text = join_text_parts(prompt)
+                    # Why: a full queue refuses the first and so the batch; the others wait for their room.
+                    futures.append(engine.submit(text, its_params, wait_for_room=place > 0, **its_options))
                 # Why: each may take a millisecond or two to tokenise.
                 await asyncio.sleep(0)
-            outputs = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            outputs = await asyncio.gather(*map(_output_at, count(), futures))
     finally:
         for future in futures:
             future.cancel()

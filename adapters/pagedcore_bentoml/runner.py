@@ -20,10 +20,16 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pagedcore import AsyncEngine, Delta, SamplingParams, TokenLogprobs, Usage
-from pagedcore.errors import InvalidConfig, InvalidPrompt, PagedcoreError, PromptEmpty
+from pagedcore.errors import InvalidPrompt, PagedcoreError, PromptEmpty
 from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
-from pagedcore_bentoml.checks import before_any_worker, require_one_worker, require_valid_settings
+from pagedcore_bentoml.checks import (
+    before_any_worker,
+    end_supervisor,
+    require_model,
+    require_one_worker,
+    require_valid_settings,
+)
 from pagedcore_bentoml.packing import packed_model
 from pagedcore_bentoml.wire import (
     REFUSAL_KEY,
@@ -104,8 +110,9 @@ class PagedCoreRunner:
         """Refuse more than one worker before any is started: each would have a model and a KV pool of its own.
 
         Raises:
-            InvalidConfig: the service of this class has ``workers`` other than 1.
+            InvalidConfig: the service of this class has ``workers`` other than 1, or its model is a path to nothing.
         """
+        require_model(packed_model(cls.model))
         # Why so: BentoML tells this hook nothing of the service, which is the class's holder.
         for service in gc.get_referrers(cls):
             if isinstance(service, bentoml.Service):
@@ -114,7 +121,8 @@ class PagedCoreRunner:
     def __init__(self) -> None:
         self._engine: AsyncEngine | None = None
         self._starting = threading.Lock()
-        self._open_calls = OpenCalls()
+        self.open_calls = OpenCalls()
+        """The calls in flight, those of a mounted ``OpenAIMount`` among them."""
         self._drain_signal = DrainSignal(self._drain_or_end)
         self.body_limit = MAX_BODY_BYTES if self.max_body_bytes is None else self.max_body_bytes
         """Bytes of a request body that are accepted."""
@@ -133,8 +141,7 @@ class PagedCoreRunner:
 
     def _build(self) -> AsyncEngine:
         model = packed_model(self.model)
-        if model is None:
-            raise InvalidConfig("model: got None, needed is a model; set it on the class or use create_service.")
+        require_model(model)
         if isinstance(model, AsyncEngine):
             return model
         return AsyncEngine.from_pretrained(model, **{"max_num_waiting": MAX_NUM_WAITING, **self.settings})
@@ -143,10 +150,19 @@ class PagedCoreRunner:
     async def pagedcore_start(self) -> None:
         """Load the model and generate one token, so that no caller waits for compilation.
 
+        ``bentoml serve`` ends if that fails, instead of starting one worker after another.
+
         Raises:
             InvalidConfig: as from ``AsyncEngine.from_pretrained``.
             RequestFailed: the model fails on its first token.
         """
+        try:
+            await self._start()
+        except Exception as error:
+            end_supervisor(error)
+            raise
+
+    async def _start(self) -> None:
         engine = await asyncio.to_thread(lambda: self.engine)
         output = await asyncio.wrap_future(engine.submit([0], SamplingParams(max_tokens=1)))
         output.raise_for_error()
@@ -165,12 +181,12 @@ class PagedCoreRunner:
         Where a signal ends the process, the drain has happened by then, before the listener was closed.
         """
         self._drain_signal.remove()
-        await self._open_calls.drain(0.0 if self._open_calls.is_draining else self.drain_s)
+        await self.open_calls.drain(0.0 if self.open_calls.is_draining else self.drain_s)
         await self._close_engine()
         gc.unfreeze()
 
     async def _drain_or_end(self) -> None:
-        if await self._open_calls.drain(self.drain_s):
+        if await self.open_calls.drain(self.drain_s):
             # Why: whatever still runs then would keep the server, and BentoML's supervisor, for as long as it takes.
             await self._close_engine()
 
@@ -184,7 +200,7 @@ class PagedCoreRunner:
 
     async def __is_ready__(self) -> bool:
         """Whether to send calls here: the engine makes progress, its model works and the service does not drain."""
-        return self._health() == "ready" and not self._open_calls.is_draining
+        return self._health() == "ready" and not self.open_calls.is_draining
 
     async def __metrics__(self, text: str) -> str:
         """Append the engine's metrics to BentoML's own."""
@@ -257,9 +273,9 @@ class PagedCoreRunner:
         """Complete one prompt as server-sent events: deltas, then "done" with the usage, or "error"."""
         _raise_refusal_of_body(ctx)
         call = Call(sampling, priority, timeout_s, cache_salt, request_id)
-        with self._open_calls.call():
+        with self.open_calls.call():
             engine = self._live_engine()
-            call = call.with_salt(await self._derived_salt(ctx))
+            call = call.with_salt(await self.derived_salt(ctx))
             async with aclosing(deltas_of(engine, prompt, call)) as deltas:
                 async for delta in deltas:
                     yield await _events_of(delta)
@@ -284,11 +300,12 @@ class PagedCoreRunner:
     async def _work(
         self, ctx: bentoml.Context | None, call: Call, work: Callable[[AsyncEngine, Call], Coroutine[Any, Any, T]]
     ) -> T:
-        with self._open_calls.call():
+        with self.open_calls.call():
             engine = self._live_engine()
-            return await work(engine, call.with_salt(await self._derived_salt(ctx)))
+            return await work(engine, call.with_salt(await self.derived_salt(ctx)))
 
-    async def _derived_salt(self, ctx: bentoml.Context | None) -> Salt:
+    async def derived_salt(self, ctx: bentoml.Context | None) -> Salt:
+        """Return what ``salt_of`` gives. Raises as ``derive_salt``, and ``HTTPException`` for what BentoML raises."""
         try:
             return await derive_salt(lambda: self.salt_of(ctx), (BentoMLException,))
         except BentoMLException as error:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import bentoml
 
 from pagedcore_bentoml.checks import require_one_worker
-from pagedcore_bentoml.packing import bento_image
+from pagedcore_bentoml.packing import bento_image, is_directory
 from pagedcore_bentoml.runner import PagedCoreRunner
 
 TIMEOUT_S: Final = 300
 """BentoML's limit for a whole response, and for the first byte of a stream, in seconds."""
-UNTRACED: Final = "/stream$"
+UNTRACED: Final = "/stream$|/v1/"
 """Requests without OpenTelemetry spans unless ``service`` sets another, as a regular expression of addresses."""
 
 
@@ -24,6 +25,7 @@ def create_service(
     name: str = "pagedcore",
     runner: type[PagedCoreRunner] = PagedCoreRunner,
     service: Mapping[str, Any] | None = None,
+    openai: bool | str = False,
     **settings: Any,
 ) -> bentoml.Service[PagedCoreRunner]:
     """Make a BentoML service around a model; assign it to a name of a module and serve that.
@@ -36,9 +38,12 @@ def create_service(
             the model unless it is given: with it ``bentoml build`` packs pagedcore and a model that is a directory.
             Streams are not traced unless there is ``tracing``: BentoML makes a span of every event, which costs more
             than the event.
+        openai: whether OpenAI's interface is mounted at ``/v1``, over the same engine; text is the name that calls give
+            as their ``model``, ``True`` the model's own.
         **settings: keywords of ``AsyncEngine.from_pretrained``.
 
     Raises:
+        MissingDependency: ``openai``, and ``pagedcore[openai]`` is not installed.
         InvalidConfig: ``service`` asks for more than one worker, or a setting is unknown or out of range. The model is
             looked for when the service starts.
     """
@@ -50,7 +55,18 @@ def create_service(
                                               "__module__": runner.__module__})
     made: bentoml.Service[PagedCoreRunner] = bentoml.service(inner, name=name, **options)
     _belongs_to(made, _caller())
+    if openai:
+        from pagedcore_bentoml.openai_mount import OpenAIMount
+
+        made.mount_asgi_app(OpenAIMount(openai if isinstance(openai, str) else _name_of(model)), path="/v1")
     return made
+
+
+def _name_of(model: Any) -> str:
+    """Return a name that shows no path."""
+    if is_directory(model):
+        return Path(model).resolve().name
+    return model if isinstance(model, str) else "pagedcore"
 
 
 def _belongs_to(made: Any, module: str) -> None:

@@ -94,13 +94,13 @@ class Call(ABC):
             output.raise_for_error()
         return await self.body(outputs)
 
-    async def _complete(self) -> list[RequestOutput]:
+    async def _complete(self, params: SamplingParams | None = None) -> list[RequestOutput]:
         futures: list[Future[RequestOutput]] = []
         try:
             async with asyncio.timeout(self.timeout_s):
                 for place, prompt in enumerate(self.prompts):
                     # Why: a full queue refuses the first and so the call; the others wait for their room.
-                    futures.append(self.served.engine.submit(prompt, self.params, wait_for_room=place > 0,
+                    futures.append(self.served.engine.submit(prompt, params or self.params, wait_for_room=place > 0,
                                                              **self._options_at(place)))
                     # Why: each may take a millisecond or two to tokenise.
                     await asyncio.sleep(0)

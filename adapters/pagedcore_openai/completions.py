@@ -11,7 +11,7 @@ from pagedcore import CompletionOutput, RequestOutput, SamplingParams, TokenLogp
 from pagedcore_http.events import encode, frame_text
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call
-from pagedcore_openai.errors import DONE, FieldNotSupported
+from pagedcore_openai.errors import DONE
 from pagedcore_openai.prompts import prompts_of
 from pagedcore_openai.wire import TextLogprobs, usage_of
 
@@ -35,11 +35,10 @@ class TextCall(Call):
         if self._is_prompt_only:
             # Why: the engine computes at least one token; it is not delivered.
             max_tokens = 1
-        if self._echoes and logprobs is not None and self.is_stream:
-            raise FieldNotSupported("echo", True, "false in a stream with logprobs, which come with the last chunk")
+        self._scores_first = self._echoes and logprobs is not None and self.is_stream
         more = {"best_of": fields["best_of"]} if "best_of" in fields else {}
         return known.params_of(fields, max_tokens=max_tokens, logprobs=logprobs, **more,
-                               **({"prompt_logprobs": logprobs} if self._echoes else {}))
+                               **({"prompt_logprobs": logprobs} if self._echoes and not self.is_stream else {}))
 
     async def body(self, outputs: list[RequestOutput]) -> str:
         """Return the text completion."""
@@ -75,7 +74,11 @@ class TextCall(Call):
         return f'{head[:-1]},"choices":['
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Yield chunks: those with text, the last one of each completion with the reason of its end."""
+        """Yield chunks: those with text, the last one of each completion with the reason of its end.
+
+        With ``echo`` the first chunk of each has the prompt, and its log-probabilities if they are asked for.
+        """
+        scored = await self._scored() if self._scores_first else []
         head, usages = self._head(), list[Usage]()
         tail = '],"usage":null}' if self.has_usage else "]}"
         logprobs: dict[int, TextLogprobs] = {}
@@ -86,7 +89,12 @@ class TextCall(Call):
                 of_choice = logprobs.setdefault(index, TextLogprobs(self.served.spell))
                 if self._is_prompt_only:
                     delta = replace(delta, text="", token_ids=(), logprobs=None)
-                entries = "null" if delta.logprobs is None else await of_choice.json(delta.logprobs, delta.token_ids)
+                told: Sequence[TokenLogprobs | None] | None = delta.logprobs
+                token_ids = delta.token_ids
+                if is_first and scored:
+                    told = (*(scored[place].prompt_logprobs or ()), *(told or ()))
+                    token_ids = (*scored[place].prompt_token_ids, *token_ids)
+                entries = "null" if told is None else await of_choice.json(told, token_ids)
                 text = self._text_of(place) + delta.text if is_first and self._echoes else delta.text
                 more = f',"token_ids":{encode(delta.token_ids)}' if self.has_token_ids else ""
                 choice = (f'{{"index":{index},"text":{encode(text)},"logprobs":{entries},'
@@ -94,6 +102,14 @@ class TextCall(Call):
                 usages += [] if delta.usage is None else [delta.usage]
                 is_last = len(usages) == len(self.prompts)
                 yield frame_text(f"{head}{choice}{tail}") + (self._end(head, usages) if is_last else "")
+
+    async def _scored(self) -> list[RequestOutput]:
+        """Score the prompts, whose completions then find them in the prefix cache: a stream tells of its prompt at its
+        end only."""
+        outputs = await self._complete(SamplingParams(max_tokens=1, prompt_logprobs=self.params.logprobs))
+        for output in outputs:
+            output.raise_for_error()
+        return outputs
 
     def _end(self, head: str, usages: list[Usage]) -> str:
         if self._is_prompt_only:

@@ -77,7 +77,9 @@ def openai_refusal(error: Exception, prompt_field: str = "prompt") -> Refusal:
         prompt_field: how the endpoint calls what the engine calls the prompt.
     """
     refusal = refusal_of(error)
-    told: dict[str, Any] = {"message": refusal.body["error"]["message"], "type": _type_of(refusal.status),
+    # Why: clients of others, such as litellm, know OpenAI's error by these words, and not by its code.
+    start = "This model's maximum context length is exceeded. " if isinstance(error, PromptTooLong) else ""
+    told: dict[str, Any] = {"message": start + refusal.body["error"]["message"], "type": _type_of(refusal.status),
                             "param": _param_of(error, prompt_field), "code": _code_of(error, refusal.status)}
     return Refusal(refusal.status, {"error": told}, refusal.headers)
 

@@ -104,7 +104,7 @@ class House:
         """Whether no request, no label, no block and no open call is left."""
         labels, requests = self.engine.send(
             lambda engine: (set(engine.requests._labels), len(list(engine.requests)))).result(60)
-        num_open = self.app.runner._open_calls.num_open + self.openai.asgi.service.open_calls.num_open
+        num_open = self.app.runner.open_calls.num_open + self.openai.asgi.service.open_calls.num_open
         return self.figures()[:3] == (0, 0, 0) and not labels and not requests and not num_open
 
 

@@ -251,7 +251,7 @@ DOORS = (    Mutant("A body may be nested without end.", "adapters/pagedcore_htt
            '{"Retry-After": str(retry_after_s)}', "{}",
            "adapters/bentoml/test_door.py::test_overload_is_429_with_a_hint"),
     Mutant("BentoML forgets the tenant's salt.", "adapters/pagedcore_bentoml/runner.py",
-           "return await work(engine, call.with_salt(await self._derived_salt(ctx)))",
+           "return await work(engine, call.with_salt(await self.derived_salt(ctx)))",
            "return await work(engine, call)",
            "adapters/bentoml/test_salts.py::test_the_hooks_salt_and_the_bodys_are_combined_at_every_endpoint"),
     Mutant("BentoML closes an engine that it does not own.", "adapters/pagedcore_bentoml/runner.py",

@@ -107,11 +107,13 @@ class App:
 
 
 @asynccontextmanager
-async def serving(engine: AsyncEngine, is_main: bool = True, **limits: Any) -> AsyncIterator[App]:
+async def serving(engine: AsyncEngine, is_main: bool = True, openai: bool | str = False, **limits: Any,
+                  ) -> AsyncIterator[App]:
     """Start the application around an engine that the caller owns."""
     runner = type("LLM", (PagedCoreRunner,), limits)
     # Why: BentoML registers its metrics once per process, and the tests start many applications in one.
-    service = create_service(engine, runner=runner, service={"metrics": {"enabled": False}})
+    service = create_service(engine, runner=runner, openai=openai,
+                             service={"metrics": {"enabled": False}})
     asgi: Any = service.to_asgi(is_main=is_main)
     async with asgi.router.lifespan_context(asgi):
         yield App(asgi, get_current_service(), engine)

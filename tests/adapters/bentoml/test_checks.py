@@ -154,3 +154,26 @@ async def test_a_client_that_does_not_read_keeps_no_server(own: int | None, then
     finally:
         signal.signal(signal.SIGTERM, before)
     assert server.limits == [then]
+
+
+NO_MODEL = 'from pagedcore_bentoml import create_service\n\nLLM = create_service({model!r}, num_kv_blocks=64)\n'
+
+
+@pytest.mark.parametrize("model", ["./no-such-model", "/no/such/model", Path("no-such-model"), None])
+def test_a_path_to_nothing_is_refused_before_any_worker(model: Any) -> None:
+    """BentoML's hook of the first process names it; a name, an object and a directory pass."""
+    with pytest.raises(InvalidConfig, match=r"^model: (there is no directory|got None)"):
+        server_on_deployment(create_service(model))
+    for other in ("demo", "owner/name", object(), Path(__file__).parent):
+        server_on_deployment(create_service(other))
+
+
+def test_a_start_that_fails_in_the_worker_ends_bentoml_serve(tmp_path: Path) -> None:
+    """A directory without a model is seen by the worker only: it says so once, and no further worker is started."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "service.py").write_text(NO_MODEL.format(model=str(tmp_path / "empty")), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "bentoml", "serve", "service:LLM", "--port", "0"], cwd=tmp_path,
+                          env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    said = done.stdout + done.stderr
+    assert said.count("the service cannot start and ends: InvalidConfig: ") == 1, said
+    assert "Application startup failed" in said

@@ -270,7 +270,7 @@ async def test_a_client_that_leaves_before_its_bodys_end_is_no_error(
                 await exchange.leave()
                 assert [message["status"] for message in exchange.messages[:1]] == [499]
             assert [record for record in caplog.records if record.levelno > logging.INFO or record.exc_info] == []
-            assert (app.is_idle(), app.runner._open_calls.num_open) == (True, 0)
+            assert (app.is_idle(), app.runner.open_calls.num_open) == (True, 0)
             assert (await app.call("/generate", {"prompt": [1], "sampling": short()})).status == 200
 
 
@@ -429,3 +429,17 @@ async def test_the_engines_metrics_are_appended(app: App) -> None:
     assert text.startswith("theirs 1\n")
     assert re.search(r'^pagedcore_requests_finished_total\{.*"length".*\} 1\.0$', text, flags=re.MULTILINE)
     assert await PagedCoreRunner().__metrics__("theirs 1\n") == "theirs 1\n"
+
+
+@pytest.mark.parametrize(("prompts", "sampling", "what"), [
+    ([[1], []], None, "prompts[1]"), ([[1], [2], [3, -1]], None, "prompts[2]"), ([[1], "text"], None, "prompts[1]"),
+    ([[1], [{"role": "user", "content": [{"type": "image"}]}]], None, "prompts[1].messages[0].content[0]"),
+    ([[1], [2]], [{}, {"temperature": 99}], "sampling[1].temperature"),
+    ([[1], [2]], {"temperature": 99}, "temperature"), ([[1], [2]], [{}, 5], "sampling[1]"),
+    ([[1], "a" * 40_000], None, "prompts[1]"),
+])
+async def test_a_refused_batch_names_the_prompt(app: App, prompts: Any, sampling: Any, what: str) -> None:
+    """``what`` and the message have the place of the prompt, or of its parameters, in the lists of the body."""
+    refused = await app.call("/batch", {"prompts": prompts, "sampling": sampling})
+    assert (refused.status, refused.error["what"]) == (400, what)
+    assert refused.error["message"].startswith(f"{what}: ")

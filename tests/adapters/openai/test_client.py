@@ -181,6 +181,26 @@ def test_echo_scores_the_prompt(client: OpenAI, engine: AsyncEngine) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == QUESTION + scored.outputs[0].text
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echo_with_log_probabilities_in_a_stream_adds_up_to_the_whole(client: OpenAI, max_tokens: int) -> None:
+    """Of several prompts with several completions each: the first chunk of a choice has its prompt, and text, tokens,
+    log-probabilities, alternatives and offsets of its chunks are those of the whole response."""
+    asked: Any = {"prompt": [QUESTION, "4 + 4 = "], "echo": True, "logprobs": 2, "n": 2, "max_tokens": max_tokens,
+                  "temperature": 1, "seed": 5, "model": "demo"}
+    whole = client.completions.create(**asked)
+    parts: dict[int, list[Any]] = {choice.index: [] for choice in whole.choices}
+    for chunk in client.completions.create(stream=True, **asked):
+        for choice in chunk.choices:
+            parts[choice.index].append(choice)
+    for wanted in whole.choices:
+        of_choice = parts[wanted.index]
+        assert "".join(one.text for one in of_choice) == wanted.text
+        assert of_choice[-1].finish_reason == wanted.finish_reason
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [entry for one in of_choice if one.logprobs for entry in getattr(one.logprobs, name)]
+            assert joined == getattr(wanted.logprobs, name), name
+
+
 def test_sampling_parameters_reach_the_sampler(client: OpenAI, engine: AsyncEngine) -> None:
     """Each field, OpenAI's and vLLM's, gives what the engine gives for the parameter of that meaning."""
     token = engine.encode("7")[0]
@@ -286,7 +306,7 @@ def test_refusals_name_the_field(
     ({"prompt": {"a": 1}}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [""] * 257}, "prompt"),
     ({"prompt": [["a"]]}, "prompt[0]"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [10**9]}, "prompt"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"), ({"prompt": "a", "echo": 1}, "echo"),
+    ({"prompt": "a", "echo": 1}, "echo"),
     ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
 ])
 def test_refusals_of_text_completions(client: OpenAI, fields: dict[str, Any], param: str) -> None:

@@ -1,0 +1,166 @@
+"""Clients of others: run in environments of their own (``make interop-lm-eval``, ``make interop-litellm``), and what
+they send, recorded, in every test run.
+
+With PAGEDCORE_RECORD=1 in the environment the runs write the recorded bodies anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import httpx
+
+from adapters.openai.loopback import serving
+from architecture.sources import ROOT
+from pagedcore import AsyncEngine, SamplingParams
+from pagedcore.demo_model import DEMO_MODEL_DIR
+from pagedcore_openai import ApiKeys, openai_app
+
+KEY = "a-key-of-thirty-two-characters!!"
+RECORDED = Path(__file__).parent / "recorded_requests.json"
+CLIENTS = ROOT / "tests" / "interop"
+QUESTIONS = [
+    {"question": f"What is {a} + {b}?", "choices": [f"\n{a} + {b} = {a + b}.", f"\n{a} + {b} = {a + b + 1}.", "\nNo."],
+     "answer": 0} for a, b in ((2, 3), (4, 4), (1, 7), (12, 30), (9, 5))
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    """The demo model."""
+    with AsyncEngine.from_pretrained("demo", num_kv_blocks=512, max_num_waiting=256) as engine:
+        yield engine
+
+
+class Recorder:
+    """An ASGI app around the door that notes what is posted to it."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.seen: list[dict[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Note the body and pass it on."""
+        body = b""
+
+        async def noting() -> Any:
+            nonlocal body
+            message = await receive()
+            body += message.get("body", b"")
+            if message["type"] == "http.request" and not message.get("more_body") and body:
+                call = {"path": scope["path"], "body": json.loads(body)}
+                if call not in self.seen:
+                    self.seen.append(call)
+            return message
+
+        await self.app(scope, noting, send)
+
+
+def run_client(name: str, engine: AsyncEngine, *words: str) -> None:
+    """Run a client's script in its environment against the door, and record what it sends if asked to."""
+    python = ROOT / "build" / f"interop-{name}" / "bin" / "python"
+    assert python.is_file(), f"make interop-{name} makes the environment"
+    recorder = Recorder(openai_app(engine, name="demo", api_keys=ApiKeys([KEY])))
+    with serving(recorder) as url:
+        environment = {"PATH": os.environ.get("PATH", ""), "HOME": words[-1], "OPENAI_API_KEY": KEY, "NO_PROXY": "*",
+                       "OMP_NUM_THREADS": "1"}
+        script = CLIENTS / f"{name.replace('-', '_')}_client.py"
+        subprocess.run([python, script, f"{url}/v1", *words], env=environment, check=True, timeout=900)
+    if os.environ.get("PAGEDCORE_RECORD"):
+        known = json.loads(RECORDED.read_text("utf-8")) if RECORDED.exists() else {}
+        seen = sorted(recorder.seen, key=lambda call: (call["path"], json.dumps(call)))
+        lines = [json.dumps(name) + ": [\n" + ",\n".join(map(json.dumps, calls)) + "\n]"
+                 for name, calls in sorted({**known, name: seen}.items())]
+        RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+
+
+@pytest.mark.interop
+def test_lm_eval_measures_what_the_engine_says(engine: AsyncEngine, tmp_path: Path) -> None:
+    """Over HTTP, with prompts as token ids: each choice's log-likelihood is the engine's, the accuracies are those of
+    the engine's own answers, and generations are its text up to the stop."""
+    (tmp_path / "questions.json").write_text(json.dumps(QUESTIONS), "utf-8")
+    run_client("lm-eval", engine, str(DEMO_MODEL_DIR), str(tmp_path))
+    told = json.loads((tmp_path / "results.json").read_text("utf-8"))
+    for sample in told["samples"]["pagedcore_choices"]:
+        for choice, ((given, is_greedy),) in zip(sample["doc"]["choices"], sample["resps"], strict=True):
+            wanted = likelihood(engine, sample["doc"]["question"], choice)
+            assert float(given) == pytest.approx(wanted, abs=1e-4)
+            assert str(is_greedy) == str(answer_of(engine, sample["doc"]["question"]).startswith(choice))
+    assert told["results"]["pagedcore_choices"]["acc,none"] == 1.0
+    for sample in told["samples"]["pagedcore_generations"]:
+        ((given,),) = sample["resps"]
+        assert given == answer_of(engine, sample["doc"]["question"]).partition(".")[0]
+
+
+def likelihood(engine: AsyncEngine, question: str, choice: str) -> float:
+    start, whole = engine.encode(question), engine.encode(question + choice)
+    output = engine.submit(whole, SamplingParams(max_tokens=1, prompt_logprobs=0)).result()
+    return sum(entry.logprob for entry in (output.prompt_logprobs or ())[len(start) :] if entry is not None)
+
+
+def answer_of(engine: AsyncEngine, question: str) -> str:
+    return engine.submit(question, SamplingParams(max_tokens=24)).result().outputs[0].text
+
+
+@pytest.mark.interop
+def test_litellm_gets_completions_streams_and_its_own_errors(engine: AsyncEngine, tmp_path: Path) -> None:
+    """Whole, streamed and asynchronous calls have the engine's text and usage; refusals become litellm's exceptions."""
+    results = tmp_path / "results.json"
+    run_client("litellm", engine, KEY, str(results))
+    told = json.loads(results.read_text("utf-8"))
+    (choice,) = told["whole"]["choices"]
+    assert choice["message"]["content"] == "2 + 3 = 5."
+    assert len(choice["logprobs"]["content"]) == told["whole"]["usage"]["completion_tokens"]
+    assert {told["stream"], told["asynchronous"], told["asynchronous stream"]} == {"2 + 3 = 5."}
+    assert told["text"] == answer_of(engine, "What is 2 + 3?")
+    assert told["usage"]["total_tokens"] == told["whole"]["usage"]["total_tokens"]
+    assert told["errors"] == {"temperature": "BadRequestError", "model": "NotFoundError", "key": "AuthenticationError",
+                              "length": "ContextWindowExceededError"}
+
+
+async def test_what_other_clients_send_is_understood(engine: AsyncEngine) -> None:
+    """Every recorded body: 200 with what its client reads, or, for the calls that were to be refused, OpenAI's error; a
+    prompt's log-probabilities with ``echo`` are the engine's, one entry for each token."""
+    recorded = json.loads(RECORDED.read_text("utf-8"))
+    assert {name: len(calls) > 3 for name, calls in recorded.items()} == {"litellm": True, "lm-eval": True}
+    app = openai_app(engine, name="demo", api_keys=ApiKeys([KEY]))
+    headers = {"authorization": f"Bearer {KEY}"}
+    transport, statuses = httpx.ASGITransport(app), set[int]()
+    async with httpx.AsyncClient(transport=transport, base_url="http://door", headers=headers) as http:
+        for call in (call for calls in recorded.values() for call in calls):
+            reply = await http.post(call["path"], json=call["body"])
+            statuses.add(reply.status_code)
+            if reply.status_code != 200:
+                assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+            elif call["body"].get("stream"):
+                assert reply.text.endswith("data: [DONE]\n\n")
+            elif call["body"].get("echo"):
+                await check_scores(engine, call["body"], reply.json())
+            else:
+                assert reply.json()["choices"][0]["finish_reason"] in ("stop", "length")
+    assert statuses == {200, 400, 404}
+
+
+async def check_scores(engine: AsyncEngine, body: dict[str, Any], reply: dict[str, Any]) -> None:
+    prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+    assert [choice["index"] for choice in reply["choices"]] == list(range(len(prompts)))
+    for prompt, choice in zip(prompts, reply["choices"], strict=True):
+        assert all(type(token) is int for token in prompt)
+        scored = SamplingParams(max_tokens=1, prompt_logprobs=1, logprobs=1)
+        output = await asyncio.wrap_future(engine.submit(prompt, scored))
+        entries = [*(output.prompt_logprobs or ())[1:], *(output.outputs[0].logprobs or ())]
+        assert choice["logprobs"]["token_logprobs"] == [None, *(one.logprob for one in entries if one is not None)]
+        for place, one in enumerate(entries, start=1):
+            assert one is not None
+            assert max(choice["logprobs"]["top_logprobs"][place].values()) == max(one.logprob, one.top[0][1])
