@@ -26,7 +26,16 @@ from pagedcore_http.drain import DrainSignal
 from pagedcore_openai.calls import ServedModel
 from pagedcore_openai.chat import ChatCall
 from pagedcore_openai.completions import TextCall
-from pagedcore_openai.endpoints import Completing, Detokenize, Health, Metrics, Models, Tokenize
+from pagedcore_openai.endpoints import (
+    Completing,
+    Detokenize,
+    Health,
+    Metrics,
+    Models,
+    NoEmbeddings,
+    StoredResponse,
+    Tokenize,
+)
 from pagedcore_openai.errors import openai_refusal
 from pagedcore_openai.page import Live, Page, page_files
 from pagedcore_openai.responses import ResponseCall
@@ -49,6 +58,9 @@ _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/chat/completions", partial(Completing, kind=ChatCall)),
     ("POST", "/completions", partial(Completing, kind=TextCall)),
     ("POST", "/responses", partial(Completing, kind=ResponseCall)),
+    ("GET", "/responses/{response}", StoredResponse),
+    ("DELETE", "/responses/{response}", StoredResponse),
+    ("POST", "/embeddings", NoEmbeddings),
     ("GET", "/models", Models),
     ("GET", "/models/{model:path}", Models),
     ("POST", "/tokenize", Tokenize),

@@ -21,6 +21,7 @@ from pagedcore.errors import RequestTimeout
 from pagedcore.request_options import OptionKeywords
 from pagedcore_openai import fields as known
 from pagedcore_openai.errors import ChunkStream
+from pagedcore_openai.stored import StoredResponses
 from pagedcore_openai.wire import Spell
 
 _NAMED_TOKENS: Final = 2**16
@@ -36,6 +37,7 @@ class ServedModel:
     max_model_len: int
     spell: Spell
     created: int = field(default_factory=lambda: int(time.time()))
+    stored: StoredResponses = field(default_factory=StoredResponses)
 
     @classmethod
     def of(cls, name: str, engine: AsyncEngine) -> ServedModel:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any, ClassVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -125,6 +126,31 @@ class Models(Endpoint):
         if name is not None:
             self.service.model_of({"model": name})
         return Response(encode(models[0] if name is not None else {"object": "list", "data": models}), media_type=JSON)
+
+
+class StoredResponse(Endpoint):
+    """Shows a stored response, or removes it."""
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return the response; after a DELETE, that it is gone."""
+        response_id, owner = request.path_params["response"], await self.service.salt_of(request, tenant)
+        stores = [one.stored for one in self.service.models.values()]
+        stored = next((one for one in stores if response_id in one), stores[0])
+        if request.method != "DELETE":
+            return Response(stored.body_of(response_id, owner), media_type=JSON)
+        stored.forget(response_id, owner)
+        return Response(encode({"id": response_id, "object": "response", "deleted": True}), media_type=JSON)
+
+
+class NoEmbeddings(Endpoint):
+    """Says that there are none."""
+
+    is_counted: ClassVar = False
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Raise the refusal."""
+        raise HTTPException(HTTPStatus.NOT_FOUND, "There are no embeddings, by choice: pagedcore samples tokens, and a "
+                                                  "model that embeds text has no next token.")
 
 
 class Metrics(Endpoint):

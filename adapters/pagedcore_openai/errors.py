@@ -23,6 +23,7 @@ from pagedcore.errors import (
 from pagedcore_http.event_stream import EventStream
 from pagedcore_http.events import frame
 from pagedcore_http.refusals import Refusal, RefusedAtTheDoor, refusal_of
+from pagedcore_openai.stored import ResponseNotFound
 from pagedcore_openai.tenants import InvalidKey
 
 DONE: Final = "data: [DONE]\n\n"
@@ -58,6 +59,7 @@ class ModelNotFound(RefusedAtTheDoor):
 _CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
     (InvalidKey, "invalid_api_key"),
     (ModelNotFound, "model_not_found"),
+    (ResponseNotFound, "previous_response_not_found"),
     (FieldNotSupported, "unsupported_parameter"),
     (FieldMissing, "missing_required_parameter"),
     (UnknownParameter, "unknown_parameter"),

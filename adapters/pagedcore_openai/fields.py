@@ -96,10 +96,11 @@ COMPLETION: Final = Form(
     {**_NEUTRAL, "suffix": ("",), "add_special_tokens": (True,), "prompt_embeds": ()},
 )
 RESPONSE: Final = Form(
-    frozenset({"input", "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "include",
+    frozenset({"input", "instructions", "previous_response_id", "store", "max_output_tokens", "temperature",
+               "top_p", "top_logprobs", "include",
                "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "min_tokens", "stop_token_ids",
                "logit_bias", "text", *_OPTIONS} - {"return_token_ids"}),
-    {"tools": ([],), "tool_choice": ("none", "auto"), "previous_response_id": (), "conversation": (), "prompt": (),
+    {"tools": ([],), "tool_choice": ("none", "auto"), "conversation": (), "prompt": (),
      "background": (False,), "reasoning": ({},), "truncation": ("disabled",),
      "max_tool_calls": (), "context_management": ()},
 )

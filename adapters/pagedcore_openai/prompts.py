@@ -45,16 +45,18 @@ def _message(given: Any, place: int) -> dict[str, Any]:
     return message
 
 
-def input_of(given: Any, instructions: Any) -> list[dict[str, Any]]:
+def input_of(given: Any) -> list[dict[str, Any]]:
     """Return the messages of a response's input: text, or a list of messages. Raises as ``messages_of``."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    messages = messages_of([_unmarked(item) for item in given] if isinstance(given, list) else given)
-    if instructions is None:
-        return messages
-    if not isinstance(instructions, str):
-        raise InvalidPrompt("instructions", instructions, "text")
-    return [{"role": "system", "content": instructions}, *messages]
+    return messages_of([_unmarked(item) for item in given] if isinstance(given, list) else given)
+
+
+def instructions_of(given: Any) -> list[dict[str, Any]]:
+    """Return the message that a response's instructions are, if there are any. Raises ``InvalidPrompt``."""
+    if given is not None and not isinstance(given, str):
+        raise InvalidPrompt("instructions", given, "text")
+    return [] if given is None else [{"role": "system", "content": given}]
 
 
 def _unmarked(item: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``/v1/responses``: text in, one message out, whole or as events. Nothing is stored: no response has a successor."""
+"""``/v1/responses``: text in, one message out, whole or as events. A response that is stored can be continued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagedcore_http.json_pieces import map_in_pieces
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call, ServedModel
 from pagedcore_openai.errors import ChunkStream, FieldNotSupported, NamedEventStream
-from pagedcore_openai.prompts import input_of
+from pagedcore_openai.prompts import input_of, instructions_of
 from pagedcore_openai.structured import format_of
 from pagedcore_openai.wire import chat_entry
 
@@ -32,11 +32,18 @@ class ResponseCall(Call):
     def __init__(self, served: ServedModel, fields: Mapping[str, Any], derived: str | bytes | None) -> None:
         self._message_id = f"msg-{secrets.token_hex(16)}"
         self._num_events = 0
+        self._owner = derived
         super().__init__(served, fields, derived)
 
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
-        """Return the chat."""
-        return [input_of(known.required(fields, "input", "text, or a list of messages"), fields.get("instructions"))]
+        """Return the chat: the conversation up to the previous response, and the input."""
+        self._is_stored = known.flag({"store": True, **fields}, "store")
+        given = input_of(known.required(fields, "input", "text, or a list of messages"))
+        previous = fields.get("previous_response_id")
+        before = () if previous is None else self.served.stored.messages_of(previous, self._owner)
+        self._messages = [*before, *given]
+        # Why apart: instructions are for one response, as at OpenAI.
+        return [[*instructions_of(fields.get("instructions")), *self._messages]]
 
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters."""
@@ -65,7 +72,14 @@ class ResponseCall(Call):
         (output,) = outputs
         (one,) = output.outputs
         entries = await self._entries(one.logprobs)
-        return encode(self._response(one.finish_reason, one.text, entries, output.usage))
+        body = encode(self._response(one.finish_reason, one.text, entries, output.usage))
+        self._keep(one.text, body)
+        return body
+
+    def _keep(self, text: str, body: str) -> None:
+        if self._is_stored:
+            messages = [*self._messages, {"role": "assistant", "content": text}]
+            self.served.stored.keep(self.id, self._owner, messages, body)
 
     async def _entries(self, entries: Sequence[TokenLogprobs] | None) -> list[dict[str, Any]]:
         return await map_in_pieces(lambda one: chat_entry(one, self.served.spell), entries or ())
@@ -80,7 +94,8 @@ class ResponseCall(Call):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": fields.get("instructions"), "max_output_tokens": fields.get("max_output_tokens"),
             "model": self.served.name, "output": [] if reason is None else [message], "parallel_tool_calls": False,
-            "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "store": False,
+            "previous_response_id": fields.get("previous_response_id"), "reasoning": {"effort": None, "summary": None},
+            "store": self._is_stored,
             "temperature": params.temperature, "text": {"format": self._format}, "tool_choice": "none",
             "tools": [], "top_p": params.top_p, "truncation": "disabled", "metadata": {},
             "usage": None if usage is None else _usage_of(usage),
@@ -117,11 +132,13 @@ class ResponseCall(Call):
 
     def _closing(self, reason: str, text: str, logprobs: list[dict[str, Any]], usage: Usage | None) -> list[str]:
         status, part = _status_of(reason), _part(text, logprobs)
+        response = self._response(reason, text, logprobs, usage)
+        self._keep(text, encode(response))
         return [
             self._of_part("response.output_text.done", text=text, logprobs=logprobs),
             self._of_part("response.content_part.done", part=part),
             self._event("response.output_item.done", output_index=0, item=self._message(status, [part])),
-            self._event(f"response.{status}", response=self._response(reason, text, logprobs, usage)),
+            self._event(f"response.{status}", response=response),
         ]
 
     def _of_part(self, kind: str, **fields: Any) -> str:

@@ -327,7 +327,7 @@ def test_responses_whole_and_as_events(client: OpenAI, engine: AsyncEngine) -> N
     """Text in, text out, with instructions, log-probabilities and usage; events are numbered and end with the whole."""
     wanted = answer(engine, [{"role": "system", "content": "Be short"}, *CHAT])
     whole = client.responses.create(input=QUESTION, instructions="Be short", **GREEDY)
-    assert (whole.output_text, whole.status, whole.store) == (wanted.outputs[0].text, "completed", False)
+    assert (whole.output_text, whole.status, whole.store) == (wanted.outputs[0].text, "completed", True)
     assert whole.usage is not None
     assert whole.usage.output_tokens == len(wanted.outputs[0].token_ids)
     items: Any = [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}, *whole.to_dict()["output"],  # type: ignore[misc]
@@ -350,6 +350,8 @@ def test_responses_whole_and_as_events(client: OpenAI, engine: AsyncEngine) -> N
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"input": QUESTION, "previous_response_id": "resp-1"}, "previous_response_id"),
+    ({"input": QUESTION, "previous_response_id": 1}, "previous_response_id"),
+    ({"input": QUESTION, "store": 1}, "store"),
     ({"input": QUESTION, "tools": [{"type": "web_search"}]}, "tools"), ({"input": []}, "input"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "4"}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
