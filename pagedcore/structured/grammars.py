@@ -34,6 +34,10 @@ _LIMITS: Final = {
 """What compiling and one mask may take: some hundred and some ten milliseconds."""
 
 
+_MOST_THREADS: Final = 4
+"""For the masks of a step: they are computed while the model is idle."""
+
+
 class CompiledGrammar:
     """The grammar of one request."""
 
@@ -156,7 +160,7 @@ class Grammars:
 
         # Why: a forked child has none of its parent's threads.
         if self._executor is None or self._executor[0] != os.getpid():
-            self._executor = os.getpid(), LLExecutor()
+            self._executor = os.getpid(), LLExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
         return self._executor[1]
 
 

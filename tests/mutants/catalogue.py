@@ -300,4 +300,29 @@ DOORS = (    Mutant("A body may be nested without end.", "adapters/pagedcore_htt
            "adapters/pytest_plugin/test_goldens.py::test_an_answer_that_is_longer_or_shorter_ends_elsewhere"),
 )
 
-MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS)
+_MASKS = "pagedcore/structured/grammars.py"
+_GRAMMAR = "structured/test_structured_output.py::test_"
+
+STRUCTURED = (
+    Mutant("A matcher that is behind stays behind.", _MASKS,
+           "            self._matcher.consume_tokens(new)\n", "",
+           _GRAMMAR + "a_completion_has_the_form_that_is_asked_for[regex]"),
+    Mutant("A matcher is believed to be where another completion was.", _MASKS,
+           "if self._consumed != token_ids[:num_known]:", "if False:",
+           _GRAMMAR + "a_cursor_follows_any_completion"),
+    Mutant("A grammar that failed lets the completion end.", _MASKS,
+           "if matcher.is_error():\n                failures", "if False:\n                failures",
+           _GRAMMAR + "a_grammar_that_explodes_ends_its_own_request_only"),
+    Mutant("A branch shares its place with its sequence.", _MASKS,
+           "return GrammarCursor(self._grammar)", "return self", _GRAMMAR + "a_cursor_follows_any_completion"),
+    Mutant("A mask hides that a row is broken.", _MASKS,
+           "(bits == 0) & (row < np.inf)", "bits == 0", _GRAMMAR + "a_broken_row_stays_recognisable"),
+    Mutant("A failure in one part of a step is lost.", "pagedcore/execution/model_runner.py",
+           "        failures.update(sampled.failures)\n", "",
+           _GRAMMAR + "a_grammar_fails_in_a_step_that_is_computed_in_parts"),
+    Mutant("Multiples are compiled however large.", "pagedcore/structured/grammar_source.py",
+           "multiple = math.lcm(multiple, _without_point(one.get(\"multipleOf\")))", "multiple = 1",
+           "structured/test_hostile_grammars.py::test_what_would_take_too_long_is_refused[multiples]"),
+)
+
+MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *STRUCTURED)

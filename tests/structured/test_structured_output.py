@@ -12,6 +12,7 @@ import pytest
 from pagedcore import Engine, SamplingParams, StructuredOutput
 from pagedcore.errors import GrammarFailed, InvalidGrammar, InvalidSampling, MissingDependency
 from pagedcore.execution.sampler import Sampler
+from pagedcore.request_options import RequestOptions
 from support.doubles import ToyBackend
 from support.engine_builders import make_engine
 
@@ -142,6 +143,43 @@ def test_a_grammar_that_explodes_ends_its_own_request_only(engine: Engine) -> No
     assert [outputs[0].outputs[0].token_ids, outputs[2].outputs[0].token_ids] == expected
     assert isinstance(outputs[1].outputs[0].error, GrammarFailed)
     assert outputs[1].outputs[0].finish_reason == "error"
+
+
+def test_a_grammar_fails_in_a_step_that_is_computed_in_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a failing step is computed again in halves, a failing grammar still ends as what it is."""
+    choose = Sampler._choose
+
+    def failing(self: Sampler, rows: Any, sequences: Any) -> Any:
+        if len(sequences) > 1:
+            raise RuntimeError("together they cannot be sampled")
+        return choose(self, rows, sequences)
+
+    monkeypatch.setattr(Sampler, "_choose", failing)
+    grammar = 'start: ("a"{1,100000}){1,100000} "b"'
+    bomb = SamplingParams(max_tokens=200, structured={"lark": grammar}, logit_bias=bias(engine, "b"))
+    outputs = engine.generate([PROMPT] * 2, [bomb, SamplingParams(max_tokens=60)])
+    assert isinstance(outputs[0].outputs[0].error, GrammarFailed)
+    assert outputs[1].outputs[0].error is None
+
+
+def test_a_cursor_follows_any_completion(engine: Engine) -> None:
+    """Whatever tokens it is asked about, in any order, on it or on its branch: the mask is that of a fresh one."""
+    grammars = engine.input_processor.grammars
+    assert grammars is not None
+    wanted = SamplingParams(structured={"regex": "[ab]{3}[cd]{3}"})
+    cursor, letters = engine.input_processor.constraint_of(wanted), {}
+    for letter in "abcd":
+        (letters[letter],) = engine.input_processor.process(letter, None, RequestOptions()).token_ids
+    branch = cursor.branch()
+    for text in ("", "ab", "abac", "ab", "ba", "bab", "babd", "a", "aaaccc", "b"):
+        ids = [letters[letter] for letter in text]
+        rows = np.zeros((3, 2048), np.float32)
+        fresh = engine.input_processor.constraint_of(wanted)
+        assert grammars.mask_rows(rows, [(0, cursor, ids), (1, branch, ids[:1]), (2, fresh, ids)]) == {}
+        assert (rows[0] == rows[2]).all()
+        assert (rows[1] == 0).any()
+        assert np.isfinite(rows[0, letters["c"]]) == (3 <= len(text) < 6)
+        assert np.isneginf(rows[1, letters["c"]])
 
 
 def test_a_grammar_without_any_text_is_refused(engine: Engine) -> None:
