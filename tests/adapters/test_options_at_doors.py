@@ -25,6 +25,8 @@ from adapters.doors import (
     raise_refusal,
 )
 from pagedcore.engine.engine import Engine
+from pagedcore.structured.grammars import Grammars
+from pagedcore.structured_output import StructuredOutput
 from pagedcore_http.salts import combine_salts
 from support.async_helpers import SlowBackend
 
@@ -90,6 +92,21 @@ async def test_every_option_reaches_the_engine_through_every_door(accepted: list
             assert (full.priority, full.cache_salt, full.request_id) == (5, salt_of(ask), "label"), ask.__name__
             label = None if ask not in OPENAI else plain.request_id
             assert (plain.priority, plain.cache_salt, plain.request_id) == (0, None, label), ask.__name__
+        assert opened.is_idle()
+
+
+async def test_structured_output_is_asked_for_through_every_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapping of a grammar, beside other sampling parameters, is compiled once for each request; OpenAI's paths,
+    which have other names for it, are tested with its client."""
+    compiled: list[StructuredOutput] = []
+    monkeypatch.setattr(Grammars, "compile", lambda self, wanted: compiled.append(wanted))
+    sampling = {"max_tokens": 1, "structured": {"json_schema": {"type": "object"}}}
+    async with house() as opened:
+        await asyncio.sleep(0)
+        for ask in (*(one for one in DOORS if one not in OPENAI), by_session):
+            compiled.clear()
+            assert not isinstance(await outcome_of(ask(opened, Question("ab", sampling, {}))), str), ask.__name__
+            assert compiled == [StructuredOutput(json_schema={"type": "object"})], ask.__name__
         assert opened.is_idle()
 
 
