@@ -33,14 +33,16 @@ MAX_QUEUE: Final = 100
 """Most waiting sequences that a frame names; all are counted."""
 MAX_VIEWERS: Final = 32
 """Most viewers of one model."""
+MAX_TENANTS_VIEWERS: Final = 8
+"""Most of these that see one tenant's part, so that a tenant cannot take the places of all."""
 _OVER: Final = frame({}, "done")
 
 
 class TooManyViewers(RefusedAtTheDoor):
     """As many viewers look at a model as may."""
 
-    def __init__(self) -> None:
-        super().__init__(HTTPStatus.TOO_MANY_REQUESTS, "viewers", MAX_VIEWERS + 1, f"at most {MAX_VIEWERS}")
+    def __init__(self, limit: int) -> None:
+        super().__init__(HTTPStatus.TOO_MANY_REQUESTS, "viewers", limit + 1, f"at most {limit}")
 
 
 @dataclass(slots=True)
@@ -207,7 +209,9 @@ class LiveView:
             EngineClosed: the engine was closed.
         """
         if self.num_viewers >= MAX_VIEWERS:
-            raise TooManyViewers
+            raise TooManyViewers(MAX_VIEWERS)
+        if sees is not None and key in self._channels and len(self._channels[key].viewers) >= MAX_TENANTS_VIEWERS:
+            raise TooManyViewers(MAX_TENANTS_VIEWERS)
         channel, news = self._channels.setdefault(key, _Channel(Scope(sees))), asyncio.Event()
         channel.viewers.add(news)
         channel.was_quiet = False

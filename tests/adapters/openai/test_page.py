@@ -370,7 +370,7 @@ async def test_a_slow_viewer_misses_frames() -> None:
         call = app.begin(TEXT, {**LONG, "stream": True})
         await until(quick, lambda one: one["rows"])
         async with asyncio.timeout(30.0):
-            while len(frames_of(quick)) < 3 * live.MAX_FRAMES:
+            while len(frames_of(quick)) < 4 * live.MAX_FRAMES:
                 await asyncio.sleep(0.005)
         (channel,) = next(iter(app.asgi.service.live.values()))._channels.values()
         assert len(channel.frames) == live.MAX_FRAMES
@@ -383,7 +383,7 @@ async def test_a_slow_viewer_misses_frames() -> None:
 
 
 async def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One too many is 429 and changes nothing; a place that was left is free."""
+    """One too many is 429 and changes nothing; a place that was left is free. A tenant cannot take all places."""
     monkeypatch.setattr(live, "MAX_VIEWERS", 2)
     async with paged() as app:
         views = [app.begin("/live", b"GET") for _ in range(2)]
@@ -393,6 +393,15 @@ async def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await views.pop().leave()
         views.append(app.begin("/live", b"GET"))
         await until(views[-1], lambda _: True)
+        for view in views:
+            await view.leave()
+    monkeypatch.setattr(live, "MAX_TENANTS_VIEWERS", 1)
+    async with paged(api_keys=KEYS) as app:
+        views = [app.begin("/live", b"GET", headers=with_key(ONE))]
+        await until(views[0], lambda _: True)
+        assert (await app.call("/live", headers=with_key(ONE))).status == 429
+        views.append(app.begin("/live", b"GET", headers=with_key(TWO)))
+        await until(views[1], lambda _: True)
         for view in views:
             await view.leave()
 
