@@ -238,6 +238,14 @@ def test_hosts_and_origins_are_those_of_the_address(monkeypatch: pytest.MonkeyPa
         assert bool(service.page_files) == settings.get("page", True)
 
 
+def test_idle_connections_outlive_those_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client keeps an idle connection for 5 to 60 seconds; a server that closed it first would lose its next call."""
+    seen: list[uvicorn.Config] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, _: seen.append(server.config))
+    serve({"demo": ToyBackend()}, port=0, num_kv_blocks=16)
+    assert seen[0].timeout_keep_alive > 60
+
+
 def test_settings_come_from_options_before_those_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """``--config`` gives the settings that no option gives; a server's queue is long unless the file says otherwise."""
     seen: list[Any] = []
