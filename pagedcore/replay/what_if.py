@@ -158,6 +158,7 @@ class WhatIf:
         self.scheduler = build_scheduler(settings, load_policy)
         self._lives = {one.number: one for one in lives}
         self._coming = sorted(lives, key=lambda one: one.arrival_s, reverse=True)
+        self._postponed: list[Life] = []
         self._arrived_s: dict[int, float] = {}
         self._sequences: dict[int, ReplayedSequence] = {}
         self._moving: dict[int, float] = {}
@@ -165,7 +166,7 @@ class WhatIf:
 
     def run(self) -> Outcome:
         """Run to the end of all requests, or to where nothing can progress."""
-        while self._coming or self.scheduler.has_work:
+        while self._coming or self._postponed or self.scheduler.has_work:
             self._arrive()
             self._settle()
             if not self._step() and not self._sleep():
@@ -174,29 +175,33 @@ class WhatIf:
         return self.outcome
 
     def _arrive(self) -> None:
+        due, self._postponed = self._postponed, []
         while self._coming and self._coming[-1].arrival_s <= self._now_s:
-            life = self._coming.pop()
+            due.append(self._coming.pop())
+        for life in due:
             earlier = self._sequences.get(life.number)
             if earlier is not None and earlier.finish_reason is None:
                 # Why: a further turn cannot come before the one before it has ended.
-                self._coming.append(replace(life, arrival_s=self._now_s + self._costs.step.seconds(1)))
-                self._coming.sort(key=lambda one: one.arrival_s, reverse=True)
-                return
-            self._lives[life.number] = life
-            sequence = self._sequences[life.number] = sequence_of({**life.described, "status": "waiting"})
-            sequence.num_computed_tokens = sequence.num_preemptions = 0
-            sequence.num_cached_tokens = sequence.finish_reason = None
-            self._arrived_s[life.number] = life.arrival_s
-            try:
-                self.scheduler.add_sequences(sequence)
-            except (RequestTooLarge, EngineOverloaded):
-                self.outcome.num_refused += 1
-                sequence.finish_reason = "error"
+                self._postponed.append(replace(life, arrival_s=self._now_s))
+            else:
+                self._add(life)
         waiting = self.scheduler.waiting
         if waiting.gated and self._gate_s() <= self._now_s:
             waiting.open_gate()
         for number in [one.sequence_id for one in waiting if not self._num_left(one.sequence_id)]:
             self._finish(number)
+
+    def _add(self, life: Life) -> None:
+        self._lives[life.number] = life
+        sequence = self._sequences[life.number] = sequence_of({**life.described, "status": "waiting"})
+        sequence.num_computed_tokens = sequence.num_preemptions = 0
+        sequence.num_cached_tokens = sequence.finish_reason = None
+        self._arrived_s[life.number] = life.arrival_s
+        try:
+            self.scheduler.add_sequences(sequence)
+        except (RequestTooLarge, EngineOverloaded):
+            self.outcome.num_refused += 1
+            sequence.finish_reason = "error"
 
     def _num_left(self, number: int) -> int:
         return self._lives[number].length - len(self._sequences[number].token_ids)
