@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from pagedcore.errors import RecordingError
 from pagedcore.kv_cache.block_hash import BlockHasher
 from pagedcore.recorder.ring import Event, Segment
 from pagedcore.recorder.token_rows import TokenRows, decode
-from pagedcore.sampling_params import SamplingParams
+from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
 VERSION: Final = 1
@@ -118,7 +118,7 @@ class _Writer:
         for name in ("status", "num_keys", "num_scored", "num_sequences", "num_tokens"):
             found[name] = described[name]
         if self._keeps_tokens:
-            found["params"] = _params(described["params"])
+            found["params"] = params_as_mapping(described["params"])
         return found
 
     def _word(self, name: str, value: Any) -> Any:
@@ -159,11 +159,6 @@ def _keys_of(hasher: BlockHasher, rows: Iterable[tuple[bytes, array[int]]]) -> d
         for block, key in enumerate(keys):
             places.setdefault(key, (number, block))
     return places
-
-
-def _params(params: SamplingParams) -> dict[str, Any]:
-    kept = {name: value for name, value in asdict(params).items() if value is not None}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 
 def write_recording(

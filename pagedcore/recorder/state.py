@@ -35,7 +35,9 @@ _NOT_PLAIN: Final = frozenset({
     "token_ids", "params", "stop_token_ids", "cache_root", "block_keys", "logprobs", "prompt_logprobs", "status",
 })
 _UNKNOWN: Final = Content(b"", b"", (), True)
-_PLAIN: Final = tuple(one.name for one in fields(Sequence) if one.name not in _NOT_PLAIN)
+_PLAIN: Final = frozenset(one.name for one in fields(Sequence)) - _NOT_PLAIN
+_PLAIN_TYPES: Final = (int, float, str, bytes, type(None))
+"""Of what a policy may look at; others, such as the state of a grammar, decide tokens only, and these are recorded."""
 
 
 class ReplayedSequence(Sequence):
@@ -54,7 +56,8 @@ def describe(sequence: Sequence) -> State:
     """Copy what decisions about a sequence depend on, and how its tokens are sampled."""
     scored = sequence.prompt_logprobs
     return {
-        "plain": {name: getattr(sequence, name) for name in _PLAIN}, "status": sequence.status.value,
+        "plain": {name: value for name in _PLAIN if isinstance(value := getattr(sequence, name), _PLAIN_TYPES)},
+        "status": sequence.status.value,
         "num_keys": len(sequence.block_keys), "num_scored": None if scored is None else len(scored),
         "num_sequences": sequence.params.num_sequences, "num_tokens": len(sequence.token_ids),
         "tokens": array("q", sequence.token_ids), "root": sequence.cache_root, "params": sequence.params,
@@ -69,7 +72,7 @@ def sequence_of(described: Mapping[str, Any], known: ReplayedSequence | None = N
         plain["sequence_id"], [], params, max_tokens=plain["max_tokens"], seed=plain["seed"],
         cache_root=described["root"],
     )
-    for name in _PLAIN:
+    for name in _PLAIN & plain.keys():
         setattr(one, name, plain[name])
     one.token_ids, one.params = list(described["tokens"]), params
     one.prompt_logprobs = None if num_scored is None else [None] * num_scored  # type: ignore[list-item]

@@ -7,7 +7,7 @@ only with the same weights, kernels, versions and processor, which are compared 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from pagedcore.config.limits import MAX_SEED
@@ -157,11 +157,8 @@ def _described_in(values: Any) -> list[Mapping[str, Any]]:
 def _params_of(described: Mapping[str, Any]) -> SamplingParams:
     kept = {name: value for name, value in described["params"].items()
             if name not in ("n", "best_of", "stop", "prompt_logprobs", "logprobs", "max_tokens")}
-    if isinstance(bias := kept.get("logit_bias"), dict):
-        kept["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
-    kept["stop_token_ids"] = tuple(kept.get("stop_token_ids", ()))
     try:
-        params = SamplingParams(**kept)
+        params = SamplingParams.from_mapping(kept)
     except (InvalidRequest, TypeError) as error:
         raise RecordingError(f"its sampling parameters are none ({type(error).__name__})") from None
     if params.beam_width > 1:
@@ -185,16 +182,23 @@ def compute_point(engine: Engine, point: Point, num_top: int = 10) -> TokenLogpr
 def continue_point(engine: Engine, point: Point, token_id: int, num_tokens: int) -> tuple[list[int], str]:
     """Put another token at a point and generate up to so many further ones; return all of them, and their text.
 
+    A grammar that the request has (``structured``) does not bind them, because the token may be outside of it.
+
     Raises ``InvalidRequest`` if the token is not in the vocabulary or the context has no room for them.
     """
     engine.token_text(token_id)
-    request = _complete(engine, point, (*point.token_ids, token_id), num_tokens, None)
+    free = replace(point, params=_with(point.params, structured=None))
+    request = _complete(engine, free, (*point.token_ids, token_id), num_tokens, None)
     try:
         token_ids = request.sequences[0].token_ids[len(point.token_ids) :]
         has_text = engine.input_processor.tokenizer is not None
         return token_ids, engine.input_processor.text_of(token_ids) if has_text else ""
     finally:
         request.remove()
+
+
+def _with(params: SamplingParams, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{**{one.name: getattr(params, one.name) for one in fields(params)}, **changes})
 
 
 def _complete(
@@ -205,16 +209,16 @@ def _complete(
     inputs = engine.input_processor
     validation.validate_prompt_ids(token_ids, inputs.vocab_size, inputs.max_model_len)
     num_before = len(token_ids) - point.num_prompt_tokens
-    kept = {name: getattr(point.params, name) for name in SamplingParams.__dataclass_fields__}
-    params = SamplingParams(**{**kept, "max_tokens": num_before + num_tokens, "logprobs": num_top,
-                               "min_tokens": min(kept["min_tokens"], num_before + num_tokens)})
+    min_tokens = min(point.params.min_tokens, num_before + num_tokens)
+    params = _with(point.params, max_tokens=num_before + num_tokens, logprobs=num_top, min_tokens=min_tokens)
+    validation.check_params_for_model(params, inputs.vocab_size)
     snapshot = SequenceSnapshot(
         token_ids=token_ids, num_prompt_tokens=point.num_prompt_tokens, params=params,
         max_tokens=num_before + num_tokens, seed=point.seed, finish_reason="abort",
     )
     request = engine.requests.revive(snapshot, RequestOptions())
     engine.requests.adopt(request)
-    engine.requests.complete_turn(request)
+    engine.requests.complete_turn(request, inputs.constraint_of(params))
     while not request.is_done:
         engine.step()
     if request.error is not None:

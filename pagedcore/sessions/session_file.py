@@ -134,12 +134,12 @@ def _body_of(snapshot: SessionSnapshot) -> dict[str, Any]:
     spec, kv, history = snapshot.kv_spec, snapshot.kv, snapshot.history
     return {
         "model": asdict(snapshot.model),
-        "params": _plain(snapshot.params) if snapshot.params is not None else None,
+        "params": params_as_mapping(snapshot.params) if snapshot.params is not None else None,
         "priority": snapshot.priority,
         "is_salted": snapshot.is_salted,
         "history": None if history is None else {
             "token_ids": list(history.token_ids), "num_prompt_tokens": history.num_prompt_tokens,
-            "params": _plain(history.params), "max_tokens": history.max_tokens, "seed": history.seed,
+            "params": params_as_mapping(history.params), "max_tokens": history.max_tokens, "seed": history.seed,
             "finish_reason": history.finish_reason,
             # Why: as hexadecimal text every float comes back bit for bit, infinities included.
             "logprobs": [
@@ -157,7 +157,8 @@ def _form_of(spec: KVSpec) -> dict[str, Any]:
     return {"block_size": spec.block_size, "block_bytes": spec.block_bytes, "kv_format": spec.kv_format}
 
 
-def _plain(params: SamplingParams) -> dict[str, Any]:
+def params_as_mapping(params: SamplingParams) -> dict[str, Any]:
+    """Return parameters as JSON has them; ``SamplingParams.from_mapping`` makes them again."""
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     if params.logit_bias is not None:
         values["logit_bias"] = {str(token_id): value for token_id, value in params.logit_bias.items()}
@@ -237,7 +238,7 @@ def _params(values: Mapping[str, Any], inputs: InputProcessor) -> SamplingParams
         params = SamplingParams.from_mapping(values)
         validation.check_params_for_model(params, inputs.vocab_size)
         validation.require_one_completion(params)
-    if _canonical(_plain(params)) != _canonical(values):
+    if _canonical(params_as_mapping(params)) != _canonical(values):
         raise InvalidSessionFile("params", values, "the parameters in the form in which export writes them")
     return params
 

@@ -10,6 +10,7 @@ import pytest
 from pagedcore import Engine, SamplingParams
 from pagedcore.errors import InvalidRequest, RecordingError, RecordingMismatch
 from pagedcore.recorder.recording import read_recording
+from pagedcore.replay.decisions import replay_decisions
 from pagedcore.replay.point import compute_point, continue_point, find_point, require_equal, settings_for
 from support.doubles import ToyBackend
 from support.recordings import dumped, run_all, toy_engine
@@ -106,6 +107,26 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
     recording.header["is_schedule_invariant"] = False
     with toy_engine("off") as other, pytest.raises(RecordingError, match="schedule"):
         require_equal(recording, other)
+
+
+def test_a_grammar_and_biases_are_those_of_the_request(tmp_path: Path) -> None:
+    """With a grammar, biases and stop tokens the point is chosen as it was; a forced token leaves the grammar."""
+    wanted = (
+        SamplingParams(max_tokens=6, logit_bias={5: 3.0, 9: -100.0}, stop=("zzz",), stop_token_ids=(7,)),
+        SamplingParams(max_tokens=6, structured={"regex": "[0-9]{3,8}"}),
+    )
+    with Engine.from_pretrained("demo", flight_recorder="tokens", num_kv_blocks=8) as engine:
+        requests = [engine.add_request("What is 2 + 3?", params) for params in wanted]
+        while engine.has_pending_requests():
+            engine.step()
+        recording = dumped(engine, tmp_path)
+    assert replay_decisions(recording).difference is None
+    with Engine.from_pretrained("demo", **settings_for(recording, 64)) as other:
+        for request in requests:
+            for index, token_id in enumerate(request.sequences[0].output_token_ids):
+                point = find_point(recording, request.request_id, index)
+                assert compute_point(other, point).token_id == token_id
+        assert continue_point(other, find_point(recording, requests[1].request_id, 1), 300, 3)[0][0] == 300
 
 
 def test_forged_tokens_are_refused(tmp_path: Path) -> None:
