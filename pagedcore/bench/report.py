@@ -106,7 +106,8 @@ def save_plot(target: Path | IO[str], workload: Workload, measurements: Sequence
     # Why the shortest but one: one request at a time takes so many steps that all else would be too narrow to see.
     longest = sorted(one.num_steps for one in measurements)[-2 if len(measurements) > 2 else -1]
     for number, one in enumerate(measurements):
-        _draw_rows(figure.add_subplot(grid[number, :]), one, longest)
+        _draw_rows(axes := figure.add_subplot(grid[number, :]), one, longest)
+    axes.set_xlabel("step", fontsize=8)
     names = [one.mode for one in measurements]
     for column, (label, value) in enumerate(_BARS):
         axes = figure.add_subplot(grid[-1, column])

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pagedcore.cli import common
 from pagedcore.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from pagedcore.bench.throughput import Measurement
+    from pagedcore.bench.workloads import Workload
+    from pagedcore.requests.stats import EngineStats
 
 _MAX_WAITING = 4096
 """All requests of a workload arrive at once, so the queue has to hold them."""
@@ -50,10 +56,7 @@ def batching(
     config: common.ConfigOption = None,
 ) -> None:
     """Run the same requests one at a time, in static batches and continuously, on the same kernels, and compare."""
-    from rich.progress import Progress
-
     from pagedcore.bench import report, workloads
-    from pagedcore.bench.throughput import MODES, measure
     from pagedcore.execution.machine import this_machine
     from pagedcore.simulation.report import new_figure
 
@@ -61,24 +64,14 @@ def batching(
     if plot is not None or html is not None:
         new_figure(1, 1)  # so that a picture that cannot be drawn is refused before anything is measured
     number_format = this_machine().default_dtype if dtype in (None, "auto") else dtype
-    measurements = []
-    width = _width(max_num_seqs, config)
-    for mode in modes.split(","):
-        settings = {"max_num_seqs": width, "scheduling_policy": mode, **MODES.get(mode, {})}
-        with common.open_engine(
-            model if random_weights is None else workloads.random_model(random_weights, number_format), config,
-            dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
-            num_kv_blocks=blocks, max_model_len=max_model_len, max_num_waiting=_MAX_WAITING,
-            attention_backend=attention_backend, **settings,
-        ) as engine, Progress(console=common.error_console(), transient=True) as progress:
-            max_len = engine.stats().max_model_len
-            chosen = (workloads.make_workload(workload, max_len) if prompts_json is None
-                      else workloads.load_prompts(prompts_json, output_tokens, max_len))
-            if len(chosen.prompts) > _MAX_WAITING:
-                raise InvalidConfig(f"prompts: got {len(chosen.prompts)}, allowed is up to {_MAX_WAITING}.")
-            task = progress.add_task(mode, total=chosen.num_output_tokens)
-            measurements.append(measure(engine, chosen, mode, partial(progress.advance, task), width))
-            stats = engine.stats()
+    chosen, measurements, stats = _measure(
+        modes.split(","), _width(max_num_seqs, config), config,
+        lambda: model if random_weights is None else workloads.random_model(random_weights, number_format),
+        lambda most: (workloads.make_workload(workload, most) if prompts_json is None
+                      else workloads.load_prompts(prompts_json, output_tokens, most)),
+        dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization, num_kv_blocks=blocks,
+        max_model_len=max_model_len, attention_backend=attention_backend,
+    )
     common.console().print(report.as_table(chosen, measurements))
     context = {"model": random_weights or Path(model).name, "dtype": stats.dtype, "quantization": quantization,
                "attention_backend": stats.attention_backend}
@@ -88,6 +81,30 @@ def batching(
         report.save_plot(plot, chosen, measurements)
     if html is not None:
         report.save_page(html, chosen, measurements)
+
+
+def _measure(
+    modes: list[str], width: int, config: Path | None, make_model: Callable[[], Any],
+    make_workload: Callable[[int], Workload], **settings: Any,
+) -> tuple[Workload, list[Measurement], EngineStats]:
+    """Measure each way of batching on an engine of its own; ``make_workload`` gets the longest context in tokens."""
+    from rich.progress import Progress
+
+    from pagedcore.bench.throughput import MODES, measure
+
+    measurements = []
+    for mode in modes:
+        of_mode = {"max_num_seqs": width, "scheduling_policy": mode, **MODES.get(mode, {})}
+        with common.open_engine(
+            make_model(), config, max_num_waiting=_MAX_WAITING, **settings, **of_mode,
+        ) as engine, Progress(console=common.error_console(), transient=True) as progress:
+            chosen = make_workload(engine.stats().max_model_len)
+            if len(chosen.prompts) > _MAX_WAITING:
+                raise InvalidConfig(f"prompts: got {len(chosen.prompts)}, allowed is up to {_MAX_WAITING}.")
+            task = progress.add_task(mode, total=chosen.num_output_tokens)
+            measurements.append(measure(engine, chosen, mode, partial(progress.advance, task), width))
+            stats = engine.stats()
+    return chosen, measurements, stats
 
 
 def _width(max_num_seqs: int | None, config: Path | None) -> int:

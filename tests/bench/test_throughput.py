@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,12 @@ def test_continuous_batching_fills_a_slot_as_soon_as_it_is_free() -> None:
     assert continuous.spans == ((0, 1), (0, 7), (2, 3), (4, 5))
     assert continuous.rows() == [0, 1, 0, 0]
     assert (continuous.saturated_utilisation, continuous.padding_waste) == (1.0, 0.0)
+
+
+def test_a_row_has_one_request_at_a_time() -> None:
+    """A request takes the first row whose last request ended in an earlier step."""
+    spans = ((0, 3), (3, 5), (4, 4), (5, 9))
+    assert replace(measured("continuous"), spans=spans).rows() == [0, 1, 0, 0]
 
 
 def test_without_batching_one_row_works() -> None:

@@ -28,6 +28,7 @@ _HOOKS = "pagedcore/plugins/manager.py"
 _ROWS = "pagedcore/metrics/live.py"
 _LIVE = "adapters/pagedcore_openai/live.py"
 _PAGE = "adapters/openai/test_page.py::test_"
+_REPLICAS = "simulation/test_replicas.py::test_"
 
 REQUESTS = (
     Mutant("A removed request stays in the table.", _TABLE,
@@ -326,3 +327,23 @@ STRUCTURED = (
 )
 
 MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *STRUCTURED)
+SIMULATION = (
+    Mutant("One odd step replaces what is known of all.", "pagedcore/scheduler/step_time.py",
+           "elif abs(error) > most:", "elif False:",
+           "scheduler/test_step_time.py::test_one_odd_step_changes_little"),
+    Mutant("A step's cost may be negative.", "pagedcore/scheduler/step_time.py",
+           "if solution.min() >= 0.0:", "if True:",
+           "scheduler/test_step_time.py::test_it_learns_what_it_is_shown[truth2]"),
+    Mutant("Equal steps are taken together although a request waits for blocks.", "pagedcore/simulation/replica.py",
+           "return count if num_blocks <= self._blocks.num_available_blocks else 0", "return count",
+           _REPLICAS + "equal_steps_committed_together_change_nothing[{'num_kv_blocks': 10}-5.0]"),
+    Mutant("A simulated engine takes a request before its step ends.", "pagedcore/simulation/replica.py",
+           "outcome.accepted_s = max(self.now_s, request.arrival_s)", "outcome.accepted_s = request.arrival_s",
+           _REPLICAS + "every_request_has_its_tokens_when_an_engine_gives_them"
+           "[{'min_batch_size': 3, 'max_wait_ms': 40}]"),
+    Mutant("The row of a request is free before its last step.", "pagedcore/bench/throughput.py",
+           "free_from[row : row + 1] = [last + 1]", "free_from[row : row + 1] = [last]",
+           "bench/test_throughput.py::test_a_row_has_one_request_at_a_time"),
+)
+
+MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *SIMULATION)

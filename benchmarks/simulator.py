@@ -1,0 +1,115 @@
+"""The simulator beside the machine: three workloads for real and simulated, and how fast it simulates.
+
+    python benchmarks/simulator.py [--model demo | --model-size 80m] [--seconds 30] [--requests 200]
+
+Calibrates on the model, then runs each workload twice: on an engine whose requests arrive in real time, and simulated
+with the same arrivals and lengths. Prints the errors of throughput and of the mean latency, which are to be within
+10 % on a quiet machine, and the steps per second of a simulation with 32 rows, to be at least 10,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import replace
+
+from door_measuring import SIZES, model_of
+from rich.console import Console
+from rich.table import Table
+
+from pagedcore import Engine, EngineConfig, SamplingParams
+from pagedcore.scheduler.step_time import StepTimes
+from pagedcore.simulation.calibration import calibrate
+from pagedcore.simulation.replica import SimulatedModel
+from pagedcore.simulation.results import Targets
+from pagedcore.simulation.simulator import SimulatedEngine, simulate
+from pagedcore.simulation.workload import RandomLoad, SimulatedRequest
+
+SETTINGS = {"max_num_seqs": 32, "max_num_waiting": 4096, "num_kv_blocks": 1024}
+
+
+def workloads(capacity: float, num_requests: int) -> dict[str, list[SimulatedRequest]]:
+    """Steady arrivals at 0.7 of what the engine can do, bursts at the same rate, and twice of what it can do."""
+    lengths = {"num_requests": num_requests, "input_tokens": 96, "output_tokens": 48}
+    return {
+        "Poisson, 0.7 of capacity": RandomLoad(rate=0.7 * capacity, **lengths).requests(),
+        "bursts, 0.7 of capacity": RandomLoad(rate=0.7 * capacity, burstiness=3.0, seed=1, **lengths).requests(),
+        "overload, long prompts": RandomLoad(
+            rate=capacity, seed=2, **lengths | {"input_tokens": 256, "output_tokens": 32}).requests(),
+    }
+
+
+def run(engine: Engine, requests: list[SimulatedRequest]) -> tuple[float, float]:
+    """Let requests arrive in real time; return generated tokens per second and the mean latency in seconds."""
+    rng, waiting, open_, latencies = random.Random(0), list(reversed(requests)), [], []
+    start_s = time.perf_counter()
+    while waiting or open_:
+        now_s = time.perf_counter() - start_s
+        while waiting and waiting[-1].arrival_s <= now_s:
+            one = waiting.pop()
+            prompt = [rng.randrange(256) for _ in range(one.num_input)]
+            params = SamplingParams(max_tokens=one.num_output, ignore_eos=True, temperature=0.0)
+            open_.append((one, engine.add_request(prompt, params)))
+        if open_:
+            engine.step_pending()
+            now_s = time.perf_counter() - start_s
+            done = [pair for pair in open_ if pair[1].is_done]
+            for one, handle in done:
+                latencies.append(now_s - one.arrival_s)
+                handle.remove()
+            open_ = [pair for pair in open_ if not pair[1].is_done] if done else open_
+        elif waiting:
+            time.sleep(max(0.0, waiting[-1].arrival_s - now_s))
+    return sum(one.num_output for one in requests) / now_s, sum(latencies) / len(latencies)
+
+
+def steps_per_second() -> tuple[float, float]:
+    """Return the steps that a second of this machine simulates at 32 rows, and the mean number of rows."""
+    engine = SimulatedEngine(times=StepTimes(4e-3, 1e-4, 3e-4, 1e-7), config=EngineConfig(max_num_seqs=32),
+                             model=SimulatedModel(max_model_len=4096, block_size=32))
+    requests = RandomLoad(rate=8.0, num_requests=1000, input_tokens=256, output_tokens=256).requests()
+    simulate(engine, requests[:20])
+    start_s = time.process_time()
+    summary = simulate(engine, requests).summary(Targets())
+    return summary.num_steps / (time.process_time() - start_s), 32 * summary.slot_utilisation
+
+
+def main() -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", default="demo", help="a directory with a model and its tokenizer")
+    model.add_argument("--model-size", choices=sorted(SIZES), help="random weights of this size instead")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long to calibrate")
+    parser.add_argument("--requests", type=int, default=200, help="requests of each workload")
+    given = parser.parse_args()
+    table = Table("workload", "tokens/s", "simulated", "error", "mean latency", "simulated", "error")
+    with model_of(given) as directory:
+        with Engine.from_pretrained(directory, **SETTINGS) as engine:
+            found = calibrate(engine, "model", seconds=given.seconds)
+        print(f"{found.num_steps} steps measured, mean error {found.mean_error:.0%}: {found.times}")
+        simulated = found.engine(EngineConfig(**SETTINGS))
+        capacity = _capacity(simulated)
+        for name, requests in workloads(capacity, given.requests).items():
+            with Engine.from_pretrained(directory, **SETTINGS) as engine:
+                run(engine, [replace(one, arrival_s=0.0) for one in requests[:8]])
+                real = run(engine, requests)
+            summary = simulate(simulated, requests).summary(Targets())
+            pairs = zip(real, (summary.output_tokens_per_s, summary.latency.mean_s), (1, 1e3), strict=True)
+            cells = [cell for measured, predicted, unit in pairs for cell in (
+                f"{unit * measured:.1f}", f"{unit * predicted:.1f}", f"{predicted / measured - 1:+.1%}")]
+            table.add_row(name, *cells)
+    Console().print(table)
+    speed, rows = steps_per_second()
+    print(f"{speed:,.0f} simulated steps per second of CPU time, {rows:.0f} rows in the mean")
+
+
+def _capacity(engine: SimulatedEngine) -> float:
+    """Requests per second that the simulated engine completes when all come at once."""
+    requests = RandomLoad(rate=1e5, num_requests=300, input_tokens=96, output_tokens=48).requests()
+    return simulate(engine, requests).summary(Targets()).requests_per_s
+
+
+if __name__ == "__main__":
+    main()
