@@ -249,6 +249,14 @@ class QueueTimeout(RequestFailed):
         super().__init__(f"not started within {limit_s:g} seconds; retry later or raise queue_timeout_s")
 
 
+class DeadlineMissed(RequestFailed):
+    """The request was not started, because it could not have ended within its ``deadline_s`` any more."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        super().__init__(f"not started: it cannot end within its deadline_s of {deadline_s:g} seconds any more")
+
+
 class RequestTimeout(PagedcoreError, TimeoutError):
     """A completion was not ready within ``timeout_s`` seconds, as its caller asked; the request was aborted."""
 

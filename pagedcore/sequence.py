@@ -6,6 +6,7 @@ ids to block tables.
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Final, Literal
@@ -13,6 +14,7 @@ from typing import Final, Literal
 from pagedcore.errors import InternalError
 from pagedcore.outputs import FinishReason, TokenLogprobs
 from pagedcore.protocols import Constraint
+from pagedcore.request_options import NO_OPTIONS, RequestOptions
 from pagedcore.sampling_params import SamplingParams
 
 
@@ -55,8 +57,12 @@ class Sequence:
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
     """The model's end tokens and the request's stop tokens; none of them is sampled before ``min_tokens``."""
-    priority: int = 0
+    options: RequestOptions = NO_OPTIONS
+    """Without the salt: policies see it."""
     arrival: int = 0
+    """Counts the turns of an engine."""
+    arrival_s: float = 0.0
+    """When the turn was accepted, on the engine's clock."""
     cache_root: bytes = b""
     """Sequences with the same one may share blocks, others never do."""
     constraint: Constraint | None = None
@@ -71,6 +77,8 @@ class Sequence:
     num_computed_tokens: int = field(init=False, default=0)
     num_cached_tokens: int | None = field(init=False, default=None)
     num_preemptions: int = field(init=False, default=0)
+    num_protected_tokens: int = field(init=False, default=0)
+    """Positions that have to be computed before a policy may preempt it again: one more than at the last time."""
     is_in_session: bool = field(init=False, default=False)
     """Whether a session will continue it, so that its cached blocks will be needed."""
     status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
@@ -86,6 +94,22 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.constrain(self.constraint)
         self.num_logprobs = _num_logprobs(self.params, self.stop_token_ids)
+
+    @property
+    def priority(self) -> int:
+        """The priority of its request."""
+        return self.options.priority
+
+    @property
+    def deadline_s(self) -> float:
+        """When the turn has to end, on the engine's clock; infinity without a deadline."""
+        within_s = self.options.deadline_s
+        return math.inf if within_s is None else self.arrival_s + within_s
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether it has not regained what its last preemption took, and one more token."""
+        return self.num_computed_tokens < self.num_protected_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -123,7 +147,7 @@ class Sequence:
         """Return a waiting sequence that continues the same tokens in the same turn, with nothing computed."""
         other = Sequence(
             sequence_id, self.token_ids, self.params, max_tokens=self.max_tokens, seed=seed,
-            stop_token_ids=self.stop_token_ids, priority=self.priority, arrival=self.arrival,
+            stop_token_ids=self.stop_token_ids, options=self.options, arrival=self.arrival, arrival_s=self.arrival_s,
             cache_root=self.cache_root, constraint=self.constraint.branch() if self.constraint is not None else None,
         )
         other.num_prompt_tokens = self.num_prompt_tokens
@@ -153,9 +177,10 @@ class Sequence:
         return "length" if self.num_output_tokens >= self.max_tokens else None
 
     def begin_turn(self, new_token_ids: list[int], params: SamplingParams, *, max_tokens: int,
-                   stop_token_ids: frozenset[int], arrival: int, constraint: Constraint | None = None) -> None:
+                   stop_token_ids: frozenset[int], arrival: int, arrival_s: float = 0.0,
+                   constraint: Constraint | None = None) -> None:
         """Continue a finished sequence: append a further prompt part; computed positions stay computed."""
-        self.reopen_turn(arrival)
+        self.reopen_turn(arrival, arrival_s)
         self.token_ids.extend(new_token_ids)
         if params.prompt_logprobs != self.params.prompt_logprobs:
             # Why: with the same number, the scores of earlier turns stay valid and only the rest is computed.
@@ -169,11 +194,11 @@ class Sequence:
         self.logprobs = []
         self.score = None
 
-    def reopen_turn(self, arrival: int) -> None:
+    def reopen_turn(self, arrival: int, arrival_s: float = 0.0) -> None:
         """Continue a completion that was aborted, as if it had not been."""
         self.move_to(SequenceStatus.WAITING)
         self.num_cached_tokens = None
-        self.arrival = arrival
+        self.arrival, self.arrival_s, self.num_protected_tokens = arrival, arrival_s, 0
         self.finish_reason = None
 
     def constrain(self, constraint: Constraint | None) -> None:

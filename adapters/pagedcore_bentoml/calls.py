@@ -9,15 +9,15 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, RequestTimeout
-from pagedcore.request_options import TIMEOUT, OptionKeywords, RequestOptions
+from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_bentoml.wire import BatchCompletion, Completion, completion_of
-from pagedcore_http.salts import combine_salts
+from pagedcore_http.salts import Caller
 from pagedcore_http.text_parts import join_text_parts
 
 MAX_BATCH_PROMPTS: Final = 256
@@ -33,16 +33,18 @@ class Call:
     timeout_s: Any
     cache_salt: Any = field(repr=False)
     request_id: Any
-
-    def with_salt(self, derived: str | bytes | None) -> Call:
-        """Combine the caller's salt with the one that the service derived. Raises ``InvalidSalt``."""
-        RequestOptions(cache_salt=self.cache_salt)
-        return replace(self, cache_salt=combine_salts(derived, self.cache_salt))
+    deadline_s: Any = None
+    caller: Caller = field(default_factory=Caller)
 
     @property
     def options(self) -> OptionKeywords:
-        """The options of the one prompt."""
-        return {"priority": self.priority, "cache_salt": self.cache_salt, "request_id": self.request_id}
+        """The options of the one prompt, with what the service says of its caller. Raises ``InvalidRequest``."""
+        return self.options_with(self.request_id)
+
+    def options_with(self, label: Any) -> OptionKeywords:
+        """Return the options of a prompt with this label. Raises ``InvalidRequest``."""
+        return self.caller.options({"priority": self.priority, "cache_salt": self.cache_salt, "request_id": label,
+                                    "deadline_s": self.deadline_s})
 
     def params(self) -> SamplingParams:
         """Return the parameters of the one prompt. Raises ``InvalidRequest``."""
@@ -64,7 +66,7 @@ class Call:
         if len(labels) != num_prompts:
             given = self.request_id if isinstance(self.request_id, str) else len(labels)
             raise InvalidRequest("request_id", given, f"a list of {num_prompts}, one for each prompt")
-        return [{**self.options, "request_id": label} for label in labels]
+        return [self.options_with(label) for label in labels]
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:

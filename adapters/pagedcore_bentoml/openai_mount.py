@@ -44,9 +44,18 @@ def _app_of(runner: Any, name: str) -> ASGIApp:
     async def salt_of(request: Request) -> Salt:
         context: Any = bentoml.Context()
         with context.in_request(request):
-            salt: Salt = await runner.derived_salt(context)
+            salt: Salt = (await runner.caller(context)).derived
             return salt
 
-    app = openai_app(runner.engine, name=name, salt_of=salt_of, max_body_bytes=runner.max_body_bytes)
+    def weight_of(request: Request) -> float:
+        context: Any = bentoml.Context()
+        with context.in_request(request):
+            weight: float = runner.weight_of(context)
+            return weight
+
+    app = openai_app(
+        runner.engine, name=name, salt_of=salt_of, weight_of=weight_of, max_priority=runner.max_priority,
+        max_body_bytes=runner.max_body_bytes,
+    )
     app.service.open_calls = runner.open_calls
     return app

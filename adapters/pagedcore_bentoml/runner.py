@@ -11,7 +11,7 @@ import gc
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, Final, TypeVar
 
 import bentoml
@@ -48,7 +48,7 @@ from pagedcore_http.event_stream import ClientGone, run_until_disconnect
 from pagedcore_http.events import encode, frame_text
 from pagedcore_http.json_pieces import with_list
 from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, NotServing, refusal_of
-from pagedcore_http.salts import Salt, derive_salt
+from pagedcore_http.salts import Caller, Salt, derive_salt
 
 T = TypeVar("T")
 
@@ -94,6 +94,8 @@ class PagedCoreRunner:
     """Seconds without progress after which the service is not ready; longer than the longest step."""
     dead_after_s: ClassVar[float] = 60.0
     """Seconds without progress after which the service is not alive."""
+    max_priority: ClassVar[int | None] = None
+    """The highest ``priority`` that a call may ask for; ``None``: any."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Validate the settings, so that a wrong one fails where it is written and not in a worker.
@@ -229,9 +231,17 @@ class PagedCoreRunner:
         """
         return None
 
+    def weight_of(self, ctx: bentoml.Context | None) -> float:
+        """Return the weight of a call's tenant, for ``scheduling_policy="fair"``; ``salt_of`` says which tenant it is.
+
+        Override this to tell tenants apart; ``ctx`` is as for ``salt_of``.
+        """
+        return 1.0
+
     @bentoml.api(input_spec=PromptInput, output_spec=Completion)
     async def generate(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                       cache_salt: Any = None, request_id: Any = None, ctx: bentoml.Context = _NO_CONTEXT,
+                       cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None,
+                       ctx: bentoml.Context = _NO_CONTEXT,
                        ) -> Completion:
         """Complete one prompt, whole.
 
@@ -242,40 +252,44 @@ class PagedCoreRunner:
             timeout_s: longest time to the end of the completion, in seconds.
             cache_salt: calls with different salts share no cached prompts; combined with ``salt_of``.
             request_id: the caller's own label, for hooks and logs.
+            deadline_s: when it should end, in seconds, under the "deadline" policy; others refuse it.
             ctx: BentoML's; an endpoint of your own that calls this one passes its own on, for ``salt_of``.
         """
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id)
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s)
         return await self._respond(ctx, call, lambda engine, call: complete(engine, prompt, call))
 
     @bentoml.api(input_spec=ChatInput, output_spec=Completion)
     async def chat(self, messages: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                   cache_salt: Any = None, request_id: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
+                   cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None,
+                   ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
         """Complete a list of chat messages, each with "role" and "content"; otherwise as ``generate``."""
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id)
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s)
         return await self._respond(ctx, call, lambda engine, call: complete(engine, _require_chat(messages), call))
 
     @bentoml.api(input_spec=BatchInput, output_spec=BatchCompletion)
     async def batch(self, prompts: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                    cache_salt: Any = None, request_id: Any = None, ctx: bentoml.Context = _NO_CONTEXT,
+                    cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None,
+                       ctx: bentoml.Context = _NO_CONTEXT,
                     ) -> BatchCompletion:
         """Complete several prompts, in order; ``sampling`` is for all of them, or a list with one for each.
 
         Labels are a list too. A prompt that is refused refuses the batch, and so does a full queue; later failures
         are in the completions that they concern.
         """
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id)
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s)
         return await self._respond(ctx, call, lambda engine, call: complete_all(engine, prompts, call))
 
     @bentoml.api(input_spec=PromptInput, output_spec=EventText)
     async def stream(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                     cache_salt: Any = None, request_id: Any = None, ctx: bentoml.Context = _NO_CONTEXT,
+                     cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None,
+                       ctx: bentoml.Context = _NO_CONTEXT,
                      ) -> AsyncGenerator[str, None]:
         """Complete one prompt as server-sent events: deltas, then "done" with the usage, or "error"."""
         _raise_refusal_of_body(ctx)
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id)
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s)
         with self.open_calls.call():
             engine = self._live_engine()
-            call = call.with_salt(await self.derived_salt(ctx))
+            call = replace(call, caller=await self.caller(ctx))
             async with aclosing(deltas_of(engine, prompt, call)) as deltas:
                 async for delta in deltas:
                     yield await _events_of(delta)
@@ -302,12 +316,13 @@ class PagedCoreRunner:
     ) -> T:
         with self.open_calls.call():
             engine = self._live_engine()
-            return await work(engine, call.with_salt(await self.derived_salt(ctx)))
+            return await work(engine, replace(call, caller=await self.caller(ctx)))
 
-    async def derived_salt(self, ctx: bentoml.Context | None) -> Salt:
-        """Return what ``salt_of`` gives. Raises as ``derive_salt``, and ``HTTPException`` for what BentoML raises."""
+    async def caller(self, ctx: bentoml.Context | None) -> Caller:
+        """Return who a call is from. Raises as ``derive_salt``, and ``HTTPException`` for what BentoML raises."""
         try:
-            return await derive_salt(lambda: self.salt_of(ctx), (BentoMLException,))
+            salt = await derive_salt(lambda: self.salt_of(ctx), (BentoMLException,))
+            return Caller(salt, self.weight_of(ctx), self.max_priority)
         except BentoMLException as error:
             raise HTTPException(error.error_code, str(error)) from None
 

@@ -39,6 +39,7 @@ Prompts = Annotated[Any, WithJsonSchema({"type": "array", "items": {}})]
 Sampling = Annotated[Any, WithJsonSchema({"type": "object", "description": "Fields of SamplingParams."})]
 SamplingOfEach = Annotated[Any, WithJsonSchema({"description": "Fields of SamplingParams, or a list, one for each."})]
 Priority = Annotated[Any, WithJsonSchema({"type": "integer"})]
+Deadline = Annotated[Any, WithJsonSchema({"type": "number", "description": "When to end, for the deadline policy."})]
 Seconds = Annotated[Any, WithJsonSchema({"type": "number", "description": "Longest time to the last token."})]
 Salt = Annotated[Any, WithJsonSchema({
     "type": "string", "description": "Calls with different salts share no cached prompts: 1 to 64 bytes.",
@@ -90,6 +91,7 @@ class PromptInput(EndpointInput):
     timeout_s: Seconds = None
     cache_salt: Salt = None
     request_id: Label = None
+    deadline_s: Deadline = None
 
 
 class ChatInput(EndpointInput):
@@ -101,6 +103,7 @@ class ChatInput(EndpointInput):
     timeout_s: Seconds = None
     cache_salt: Salt = None
     request_id: Label = None
+    deadline_s: Deadline = None
 
 
 class BatchInput(EndpointInput):
@@ -112,6 +115,7 @@ class BatchInput(EndpointInput):
     timeout_s: Seconds = None
     cache_salt: Salt = None
     request_id: LabelOfEach = None
+    deadline_s: Deadline = None
 
 
 class Logprobs(BaseModel):

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pagedcore.errors import (
+    DeadlineMissed,
     EngineClosed,
     EngineOverloaded,
     InvalidRequest,
@@ -101,6 +102,7 @@ _STATUSES: Final[tuple[tuple[type[Exception], HTTPStatus, int | None], ...]] = (
     (InvalidRequest, HTTPStatus.BAD_REQUEST, None),
     (EngineOverloaded, HTTPStatus.TOO_MANY_REQUESTS, RETRY_AFTER_S),
     (QueueTimeout, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER_S),
+    (DeadlineMissed, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER_S),
     (NotServing, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_ELSEWHERE_S),
     (EngineClosed, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_ELSEWHERE_S),
     (RequestTimeout, HTTPStatus.GATEWAY_TIMEOUT, None),

@@ -1,16 +1,21 @@
-"""The cache salt of a call: one part that the operator derives from credentials, one part that the caller names."""
+"""Who a call is from: what the operator derives from credentials, and what the caller may add to it.
+
+A salt has one part of each. The tenant's name and weight are the operator's alone, and so is the highest priority.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Final
 
 from starlette.exceptions import HTTPException
 
-from pagedcore.errors import PagedcoreError
+from pagedcore.errors import InvalidRequest, PagedcoreError
+from pagedcore.request_options import OptionKeywords, RequestOptions
 from pagedcore_http.refusals import SaltNotDerived
 
 _log = logging.getLogger(__name__)
@@ -31,6 +36,34 @@ def combine_salts(derived: str | bytes | None, named: str | bytes | None) -> byt
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
         digest.update(b"\0" if data is None else b"\1" + len(data).to_bytes(8, "big") + data)
     return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the operator says of the caller of one call."""
+
+    derived: Salt = field(default=None, repr=False)
+    """The derived part of the salt, which also names the tenant."""
+    weight: float = 1.0
+    max_priority: int | None = None
+
+    @property
+    def tenant(self) -> str:
+        """A name by which policies tell tenants apart: a digest, which says nothing of the salt; empty without one."""
+        salt = combine_salts(self.derived, None)
+        return "" if salt is None else sha256(_TAG + b" tenant\0" + salt).hexdigest()[:32]
+
+    def options(self, given: OptionKeywords) -> OptionKeywords:
+        """Return the options of a call: what the caller gave, and what only the operator says.
+
+        Raises:
+            InvalidRequest: an option is refused, or the priority is above ``max_priority``.
+        """
+        priority = RequestOptions(**given).priority
+        if self.max_priority is not None and priority > self.max_priority:
+            raise InvalidRequest("priority", priority, f"at most {self.max_priority}")
+        return {**given, "cache_salt": combine_salts(self.derived, given.get("cache_salt")), "tenant": self.tenant,
+                "weight": self.weight}
 
 
 async def derive_salt(

@@ -83,6 +83,12 @@ class PagedCoreSettings(BaseModel):
     """Higher runs first under the engine's "priority" policy; others refuse any but 0."""
     cache_salt: SecretStr | SecretBytes | None = Field(default=None, exclude=True, repr=False)
     """Requests with different salts share no cached prompts. Give each tenant its own."""
+    tenant: str = ""
+    """Who the service is counted for, under the engine's "fair" policy."""
+    weight: float = 1.0
+    """Share of the tenant beside others, under that policy; others refuse any but 1."""
+    deadline_s: PositiveFloat | None = None
+    """When a completion should end, in seconds, under the engine's "deadline" policy; others refuse it."""
     host: EngineHost = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]  # Why: set below.
 
     @model_validator(mode="before")
@@ -168,7 +174,10 @@ class PagedCoreSettings(BaseModel):
     def _resolve(self, stop: Sequence[str] | None, keywords: Mapping[str, Any], *, is_stream: bool = False) -> Call:
         """Combine the fields with the keywords of one call. Raises ``InvalidRequest``."""
         given = {name: value for name, value in keywords.items() if value is not None}
-        options: OptionKeywords = {"priority": self.priority, "cache_salt": reveal_secret(self.cache_salt)}
+        options: OptionKeywords = {
+            "priority": self.priority, "cache_salt": reveal_secret(self.cache_salt), "tenant": self.tenant,
+            "weight": self.weight, "deadline_s": self.deadline_s,
+        }
         for name in OPTION_NAMES:
             if name in given:
                 options[name] = reveal_secret(given.pop(name))

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ MEMORY_SHARE: Final = 0.3
 """Share of free memory that the KV pools of several models take together when nothing is said."""
 _APP_OPTIONS: Final = frozenset({
     "api_keys", "salt_of", "hosts", "max_body_bytes", "max_open_calls", "body_s", "drain_s",
-    "metrics", "page", "origins",
+    "metrics", "page", "origins", "max_priority", "weight_of",
 })
 _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/chat/completions", partial(Completing, kind=ChatCall)),
@@ -142,6 +142,7 @@ def openai_app(
     salt_of: SaltHook | None = None, hosts: Collection[str] | None = None, max_body_bytes: int | None = None,
     max_open_calls: int = MAX_OPEN_CALLS, body_s: float = BODY_S, drain_s: float = DRAIN_S,
     metrics: bool = False, page: bool = False, origins: Collection[str] | None = None,
+    max_priority: int | None = None, weight_of: Callable[[Request], float] | None = None,
     owned: Collection[AsyncEngine] = (),
 ) -> OpenAIApp:
     """Make the app around engines.
@@ -161,6 +162,8 @@ def openai_app(
         body_s: longest time for a body to arrive, in seconds.
         drain_s: longest wait for calls in flight at the end, in seconds.
         metrics: whether there is ``/metrics``, which counts all tenants together; with keys it needs the admin key.
+        weight_of: the weight of a call's tenant from its Starlette request, instead of from ``api_keys``.
+        max_priority: the highest ``priority`` that a body may ask for; ``None``: any.
         owned: engines that the app closes at its end; the owner of the others does.
 
     Raises:
@@ -170,7 +173,7 @@ def openai_app(
     by_name = {name: engines} if isinstance(engines, AsyncEngine) else engines
     models = {name: ServedModel.of(name, engine) for name, engine in by_name.items()}
     service = Service(models, api_keys, salt_of, Browsers(hosts, origins), max_body_bytes, max_open_calls, body_s,
-                      metrics, page_files() if page else {})
+                      metrics, page_files() if page else {}, max_priority, weight_of)
     return OpenAIApp(service, drain_s, owned)
 
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import RequestTimeout
 from pagedcore.request_options import OptionKeywords
+from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
 from pagedcore_openai.errors import ChunkStream
 from pagedcore_openai.stored import StoredResponses
@@ -54,7 +55,7 @@ class Call(ABC):
     prompt_field: ClassVar[str]
     stream_class: ClassVar[type[ChunkStream]] = ChunkStream
 
-    def __init__(self, served: ServedModel, fields: Mapping[str, Any], derived: str | bytes | None) -> None:
+    def __init__(self, served: ServedModel, fields: Mapping[str, Any], caller: Caller) -> None:
         self.served = served
         self.fields = fields
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
@@ -63,7 +64,7 @@ class Call(ABC):
         self.has_usage = known.wants_usage(fields)
         self.has_token_ids = known.flag(fields, "return_token_ids")
         self.timeout_s = known.timeout_of(fields)
-        self.options = known.options_of(fields, derived, self.id)
+        self.options = known.options_of(fields, caller, self.id)
         self.owner: object = None
         """Kept for the time of the call, so that the live view knows whose requests have its salt."""
         self.prompts = self.prompts_of(fields)

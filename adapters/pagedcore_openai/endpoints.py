@@ -72,9 +72,9 @@ class Completing(Endpoint):
         """Return the whole response, or the stream that will be sent."""
         fields = self._kind.form.read(await self.service.read_body(request))
         served = self.service.model_of(fields)
-        derived = await self.service.salt_of(request, tenant)
-        call = self._kind(served, fields, derived)
-        call.owner = self.service.owner_of(call.options["cache_salt"], derived)
+        caller = await self.service.caller_of(request, tenant)
+        call = self._kind(served, fields, caller)
+        call.owner = self.service.owner_of(call.options["cache_salt"], caller.derived)
         headers = {"x-request-id": call.id}
         if call.is_stream:
             return call.stream_class(call.events(), headers, self.prompt_field)
@@ -133,7 +133,7 @@ class StoredResponse(Endpoint):
 
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return the response; after a DELETE, that it is gone."""
-        response_id, owner = request.path_params["response"], await self.service.salt_of(request, tenant)
+        response_id, owner = request.path_params["response"], (await self.service.caller_of(request, tenant)).derived
         stores = [one.stored for one in self.service.models.values()]
         stored = next((one for one in stores if response_id in one), stores[0])
         if request.method != "DELETE":

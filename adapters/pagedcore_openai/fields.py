@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from pagedcore import SamplingParams
 from pagedcore.errors import InvalidRequest, UnknownParameter
-from pagedcore.request_options import TIMEOUT, OptionKeywords, RequestOptions
+from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_http.events import encode
-from pagedcore_http.salts import combine_salts
+from pagedcore_http.salts import Caller
 from pagedcore_openai import structured
 from pagedcore_openai.errors import FieldMissing, FieldNotSupported, is_field
 
@@ -29,7 +29,7 @@ _EXTRA: Final = ("min_p", "repetition_penalty", "min_tokens", "stop_token_ids", 
 """vLLM's, with the same name and meaning here."""
 _NOT_WITH_BEAMS: Final = {"temperature": DEFAULT_TEMPERATURE, "top_p": 1.0}
 _OPTIONS: Final = ("model", "stream", "stream_options", "priority", "cache_salt", "request_id", "timeout_s",
-                   "return_token_ids")
+                   "deadline_s", "ttft_ms", "tpot_ms", "return_token_ids")
 _IGNORED: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prediction", "parallel_tool_calls",
@@ -139,17 +139,17 @@ def wants_usage(fields: Mapping[str, Any]) -> bool:
     return flag({"include_usage": False, **{k: v for k, v in options.items() if v is not None}}, "include_usage")
 
 
-def options_of(fields: Mapping[str, Any], derived: str | bytes | None, label: str) -> OptionKeywords:
-    """Return the options of the request, its salt combined with the one of the tenant.
+def options_of(fields: Mapping[str, Any], caller: Caller, label: str) -> OptionKeywords:
+    """Return the options of the request, with what the operator says of its caller.
 
     Raises:
-        InvalidRequest: the priority, the salt or the label is refused.
+        InvalidRequest: the priority, the salt, the label or the deadline is refused.
     """
-    named = fields.get("cache_salt")
-    options: OptionKeywords = {"priority": fields.get("priority", 0), "cache_salt": named,
-                               "request_id": fields.get("request_id", label)}
-    RequestOptions(**options)
-    return {**options, "cache_salt": combine_salts(derived, named)}
+    return caller.options({
+        "priority": fields.get("priority", 0), "cache_salt": fields.get("cache_salt"),
+        "request_id": fields.get("request_id", label), "deadline_s": fields.get("deadline_s"),
+        "ttft_ms": fields.get("ttft_ms"), "tpot_ms": fields.get("tpot_ms"),
+    })
 
 
 def timeout_of(fields: Mapping[str, Any]) -> float | None:

@@ -11,6 +11,7 @@ from pagedcore import RequestOutput, SamplingParams, TokenLogprobs, Usage
 from pagedcore.errors import InvalidRequest
 from pagedcore_http.events import encode, frame
 from pagedcore_http.json_pieces import map_in_pieces
+from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call, ServedModel
 from pagedcore_openai.errors import ChunkStream, FieldNotSupported, NamedEventStream
@@ -29,11 +30,11 @@ class ResponseCall(Call):
     prompt_field: ClassVar = "input"
     stream_class: ClassVar[type[ChunkStream]] = NamedEventStream
 
-    def __init__(self, served: ServedModel, fields: Mapping[str, Any], derived: str | bytes | None) -> None:
+    def __init__(self, served: ServedModel, fields: Mapping[str, Any], caller: Caller) -> None:
         self._message_id = f"msg-{secrets.token_hex(16)}"
         self._num_events = 0
-        self._owner = derived
-        super().__init__(served, fields, derived)
+        self._owner = caller.derived
+        super().__init__(served, fields, caller)
 
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the chat: the conversation up to the previous response, and the input."""

@@ -15,7 +15,7 @@ from pagedcore.errors import InvalidConfig
 from pagedcore_http.body import body_limit, read_object
 from pagedcore_http.drain import OpenCalls
 from pagedcore_http.refusals import NotServing, RefusedAtTheDoor
-from pagedcore_http.salts import Salt, combine_salts, derive_salt
+from pagedcore_http.salts import Caller, Salt, combine_salts, derive_salt
 from pagedcore_openai.calls import ServedModel
 from pagedcore_openai.errors import FieldMissing, ModelNotFound
 from pagedcore_openai.live import LiveView
@@ -57,6 +57,8 @@ class Service:
     shows_metrics: bool
     page_files: Mapping[str, tuple[bytes, str]] = field(default_factory=dict)
     """The files of the page by name; empty: there is no page."""
+    max_priority: int | None = None
+    weight_hook: Callable[[Request], float] | None = None
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     live: dict[str, LiveView] = field(init=False)
     """By model."""
@@ -93,7 +95,7 @@ class Service:
             return "all", None
         if tenant is None and self.salt_hook is None:
             return "all", None
-        derived = await self.salt_of(request, tenant)
+        derived = (await self.caller_of(request, tenant)).derived
         own = combine_salts(derived, None) or b""
 
         def sees(salt: bytes) -> bool:
@@ -107,10 +109,17 @@ class Service:
         if self.open_calls.num_open > self.max_open_calls:
             raise TooManyCalls(self.max_open_calls)
 
-    async def salt_of(self, request: Request, tenant: bytes | None) -> Salt:
-        """Return the derived part of a call's salt: the operator's, else the tenant's. Raises ``SaltNotDerived``."""
-        hook = self.salt_hook
-        return tenant if hook is None else await derive_salt(lambda: hook(request))
+    async def caller_of(self, request: Request, tenant: bytes | None) -> Caller:
+        """Return who a call is from; its salt is derived by the operator's hook, else from the key. Raises
+        ``SaltNotDerived``.
+        """
+        hook, keys = self.salt_hook, self.api_keys
+        salt = tenant if hook is None else await derive_salt(lambda: hook(request))
+        if self.weight_hook is not None:
+            weight = self.weight_hook(request)
+        else:
+            weight = 1.0 if keys is None or tenant is None else keys.weight_of(tenant)
+        return Caller(salt, weight, self.max_priority)
 
     async def read_body(self, request: Request) -> dict[str, Any]:
         """Return the object in a body. Raises as ``read_object``; ``RefusedAtTheDoor`` (408) if it comes too slowly."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from http import HTTPStatus
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 
 from pagedcore.errors import InvalidConfig
+from pagedcore.request_options import RequestOptions
 from pagedcore_http.refusals import RefusedAtTheDoor
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
@@ -32,13 +33,20 @@ class ApiKeys:
             the list and its length.
     """
 
-    def __init__(self, keys: Iterable[str], admin_key: str | None = None) -> None:
-        """Take the tenants' keys, and one that may also read ``/metrics``, which shows all tenants together."""
+    def __init__(
+        self, keys: Iterable[str], admin_key: str | None = None, *, weights: Mapping[str, float] | None = None
+    ) -> None:
+        """Take the tenants' keys, one that may also read ``/metrics``, which shows all tenants together, and the
+        weights of keys for ``scheduling_policy="fair"``, 1 for those without. Raises ``InvalidRequest`` for a weight.
+        """
         admin_keys = [] if admin_key is None else [admin_key]
         self._tenants = tuple(_digest(_checked(key, f"key {place}")) for place, key in enumerate(keys, start=1))
         self._admins = tuple(_digest(_checked(key, "the admin key")) for key in admin_keys)
         if not self._tenants and not self._admins:
             raise InvalidConfig("API keys: got none, needed is at least one.")
+        self._weights = {_digest(key): RequestOptions(weight=weight).weight for key, weight in (weights or {}).items()}
+        if not self._weights.keys() <= {*self._tenants, *self._admins}:
+            raise InvalidConfig("API keys: a weight is given for a key that is not among them.")
 
     def tenant_of(self, request: Request, *, is_for_admins: bool = False) -> bytes:
         """Return the secret name of the tenant whose key a request has, to derive its salt from.
@@ -60,6 +68,10 @@ class ApiKeys:
     def is_admin(self, tenant: bytes) -> bool:
         """Whether what ``tenant_of`` returned is the admin key's."""
         return tenant in self._admins
+
+    def weight_of(self, tenant: bytes) -> float:
+        """Return the weight of a tenant that ``tenant_of`` has returned."""
+        return self._weights.get(tenant, 1.0)
 
 
 class InvalidKey(RefusedAtTheDoor):

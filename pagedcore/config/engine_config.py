@@ -42,6 +42,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "quantization": rules.one_of("none", "w8a8", "w8a16", "w4a16"),
     "model_backend": rules.NAME,
     "scheduling_policy": rules.NAME,
+    "policy_options": rules.OPTIONS,
     "admission": rules.one_of("optimistic", "guaranteed"),
     "enable_prefix_caching": rules.BOOLEAN,
     "eviction_policy": rules.one_of("lru", "lfu", "fifo"),
@@ -121,7 +122,10 @@ class EngineConfig:
     """Name of an entry in the plugin table ``models``, which makes a ``ModelBackend`` of the model; "auto" takes one as
     it is, and "transformers" for everything else."""
     scheduling_policy: str = "fcfs"
-    """Name of an entry in the plugin table ``schedulers``: "fcfs", "priority" or "static"."""
+    """Name of an entry in the plugin table ``schedulers``: "fcfs", "priority", "deadline", "fair", "shortest-first",
+    "cache-aware" or "static"."""
+    policy_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Keywords of the policy's function, such as ``{"ageing_s": 10.0}`` for "priority"; see docs/scheduling.md."""
     admission: str = "optimistic"
     """"optimistic" admits what fits now and may preempt; "guaranteed" reserves for the longest completion."""
     enable_prefix_caching: bool = True

@@ -94,6 +94,9 @@ def matching(pattern: str, limit: str) -> FieldRule[str]:
 COUNT: Final = integer(1, limits.MAX_COUNT)
 PRIORITY: Final = integer(-limits.MAX_PRIORITY, limits.MAX_PRIORITY)
 NAME: Final[FieldRule[str]] = FieldRule(lambda value: isinstance(value, str) and bool(value), "a name")
+OPTIONS: Final[FieldRule[Mapping[str, Any]]] = FieldRule(
+    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value), "names with values"
+)
 BOOLEAN: Final[FieldRule[bool]] = FieldRule(lambda value: type(value) is bool, "True or False")
 EARLY_STOPPING: Final[FieldRule[Any]] = FieldRule(
     lambda value: type(value) is bool or (type(value) is str and value == "never"), 'True, False or "never"'

@@ -41,6 +41,8 @@ MAX_CHAT_MESSAGES: Final = 1024
 MAX_CHAT_BYTES: Final = 2**22
 #: Priorities are compared, never added: any small integer will do.
 MAX_PRIORITY: Final = 1_000_000
+#: Weights of requests, and one over it is the smallest: the share of one tenant beside another.
+MAX_WEIGHT: Final = 1000.0
 #: A salt names a group of requests; it is hashed, never stored.
 MAX_SALT_BYTES: Final = 64
 #: Characters of a caller's own label of a request: it is kept as long as the request and repeated to hooks.

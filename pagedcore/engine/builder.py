@@ -27,6 +27,7 @@ from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
 from pagedcore.protocols import DecodesTokens, HasFingerprint, ModelFingerprint, NamesVariablePart, UsesTorchThreads
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.scheduler.batch_gate import BatchGate
+from pagedcore.scheduler.policy_guard import make_policy
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.structured.grammars import Grammars
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
@@ -80,7 +81,7 @@ def build_components(
     start = {} if config is None else {one.name: getattr(config, one.name) for one in fields(config)}
     config = EngineConfig.from_keywords(**{**start, **own_names(settings)})
     manager = create_plugin_manager(plugins)
-    policy = manager.registry.schedulers.load(config.scheduling_policy)()
+    policy = make_policy(manager.registry.schedulers.load(config.scheduling_policy), config.policy_options)
     with usable_torch():
         backend = resolve_backend(model, config, manager.registry.load)
     text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
@@ -107,7 +108,7 @@ def _assemble(
     grammars = Grammars(text, backend.vocab_size, end_ids | (text.eos_token_ids if text is not None else frozenset()))
     input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
-        config.waiting_limit, grammars.eos_token_ids, policy.has_priorities, grammars, hooks.request_context,
+        config.waiting_limit, grammars.eos_token_ids, policy.unread_options, grammars, hooks.request_context,
     )
     scheduler = Scheduler(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,

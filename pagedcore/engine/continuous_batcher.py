@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from itertools import count
 
 from pagedcore.config.engine_config import EngineConfig
-from pagedcore.config.field_rules import COUNT, PRIORITY, integer
+from pagedcore.config.field_rules import COUNT, PRIORITY, integer, invalid_setting
 from pagedcore.errors import InvalidRequest
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.protocols import Clock, MonotonicClock
+from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.batch_gate import BatchGate
+from pagedcore.scheduler.policy_guard import make_policy
 from pagedcore.scheduler.waiting_queue import WaitingQueue
 from pagedcore.sequence import Sequence
 
@@ -78,10 +80,15 @@ class ContinuousBatcher:
     """
 
     def __init__(self, config: EngineConfig | None = None, *, clock: Clock | None = None) -> None:
-        """Take the settings, and the clock that waits are measured by. Raises ``InvalidConfig``: no such policy."""
+        """Take the settings, and the clock that waits are measured by. Raises ``InvalidConfig``: no such policy, or a
+        dynamic one."""
         self.config = config if config is not None else EngineConfig()
         self._clock: Clock = clock if clock is not None else MonotonicClock()
-        self._policy = create_plugin_manager().registry.schedulers.load(self.config.scheduling_policy)()
+        make = create_plugin_manager().registry.schedulers.load(self.config.scheduling_policy)
+        self._policy = make_policy(make, self.config.policy_options)
+        if self._policy.is_dynamic:
+            raise invalid_setting("scheduling_policy", self._policy.name, "a static policy: what your engine computes, "
+                                  "and how long it takes, is not known here")
         self._gate = BatchGate(self.config.min_batch_size, self.config.max_wait_s)
         self._waiting = WaitingQueue(self._policy.order, self.config.waiting_limit)
         self._added: dict[int, tuple[BatchRequest, float]] = {}
@@ -104,13 +111,14 @@ class ContinuousBatcher:
             raise InvalidRequest("request_id", request.request_id, "an id that does not wait")
         if request.priority and not self._policy.has_priorities:
             raise InvalidRequest("priority", request.priority, f"0 under the policy {self._policy.name!r}")
-        number = next(self._ids)
+        number, now_s = next(self._ids), self._clock.now()
         sequence = Sequence(
             number, [0] * request.input_tokens, SamplingParams(max_tokens=request.max_new_tokens),
-            max_tokens=request.max_new_tokens, seed=0, priority=request.priority, arrival=number,
+            max_tokens=request.max_new_tokens, seed=0, arrival=number, arrival_s=now_s,
+            options=RequestOptions(priority=request.priority),
         )
         self._waiting.push(sequence)
-        self._added[number], self._by_id[request.request_id] = (request, self._clock.now()), sequence
+        self._added[number], self._by_id[request.request_id] = (request, now_s), sequence
 
     def remove(self, request_id: Hashable) -> bool:
         """Remove a request, and return whether it waited."""

@@ -24,7 +24,7 @@ from pagedcore.errors import EngineClosed, InternalError
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
-from pagedcore.request_options import OptionKeywords, RequestOptions
+from pagedcore.request_options import NO_OPTIONS, OptionKeywords, RequestOptions
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.pending_output import PendingOutput
@@ -41,7 +41,6 @@ from pagedcore.sessions.session import Session, SessionStore
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents
 
-_NO_OPTIONS: Final = RequestOptions()
 _MOST_SLEEP_S: Final = 0.01
 """The longest that one step sleeps for a gate, so that its caller may bring further requests meanwhile."""
 
@@ -134,7 +133,7 @@ class Engine(Diagnosis):
         Args:
             prompt: text, token ids, or chat messages.
             params: sampling parameters; ``None`` means greedy up to the model's length.
-            **options: the fields of ``RequestOptions``: ``priority``, ``cache_salt``, ``request_id``.
+            **options: the fields of ``RequestOptions``: ``priority``, ``cache_salt``, ``tenant``, ``deadline_s``, ...
 
         Raises:
             InvalidRequest: the request is refused; the subclass names the input, the value and the limit.
@@ -149,7 +148,7 @@ class Engine(Diagnosis):
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
     ) -> ProcessedRequest:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
-        return self.input_processor.process(prompt, params, RequestOptions(**options) if options else _NO_OPTIONS)
+        return self.input_processor.process(prompt, params, RequestOptions(**options) if options else NO_OPTIONS)
 
     def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
         """Take a prepared request, and append it to ``accepted``. Raises as ``add_request``; then nothing was taken."""
@@ -186,8 +185,8 @@ class Engine(Diagnosis):
         self._require_open()
         return self.sessions.open_checked(params, RequestOptions(**options))
 
-    def import_session(self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None) -> Session:
-        """Open an exported conversation; it continues as it would have where it was exported.
+    def import_session(self, path: str | os.PathLike[str], **options: Unpack[OptionKeywords]) -> Session:
+        """Open an exported conversation, which continues as it would have there; options as for ``add_request``.
 
         Raises:
             InvalidSessionFile: the file is damaged or no session file; ``ModelMismatch``: another model's.
@@ -195,7 +194,7 @@ class Engine(Diagnosis):
             TooManySessions: as many as allowed are open. ``OSError``: the file cannot be read.
         """
         self._require_open()
-        return self.sessions.take_in(self.sessions.read(path), cache_salt)
+        return self.sessions.take_in(self.sessions.read(path), options)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now and free its blocks; return whether it was live. Unknown ids are no error."""
@@ -272,6 +271,8 @@ class Engine(Diagnosis):
         self.sessions.parking.expire()
         if self.queue_timeout_s is not None:
             self._outputs.expire_waiting(self.queue_timeout_s)
+        if self.scheduler.rules.policy.sheds_late:
+            self._outputs.shed_late()
 
     def generate(
         self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None = None, *,

@@ -24,6 +24,7 @@ _TEXTS: Final = {
     "blocks": "too few KV blocks are free",
     "stall": "it runs, lacks a KV block, and waits for another sequence to end",
     "phase": "the present step has decode rows only (phases)",
+    "tenant": "its tenant has as many rows or blocks as it may (policy_options)",
     "batch": "a static batch has to end first",
     "new": "it starts with the next step",
     "stuck": "no plan can be made",
@@ -165,7 +166,9 @@ def _reason(sequence: Sequence, scheduler: Scheduler) -> str:
 
 def _stopped_by(sequence: Sequence, plan: SchedulePlan, scheduler: Scheduler) -> str:
     """Return why a plan does not admit a waiting sequence: as its queue's head, or because its prefix is computed."""
-    passed = plan.num_deferred + len(plan.admitted)
+    if sequence.sequence_id in plan.capped:
+        return "tenant"
+    passed = plan.num_deferred + len(plan.admitted) + len(plan.capped)
     is_passed = scheduler.waiting.startable().index(sequence) < passed
     if plan.num_deferred and (is_passed or not plan.stopped_by):
         return "prefix"

@@ -144,6 +144,8 @@ class StepRunner:
         expire()
         if self._scheduler.waiting.gated:
             self._outputs.open_gate()
+        if self._scheduler.queues.step_times is not None:
+            self._scheduler.begin_step(self._clock.now())
         plan, sampled = self._compute(None)
         if sampled is not None:
             self._outputs.commit(plan, sampled, self._clock.now())
@@ -193,7 +195,10 @@ class StepRunner:
             sampled = self._runner.execute(plan.rows, self._blocks)
         finally:
             self._ctrl_c.hold()
-        self._scheduler.costs.step.observe(plan.num_tokens, self._clock.now() - before_s)
+        seconds = self._clock.now() - before_s
+        self._scheduler.costs.step.observe(plan.num_tokens, seconds)
+        if self._scheduler.queues.step_times is not None:
+            self._scheduler.queues.observe(plan, seconds)
         return sampled
 
     def _next_plan(self, most_tokens: int | None) -> SchedulePlan:

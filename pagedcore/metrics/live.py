@@ -132,7 +132,7 @@ class LiveRows:
         self._ended: deque[Stretch] = deque(maxlen=MAX_KEPT)
         self._progress: dict[bytes, Progress] = {}
         self._step, self._step_end_s = 0, 0.0
-        self._stopped_by, self._num_deferred = "", 0
+        self._stopped_by, self._num_deferred, self._capped = "", 0, tuple[int, ...]()
         self._was_quiet = False
 
     def attach(self, engine: Engine) -> None:
@@ -163,7 +163,8 @@ class LiveRows:
                 self._note(track, row, stats.num_steps, now_s)
         self._sweep()
         self._step, self._step_end_s = stats.num_steps, now_s
-        self._stopped_by, self._num_deferred = stats.plan.stopped_by, stats.plan.num_deferred
+        plan = stats.plan
+        self._stopped_by, self._num_deferred, self._capped = plan.stopped_by, plan.num_deferred, plan.capped
         if self._was_quiet:
             self._was_quiet = False
             self._wake()
@@ -242,6 +243,8 @@ class LiveRows:
                 reason = "company"
             elif host.in_flight and host.is_moving(sequence.sequence_id):
                 reason = "transfer"
+            elif sequence.sequence_id in self._capped:
+                reason = "tenant"
             elif num_deferred:
                 # Why the first ones: what admission passed over and did not start it has deferred.
                 num_deferred -= 1

@@ -26,9 +26,17 @@ def pagedcore_register(registry: Registry) -> None:
                          summary="compiled for x86 processors with AVX2 or better; the default there")
     registry.models.add("transformers", "pagedcore.models.loading:transformers_backend",
                         summary="causal language models of transformers; the default")
+    registry.schedulers.add("cache-aware", "pagedcore.scheduler.policies:cache_aware",
+                            summary="first come, first served; cached beginnings some places earlier")
+    registry.schedulers.add("deadline", "pagedcore.scheduler.policies:deadline",
+                            summary="least slack to deadline_s first")
+    registry.schedulers.add("fair", "pagedcore.scheduler.policies:fair",
+                            summary="the tenant that has had least, by its weight, first")
     registry.schedulers.add("fcfs", "pagedcore.scheduler.policies:fcfs",
                             summary="first come, first served; the default")
     registry.schedulers.add("priority", "pagedcore.scheduler.policies:priority",
-                            summary="higher priority first, then first come")
+                            summary="higher priority first, then first come; can age and preempt")
+    registry.schedulers.add("shortest-first", "pagedcore.scheduler.policies:shortest_first",
+                            summary="fewest tokens first, with ageing")
     registry.schedulers.add("static", "pagedcore.scheduler.policies:static",
                             summary="a batch runs until its last request is done; for comparisons")

@@ -95,7 +95,8 @@ class _Writer:
         memories = {name: self._memory(state[name], size) for name in ("device", "host")}
         return {
             "settings": segment.settings, "is_continuous": segment.is_continuous,
-            "state": {**state, **memories, "moves": {**state["moves"]}, "sequences": described},
+            "state": {**state, **memories, "moves": {**state["moves"]}, "sequences": described,
+                      "queues": self._queues(state["queues"])},
         }
 
     def _event(self, event: Event) -> list[Any]:
@@ -126,6 +127,12 @@ class _Writer:
         if not isinstance(value, str | bytes) or name == "finish_reason":
             return value
         return self._words.setdefault(value, f"#{len(self._words)}")
+
+    def _queues(self, queues: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if queues is None:
+            return None
+        virtual = [[self._word("tenant", tenant), *rest] for tenant, *rest in queues["virtual"]]
+        return {**queues, "virtual": virtual}
 
     def _memory(self, memory: Mapping[str, Any], size: int) -> dict[str, Any]:
         """Give the blocks of a prefix cache rows, one for each end of a chain; the blocks before share it."""

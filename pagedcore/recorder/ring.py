@@ -67,7 +67,7 @@ class FlightRecorder:
         self._process_id = os.getpid()
         for owner, names in (
             (scheduler, ("add_sequences", "finish_sequence", "restart", "take_back", "add_branch", "cancel_branch",
-                         "remove_sequence", "schedule", "make_room", "reserve", "rollback", "commit")),
+                         "remove_sequence", "begin_step", "schedule", "make_room", "reserve", "rollback", "commit")),
             (scheduler.moves, ("complete_transfer", "time_out_transfer", "take_due", "park", "fetch", "free_on_host")),
             (scheduler.waiting, ("open_gate", "count_as_new")),
         ):
@@ -111,7 +111,8 @@ class FlightRecorder:
             # Why: the verb that calls this one is recorded, and a replay makes the same call.
             return method(*given, **options)
         # Why not a full one before sequences are added: a further turn has changed its sequence by then.
-        may_begin = name == "schedule" or (name == "add_sequences" and self._needs_base)
+        first = "schedule" if self._scheduler.queues.step_times is None else "begin_step"
+        may_begin = name == first or (name == "add_sequences" and self._needs_base)
         if may_begin and self._scheduler._in_flight is None:
             self._begin_segment_if_due()
         if self._needs_base:

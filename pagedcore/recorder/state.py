@@ -9,10 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields, replace
 from enum import Enum
 from itertools import count
 from typing import Any, Final
+
+import numpy as np
 
 from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.eviction import POLICIES
@@ -21,19 +23,25 @@ from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_cache import BlockMemory, CachedBlock, Content
 from pagedcore.kv_cache.prefix_match import contents
 from pagedcore.outputs import FinishReason
+from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.cost_model import CostModel, Line
 from pagedcore.scheduler.plan import Preemption, PreemptionKind
 from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.policy_queues import PolicyQueues
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.scheduler.swapping import Decision
 from pagedcore.sequence import Sequence, SequenceStatus
 
 State = dict[str, Any]
 _NOT_PLAIN: Final = frozenset({
     "token_ids", "params", "stop_token_ids", "cache_root", "block_keys", "logprobs", "prompt_logprobs", "status",
+    "options",
 })
+_OPTIONS: Final = ("priority", "tenant", "weight", "deadline_s", "ttft_ms", "tpot_ms")
+"""What of its request's options decisions about a sequence depend on."""
 _UNKNOWN: Final = Content(b"", b"", (), True)
 _PLAIN: Final = frozenset(one.name for one in fields(Sequence)) - _NOT_PLAIN
 _PLAIN_TYPES: Final = (int, float, str, bytes, type(None))
@@ -54,10 +62,11 @@ class ReplayedSequence(Sequence):
 
 def describe(sequence: Sequence) -> State:
     """Copy what decisions about a sequence depend on, and how its tokens are sampled."""
-    scored = sequence.prompt_logprobs
+    scored, options = sequence.prompt_logprobs, sequence.options
+    plain = {name: value for name in _PLAIN if isinstance(value := getattr(sequence, name), _PLAIN_TYPES)}
+    plain |= {name: getattr(options, name) for name in _OPTIONS}
     return {
-        "plain": {name: value for name in _PLAIN if isinstance(value := getattr(sequence, name), _PLAIN_TYPES)},
-        "status": sequence.status.value,
+        "plain": plain, "status": sequence.status.value,
         "num_keys": len(sequence.block_keys), "num_scored": None if scored is None else len(scored),
         "num_sequences": sequence.params.num_sequences, "num_tokens": len(sequence.token_ids),
         "tokens": array("q", sequence.token_ids), "root": sequence.cache_root, "params": sequence.params,
@@ -74,6 +83,7 @@ def sequence_of(described: Mapping[str, Any], known: ReplayedSequence | None = N
     )
     for name in _PLAIN & plain.keys():
         setattr(one, name, plain[name])
+    one.options = RequestOptions(**{name: plain[name] for name in _OPTIONS})
     one.token_ids, one.params = list(described["tokens"]), params
     one.prompt_logprobs = None if num_scored is None else [None] * num_scored  # type: ignore[list-item]
     one.status = SequenceStatus(described["status"])
@@ -86,7 +96,8 @@ def settings_of(scheduler: Scheduler) -> State:
     return {
         "num_blocks": device.num_blocks, "block_size": device.block_size, "num_host_blocks": host.num_blocks,
         "eviction": next(name for name, policy in POLICIES.items() if policy is device._policy),
-        "copies_blocks": device._copies_blocks, "policy": rules.policy.name, "max_num_seqs": rules.max_num_seqs,
+        "copies_blocks": device._copies_blocks, "policy": rules.policy.name,
+        "policy_options": dict(rules.policy.options), "max_num_seqs": rules.max_num_seqs,
         "max_num_batched_tokens": rules.max_num_batched_tokens, "max_num_waiting": scheduler.waiting.limit,
         "admission": "guaranteed" if rules.is_guaranteed else "optimistic", "preemption": rules.preemption.mode,
         "max_scored_tokens": rules.max_scored_tokens, "prefill_share": rules.prefill_share,
@@ -95,8 +106,8 @@ def settings_of(scheduler: Scheduler) -> State:
     }
 
 
-def build_scheduler(settings: Mapping[str, Any], load_policy: Callable[[str], Policy]) -> Scheduler:
-    """Build an empty scheduler with these settings, and with a policy of that name."""
+def build_scheduler(settings: Mapping[str, Any], load_policy: Callable[[str, Any], Policy]) -> Scheduler:
+    """Build an empty scheduler with these settings, and with a policy of that name and those options."""
     kv_cache = KVCacheManager(
         settings["num_blocks"], settings["block_size"], num_host_blocks=settings["num_host_blocks"],
         policy=POLICIES[settings["eviction"]], copies_blocks=settings["copies_blocks"],
@@ -104,7 +115,8 @@ def build_scheduler(settings: Mapping[str, Any], load_policy: Callable[[str], Po
     names = ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "admission", "preemption",
              "max_scored_tokens", "prefill_share", "phases")
     return Scheduler(
-        kv_cache, load_policy(settings["policy"]), gate=BatchGate(settings["min_batch_size"], settings["max_wait_s"]),
+        kv_cache, load_policy(settings["policy"], settings["policy_options"]),
+        gate=BatchGate(settings["min_batch_size"], settings["max_wait_s"]),
         **{name: settings[name] for name in names},
     )
 
@@ -119,7 +131,7 @@ def capture(scheduler: Scheduler) -> State:
         "waiting": _ids(waiting), "running": _ids(scheduler.running), "gated": sorted(waiting.gated),
         "never_started": _ids(waiting.never_started()), "policy": scheduler.rules.policy.name,
         "phases": list(scheduler._phases), "counters": _by_value(asdict(scheduler.counters)),
-        "costs": _costs(scheduler.costs),
+        "costs": _costs(scheduler.costs), "queues": _queues(scheduler.queues),
         "device": {**_memory(kv_cache.device), "tables": [
             [number, one.block_ids.tolist(), one.num_registered] for number, one in kv_cache.device._tables.items()
         ]},
@@ -162,6 +174,32 @@ def _costs(costs: CostModel) -> State:
         "loss_share": costs.loss_share, "num_estimates": costs.num_estimates,
         "sum_relative_error": costs.sum_relative_error,
     }
+
+
+def _queues(queues: PolicyQueues) -> State | None:
+    """Copy what a dynamic policy's views are made of; ``None`` under a static one."""
+    model, ledger = queues.step_times, queues.ledger
+    return None if model is None else {
+        "view": queues.view.number, "length_share": queues._length_share, "times": list(astuple(model.times)),
+        "num_observed": model.num_observed, "errors": list(model.errors), "spread": model._spread,
+        "moments": model._moments.tolist(), "floor": 0.0 if ledger is None else ledger.floor,
+        "virtual": [] if ledger is None else [
+            [tenant, tokens, tenant in ledger._present] for tenant, tokens in ledger.virtual.items()
+        ],
+    }
+
+
+def _restore_queues(queues: PolicyQueues, saved: Mapping[str, Any] | None) -> None:
+    if saved is None or (model := queues.step_times) is None:
+        return
+    queues.view, queues._length_share = replace(queues.view, number=saved["view"]), saved["length_share"]
+    model.times, model.num_observed = StepTimes(*saved["times"]), saved["num_observed"]
+    model.errors.extend(saved["errors"])
+    model._spread, model._moments = saved["spread"], np.array(saved["moments"])
+    if queues.ledger is not None:
+        queues.ledger.floor = saved["floor"]
+        queues.ledger.virtual = {tenant: tokens for tenant, tokens, _ in saved["virtual"]}
+        queues.ledger._present = {tenant for tenant, _, is_present in saved["virtual"] if is_present}
 
 
 def _memory(memory: BlockMemory) -> State:
@@ -207,6 +245,7 @@ def restore(state: Mapping[str, Any], scheduler: Scheduler) -> dict[int, Replaye
         one = by_id[described["plain"]["sequence_id"]]
         del one.block_keys[described["num_keys"] :]
         hasher.extend(one.block_keys, one.cache_root, one.token_ids, described["num_keys"])
+    _restore_queues(scheduler.queues, state["queues"])
     for queue, numbers in ((scheduler.waiting, state["waiting"]), (scheduler.running, state["running"])):
         queue.reset(*(by_id[number] for number in numbers))
     scheduler.waiting._never_started.update((number, by_id[number]) for number in state["never_started"])

@@ -18,6 +18,7 @@ from pagedcore.recorder.state import ReplayedSequence, build_scheduler, capture,
 from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.policy_guard import make_policy
 from pagedcore.scheduler.scheduler import Scheduler
 
 _DECIDES = frozenset({"schedule", "make_room", "reserve", "commit", "take_due", "park", "fetch"})
@@ -46,10 +47,10 @@ class Replayed:
     """``None``: every decision is equal."""
 
 
-def load_policy(name: str) -> Policy:
+def load_policy(name: str, options: Mapping[str, Any]) -> Policy:
     """Return the scheduling policy of this name. Raises ``RecordingError`` if there is none here."""
     try:
-        policy: Policy = create_plugin_manager().registry.schedulers.load(name)()
+        policy = make_policy(create_plugin_manager().registry.schedulers.load(name), options)
     except PagedcoreError as error:
         raise RecordingError(f"its scheduling policy is not installed ({type(error).__name__})") from None
     return policy
@@ -137,6 +138,10 @@ class _SegmentReplay:
                 self.sequences[given[0]].is_in_session = True
             case "observe":
                 self.scheduler.costs.step.observe(*given)
+                if self._plan is not None and self._plan.rows:
+                    self.scheduler.queues.observe(self._plan, given[1])
+            case "begin_step":
+                self.scheduler.begin_step(*given)
             case "request":
                 pass
             case "open_gate" | "count_as_new":

@@ -154,6 +154,8 @@ class WhatIf:
         # Why first: it refuses a recording whose settings are none.
         self.outcome, self._costs = Outcome(), learnt_costs(recording)
         settings = {**recording.segments[0]["settings"], **changes}
+        if changes.get("policy", settings["policy"]) != recording.segments[0]["settings"]["policy"]:
+            settings["policy_options"] = {}
         settings["max_num_waiting"] = max(settings["max_num_waiting"], len(lives))
         self.scheduler = build_scheduler(settings, load_policy)
         self._lives = {one.number: one for one in lives}
@@ -194,7 +196,8 @@ class WhatIf:
     def _add(self, life: Life) -> None:
         self._lives[life.number] = life
         sequence = self._sequences[life.number] = sequence_of({**life.described, "status": "waiting"})
-        sequence.num_computed_tokens = sequence.num_preemptions = 0
+        sequence.num_computed_tokens = sequence.num_preemptions = sequence.num_protected_tokens = 0
+        sequence.arrival_s = life.arrival_s
         sequence.num_cached_tokens = sequence.finish_reason = None
         self._arrived_s[life.number] = life.arrival_s
         try:
@@ -235,6 +238,7 @@ class WhatIf:
             self._moving[transfer.transfer_id] = self._now_s + self._seconds_of(transfer)
 
     def _step(self) -> bool:
+        self.scheduler.begin_step(self._now_s)
         plan = self.scheduler.schedule()
         while plan.moves_blocks:
             self.outcome.num_preemptions += len(plan.preempted)
@@ -249,6 +253,7 @@ class WhatIf:
         seconds = self._costs.step.seconds(plan.num_tokens)
         self._now_s += seconds
         self.scheduler.costs.step.observe(plan.num_tokens, seconds)
+        self.scheduler.queues.observe(plan, seconds)
         self._commit(plan)
         return True
 

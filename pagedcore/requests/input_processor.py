@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from pagedcore.errors import InvalidGrammar, InvalidPrompt, InvalidRequest, PagedcoreError, TextFailed, TooManySequences
 from pagedcore.outputs import TokenText
@@ -22,6 +22,8 @@ from pagedcore.structured.grammars import Grammars
 
 Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage]
 """Text, token ids, or chat messages (mappings with "role" and "content")."""
+_POLICY_FOR: Final = {"priority": "priority", "weight": "fair", "deadline_s": "deadline", "ttft_ms": "deadline",
+                      "tpot_ms": "deadline"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,8 @@ class InputProcessor:
     max_num_waiting: int
     """Sequences that may wait; a request has to fit the queue when it is empty."""
     eos_token_ids: frozenset[int]
-    has_priorities: bool = True
-    """Whether the scheduling policy looks at priorities."""
+    unread_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options that the scheduling policy does not look at, with the values that mean nothing."""
     grammars: Grammars | None = None
     """Compiles what asks for structured output; ``None``: it is refused."""
     context: Callable[[], object] = lambda: None
@@ -105,12 +107,13 @@ class InputProcessor:
         return self.grammars.compile(params.structured)
 
     def check_options(self, options: RequestOptions) -> None:
-        """Raise ``InvalidRequest`` for a priority that the scheduling policy would ignore."""
-        if options.priority and not self.has_priorities:
-            raise InvalidRequest(
-                "priority", options.priority, "0 under this scheduling policy, which has no priorities",
-                'Build the engine with scheduling_policy="priority".',
-            )
+        """Raise ``InvalidRequest`` for an option that the scheduling policy would ignore."""
+        for name, neutral in self.unread_options.items():
+            if (given := getattr(options, name)) != neutral:
+                raise InvalidRequest(
+                    name, given, f"{neutral} under this scheduling policy, which does not look at it",
+                    f'Build the engine with scheduling_policy="{_POLICY_FOR[name]}".',
+                )
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return the model's end tokens and the request's stop tokens."""

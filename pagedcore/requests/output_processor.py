@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pagedcore.errors import GrammarFailed, InvalidLogits, QueueTimeout, StepFailed, TextFailed
+from pagedcore.errors import DeadlineMissed, GrammarFailed, InvalidLogits, QueueTimeout, StepFailed, TextFailed
 from pagedcore.outputs import FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
@@ -257,6 +257,13 @@ class OutputProcessor:
         if self._expiring:
             self._of_step += self._end_all(self._expiring, "error", QueueTimeout(limit_s))
 
+    def shed_late(self) -> None:
+        """End the requests that were not started and cannot end in time any more."""
+        late = self._scheduler.queues.late_ones(self._clock.now())
+        self._expiring = [*self._expiring, *late]
+        for one in late:
+            self._of_step += self._end_all([one], "error", DeadlineMissed(one.options.deadline_s or 0.0))
+
     def open_gate(self) -> None:
         """Let gated sequences start if enough wait now, or the oldest has waited long enough."""
         if self.gated_s() <= 0.0:
@@ -375,5 +382,8 @@ class OutputProcessor:
             if request.is_done:
                 request.metrics = replace(request.metrics, finished_s=self._clock.now())
                 self.counters.num_finished += 1
+                if request.options.has_targets and not request.was_aborted:
+                    self.counters.num_targeted += 1
+                    self.counters.num_on_target += request.is_on_target
                 if self._observer.observes_requests:
                     self._observer.request_finished(self.output_of(request), request.context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 from pagedcore.errors import RequestStateError
@@ -65,6 +66,25 @@ class Request:
     def phases(self) -> tuple[Phase, ...]:
         """Where each completion is: "waiting", "prefill", "decode" or "finished"."""
         return tuple(sequence.phase for sequence in self.sequences)
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether a completion of this turn was ended by its caller."""
+        return any(sequence.finish_reason == "abort" for sequence in self.sequences)
+
+    @property
+    def is_on_target(self) -> bool:
+        """Whether this turn has ended by itself, and kept the targets of its options."""
+        options, metrics = self.options, self.metrics
+        if self.error is not None or metrics.first_token_s is None or metrics.finished_s is None:
+            return False
+        took_s, decode_s = metrics.finished_s - metrics.arrival_s, metrics.finished_s - metrics.first_token_s
+        num_intervals = max(1, max(one.num_output_tokens for one in self.sequences) - 1)
+        return (
+            took_s <= (options.deadline_s or math.inf)
+            and took_s - decode_s <= (options.ttft_ms or math.inf) / 1000.0
+            and decode_s / num_intervals <= (options.tpot_ms or math.inf) / 1000.0
+        )
 
     @property
     def client_request_id(self) -> str | None:

@@ -102,12 +102,12 @@ class RequestTable:
         arrival, request_id = next(self._arrivals), secrets.token_hex(16)
         seed = params.seed if params.seed is not None else self.seed + arrival * SEED_STRIDE
         root = self._root(options.salt, request_id, self.shares_prefixes)
-        arrival_s, sequences = self.clock.now(), list[Sequence]()
+        arrival_s, sequences, seen = self.clock.now(), list[Sequence](), options.without_salt()
         for index in range(params.n):
             sequences.append(Sequence(
                 next(self.sequence_ids), processed.token_ids, params, max_tokens=processed.max_tokens,
                 seed=(seed + index * SEED_STRIDE) % SEED_RANGE, stop_token_ids=processed.stop_token_ids,
-                priority=options.priority, arrival=arrival, cache_root=root,
+                options=seen, arrival=arrival, arrival_s=arrival_s, cache_root=root,
                 constraint=processed.constraint.branch() if processed.constraint is not None else None,
             ))
         if params.prompt_logprobs is not None:
@@ -136,7 +136,8 @@ class RequestTable:
             request.params, request.context = processed.params, processed.context
             sequence.begin_turn(
                 processed.token_ids, processed.params, max_tokens=processed.max_tokens,
-                stop_token_ids=processed.stop_token_ids, arrival=next(self._arrivals), constraint=processed.constraint,
+                stop_token_ids=processed.stop_token_ids, arrival=next(self._arrivals),
+                arrival_s=request.metrics.arrival_s, constraint=processed.constraint,
             )
             self._start(request, processed)
 
@@ -166,7 +167,7 @@ class RequestTable:
             )
         self.scheduler.require_room(sequence.max_total_tokens)
         with self._beginning(request, sequence):
-            sequence.reopen_turn(next(self._arrivals))
+            sequence.reopen_turn(next(self._arrivals), request.metrics.arrival_s)
             sequence.constrain(constraint)
             self.scheduler.add_sequences(sequence)
             self.outputs.reopen_text(request, sequence)
@@ -183,8 +184,8 @@ class RequestTable:
         request_id = secrets.token_hex(16)
         sequence = Sequence(
             next(self.sequence_ids), list(snapshot.token_ids), snapshot.params, max_tokens=snapshot.max_tokens,
-            seed=snapshot.seed, stop_token_ids=self.inputs.stop_token_ids(snapshot.params), priority=options.priority,
-            arrival=next(self._arrivals),
+            seed=snapshot.seed, stop_token_ids=self.inputs.stop_token_ids(snapshot.params),
+            options=options.without_salt(), arrival=next(self._arrivals),
             cache_root=cache_root or self._root(options.salt, request_id, self.shares_prefixes and is_shared),
         )
         sequence.move_to(SequenceStatus.FINISHED)

@@ -25,6 +25,10 @@ class EngineStats(SchedulerStats):
     num_generated_tokens: int
     num_finished: int
     """Requests that ended, whatever the reason."""
+    num_targeted: int
+    """Those of them with a ``deadline_s``, ``ttft_ms`` or ``tpot_ms``, except aborted ones."""
+    num_on_target: int
+    """Those of these that ended by themselves and kept all of it."""
     swapped_out_bytes: int
     swapped_in_bytes: int
     max_num_seqs: int
@@ -32,6 +36,11 @@ class EngineStats(SchedulerStats):
     attention_backend: str
     dtype: str
     is_schedule_invariant: bool
+
+    @property
+    def goodput(self) -> float:
+        """Share of the requests with targets that kept them, 0 to 1; 1 before one has ended."""
+        return self.num_on_target / self.num_targeted if self.num_targeted else 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +69,8 @@ class StepStats:
     waits: dict[str, int]
     """How many sequences wait after it, by reason: "company" (``min_batch_size``), "rows" (``max_num_seqs``), "tokens"
     (the budget), "blocks" (the KV pool), "phase" (a step of decode rows), "prefix" (another sequence computes it),
-    "transfer" (from or to the host), "batch" (a static one runs), "new" (it came with this step); and "stall": running
+    "transfer" (from or to the host), "tenant" (it has as much as it may),
+    "batch" (a static one runs), "new" (it came with this step); and "stall": running
     ones that lacked a block."""
     preemptions: dict[str, int]
     """How many sequences were preempted for it: "swap", "shrink", "recompute"."""
@@ -86,3 +96,5 @@ class Counters:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_finished: int = 0
+    num_targeted: int = 0
+    num_on_target: int = 0

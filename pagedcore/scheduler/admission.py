@@ -8,6 +8,7 @@ the ordering: SGLang's longest-prefix-match policy, bounded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
@@ -21,18 +22,17 @@ from pagedcore.sequence import Sequence
 class Admission(PlanState):
     """Plans the waiting sequences of one step, behind the running ones."""
 
+    _tenants: defaultdict[str, list[Sequence]] | None = None
+    """Running and admitted sequences by tenant, if the policy caps tenants."""
+
     def admit_waiting(self) -> None:
         """Admit as many as fit, in order."""
         if not self._may_admit():
             return
-        # Why: a block that is not promised to a running sequence is free or held by an idle one, hence available.
-        held = sum(self.blocks.num_blocks_of(holder.sequence_id) for holder in self.holders())
-        self.available = self.free + held - sum(map(self._still_promised, self.running))
+        self.survey_running()
         if self.available <= 0:
             self.stopped_by = "blocks"
             return
-        for sequence in self.running:
-            self._note_being_computed(sequence, sequence.num_computed_tokens)
         for candidate, match in self._in_order():
             # Why: strict order. If others overtook a head that lacks room, it could starve.
             if not self._may_admit():
@@ -40,6 +40,29 @@ class Admission(PlanState):
             if not self._admit(candidate, match):
                 self.stopped_by = self.stopped_by or "blocks"
                 return
+
+    def survey_running(self) -> None:
+        """Find out what the running sequences leave: blocks that are available, and tenants that may have more."""
+        # Why: a block that is not promised to a running sequence is free or held by an idle one, hence available.
+        held = sum(self.blocks.num_blocks_of(holder.sequence_id) for holder in self.holders())
+        self.available = self.free + held - sum(map(self._still_promised, self.running))
+        for sequence in self.running:
+            self._note_being_computed(sequence, sequence.num_computed_tokens)
+        policy = self.rules.policy
+        if policy.max_tenant_rows is not None or policy.max_tenant_share is not None:
+            self._tenants = defaultdict[str, list[Sequence]](list)
+            for sequence in self.running:
+                self._tenants[sequence.options.tenant].append(sequence)
+
+    def _is_capped(self, candidate: Sequence) -> bool:
+        """Whether the tenant of a candidate has as much as it may; one without a running sequence never has."""
+        if self._tenants is None or not (running := self._tenants[candidate.options.tenant]):
+            return False
+        rows, share = self.rules.policy.max_tenant_rows, self.rules.policy.max_tenant_share
+        if rows is not None and len(running) >= rows:
+            return True
+        longest = sum(self.blocks.blocks_for(one.max_total_tokens) for one in (*running, candidate))
+        return share is not None and longest > share * self.blocks.num_blocks
 
     def _may_admit(self) -> bool:
         if len(self.running) + len(self.admitted) >= self.rules.max_num_seqs:
@@ -73,6 +96,9 @@ class Admission(PlanState):
         if self.host.is_moving(candidate.sequence_id):
             self.available -= self.blocks.blocks_for(self._promise(candidate))
             return self.available >= 0
+        if self._is_capped(candidate):
+            self.capped.append(candidate.sequence_id)
+            return True
         match = match if match is not None else self._match(candidate)
         if self._is_being_computed(candidate, match):
             self.num_deferred += 1
@@ -105,10 +131,10 @@ class Admission(PlanState):
             num_tokens = self.num_scorable_of(candidate, num_tokens)
             needed = self.blocks.num_new_blocks(Demand(candidate.sequence_id, start + num_tokens, option))
             if num_tokens == 0:
-                self.admitted.append(candidate)
+                self._note_admitted(candidate)
                 return True
             if needed + self.num_blocks_taken(option) <= self.free:
-                self.admitted.append(candidate)
+                self._note_admitted(candidate)
                 self.add_row(candidate, start, num_tokens, needed, option)
                 self._note_being_computed(candidate, start)
                 return True
@@ -116,6 +142,11 @@ class Admission(PlanState):
             self.stopped_by = "phase"
             return False
         return self._ask_holders(candidate)
+
+    def _note_admitted(self, candidate: Sequence) -> None:
+        self.admitted.append(candidate)
+        if self._tenants is not None:
+            self._tenants[candidate.options.tenant].append(candidate)
 
     def _ask_holders(self, candidate: Sequence) -> bool:
         # Invariant: all promises fit, so waiting sequences behind this one hold what is missing.

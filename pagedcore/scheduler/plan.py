@@ -102,6 +102,10 @@ class SchedulePlan:
     """Running sequences that wait for blocks in this step, because that is cheaper than preempting others."""
     num_deferred: int = 0
     """Waiting sequences whose next block is being computed by another one."""
+    capped: tuple[int, ...] = ()
+    """Ids of waiting sequences that were passed over because their tenant has as much as it may."""
+    view_number: int = 0
+    """Of the ``PolicyView`` that it was made with."""
     stopped_by: str = ""
     """Why admission ended before the end of the queue: "rows", "tokens", "blocks", "phase", "transfer" or "batch" (a
     static one runs); empty if it did not."""

@@ -13,6 +13,7 @@ from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.scheduler.plan import Preemption, ScheduledRow, SwapIn
 from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.policy_view import PolicyView
 from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.sequence import Sequence
 
@@ -43,9 +44,10 @@ class PlanState:
 
     def __init__(
         self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence],
-        *, may_wait: bool,
+        *, may_wait: bool, view: PolicyView,
     ) -> None:
         self.rules = rules
+        self.view = view
         self.kv_cache = kv_cache
         self.blocks, self.host = kv_cache.device, kv_cache.host
         self.running = list(running)
@@ -65,7 +67,10 @@ class PlanState:
         self.freed: dict[int, Sequence] = {}
         self.swap_ins: list[SwapIn] = []
         self.num_stalled_rows = self.num_deferred = 0
+        self.capped: list[int] = []
         self.stopped_by = ""
+        self.policy_failure: Exception | None = None
+        """Why the policy could not say whether one sequence preempts another."""
         self.available = 0
         """Blocks that admission may still promise."""
         self.being_computed: set[bytes] = set()

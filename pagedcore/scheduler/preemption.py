@@ -75,6 +75,10 @@ class PreemptionRules:
             return chosen if wait_s >= sum(one.estimated_s for one in chosen) else []
         return chosen
 
+    def cheapest(self, victim: Victim, lacking: int) -> Preemption:
+        """Return the cheapest way to preempt a victim that leaves as much of it as ``lacking`` blocks allow."""
+        return min(self._options(victim, lacking), key=attrgetter("estimated_s"))
+
     def is_worth_loading(self, num_blocks: int) -> bool:
         """Whether to load so many blocks that the host has, rather than to compute them."""
         return self.mode != "auto" or self.costs.loading_saves_s(num_blocks, self.block_size) >= 0
@@ -88,7 +92,7 @@ class PreemptionRules:
 
     def _cover(self, lacking: int, victims: ListOf[Victim]) -> list[Preemption]:
         """Take the cheapest single victim that is enough, or else the cheapest by block until it is enough."""
-        options = [(victim, min(self._options(victim, lacking), key=attrgetter("estimated_s"))) for victim in victims]
+        options = [(victim, self.cheapest(victim, lacking)) for victim in victims]
         # Why: the victims come last first, and sorting is stable, so the last one is chosen among equals.
         enough = [option for option in options if option[0].num_blocks >= lacking]
         if enough:

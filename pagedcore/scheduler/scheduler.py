@@ -6,7 +6,6 @@ between the memories before a step is in ``swapping``, the laws that hold betwee
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field, replace
@@ -21,18 +20,15 @@ from pagedcore.scheduler.batch_gate import ALWAYS_OPEN, BatchGate
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
 from pagedcore.scheduler.plan_state import PlanningRules
-from pagedcore.scheduler.policies import Policy, fcfs
+from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.policy_queues import PolicyQueues
 from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
-from pagedcore.scheduler.waiting_queue import BY_ARRIVAL, PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
 
-_log = logging.getLogger("pagedcore")
-
-_WAITING, _RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
-_FINISHED, _REMOVED = SequenceStatus.FINISHED, SequenceStatus.REMOVED
+_WAITING, _RUNNING, _FINISHED, _REMOVED = SequenceStatus
 
 
 @dataclass(slots=True)
@@ -81,9 +77,9 @@ class Scheduler:
         """In the order in which they are planned until one can do something."""
         self.gate = gate
         """When new sequences may start; the owner knows the time, and calls ``waiting.open_gate``."""
-        self.waiting = WaitingQueue(policy.order, max_num_waiting, gates_new=gate.min_batch_size > 1)
-        """In policy order; like the next two, not for changing."""
-        self.running = PolicyOrder(policy.order)
+        self.queues = PolicyQueues(policy, max_num_waiting, gates_new=gate.min_batch_size > 1)
+        self.waiting, self.running = self.queues.waiting, self.queues.running
+        """In policy order; like ``counters``, not for changing."""
         self.counters = SchedulerCounters()
         self._in_flight: StepInFlight | None = None
         self.moves = Swapping(kv_cache, self.running, self.waiting, self.counters, preemption_rules)
@@ -132,8 +128,7 @@ class Scheduler:
             num_blocks_cached=device.num_cached_blocks, num_blocks_evicted=device.cache.num_evictions,
             num_blocks_recomputed=device.cache.num_recomputed,
             num_host_blocks=host.num_blocks, num_host_blocks_used=host.num_used_blocks,
-            num_host_blocks_cached=host.num_cached_blocks,
-            num_preemptions=sum(counters.num_preemptions.values()),
+            num_host_blocks_cached=host.num_cached_blocks, num_preemptions=sum(counters.num_preemptions.values()),
             num_preemptions_by_kind={kind.value: count for kind, count in counters.num_preemptions.items()},
             num_stalled_rows=counters.num_stalled_rows, num_failed_transfers=counters.num_failed_transfers,
             num_looked_up_tokens=counters.num_looked_up_tokens, num_cached_tokens=counters.num_cached_tokens,
@@ -143,15 +138,15 @@ class Scheduler:
     def waits(self, plan: SchedulePlan) -> dict[str, int]:
         """Count the sequences that wait after a step, and running ones that stalled in it, by reason.
 
-        Reasons are "company" (the gate), "prefix" (another sequence computes it), "transfer", "stall", "new" (it came
-        with this step), or those of ``SchedulePlan.stopped_by``.
+        Reasons are "company" (the gate), "prefix" (another sequence computes it), "transfer", "stall", "tenant" (it
+        has as much as it may), "new" (it came with this step), or those of ``SchedulePlan.stopped_by``.
         """
         in_flight, num_gated = self.kv_cache.host.in_flight, len(self.waiting.gated)
         num_moving = sum(map(self.kv_cache.host.is_moving, [s.sequence_id for s in self.waiting])) if in_flight else 0
         counts = {"company": num_gated, "prefix": plan.num_deferred, "transfer": num_moving,
-                  "stall": plan.num_stalled_rows}
-        reason = plan.stopped_by or "new"
-        counts[reason] = counts.get(reason, 0) + len(self.waiting) - num_gated - plan.num_deferred - num_moving
+                  "stall": plan.num_stalled_rows, "tenant": len(plan.capped)}
+        reason, num_named = plan.stopped_by or "new", num_gated + plan.num_deferred + num_moving + len(plan.capped)
+        counts[reason] = counts.get(reason, 0) + len(self.waiting) - num_named
         return {name: count for name, count in counts.items() if count > 0}
 
     def add_sequences(self, *sequences: Sequence) -> None:
@@ -225,6 +220,14 @@ class Scheduler:
             sequence.move_to(_REMOVED)
             self.moves.free_on_host(sequence)
 
+    def begin_step(self, now_s: float) -> None:
+        """Let a dynamic policy see the present; its view, and so the order, stays for all plans until the next call.
+
+        Raises ``InternalError`` if a step is in flight.
+        """
+        self._require_landed("begin_step")
+        self.queues.renew_view(now_s, self._blocks.num_blocks_of)
+
     def schedule(self, most_tokens: int | None = None) -> SchedulePlan:
         """Decide the next step, or what has to make room for it. Nothing moves: a second call gives an equal plan.
 
@@ -235,8 +238,10 @@ class Scheduler:
             InternalError: a step is in flight, or nothing could be planned although there is work.
         """
         self._require_landed("schedule")
-        self._demote_failed_policy()
-        rules = self.rules if most_tokens is None else replace(self.rules, max_num_batched_tokens=most_tokens)
+        if self.queues.demote_failed():
+            self.rules = replace(self.rules, policy=self.queues.policy)
+        is_free = most_tokens is None and self.queues.most_tokens is None
+        rules = self.rules if is_free else self.queues.bounded(self.rules, most_tokens)
         plan = self._plan(rules, may_wait=True)
         if not (plan.rows or plan.moves_blocks or self.is_gated or not self.has_work
                 or self.kv_cache.host.has_awaited):
@@ -312,6 +317,8 @@ class Scheduler:
             self._phases = ("prefill", "decode") if plan.rows[0].is_decode else ("decode", "prefill")
         self.counters.num_steps += 1
         self.counters.num_stalled_rows += plan.num_stalled_rows
+        if self.queues.ledger is not None:
+            self.queues.ledger.charge(rows)
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
                 self.moves.note_found(row.sequence, row.start)
@@ -324,23 +331,13 @@ class Scheduler:
                 "Ask for fewer tokens, or build the engine with more KV blocks.",
             )
 
-    def _demote_failed_policy(self) -> None:
-        """Go over to "fcfs" in both queues if the policy's key has failed in one of them."""
-        failure = self.waiting.failure or self.running.failure
-        if failure is None or self.rules.policy.order is BY_ARRIVAL:
-            return
-        for queue in (self.waiting, self.running):
-            queue.demote(failure)
-        # Safety: its message is left out, which may hold what the policy was shown.
-        _log.error('scheduling policy %r: its key failed (%s); the engine continues with "fcfs"',
-                   self.rules.policy.name, type(failure).__name__)
-        self.rules = replace(self.rules, policy=fcfs())
-
     def _plan(self, rules: PlanningRules, *, may_wait: bool) -> SchedulePlan:
         queues = self.running.sequences, self.waiting.startable() if self.waiting.gated else self.waiting.sequences
         for phase in self._phases:
             of_phase = rules if phase == rules.phase else replace(rules, phase=phase)
-            plan = StepPlanner(of_phase, self.kv_cache, *queues, may_wait=may_wait).plan()
+            planner = StepPlanner(of_phase, self.kv_cache, *queues, may_wait=may_wait, view=self.queues.view)
+            plan = planner.plan()
+            self.waiting.failure = self.waiting.failure or planner.policy_failure
             if plan.rows or plan.moves_blocks:
                 break
         return plan
@@ -357,7 +354,8 @@ class Scheduler:
     def _require_current(self, verb: str, plan: SchedulePlan) -> None:
         self._require_landed(verb)
         is_current = (
-            all(row.sequence.status is _RUNNING or row.sequence in plan.admitted for row in plan.rows)
+            plan.view_number == self.queues.view.number
+            and all(row.sequence.status is _RUNNING or row.sequence in plan.admitted for row in plan.rows)
             and all(one.sequence.status is _RUNNING for one in plan.preempted)
             and all(sequence in self.waiting for sequence in (*plan.admitted, *plan.freed))
             and all(one.sequence in self.waiting for one in plan.swap_ins)
@@ -396,5 +394,7 @@ class Scheduler:
     def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
+        if self.queues.step_times is not None:
+            self.queues.note_length(sequence)
         # Why: a step in flight has not filled all blocks of the table, so they cannot be copied to the host.
         self.moves.free_finished(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)

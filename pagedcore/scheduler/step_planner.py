@@ -7,6 +7,9 @@ Why it always makes progress: the first running sequence can take the blocks of 
 it, and when nothing runs the first waiting one can; no sequence is accepted that would not fit the pool alone. A
 sequence may stall for lack of blocks only in a step in which another one runs or blocks are in transfers.
 A plan that asks for room is not computed: once the room is made, the next plan is.
+Where keys change from step to step, a running sequence comes first as long as it has not regained what its last
+preemption took, and one more token; its admission has promised the blocks for that. Nor does a policy that preempts to
+admit take its place. So every preemption of a sequence is paid for by a token of it, and they are finite in number.
 
 In separate phases a step has prefill chunks or decode rows only. The phase that was not computed last is planned first,
 and the other one if it can do nothing, so neither waits for more than one step of the other while it can do something;
@@ -35,10 +38,12 @@ class StepPlanner(Admission):
         # Why: the blocks that sequences are asked to free are for those that run already.
         if self.waiting and not self.preempted and not self.freed:
             self.admit_waiting()
+            if self.rules.policy.preempts is not None and self.stopped_by in ("rows", "blocks"):
+                self._preempt_by_order()
         return SchedulePlan(
             tuple(self.rows.values()), tuple(self.admitted), tuple(self.preempted.values()),
             tuple(self.freed.values()), tuple(self.swap_ins), self.num_stalled_rows, self.num_deferred,
-            self.stopped_by,
+            tuple(self.capped), self.view.number, self.stopped_by,
         )
 
     def _advance_running(self) -> None:
@@ -105,13 +110,56 @@ class StepPlanner(Admission):
         if row is not None:
             self.budget += row.num_tokens
 
+    def _preempt_by_order(self) -> None:
+        """Make room for the first waiting sequence, if the policy lets it take the place of enough running ones."""
+        rules, candidate = self.rules, self.waiting[0]
+        # Why: "guaranteed" promises that none is preempted, and "wait" keeps what was computed.
+        if self.admitted or self.freed or self.swap_ins or rules.is_guaranteed or rules.preemption.mode == "wait":
+            return
+        if self.host.is_moving(candidate.sequence_id) or not (victims := self._victims_of_order(candidate)):
+            return
+        self.survey_running()
+        match = self._match(candidate)
+        if self._is_capped(candidate) or self._is_being_computed(candidate, match):
+            return
+        lacking = self._num_promised(candidate, match) - self.available - self.arriving
+        num_rows = len(self.running) + 1 - rules.max_num_seqs
+        chosen: list[Preemption] = []
+        for victim in victims:
+            if lacking <= 0 and len(chosen) >= num_rows:
+                break
+            chosen.append(rules.preemption.cheapest(self._as_victim(victim), max(0, lacking)))
+            lacking -= self._num_regained(victim) + self._still_promised(victim)
+        if lacking <= 0:
+            for one in chosen:
+                self._preempt(one)
+
+    def _victims_of_order(self, candidate: Sequence) -> list[Sequence]:
+        """List the running sequences whose place a waiting one may take, last one first, up to one that it may not."""
+        return list(takewhile(
+            lambda one: self._may_preempt(candidate, one),
+            (one for one in reversed(self.running) if not one.is_protected),
+        ))
+
+    def _may_preempt(self, candidate: Sequence, running: Sequence) -> bool:
+        preempts = self.rules.policy.preempts
+        try:
+            return preempts is not None and bool(preempts(candidate, running, self.view))
+        except MemoryError:
+            raise
+        except Exception as error:  # the policy may be the user's own
+            self.policy_failure = error
+            return False
+
+    def _as_victim(self, sequence: Sequence) -> Victim:
+        held = self.blocks.num_blocks_of(sequence.sequence_id)
+        return Victim(sequence, self._num_regained(sequence), held, self._num_blocks_to_host(sequence))
+
     def _victims_for(self, asker: Sequence) -> Iterator[Victim]:
         """Yield the sequences behind a running one that can free blocks, last one first."""
         for sequence in takewhile(lambda other: other is not asker, reversed(self.running)):
-            num_blocks = self._num_regained(sequence)
-            if num_blocks:
-                held = self.blocks.num_blocks_of(sequence.sequence_id)
-                yield Victim(sequence, num_blocks, held, self._num_blocks_to_host(sequence))
+            if self._num_regained(sequence):
+                yield self._as_victim(sequence)
 
     def _num_regained(self, victim: Sequence) -> int:
         return self.num_planned_blocks(victim) + len(self.blocks.own_blocks_of(victim.sequence_id))

@@ -203,6 +203,7 @@ class Swapping:
 
     def _preempt(self, preemption: Preemption) -> None:
         sequence = preemption.sequence
+        sequence.num_protected_tokens = max(sequence.num_protected_tokens, sequence.num_computed_tokens + 1)
         self._open[sequence.sequence_id] = Decision(preemption, sequence.num_computed_tokens)
         self._running.remove_sequence(sequence)
         if preemption.kind is PreemptionKind.RECOMPUTE:

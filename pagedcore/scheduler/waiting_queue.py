@@ -8,8 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
-from operator import attrgetter
+from itertools import islice, pairwise
+from operator import attrgetter, itemgetter, lt
 from typing import Any, Final
 
 from pagedcore.errors import EngineOverloaded, InternalError
@@ -23,7 +23,7 @@ class PolicyOrder:
     """A set of sequences, always sorted by a policy's key, or by arrival once the key has failed.
 
     Invariant: sorted by (key, sequence id), so that the order is total and the same in every run.
-    Invariant: the key is asked for once, when a sequence is added; removing one never fails.
+    Invariant: the key is asked for when a sequence is added, and by ``reorder``; removing one never fails.
     """
 
     def __init__(self, key: OrderKey) -> None:
@@ -63,6 +63,22 @@ class PolicyOrder:
         place = self._place_of(sequence)
         del self._keys[place], self.sequences[place], self._key_of[sequence.sequence_id]
         return True
+
+    def reorder(self) -> None:
+        """Ask for every key again, once each, because they may have changed."""
+        key = self._key
+        try:
+            keyed = sorted([((key(one), one.sequence_id), one) for one in self.sequences], key=itemgetter(0))
+            keys = [one for one, _ in keyed]
+            if not all(map(lt, keys, islice(keys, 1, None))):
+                raise ValueError("keys that cannot be ordered")
+        except MemoryError:
+            raise
+        except Exception as error:  # as in add_sequence
+            self.demote(error)
+            return
+        self._keys, self.sequences = keys, [one for _, one in keyed]
+        self._key_of = {one[1]: one for one in keys}
 
     def reset(self, *sequences: Sequence) -> None:
         """Hold exactly these sequences, in whatever state the queue is."""

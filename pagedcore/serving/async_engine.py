@@ -180,11 +180,11 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         return AsyncSession(self, lambda engine: engine.session(params, **options))
 
     async def import_session(
-        self, path: str | os.PathLike[str], *, cache_salt: str | bytes | None = None
+        self, path: str | os.PathLike[str], **options: Unpack[OptionKeywords]
     ) -> AsyncSession:
         """Open an exported conversation; errors as ``Engine.import_session``. The file is read on another thread."""
         snapshot = await asyncio.to_thread(self._read_session, path)
-        return await AsyncSession(self, lambda engine: engine.sessions.take_in(snapshot, cache_salt)).__aenter__()
+        return await AsyncSession(self, lambda engine: engine.sessions.take_in(snapshot, options)).__aenter__()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, a chat with its template, as ``generate`` would send them to the model.

@@ -26,7 +26,7 @@ from pagedcore.errors import (
 )
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import Constraint, ModelFingerprint
-from pagedcore.request_options import RequestOptions
+from pagedcore.request_options import OptionKeywords, RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.pending_output import PendingOutput
@@ -349,10 +349,13 @@ class SessionStore:
         """Describe the KV of these tokens in a file that travels."""
         return replace(self.parking.spec(token_ids), key=self.session_key)
 
-    def take_in(self, snapshot: SessionSnapshot, cache_salt: str | bytes | None) -> Session:
+    def take_in(self, snapshot: SessionSnapshot, given: OptionKeywords) -> Session:
         """Make a session of a file's contents. Errors as ``Engine.import_session``."""
-        options = RequestOptions(priority=snapshot.priority, cache_salt=cache_salt)
-        if snapshot.is_salted and cache_salt is None:
+        options = RequestOptions(**given)
+        self.input_processor.check_options(options)
+        if "priority" not in given:
+            options = replace(options, priority=snapshot.priority)
+        if snapshot.is_salted and options.cache_salt is None:
             raise InvalidSalt("cache_salt", "None", "a salt, because the session was made with one")
         return self.open(snapshot.params, options, snapshot.history, kv=snapshot.kv)
 

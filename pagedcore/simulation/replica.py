@@ -125,7 +125,8 @@ class Replica:
         components = build_components(model, config=config)
         self.number, self.now_s, self.timeline = number, 0.0, Timeline()
         self.scheduler = components.scheduler
-        self.jumps = config.phases == "mixed" and config.eviction_policy != "fifo"
+        is_static = self.scheduler.queues.step_times is None
+        self.jumps = config.phases == "mixed" and config.eviction_policy != "fifo" and is_static
         """Whether equal steps are committed together."""
         self.busy_s = self.position_seconds = 0.0
         """Seconds of steps, and their sum over all positions whose keys and values a step has read."""
@@ -176,6 +177,7 @@ class Replica:
             if self.jumps and (num_steps := self._num_equal_steps()):
                 self._jump(num_steps, until_s)
                 continue
+            self.scheduler.begin_step(self.now_s)
             plan = self.scheduler.schedule()
             while plan.moves_blocks:
                 self.scheduler.make_room(plan)
@@ -187,7 +189,7 @@ class Replica:
         number, hasher = self._num_added, self._blocks.hasher
         own = {} if self._config.enable_prefix_caching else {"request": str(number).encode()}
         return Sequence(number, request.token_ids(), _PARAMS, max_tokens=request.num_output, seed=0, arrival=number,
-                        cache_root=hasher.root({"salt": b"", **own}))
+                        arrival_s=max(self.now_s, request.arrival_s), cache_root=hasher.root({"salt": b"", **own}))
 
     def _expire(self) -> None:
         limit_s = self._config.queue_timeout_s
@@ -218,7 +220,9 @@ class Replica:
         for sequence in plan.admitted:
             if (outcome := self._open[sequence.sequence_id]).started_s is None:
                 outcome.started_s = self.now_s
+        before_s = self.now_s
         self._pass(plan.num_tokens, *work_of(plan), len(plan.rows))
+        self.scheduler.queues.observe(plan, self.now_s - before_s)
         news = self.scheduler.commit(plan, _tokens(plan))
         self._note_tokens([new.sequence.sequence_id for new in news])
         self._note_ends(news)

@@ -13,6 +13,7 @@ import pytest
 from architecture.sources import PACKAGE_PARENTS, ROOT
 
 EXAMPLE = ROOT / "examples" / "third_party_adapter"
+POLICY = ROOT / "examples" / "third_party_policy"
 BROKEN = {
     "raises": "raise RuntimeError('this import is broken')",
     "exits": "raise SystemExit(3)",
@@ -46,18 +47,32 @@ application.engine.close()
 late = dict(environ, **{"wsgi.input": io.BytesIO(b"What is 2 + 3?")})
 print(b"".join(application(late, lambda status, headers: print(status))).decode())
 """
+TURNS = """
+from pagedcore import Engine, SamplingParams
+
+with Engine.from_pretrained(
+    "demo", scheduling_policy="round-robin", policy_options={"vip": "none"}, max_num_seqs=2, num_kv_blocks=64
+) as engine:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    requests = [engine.add_request([1, 2, 3], params, tenant=name) for name in ["blue"] * 4 + ["red"] * 2]
+    while engine.has_pending_requests():
+        engine.step()
+    requests.sort(key=lambda one: one.output().metrics.first_scheduled_s)
+    print(*(requests_.sequences[0].options.tenant for requests_ in requests))
+"""
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip has installed the example, without a network."""
+    """A folder into which pip has installed the examples, without a network."""
     pytest.importorskip("pip")
-    source = tmp_path_factory.mktemp("source") / "adapter"
-    shutil.copytree(EXAMPLE, source)
+    sources = tmp_path_factory.mktemp("source")
+    for example in (EXAMPLE, POLICY):
+        shutil.copytree(example, sources / example.name)
     target = tmp_path_factory.mktemp("site")
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation",
-         "--disable-pip-version-check", "--target", str(target), str(source)],
+         "--disable-pip-version-check", "--target", str(target), *map(str, sources.iterdir())],
         check=True, capture_output=True, timeout=120,
     )
     return target
@@ -89,10 +104,11 @@ def row(listing: str, name: str) -> str:
 
 
 def test_the_example_is_short() -> None:
-    """A whole adapter package, its pyproject included, has fewer than 60 lines."""
-    files = [path for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".toml")]
-    assert len(files) == 2
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) < 60
+    """A whole package with an adapter or a policy, its pyproject included, has fewer than 60 lines."""
+    for example in (EXAMPLE, POLICY):
+        files = [path for path in example.rglob("*") if path.suffix in (".py", ".toml")]
+        assert len(files) == 2
+        assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) < 60
 
 
 def test_an_installed_adapter_is_listed_and_works(site: Path) -> None:
@@ -107,6 +123,13 @@ def test_an_installed_adapter_is_listed_and_works(site: Path) -> None:
     assert too_long.startswith("prompt")
     assert too_long.splitlines()[-1] == "blocks 0"
     assert "closed" in closed
+
+
+def test_an_installed_policy_orders_requests(site: Path) -> None:
+    """It is chosen by name with its options, also under ``AsyncEngine``, and its tenants take turns."""
+    listing = python(site, "-m", "pagedcore", "plugins", "--table", "schedulers")
+    assert "tenants take turns" in row(listing, "round-robin")
+    assert python(site, "-c", TURNS).split() == ["blue", "red", "blue", "red", "blue", "blue"]
 
 
 def test_broken_plugins_are_reported_and_stop_nobody(site: Path, tmp_path: Path) -> None:

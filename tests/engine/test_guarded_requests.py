@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from pagedcore import AsyncEngine, SamplingParams
 from pagedcore.errors import TextFailed
 from pagedcore.scheduler import policies
 from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.policy_view import PolicyView
 from pagedcore.sequence import Sequence as TokenSequence
 from support.doubles import toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
@@ -183,3 +185,32 @@ def test_a_policy_that_fails_is_replaced_by_fcfs(
     assert "a prompt" not in record.message
     assert engine.scheduler.rules.policy.name == "fcfs"
     assert_all_free(engine)
+
+
+def slowly(sequence: TokenSequence, view: PolicyView) -> int:
+    time.sleep(0.4 if sequence.sequence_id <= 4 else 0.0)
+    return sequence.arrival
+
+
+def failing(sequence: TokenSequence, view: PolicyView) -> float:
+    return 1.0 / max(0, 3 - view.number)
+
+
+@pytest.mark.parametrize("key", [slowly, failing])
+async def test_a_dynamic_policy_is_replaced_on_the_engines_thread(
+    key: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under ``AsyncEngine`` one that raises after some steps, or takes its time, costs one line of the log: streams and
+    futures that are under way end as they would alone."""
+    monkeypatch.setattr(policies, "priority", lambda: Policy("mine", key, is_dynamic=True))
+    with caplog.at_level(logging.ERROR), AsyncEngine(
+        make_engine(num_kv_blocks=20, max_num_seqs=2, scheduling_policy="priority")
+    ) as engine:
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        futures = [engine.submit([number], params) for number in range(1, 5)]
+        stream = [one async for delta in engine.generate([5], params) for one in delta.token_ids]
+        outputs = [await asyncio.wrap_future(future) for future in futures]
+        assert await engine.call(lambda inner: inner.scheduler.rules.policy.name) == "fcfs"
+    assert stream == toy_answer([5], 9)
+    assert [list(one.outputs[0].token_ids) for one in outputs] == [toy_answer([n], 9) for n in range(1, 5)]
+    assert len([record for record in caplog.records if "'mine'" in record.message]) == 1

@@ -91,7 +91,7 @@ REQUESTS = (
            "add_special_tokens=known is None", "add_special_tokens=True",
            "requests/test_input_processor.py::test_only_the_first_turn_begins_a_document"),
     Mutant("A priority that the policy ignores is taken.", _INPUT,
-           "if options.priority and not self.has_priorities", "if False",
+           "if (given := getattr(options, name)) != neutral", "if False",
            "serving/test_tenants.py::test_refused_options_are_typed_at_every_door"),
     Mutant("A prompt may leave no room for a completion.", _VALIDATION,
            "if len(token_ids) > max_model_len - 1:", "if len(token_ids) > max_model_len:",
@@ -121,7 +121,7 @@ SESSIONS = (
            "if len(self.token_ids) != num_known:", "if False:",
            "sessions/test_sessions.py::test_a_turn_follows_what_it_was_prepared_for"),
     Mutant("A session that was made with a salt opens without one.", _SESSION,
-           "if snapshot.is_salted and cache_salt is None:", "if False:",
+           "if snapshot.is_salted and options.cache_salt is None:", "if False:",
            "sessions/test_session_files.py::test_the_salt_is_not_in_the_file"),
     Mutant("A closed session stays parked.", _SESSION,
            "            self._store.parking.free_kv(self._request.sequences[0])\n", "",
@@ -252,7 +252,7 @@ DOORS = (    Mutant("A body may be nested without end.", "adapters/pagedcore_htt
            '{"Retry-After": str(retry_after_s)}', "{}",
            "adapters/bentoml/test_door.py::test_overload_is_429_with_a_hint"),
     Mutant("BentoML forgets the tenant's salt.", "adapters/pagedcore_bentoml/runner.py",
-           "return await work(engine, call.with_salt(await self.derived_salt(ctx)))",
+           "return await work(engine, replace(call, caller=await self.caller(ctx)))",
            "return await work(engine, call)",
            "adapters/bentoml/test_salts.py::test_the_hooks_salt_and_the_bodys_are_combined_at_every_endpoint"),
     Mutant("BentoML closes an engine that it does not own.", "adapters/pagedcore_bentoml/runner.py",
@@ -347,3 +347,25 @@ SIMULATION = (
 )
 
 MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *SIMULATION)
+POLICIES = (
+    Mutant("Time without requests earns service.", "pagedcore/scheduler/policy_view.py",
+           "virtual[one] = max(virtual.get(one, 0.0), self.floor)", "virtual[one] = virtual.get(one, 0.0)",
+           "scheduler/test_policies.py::test_time_without_requests_earns_nothing"),
+    Mutant("A sequence that lost its place can lose it again at once.", "pagedcore/scheduler/swapping.py",
+           "max(sequence.num_protected_tokens, sequence.num_computed_tokens + 1)", "0",
+           "scheduler/test_policies.py::test_a_sequence_that_lost_its_place_keeps_the_next_one_until_it_has_one_token_more"),
+    Mutant("A plan for another order is carried out.", "pagedcore/scheduler/scheduler.py",
+           "plan.view_number == self.queues.view.number", "True",
+           "scheduler/test_policies.py::test_a_plan_is_out_of_date_when_the_view_is_renewed"),
+    Mutant("Tenants are not told apart over HTTP.", "adapters/pagedcore_http/salts.py",
+           '"tenant": self.tenant,', '"tenant": "",',
+           "adapters/test_operators_options.py::test_a_key_is_a_tenant_with_its_weight"),
+    Mutant("A body may ask for any priority.", "adapters/pagedcore_http/salts.py",
+           "priority > self.max_priority:", "False:",
+           "adapters/test_operators_options.py::test_the_priority_of_a_body_is_capped"),
+    Mutant("A slow policy stays.", "pagedcore/scheduler/policy_guard.py",
+           "if self._spent_s > BURST_S:", "if False:",
+           "scheduler/test_policies.py::test_a_slow_policy_is_replaced"),
+)
+
+MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *POLICIES)

@@ -80,7 +80,9 @@ def test_builtin_tables_list_what_comes_with_pagedcore() -> None:
     assert registry.attention.names == ["numba-cpu", "numba-cuda", "reference"]
     assert registry.linears.names == ["onednn", "packed"]
     assert registry.models.names == ["transformers"]
-    assert registry.schedulers.names == ["fcfs", "priority", "static"]
+    assert registry.schedulers.names == [
+        "cache-aware", "deadline", "fair", "fcfs", "priority", "shortest-first", "static",
+    ]
     assert registry.adapters.names == ["async-generator"]
 
 
@@ -109,7 +111,7 @@ def test_a_duplicate_names_both_plugins() -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     """Asking for what is not there says what is."""
-    with pytest.raises(InvalidConfig, match=r"'lifo'.*fcfs, priority, static"):
+    with pytest.raises(InvalidConfig, match=r"'lifo'.*fcfs, priority, shortest-first, static"):
         create_plugin_manager(entry_points=False).registry.schedulers.load("lifo")
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagedcore.errors import InternalError
-from pagedcore.recorder.recording import read_recording
+from pagedcore.recorder.recording import read_recording, write_recording
+from pagedcore.recorder.ring import FlightRecorder
 from pagedcore.replay.decisions import Replayed, replay_decisions
-from pagedcore.scheduler import preemption
+from pagedcore.scheduler import policies, preemption
+from pagedcore.scheduler.policy_guard import make_policy
+from simulation import simulator
 from simulation.engine_simulator import EngineSimulation
 from support.doubles import ToyBackend
 from support.recordings import dumped, lines_of, recorded_life, run_all, toy_engine, write_lines
@@ -36,6 +40,29 @@ def test_random_lives_are_replayed(max_steps: int, tmp_path: Path) -> None:
         assert found.difference is None, seed
         num_steps += found.num_steps
     assert num_steps
+
+
+POLICIES = [
+    (policies.fair, {"max_rows": 2}), (policies.deadline, {"default_s": 2.0}), (policies.shortest_first, {}),
+    (policies.priority, {"ageing_s": 1.0, "preemption_gap": 1}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), POLICIES)
+def test_decisions_of_every_policy_are_replayed(
+    make: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same under policies with options, whose views, service and costs of steps begin anew from any segment."""
+    monkeypatch.setattr(simulator, "draw_policy", lambda _: make_policy(make, options))
+    for seed, max_steps in ((2, 8192), (3, 4), (5, 4), (8, 2)):
+        life = simulator.Simulation(seed, seed % 2 == 1, has_policies=True)
+        recorder = FlightRecorder(life.scheduler, life.clock, max_steps=max_steps)
+        life.run()
+        hasher = life.scheduler.kv_cache.device.hasher
+        write_recording(tmp_path / "one.gz", {}, recorder.segments, hasher, keeps_tokens=False)
+        found = replayed(tmp_path / "one.gz")
+        assert found.difference is None, (seed, found.difference)
+        assert found.num_steps
 
 
 @pytest.mark.torture

@@ -225,6 +225,34 @@ def test_other_priorities_are_refused(priority):
     assert refusal.value.what == "priority"
 
 
+OPTIONS = {
+    "tenant": (["", "blue", "t" * 128], ["t" * 129, "a\nb", b"blue", None, 5]),
+    "weight": ([0.001, 1, 2.5, 1000], [0, 0.0009, 1001, -1.0, float("nan"), float("inf"), True, "1", None]),
+    "deadline_s": ([None, 0.001, 1, limits.MAX_TIMEOUT_S], [0, -1.0, 2 * limits.MAX_TIMEOUT_S, True, "1"]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tenant_weight_and_deadline_have_ranges(name):
+    """Values within them are kept, numbers as floats; all others are refused by name."""
+    accepted, refused = OPTIONS[name]
+    for value in accepted:
+        assert getattr(RequestOptions(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(errors.InvalidRequest) as refusal:
+            RequestOptions(**{name: value})
+        assert refusal.value.what == name
+    assert type(RequestOptions(weight=2).weight) is float
+
+
+def test_policies_see_no_salt():
+    """What a sequence keeps of its request's options has everything but the salt."""
+    options = RequestOptions(cache_salt="canary", tenant="blue", priority=3)
+    seen = options.without_salt()
+    assert (seen.cache_salt, seen.salt, seen.tenant, seen.priority) == (None, b"", "blue", 3)
+    assert seen.without_salt() is seen
+
+
 @pytest.mark.parametrize("prompt", [["a"], ["a", "b"], [1, "a"], [None], [1.5], [[1]], [("role", "user")]])
 def test_a_list_that_is_no_prompt_is_not_taken_for_a_chat(prompt):
     """The refusal names the prompt and all that it may be; several texts are told from chat messages."""

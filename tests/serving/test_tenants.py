@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from pagedcore import AsyncEngine, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidRequest, InvalidSalt, RequestTimeout
 from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.scheduler import policies
+from pagedcore.scheduler.policies import Policy
 from pagedcore_asyncgen import create
 from support.doubles import VOCAB_SIZE, FlakyBackend
 from support.engine_builders import make_engine
@@ -183,10 +186,11 @@ def test_no_request_is_aborted_by_its_label() -> None:
     {"request_id": "x" * 129}, {"request_id": ""}, {"request_id": "a\nb"}, {"request_id": "\x1b[2J"},
     {"request_id": "\u202e"}, {"request_id": 5}, {"request_id": b"x"}, {"cache_salt": ""}, {"cache_salt": "x" * 65},
     {"cache_salt": 5}, {"cache_salt": ["canary"]}, {"priority": 1}, {"priority": -1}, {"priority": True},
-    {"priority": 0.5}, {"priority": "canary"},
+    {"priority": 0.5}, {"priority": "canary"}, {"weight": 2.0}, {"deadline_s": 5.0}, {"tenant": "canary\n"},
 ])
 async def test_refused_options_are_typed_at_every_door(engine: AsyncEngine, keywords: dict[str, Any]) -> None:
-    """Labels beyond 128 printable characters, salts beyond 64 bytes, and priorities under a policy that has none."""
+    """Labels beyond 128 printable characters, salts beyond 64 bytes, and priorities, weights and deadlines under a
+    policy that looks at none."""
     kind = InvalidSalt if "cache_salt" in keywords else InvalidRequest
     for call in (lambda: engine.submit([1], PARAMS, **keywords),
                  lambda: next(engine.generate_sync([1], PARAMS, **keywords))):
@@ -223,3 +227,31 @@ async def test_priorities_are_accepted_where_the_policy_has_them() -> None:
         assert len([delta async for delta in engine.generate([1], PARAMS, priority=5)]) >= 1
         assert list(engine.generate_sync([1], PARAMS, priority=-5))
         assert engine.submit([1], PARAMS, priority=1).result(timeout=60).is_finished
+
+
+async def test_tenant_weight_and_deadline_reach_the_policy_from_every_door(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A sequence has what its caller said, and no salt, from streams, futures and sessions, imported ones too."""
+    seen: set[tuple[Any, ...]] = set()
+
+    def order(sequence: Any, view: Any) -> int:
+        one = sequence.options
+        seen.add((one.tenant, one.weight, one.deadline_s, sequence.deadline_s < 1e9, one.cache_salt))
+        return int(sequence.arrival)
+
+    monkeypatch.setattr(policies, "priority", lambda: Policy(
+        "mine", order, is_dynamic=True, has_tenants=True, has_deadlines=True
+    ))
+    options: dict[str, Any] = {"weight": 2.0, "deadline_s": 60.0, "cache_salt": "canary"}
+    with AsyncEngine(make_engine(scheduling_policy="priority")) as engine:
+        assert [delta async for delta in engine.generate([1], PARAMS, tenant="stream", **options)]
+        assert list(engine.generate_sync([1], PARAMS, tenant="sync", **options))
+        assert engine.submit([1], PARAMS, tenant="future", **options).result(timeout=60).is_finished
+        async with engine.session(PARAMS, tenant="session", **options) as session:
+            await session.ask([1])
+            await session.export(tmp_path / "file")
+        async with await engine.import_session(tmp_path / "file", tenant="imported", **options) as session:
+            await session.ask([1])
+    names = ("stream", "sync", "future", "session", "imported")
+    assert seen == {(name, 2.0, 60.0, True, None) for name in names}

@@ -63,6 +63,9 @@ def require_lawful_plan(plan: SchedulePlan, scheduler: Scheduler) -> None:
     require(len(running) + len(plan.admitted) <= rules.max_num_seqs, "more sequences than rows")
     require(not plan.admitted or not plan.preempted, "admitted and preempted in one plan")
     require(not plan.admitted or rules.policy.admits_while_running or not running, "a static batch was joined")
+    if rules.policy.is_dynamic:
+        again = [one.sequence.sequence_id for one in plan.preempted if one.sequence.is_protected]
+        require(not again, f"{again} are preempted before they have regained what they had, and a token")
     planned = {row.sequence.sequence_id for row in plan.rows}
     lost = {one.sequence.sequence_id for one in plan.preempted} | {one.sequence_id for one in plan.freed}
     require(not planned & lost, "computed and freed in one plan")
@@ -102,7 +105,7 @@ def require_alternation(plan: SchedulePlan, scheduler: Scheduler, last_phase: st
         return
     other = replace(scheduler.rules, phase="prefill" if phase == "decode" else "decode")
     queues = scheduler.running.sequences, scheduler.waiting.startable()
-    missed = StepPlanner(other, scheduler.kv_cache, *queues, may_wait=True).plan()
+    missed = StepPlanner(other, scheduler.kv_cache, *queues, may_wait=True, view=scheduler.queues.view).plan()
     require(not missed.rows and not missed.moves_blocks, f"{phase} twice in a row, although {other.phase} was possible")
 
 
@@ -121,19 +124,30 @@ def _require_next_tokens(plan: SchedulePlan, scheduler: Scheduler, planned: set[
 
 
 def _require_fair_order(plan: SchedulePlan, scheduler: Scheduler) -> None:
-    """No request is overtaken by one that came more than the bonus later, except at the gate, and while others compute
-    its prefix."""
+    """No request is overtaken by one that came more than the bonus later, except at the gate, while others compute its
+    prefix, and while its tenant has as much as it may."""
     waiting, bonus = scheduler.waiting.startable(), scheduler.rules.policy.cache_bonus
     started = [*plan.admitted, *(one.sequence for one in plan.swap_ins)]
     host = scheduler.kv_cache.host
     for later in plan.admitted:
         for earlier in waiting[: waiting.index(later)]:
-            is_loading = host.is_moving(earlier.sequence_id)
-            if earlier in started or is_loading or is_prefix_under_way(earlier, plan, scheduler):
+            is_excused = host.is_moving(earlier.sequence_id) or _is_capped(earlier, plan, scheduler)
+            if earlier in started or is_excused or is_prefix_under_way(earlier, plan, scheduler):
                 continue
             distance = later.arrival - earlier.arrival
             is_fair = later.priority == earlier.priority and 0 <= distance <= bonus
             require(is_fair, f"{later.sequence_id} overtook {earlier.sequence_id}, {distance} arrivals before it")
+
+
+def _is_capped(candidate: Sequence, plan: SchedulePlan, scheduler: Scheduler) -> bool:
+    """Whether the tenant of a candidate has as many rows, or as large a share of the pool, as it may."""
+    policy, blocks = scheduler.rules.policy, scheduler.kv_cache.device
+    own = [one for one in (*scheduler.running, *plan.admitted) if one.options.tenant == candidate.options.tenant]
+    longest = sum(blocks.blocks_for(one.max_total_tokens) for one in (*own, candidate))
+    return bool(own) and (
+        (policy.max_tenant_rows is not None and len(own) >= policy.max_tenant_rows)
+        or (policy.max_tenant_share is not None and longest > policy.max_tenant_share * blocks.num_blocks)
+    )
 
 
 def is_prefix_under_way(candidate: Sequence, plan: SchedulePlan, scheduler: Scheduler) -> bool:

@@ -4,7 +4,7 @@ One seed decides everything: sizes, arrivals, shared beginnings, priorities, abo
 take, faults. There is one thread, no clock that runs by itself and no sleep; two runs of a seed leave the same trace.
 What is in the memories is compared with what the caches say of it. A failing seed is one command::
 
-    PYTHONPATH=.:kernels:tests python -m simulation.simulator SEED [--faults] [--formation]
+    PYTHONPATH=.:kernels:tests python -m simulation.simulator SEED [--faults] [--formation] [--policies]
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from pagedcore.errors import EngineOverloaded, RequestTooLarge
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.outputs import FinishReason
+from pagedcore.scheduler import policies
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.invariants import Snapshot, check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.policy_view import PolicyView
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
 from simulation.laws import (
@@ -149,6 +152,30 @@ class World:
         )
 
 
+def moody(seed: int) -> Policy:
+    """A policy that orders, chooses victims and preempts as its mood is, which changes with every view."""
+    def mood(view: PolicyView, *sequences: Sequence) -> float:
+        return random.Random(f"{seed} {view.number} {[one.sequence_id for one in sequences]}").random()
+
+    return Policy(
+        "moody", lambda one, view: mood(view, one), cache_bonus=0, is_dynamic=True, has_tenants=True,
+        has_priorities=True, has_deadlines=True, victim_order=lambda one, view: -mood(view, one),
+        preempts=lambda waiting, running, view: mood(view, waiting, running) < 0.5,
+    )
+
+
+def draw_policy(rng: random.Random) -> Policy:
+    """Draw a policy with its options."""
+    return rng.choice([
+        lambda: policies.priority(rng.choice([None, 0.5, 5.0]), rng.choice([None, 0.5, 1.0, 2.0])),
+        lambda: policies.deadline(rng.choice([0.5, 60.0])),
+        lambda: policies.fair(rng.choice([None, 1, 2]), rng.choice([None, 0.3, 0.7])),
+        lambda: policies.shortest_first(rng.choice([0.0, 1.0])),
+        lambda: policies.cache_aware(rng.choice([0, 3, 32])),
+        lambda: moody(rng.randrange(1000)),
+    ])()
+
+
 @dataclass
 class Simulation:
     """One life, from an empty scheduler to an empty scheduler."""
@@ -157,16 +184,19 @@ class Simulation:
     has_faults: bool = False
     has_formation: bool = False
     """Whether batch formation is drawn too, from a generator of its own: gate, phases and the share of prefill."""
+    has_policies: bool = False
+    """Whether the policy is drawn from all there are, and one that changes its mind at random, with their options."""
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.world = World.draw(self.rng)
         world = self.world
+        self.policy_rng = random.Random(f"policies {self.seed}")
         self.scheduler: Scheduler = make_scheduler(
             world.num_blocks,
             world.block_size,
-            world.policy,
+            draw_policy(self.policy_rng) if self.has_policies else world.policy,
             max_num_seqs=world.max_num_seqs,
             max_num_batched_tokens=world.max_num_batched_tokens,
             max_num_waiting=world.max_num_waiting,
@@ -214,7 +244,7 @@ class Simulation:
             self._live()
         except Exception as error:
             when = f"after {len(self.trace)} steps"
-            module = f"simulation.simulator{' --formation' * self.has_formation}"
+            module = "simulation.simulator" + " --formation" * self.has_formation + " --policies" * self.has_policies
             raise failure_of(error, when, module, self.seed, has_faults=self.has_faults) from error
         return self
 
@@ -249,6 +279,9 @@ class Simulation:
         num_hanging = len(self.store.hanging)
         bound = 5 * sum(sequence.max_total_tokens for sequence in live) + 5 + 8 * LONGEST_TRANSFER_S * num_hanging
         bound += 6 * self.scheduler.gate.max_wait_s
+        if self.has_policies:
+            # Why: in the worst case each token of each sequence is paid for by computing all before it again.
+            bound += sum(sequence.max_total_tokens**2 for sequence in live)
         for _ in range(int(bound)):
             if not self.scheduler.has_work:
                 break
@@ -299,11 +332,18 @@ class Simulation:
             sequence = make_sequence(
                 prompt, max_tokens, sequence_id=self.num_arrived, priority=priority, arrival=arrival,
                 stop_token_ids=rng.sample(range(32), rng.choice([0, 0, 0, 4])), min_tokens=rng.choice([0, 0, 1]),
-                cache_root=root,
+                cache_root=root, arrival_s=self.clock.now(), **self._draw_options(),
             )
             self.num_arrived += 1
             if self._try_add(sequence):
                 self._open_turn(sequence)
+
+    def _draw_options(self) -> dict[str, Any]:
+        if not self.has_policies:
+            return {}
+        rng = self.policy_rng
+        return {"tenant": rng.choice(["", "a", "b"]), "weight": rng.choice([0.5, 1.0, 4.0]),
+                "deadline_s": rng.choice([None, 0.1, 3.0, 30.0])}
 
     def _try_add(self, sequence: Sequence) -> bool:
         before = snapshot(self.scheduler)
@@ -340,7 +380,8 @@ class Simulation:
         require(turn.num_ends == 1, "a continued sequence had not ended once")
         arrival = 1000 + len(self.trace)
         sequence.begin_turn(
-            more, sequence.params, max_tokens=max_tokens, stop_token_ids=sequence.stop_token_ids, arrival=arrival
+            more, sequence.params, max_tokens=max_tokens, stop_token_ids=sequence.stop_token_ids, arrival=arrival,
+            arrival_s=self.clock.now(),
         )
         self.scheduler.add_sequences(sequence)
         self.arrived_s[sequence.sequence_id] = self.clock.now()
@@ -367,6 +408,9 @@ class Simulation:
         self._settle()
         self._check(before)
         self._open_gate()
+        if self.has_policies:
+            self.scheduler.begin_step(self.clock.now())
+            self._now = snapshot(self.scheduler)
         plan = self._plan()
         while plan.moves_blocks:
             self.mover.start(self.scheduler.make_room(plan))
@@ -438,7 +482,9 @@ class Simulation:
         except RuntimeError:
             self._fail(plan)
             return
-        self.scheduler.costs.step.observe(plan.num_tokens, self.rng.random())
+        seconds = self.rng.random()
+        self.scheduler.costs.step.observe(plan.num_tokens, seconds)
+        self.scheduler.queues.observe(plan, seconds)
         sampled = [row.sequence for row in rows if row.is_sampled]
         tokens = dict(zip((s.sequence_id for s in sampled), logits.argmax(axis=1).tolist(), strict=True))
         if sampled and self._has_fault(0.05):
@@ -482,7 +528,8 @@ class Simulation:
 if __name__ == "__main__":
     flags = [one for one in sys.argv[1:] if one.startswith("--")]
     seed = next(int(one) for one in sys.argv[1:] if one not in flags)
-    simulation = Simulation(seed, has_faults="--faults" in flags, has_formation="--formation" in flags)
+    simulation = Simulation(seed, has_faults="--faults" in flags, has_formation="--formation" in flags,
+                            has_policies="--policies" in flags)
     try:
         simulation.run()
     finally:

@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 
 from pagedcore.kv_cache.host_cache import Transfer
+from pagedcore.scheduler import policies
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
-from pagedcore.sequence import SequenceStatus
+from pagedcore.scheduler.policies import Policy
+from pagedcore.scheduler.policy_view import PolicyView
+from pagedcore.sequence import Sequence, SequenceStatus
 from support.doubles import make_scheduler, make_sequence
 
 Event = tuple[str, int]
 Requests = tuple[tuple[int, int, int], ...]
-World = tuple[int, int, int, str, str, Requests]
+World = tuple[int, int, int, str | Policy, str, Requests]
 
 #: (prompt, max_tokens, priority) of the three requests of each world.
 REQUESTS: list[Requests] = [
@@ -39,10 +42,36 @@ SLOW_POOLS = [
 ]
 
 
+#: Seconds that the clock may advance by: a request of these worlds is late after one, aged after two.
+MOST_TICKS = 4
+MOST_TICKS_WHEN_CALM = 2
+
+
+def fickle() -> Policy:
+    """A policy that turns its order round with every tick, and lets any sequence take any other one's place."""
+    def order(sequence: Sequence, view: PolicyView) -> float:
+        return (1 if view.now_s % 2 else -1) * sequence.sequence_id
+
+    return Policy("fickle", order, cache_bonus=0, is_dynamic=True, has_priorities=True, preempts=lambda *_: True)
+
+
+#: Those whose order depends on the time, on what was computed, or that preempt to admit.
+MOVING_POLICIES = {
+    "ageing": policies.priority(ageing_s=2.0, preemption_gap=1.0),
+    "preempting": policies.priority(preemption_gap=1.0),
+    "deadline": policies.deadline(),
+    "fair": policies.fair(),
+    "capped": policies.fair(max_rows=1, max_share=0.5),
+    "fickle": fickle(),
+}
+
+
 class Life:
     """One world after a list of events; lives are short, so a state is reached by living it again."""
 
-    def __init__(self, world: World, events: tuple[Event, ...], formation: Mapping[str, Any]) -> None:
+    def __init__(
+        self, world: World, events: tuple[Event, ...], formation: Mapping[str, Any], *, is_calm: bool = False
+    ) -> None:
         num_blocks, block_size, num_host_blocks, policy, admission, requests = world
         self.scheduler = make_scheduler(
             num_blocks, block_size, policy, max_num_seqs=2, max_num_batched_tokens=2, admission=admission,
@@ -51,10 +80,16 @@ class Life:
         )
         self.host = self.scheduler.kv_cache.host
         self.sequences = [
-            make_sequence(prompt, max_tokens, sequence_id=i, priority=priority, arrival=i)
+            make_sequence(
+                prompt, max_tokens, sequence_id=i, priority=priority, arrival=i, tenant="ab"[i % 2], weight=1.0 + i,
+                deadline_s=[1.0, None, 2.5][i % 3],
+            )
             for i, (prompt, max_tokens, priority) in enumerate(requests)
         ]
-        self.num_arrived = 0
+        self.has_time = not isinstance(policy, str)
+        self.is_calm = is_calm
+        """Whether no step fails and no request is aborted or continued."""
+        self.num_arrived, self.now_s = 0, 0.0
         for name, index in events:
             getattr(self, f"_{name}")(index)
 
@@ -68,7 +103,19 @@ class Life:
         moving = tuple((one.sequence_id, one.direction, one.num_tokens) for one in self._transfers())
         num_new = self.scheduler.waiting.num_never_started
         gate = frozenset(self.scheduler.waiting.gated), self.scheduler._phases
-        return of_sequences, found, moving, frozenset(now.pins), self.num_arrived, num_new, gate
+        return of_sequences, found, moving, frozenset(now.pins), self.num_arrived, num_new, gate, self._moving_key()
+
+    def _moving_key(self) -> object:
+        """What else the decisions of a moving policy depend on: ages, protection, and who has had more."""
+        ledger = self.scheduler.queues.ledger
+        if not self.has_time:
+            return None
+        protected = [max(0, one.num_protected_tokens - one.num_computed_tokens) for one in self.sequences]
+        live = (SequenceStatus.WAITING, SequenceStatus.RUNNING)
+        arrived = self.sequences[: self.num_arrived]
+        ages = [self.now_s - one.arrival_s if one.status in live else None for one in arrived]
+        had = {} if ledger is None else {one: round(tokens - ledger.floor, 6) for one, tokens in ledger.virtual.items()}
+        return self.now_s, tuple(protected), tuple(ages), tuple(sorted(had.items()))
 
     def _transfers(self) -> tuple[Transfer, ...]:
         return tuple(self.host.in_flight.values())
@@ -77,15 +124,19 @@ class Life:
         """Everything that can happen now."""
         if self.scheduler.has_work:
             yield "step", 0
-            yield "fail", 0
+            if not self.is_calm:
+                yield "fail", 0
         if self.scheduler.waiting.gated:
             yield "wait", 0
+        most_ticks = MOST_TICKS_WHEN_CALM if self.is_calm else MOST_TICKS
+        if self.has_time and self.now_s < most_ticks and self.scheduler.has_work:
+            yield "tick", 0
         for place in range(len(self._transfers())):
             yield "arrive_transfer", place
             yield "lose_transfer", place
         if self.num_arrived < len(self.sequences):
             yield "arrive", self.num_arrived
-        for index, sequence in enumerate(self.sequences[: self.num_arrived]):
+        for index, sequence in enumerate(() if self.is_calm else self.sequences[: self.num_arrived]):
             if sequence.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING):
                 yield "abort", index
             elif sequence.finish_reason != "abort" and sequence.arrival < 100:
@@ -95,13 +146,19 @@ class Life:
         """The oldest has waited long enough."""
         self.scheduler.waiting.open_gate()
 
+    def _tick(self, _: int) -> None:
+        self.now_s += 1.0
+
     def _plan(self) -> SchedulePlan:
+        self.scheduler.begin_step(self.now_s)
         waiting = self.scheduler.waiting
         if waiting.gated and self.scheduler.gate.opens_s(waiting.num_never_started, 0.0) < 0.0:
             waiting.open_gate()
         self.scheduler.moves.take_due()
-        plan = self.scheduler.schedule()
+        plan, num_rooms = self.scheduler.schedule(), 0
         while plan.moves_blocks:
+            num_rooms += 1
+            assert num_rooms < 20, "room is made without end"
             self.scheduler.make_room(plan)
             assert check(snapshot(self.scheduler)) == []
             plan = self.scheduler.schedule()
@@ -127,6 +184,7 @@ class Life:
         self.scheduler.moves.complete_transfer(self._transfers()[place].transfer_id, 0.0, is_ok=False)
 
     def _arrive(self, index: int) -> None:
+        self.sequences[index].arrival_s = self.now_s
         self.scheduler.add_sequences(self.sequences[index])
         self.num_arrived += 1
 
@@ -141,31 +199,49 @@ class Life:
             self.scheduler.add_sequences(sequence)
 
 
-def explore(world: World, formation: Mapping[str, Any]) -> int:
+def explore(world: World, formation: Mapping[str, Any], *, is_calm: bool = False) -> int:
     """Visit every reachable state; return how many there are."""
-    seen = {Life(world, (), formation).key()}
-    queue: deque[tuple[Event, ...]] = deque([()])
+    first = Life(world, (), formation, is_calm=is_calm).key()
+    seen, after = {first}, dict[object, object]()
+    queue: deque[tuple[tuple[Event, ...], object]] = deque([((), first)])
     while queue:
-        events = queue.popleft()
-        for event in Life(world, events, formation).next_events():
-            life = Life(world, (*events, event), formation)
+        events, before = queue.popleft()
+        for event in Life(world, events, formation, is_calm=is_calm).next_events():
+            life = Life(world, (*events, event), formation, is_calm=is_calm)
+            if event[0] == "step":
+                after[before] = life.key()
             if life.key() not in seen:
                 seen.add(life.key())
-                queue.append((*events, event))
+                queue.append(((*events, event), life.key()))
                 assert check(snapshot(life.scheduler)) == []
                 plan, scheduler = life.scheduler.schedule(), life.scheduler
                 is_active = bool(plan.rows) or plan.moves_blocks or scheduler.kv_cache.host.has_awaited
                 is_all_gated = {one.sequence_id for one in scheduler.waiting} == scheduler.waiting.gated
                 assert is_active or not scheduler.has_work or (is_all_gated and not scheduler.running)
+    assert_no_circle(after)
     return len(seen)
 
 
+def assert_no_circle(after: Mapping[object, object]) -> None:
+    """Steps alone never lead back to a state: all work ends. A step that waits for a transfer may change nothing."""
+    done = set[object]()
+    for state in after:
+        path = dict[object, None]()
+        while state in after and state not in done and after[state] != state:
+            assert state not in path, "steps lead back to a state"
+            path[state] = None
+            state = after[state]
+        done.update(path)
+
+
 def explore_pools(
-    pools: list[tuple[tuple[int, int, int], list[Requests]]], policy: str, admission: str, **formation: Any
+    pools: list[tuple[tuple[int, int, int], list[Requests]]], policy: str | Policy, admission: str, *,
+    is_calm: bool = False, **formation: Any,
 ) -> None:
     for (num_blocks, block_size, num_host_blocks), worlds in pools:
         for requests in worlds:
-            assert explore((num_blocks, block_size, num_host_blocks, policy, admission, requests), formation) > 50
+            world = num_blocks, block_size, num_host_blocks, policy, admission, requests
+            assert explore(world, formation, is_calm=is_calm) > 50
 
 
 @pytest.mark.parametrize(
@@ -182,6 +258,24 @@ def explore_pools(
 def test_every_reachable_state_keeps_the_laws_and_makes_progress(policy: str, admission: str) -> None:
     """After any arrivals, failures, aborts and continuations a sequence advances, or a needed transfer is in flight."""
     explore_pools(POOLS, policy, admission)
+
+
+@pytest.mark.parametrize("name", [
+    "ageing", "preempting", "deadline", "fair", pytest.param("capped", marks=pytest.mark.slow),
+    pytest.param("fickle", marks=pytest.mark.slow),
+])
+def test_every_reachable_state_under_an_order_that_changes(name: str) -> None:
+    """With a clock that may advance between any two events, and under every policy whose order follows it, or that
+    preempts to admit: the laws hold, something advances, and steps alone end all work."""
+    explore_pools([((2, 2, 0), REQUESTS[1:2])], MOVING_POLICIES[name], "optimistic", is_calm=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("admission", ["optimistic", "guaranteed"])
+@pytest.mark.parametrize("name", MOVING_POLICIES)
+def test_every_reachable_state_of_more_pools_under_an_order_that_changes(name: str, admission: str) -> None:
+    """The same with more room, other requests, and a host."""
+    explore_pools([*POOLS, *HOST_POOLS], MOVING_POLICIES[name], admission)
 
 
 @pytest.mark.parametrize("formation", [

@@ -47,6 +47,27 @@ def test_lives_with_batch_formation(has_faults: bool) -> None:
         Simulation(seed, has_faults, has_formation=True).run()
 
 
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_lives_with_every_policy(has_faults: bool) -> None:
+    """Policies that change their order from step to step, cap tenants or preempt to admit, one that does all of it at
+    random among them, change no token, stop no request and keep every law."""
+    preempting = set()
+    for seed in range(100):
+        simulation = Simulation(seed, has_faults, has_policies=True).run()
+        scheduler = simulation.scheduler
+        if scheduler.stats().num_preemptions:
+            preempting.add(scheduler.rules.policy.name)
+    assert preempting >= {"priority", "deadline", "moody"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_many_lives_with_every_policy(has_faults: bool) -> None:
+    """The same with more seeds, and with batch formation."""
+    for seed in range(10_000, 40_000):
+        Simulation(seed, has_faults, has_formation=seed % 2 == 0, has_policies=True).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_many_lives_with_batch_formation(has_faults: bool) -> None:

@@ -8,9 +8,10 @@ place changes the answer or trips an assertion; ``toy_answer`` says what the ans
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from pagedcore.kv_cache.eviction import POLICIES
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.protocols import FloatArray, RaggedRows
+from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler import policies
 from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
 
@@ -296,6 +299,8 @@ def make_sequence(
     stop_token_ids: Iterable[int] = (),
     min_tokens: int = 0,
     cache_root: bytes = b"",
+    arrival_s: float = 0.0,
+    **options: Any,
 ) -> Sequence:
     """Build a waiting sequence; ``prompt`` is its tokens or how many; ids and arrivals count up unless given."""
     number = next(_ids) if sequence_id is None else sequence_id
@@ -307,16 +312,25 @@ def make_sequence(
         max_tokens=max_tokens,
         seed=0,
         stop_token_ids=frozenset(stop_token_ids),
-        priority=priority,
+        options=RequestOptions(priority=priority, **options),
+        arrival_s=arrival_s,
         arrival=number if arrival is None else arrival,
         cache_root=cache_root,
     )
 
 
+def make_policy(policy: str | Policy, **options: Any) -> Policy:
+    """Build a built-in policy by its name; return another one as it is."""
+    if isinstance(policy, Policy):
+        return policy
+    made: Policy = getattr(policies, policy.replace("-", "_"))(**options)
+    return made
+
+
 def make_scheduler(
     num_blocks: int = 8,
     block_size: int = 2,
-    policy: str = "fcfs",
+    policy: str | Policy = "fcfs",
     *,
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
@@ -327,6 +341,7 @@ def make_scheduler(
     eviction: str = "lru",
     copies_blocks: bool = True,
     max_scored_tokens: int = 4,
+    policy_options: Mapping[str, Any] = MappingProxyType({}),
     **formation: Any,
 ) -> Scheduler:
     """Build a small scheduler with a pool of its own."""
@@ -335,7 +350,7 @@ def make_scheduler(
             num_blocks, block_size, num_host_blocks=num_host_blocks, policy=POLICIES[eviction],
             copies_blocks=copies_blocks,
         ),
-        getattr(policies, policy)(),
+        make_policy(policy, **policy_options),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_waiting=max_num_waiting,

@@ -1,0 +1,131 @@
+"""The two queues of a scheduler in the order of its policy, and the view that a dynamic policy decides by."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Final
+
+from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.plan_state import PlanningRules
+from pagedcore.scheduler.policies import Policy, fcfs
+from pagedcore.scheduler.policy_view import PolicyView, TenantLedger
+from pagedcore.scheduler.step_time import StepTimeModel, StepTimes
+from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
+from pagedcore.sequence import Sequence
+
+_LENGTH_RATE: Final = 0.05
+"""Weight of one more completion's length: about the last 20 count."""
+_log = logging.getLogger("pagedcore")
+
+
+class PolicyQueues:
+    """Waiting and running sequences under one policy.
+
+    Invariant: under a static policy the view never changes, and nothing is counted or measured for it.
+    Invariant: under a dynamic one every key is asked for once in a view, and once more for what comes or starts.
+    """
+
+    def __init__(self, policy: Policy, limit: int, *, gates_new: bool) -> None:
+        self.policy = policy
+        self.view = PolicyView()
+        is_dynamic, victim_order = policy.is_dynamic, policy.victim_order or policy.order
+        self.waiting = WaitingQueue(self._waiting_key if is_dynamic else policy.order, limit, gates_new=gates_new)
+        self.running = PolicyOrder(self._running_key if is_dynamic else victim_order)
+        self.ledger = TenantLedger() if is_dynamic and policy.has_tenants else None
+        """``None`` unless a dynamic policy looks at tenants."""
+        self.step_times = StepTimeModel() if is_dynamic else None
+        """``None`` under a static policy."""
+        self._length_share = 1.0
+        self.most_tokens: int | None = None
+        """What a step may compute so that running requests keep their ``tpot_ms``; ``None``: as much as allowed."""
+        self._is_replaced = False
+
+    def renew_view(self, now_s: float, num_blocks_of: Callable[[int], int]) -> None:
+        """Look at the present and order both queues by it."""
+        if self.step_times is None:
+            return
+        waiting, running = self.waiting.sequences, self.running.sequences
+        usage, ahead = ({}, {}) if self.ledger is None else self.ledger.survey(waiting, running, num_blocks_of)
+        self.view = PolicyView(
+            self.view.number + 1, now_s, usage, ahead, self.step_times.times, len(running), self._length_share
+        )
+        self.waiting.reorder()
+        self.running.reorder()
+        if self.policy.has_deadlines:
+            self.most_tokens = most_tokens_of(self.running.sequences, self.step_times.times)
+
+    def observe(self, plan: SchedulePlan, seconds: float) -> None:
+        """Learn how long a step took."""
+        if self.step_times is not None:
+            num_decode = sum([row.is_decode for row in plan.rows])
+            num_read = sum([row.end for row in plan.rows])
+            self.step_times.observe(plan.num_tokens - num_decode, num_decode, num_read, seconds)
+
+    def bounded(self, rules: PlanningRules, most_tokens: int | None) -> PlanningRules:
+        """Return rules with a token budget of ``most_tokens`` and this object's own, as far as there are any."""
+        limits = [one for one in (most_tokens, self.most_tokens) if one is not None]
+        return replace(rules, max_num_batched_tokens=min(rules.max_num_batched_tokens, *limits))
+
+    def note_length(self, sequence: Sequence) -> None:
+        """Learn how long completions are, of one that has ended by itself."""
+        if sequence.finish_reason not in ("stop", "length"):
+            return
+        share = sequence.num_output_tokens / sequence.max_tokens
+        self._length_share += _LENGTH_RATE * (share - self._length_share)
+
+    def late_ones(self, now_s: float) -> list[Sequence]:
+        """List what was not started and cannot end in time any more, at the last view's costs."""
+        view = self.view
+        return [
+            one for one in self.waiting.never_started()
+            if one.deadline_s < math.inf and one.deadline_s < now_s + view.remaining_s(one, _least_tokens(one))
+        ]
+
+    def demote_failed(self) -> bool:
+        """Go over to "fcfs" if a function of the policy has failed; return whether it was so."""
+        failure = self.waiting.failure or self.running.failure
+        if failure is None or self._is_replaced:
+            return False
+        for queue in (self.waiting, self.running):
+            queue.demote(failure)
+        # Safety: its message is left out, which may hold what the policy was shown.
+        _log.error('scheduling policy %r: its key failed (%s); the engine continues with "fcfs"',
+                   self.policy.name, type(failure).__name__)
+        self.policy, self.ledger, self.step_times, self.most_tokens = fcfs(), None, None, None
+        self._is_replaced = True
+        return True
+
+    def _waiting_key(self, sequence: Sequence) -> Any:
+        # Why: what was loaded for a sequence must not be freed for the next one that comes first before it starts.
+        return not sequence.num_computed_tokens, self.policy.order(sequence, self.view)
+
+    def _running_key(self, sequence: Sequence) -> Any:
+        if sequence.is_protected:
+            return False, sequence.arrival
+        return True, (self.policy.victim_order or self.policy.order)(sequence, self.view)
+
+
+def most_tokens_of(running: Iterable[Sequence], times: StepTimes) -> int | None:
+    """Solve a step's time for its tokens, so that it keeps the tightest ``tpot_ms`` that can be kept.
+
+    One token at least is left for prompts, so that they make progress; targets that not even a step without prompts
+    keeps ask for nothing. ``None``: there is no target.
+    """
+    targets = [one.options.tpot_ms / 1000.0 for one in running if one.options.tpot_ms is not None]
+    if not targets:
+        return None
+    decoding = [one.num_computed_tokens for one in running if len(one.token_ids) - one.num_computed_tokens == 1]
+    base_s = times.seconds(1, len(decoding), sum(decoding))
+    kept = [target_s for target_s in targets if target_s >= base_s]
+    if not kept or not times.prefill_token_s:
+        return None
+    return len(decoding) + 1 + int((min(kept) - base_s) / times.prefill_token_s)
+
+
+def _least_tokens(sequence: Sequence) -> int:
+    params = sequence.params
+    is_fixed = params.ignore_eos and not params.stop and not params.stop_token_ids
+    return sequence.max_tokens if is_fixed else max(1, params.min_tokens)
