@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pagedcore.errors import InternalError
 from pagedcore.outputs import FinishReason, TokenLogprobs
-from pagedcore.protocols import Constraint
 from pagedcore.request_options import NO_OPTIONS, RequestOptions
 from pagedcore.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedcore.protocols import Constraint
 
 
 class SequenceStatus(Enum):
