@@ -256,8 +256,7 @@ UNNAMED = """() => [...document.querySelectorAll("button, input, select, textare
     .filter((one) => !["many-status", "key-error", "connection"].includes(one.id)).map((one) => one.outerHTML)"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1360])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1360), ("dark", 360)])
 def test_it_can_be_read(browser: Browser, demo: str, scheme: Any, width: int) -> None:
     """All text has a contrast of 4.5 (3 where it is large), bars one of 3, in both schemes; every control has a name; a
     telephone needs no sideways scrolling; with reduced motion bars are still drawn."""
