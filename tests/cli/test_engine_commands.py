@@ -13,6 +13,7 @@ from rich.console import Console
 from pagedcore.cli.common import open_engine
 from pagedcore.cli.demo import frame, show, start
 from pagedcore.demo_model.questions import demo_questions, is_correct
+from pagedcore.errors import InvalidGrammar
 from support.runner import invoke, try_invoke
 
 
@@ -80,6 +81,18 @@ def test_generate_answers_many_prompts_as_json(tmp_path: Path) -> None:
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["prompt"] for record in records] == [question.prompt for question in questions]
     assert all(is_correct(question, record["text"]) for question, record in zip(questions, records, strict=True))
+
+
+def test_generate_keeps_a_form(tmp_path: Path) -> None:
+    """A schema from a file, a regular expression or a choice; two of them are refused."""
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}', encoding="utf-8")
+    words = ("generate", "What is 2 + 3?", "--temperature", "2.0", "--seed", "1")
+    assert [type(one) for one in json.loads(invoke(*words, "--json-schema", str(schema)))] == [bool, bool]
+    assert invoke(*words, "--regex", "[xyz]{3}").strip("xyz\n") == ""
+    assert invoke(*words, "--choice", "so", "--choice", "not so").strip() in ("so", "not so")
+    with pytest.raises(InvalidGrammar):
+        invoke(*words, "--regex", "a", "--choice", "b")
 
 
 def test_generate_with_a_seed_repeats_itself() -> None:
