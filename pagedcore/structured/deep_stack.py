@@ -51,9 +51,11 @@ class DeepStack:
                     thread.start()
                 finally:
                     threading.stack_size(before)
-        except BaseException:
+        except BaseException as error:
             if thread.ident is None:
                 self._free.release()
+            if isinstance(error, RuntimeError):
+                raise GrammarsBusy("no thread could be started") from error
             raise
         thread.join(self._limit_s)
         for failure in failures:

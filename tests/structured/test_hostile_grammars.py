@@ -156,6 +156,13 @@ def test_what_would_take_too_long_is_refused(grammars: Grammars, name: str) -> N
     assert len(str(refusal.value)) < 500
 
 
+@pytest.mark.parametrize("name", ["multiple", "multiples", "inside"])
+def test_multiples_are_refused_before_they_are_compiled(grammars: Grammars, name: str) -> None:
+    """Wherever they are written, and however: what counts is the least common multiple of all."""
+    with pytest.raises(InvalidGrammar, match="multipleOf, the common multiple of all: got 99"):
+        grammars.compile(StructuredOutput(**BOMBS[name]))
+
+
 def test_compiling_that_takes_too_long_is_given_up() -> None:
     """The caller is refused after the limit, others while all threads are busy; later there is room again."""
     stack, go_on, states = DeepStack(1, 0.02), threading.Event(), list[str]()
