@@ -26,9 +26,6 @@ _HEAVY = [
     "torch", "numba", "transformers", "tokenizers", "safetensors.numpy", "hypothesis", "pytest", "starlette.requests",
     "langchain_core.language_models",
     *sorted(one.module for one in entry_points(group="pytest11") if not one.module.startswith("pagedcore")),
-    "langchain_core.language_models", *sorted(
-        one.module for one in entry_points(group="pytest11") if not one.module.startswith("pagedcore")
-    ),
 ]
 #: Where the packages of the checkout lie.
 _SOURCES = (ROOT, ROOT / "kernels", ROOT / "adapters")
