@@ -236,7 +236,8 @@ RECORDINGS = (
            "replay/test_points.py::test_another_model_is_refused"),
 )
 
-DOORS = (    Mutant("A body may be nested without end.", "adapters/pagedcore_http/body.py",
+DOORS = (
+    Mutant("A body may be nested without end.", "adapters/pagedcore_http/body.py",
            "if _is_deeper_than(fields, MAX_JSON_DEPTH):", "if False:",
            "adapters/bentoml/test_door.py::test_what_is_refused_says_what_the_value_and_the_limit[/generate-nested]"),
     Mutant("A body of unannounced length is read whole.", "adapters/pagedcore_http/body.py",
@@ -326,7 +327,6 @@ STRUCTURED = (
            "structured/test_hostile_grammars.py::test_multiples_are_refused_before_they_are_compiled[multiples]"),
 )
 
-MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *STRUCTURED)
 SIMULATION = (
     Mutant("One odd step replaces what is known of all.", "pagedcore/scheduler/step_time.py",
            "elif abs(error) > most:", "elif False:",
@@ -346,7 +346,6 @@ SIMULATION = (
            "bench/test_throughput.py::test_a_row_has_one_request_at_a_time"),
 )
 
-MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *SIMULATION)
 POLICIES = (
     Mutant("Time without requests earns service.", "pagedcore/scheduler/policy_view.py",
            "virtual[one] = max(virtual.get(one, 0.0), self.floor)", "virtual[one] = virtual.get(one, 0.0)",
@@ -368,4 +367,6 @@ POLICIES = (
            "scheduler/test_policies.py::test_a_slow_policy_is_replaced"),
 )
 
-MUTANTS = (*REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *POLICIES)
+MUTANTS = (
+    *REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *STRUCTURED, *SIMULATION, *POLICIES,
+)
