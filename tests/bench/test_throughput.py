@@ -137,11 +137,10 @@ def test_report_as_table_has_a_column_per_mode() -> None:
 
 
 def test_plot_writes_an_image(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """The picture is an image file, of the kind that its name says."""
+    """The picture is an image file."""
     pytest.importorskip("matplotlib")
-    for name, start in (("slots.png", b"\x89PNG"), ("slots.svg", b"<?xml")):
-        report.save_plot(tmp_path / name, FOUR, [measured("none"), measured("static"), measured("continuous")])
-        assert (tmp_path / name).read_bytes().startswith(start)
+    report.save_plot(tmp_path / "slots.png", FOUR, [measured("none"), measured("static"), measured("continuous")])
+    assert (tmp_path / "slots.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_page_is_whole(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -55,14 +55,6 @@ def test_replicas_are_found(times: str) -> None:
     assert "of the requests in time." in out
 
 
-def test_a_picture_is_drawn(times: str, tmp_path: Path) -> None:
-    """``--plot`` writes an image."""
-    pytest.importorskip("matplotlib")
-    invoke("simulate", "--step-times", times, "--rate", "50", "--requests", "40", "--ttft-ms", "100",
-           "--plot", str(tmp_path / "load.png"))
-    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(("words", "error"), [
     (["--rate", "1"], "--calibrate"), (["--step-times", "TIMES"], "either --trace"),
     (["--step-times", "TIMES", "--rate", "1", "--trace", "x.csv"], "either --trace"),
