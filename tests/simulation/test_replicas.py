@@ -27,7 +27,7 @@ TIMES = StepTimes(0.004, 0.0005, 0.0005, 1e-5)
 """Prompt and generated tokens cost the same, so that the stand-in below can tell a step's time from its arrays."""
 SMALL = {"num_kv_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_num_waiting": 40}
 SETTINGS: list[dict[str, Any]] = [
-    {}, {"num_kv_blocks": 10}, {"num_kv_blocks": 10, "preemption": "recompute"}, {"scheduling_policy": "static"},
+    {"scheduling_policy": "fair"}, {"scheduling_policy": "shortest-first"}, {}, {"num_kv_blocks": 10}, {"num_kv_blocks": 10, "preemption": "recompute"}, {"scheduling_policy": "static"},
     {"eviction_policy": "fifo", "num_kv_blocks": 10}, {"phases": "separate"}, {"prefill_share": 0.3},
     {"admission": "guaranteed", "enable_prefix_caching": False}, {"min_batch_size": 3, "max_wait_ms": 40},
     {"scheduling_policy": "priority"}, {"queue_timeout_s": 0.05}, {"max_num_waiting": 3},
@@ -88,7 +88,7 @@ def on_an_engine(requests: list[SimulatedRequest], **settings: Any) -> list[tupl
             for one in metrics]
 
 
-@pytest.mark.parametrize("settings", SETTINGS[:9], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS[:11], ids=str)
 def test_every_request_has_its_tokens_when_an_engine_gives_them(settings: dict[str, Any]) -> None:
     """First and last tokens come when they come on an engine with this configuration, preemptions and all."""
     largest = 4 * settings.get("num_kv_blocks", 24)
