@@ -58,30 +58,41 @@ def bentoml_serve(
     target: str, folder: Path, python: str = sys.executable, env: dict[str, str] | None = None
 ) -> Iterator[Served]:
     """Serve ``target`` from ``folder`` until the block is left, then end it as a supervisor would."""
+    # Why again: another process may take the port in between, and BentoML chooses none by itself.
+    for _ in range(4):
+        process, served = _start(target, folder, python, env or environment())
+        try:
+            if _wait_until_ready(process, served):
+                yield served
+                return
+        finally:
+            _end(process)
+            served.log.unlink()
+    raise AssertionError("no port stayed free for the server")
+
+
+def _start(target: str, folder: Path, python: str, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], Served]:
     url = f"http://127.0.0.1:{(port := free_port())}"
     with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as log:
         command = [python, "-m", "bentoml", "serve", target, "--host", "127.0.0.1", "--port", str(port)]
-        process = subprocess.Popen(command, cwd=folder, env=env or environment(), stdout=log, stderr=log,
-                                   start_new_session=True)
-    served = Served(url, Path(log.name), process.pid)
-    try:
-        _wait_until_ready(process, served)
-        yield served
-    finally:
-        _end(process)
-        served.log.unlink()
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+    return process, Served(url, Path(log.name), process.pid)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], served: Served) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], served: Served) -> bool:
+    """Return whether it answers, ``False`` if its port was taken."""
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if httpx.get(f"{served.url}/readyz", timeout=5.0).status_code == 200:
-                return
+                return True
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    raise AssertionError(f"the server did not become ready:\n{served.log.read_text(encoding='utf-8')[-4000:]}")
+    said = served.log.read_text(encoding="utf-8")
+    if "Could not bind" in said:
+        return False
+    raise AssertionError(f"the server did not become ready:\n{said[-4000:]}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
