@@ -38,7 +38,7 @@ from pagedcore.sequence import Sequence, SequenceStatus
 State = dict[str, Any]
 _NOT_PLAIN: Final = frozenset({
     "token_ids", "params", "stop_token_ids", "cache_root", "block_keys", "logprobs", "prompt_logprobs", "status",
-    "options",
+    "options", "constraint",
 })
 _OPTIONS: Final = ("priority", "tenant", "weight", "deadline_s", "ttft_ms", "tpot_ms")
 """What of its request's options decisions about a sequence depend on."""

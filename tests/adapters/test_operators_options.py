@@ -111,7 +111,7 @@ async def test_the_salt_of_a_service_names_the_tenant(accepted: list[RequestOpti
 def test_langchain_passes_tenants_on(kind: Any, accepted: list[RequestOptions]) -> None:
     """Fields of the model, and keywords of a call, which win."""
     settings = {"num_kv_blocks": 64, "block_size": 16, "scheduling_policy": "fair"}
-    model = kind(max_tokens=2, tenant="blue", weight=2.0, engine_settings=settings)
+    model = kind(model="demo", max_tokens=2, tenant="blue", weight=2.0, engine_settings=settings)
     try:
         model.invoke("What is 2 + 3?")
         model.invoke("What is 2 + 3?", tenant="green", weight=0.5)
