@@ -23,8 +23,22 @@ from pathlib import Path
 
 import torch
 from demo_model.conversations import IGNORED, ConversationSource
-from demo_model.evaluation import FORMS, LONGEST_ANSWER, accuracy, answers, share_right
-from demo_model.tokenizer import train_tokenizer
+from demo_model.evaluation import (
+    FORMS,
+    LONGEST_ANSWER,
+    LONGEST_CALL,
+    FormedQuestion,
+    accuracy,
+    answers,
+    formed_accuracy,
+    object_questions,
+    share_right,
+    tool_questions,
+)
+from demo_model.objects import OBJECT_TASKS
+from demo_model.tasks import TASKS
+from demo_model.tokenizer import CHAT_TEMPLATE, train_tokenizer
+from demo_model.tools import KINDS
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -36,14 +50,18 @@ CONTEXT, VOCABULARY = 2048, 2048
 CONTINUED_RATE = 0.4
 # Held-out questions of each task and form that the report measures.
 QUESTIONS = 500
+# Held-out questions for the calculator, and as many that want an object.
+FORMED = 1000
 # Share of each task among the questions, before the errors made in training shift it.
 WEIGHTS = {
     "add": 13.0, "subtract": 16.0, "add_three_digits": 2.0, "subtract_three_digits": 2.0,
     "capital": 12.0, "country": 8.0, "count": 8.0, "reverse": 8.0, "sort": 18.0, "spell": 5.0,
     "spell_backwards": 6.0, "day": 1.5, "month": 2.0, "month_length": 1.5, "explain": 6.0, "talk": 1.0,
+    "json_add": 3.0, "json_subtract": 3.0, "json_capital": 6.0, "json_word": 5.0, "json_person": 3.5,
+    "json_count": 1.0,
 }  # fmt: skip
-# Rows and length of the batches, taken in turn: as many tokens each, short and long conversations.
-BATCHES = ((32, 96), (20, 160), (32, 96), (12, 256))
+# Rows and length of the batches, taken in turn, and the share of rows with tools: as many tokens each.
+BATCHES = ((32, 96, 0.0), (20, 160, 0.4), (32, 96, 0.0), (8, 384, 0.7), (32, 96, 0.0), (12, 256, 0.6))
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,7 @@ class Plan:
     rate: float = 0.02
     plain_rate: float = 0.004
     warm_up: int = 100
-    check_every: int = 500
+    check_every: int = 400
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
@@ -119,8 +137,8 @@ class Trainer:
 
     def step(self) -> float:
         """Learn from one batch and return the loss, the mean over the learned tokens in nats."""
-        rows, length = BATCHES[self.steps % len(BATCHES)]
-        ids, targets = (part.to(self.model.device) for part in self._source.batch(rows, length))
+        batch = BATCHES[self.steps % len(BATCHES)]
+        ids, targets = (part.to(self.model.device) for part in self._source.batch(*batch))
         self.tokens += ids.numel()
         learned = int((targets != IGNORED).sum())
         parts = zip(ids.chunk(self._shares), targets.chunk(self._shares), strict=True)
@@ -188,9 +206,13 @@ def shifted_weights(measured: dict[str, float]) -> dict[str, float]:
 def check(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, float]:
     """Return a quick estimate of the held-out accuracy of each task, all forms of asking together."""
     model.eval()
-    measured = accuracy(partial(answers, model, tokenizer), tokenizer, FORMS, questions=6, seed=seed)
+    ask = partial(answers, model, tokenizer)
+    measured = accuracy(ask, tokenizer, FORMS, questions=2, seed=seed, tasks=TASKS | OBJECT_TASKS)
+    formed = [question for kind in KINDS for question in tool_questions(4, seed, tokenizer, kind)]
+    called = formed_accuracy(lambda asked: ask([one.prompt for one in asked], longest=LONGEST_CALL), formed)
     model.train()
-    return {task: share_right(by.values()) for task, by in measured.items()}
+    grouped = {task: list(by.values()) for task, by in measured.items()} | {kind: [one] for kind, one in called.items()}
+    return {name: share_right(figures) for name, figures in grouped.items()}
 
 
 def fresh(seed: int) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast, list[object]]:
@@ -203,6 +225,7 @@ def load(start: Path) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast, list[o
     """Return model and tokenizer of the directory `start`, and the runs its report lists."""
     model = Qwen2ForCausalLM.from_pretrained(start, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
+    tokenizer.chat_template = CHAT_TEMPLATE
     return model, tokenizer, json.loads((start / "accuracy.json").read_text())["training_runs"]
 
 
@@ -215,11 +238,15 @@ def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 def report(out: Path, tokenizer: PreTrainedTokenizerFast, runs: list[object]) -> dict[str, object]:
     """Measure the stored model, as the engine runs it in float32 and in bfloat16, on held-out questions."""
     measured: dict[str, object] = {}
+    constrained: dict[str, object] = {}
+    formed = tool_questions(FORMED, -1, tokenizer) + object_questions(FORMED, -1, tokenizer)
     for dtype in ("float32", "bfloat16"):
         with Engine.from_pretrained(out, dtype=dtype, max_num_seqs=128, max_num_waiting=QUESTIONS) as engine:
             measured[dtype] = accuracy(partial(engine_answers, engine), tokenizer, FORMS, QUESTIONS, seed=-1)
+            constrained[dtype] = formed_accuracy(partial(constrained_answers, engine), formed)
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
-    return {"model_sha256": digest, "training_runs": runs, "held_out_accuracy": measured}
+    return {"model_sha256": digest, "training_runs": runs, "held_out_accuracy": measured,
+            "constrained_accuracy": constrained}  # fmt: skip
 
 
 def engine_answers(engine: Engine, prompts: list[str]) -> list[str]:
@@ -227,6 +254,17 @@ def engine_answers(engine: Engine, prompts: list[str]) -> list[str]:
     texts: list[str] = []
     for start in range(0, len(prompts), QUESTIONS):
         outputs = engine.generate(prompts[start : start + QUESTIONS], SamplingParams(max_tokens=LONGEST_ANSWER))
+        texts += [output.outputs[0].text for output in outputs]
+    return texts
+
+
+def constrained_answers(engine: Engine, questions: list[FormedQuestion]) -> list[str]:
+    """Continue each prompt greedily within its form and return the new text."""
+    texts: list[str] = []
+    for start in range(0, len(questions), QUESTIONS):
+        asked = questions[start : start + QUESTIONS]
+        params = [SamplingParams(max_tokens=LONGEST_CALL, structured=one.structured) for one in asked]
+        outputs = engine.generate([one.prompt for one in asked], params)
         texts += [output.outputs[0].text for output in outputs]
     return texts
 

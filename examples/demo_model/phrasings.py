@@ -150,3 +150,67 @@ LENGTH_AGAIN = ("And in {name}?", "And {name}?", "What about {name}?")
 EXPLAIN_AGAIN = ("And {name}?", "And what is {name}?", "What about {name}?")
 
 SPELL_AGAIN = ("And {word}?", "Now {word}.")
+
+MULTIPLY = (
+    "What is {a} * {b}?",
+    "{a} * {b} = ?",
+    "{a} * {b}",
+    "{a}*{b}?",
+    "Multiply {a} by {b}.",
+    "Multiply {a} and {b}.",
+    "What is {a} times {b}?",
+    "How much is {a} * {b}?",
+    "How much is {a} times {b}?",
+    "Calculate {a} * {b}.",
+    "What is the product of {a} and {b}?",
+)
+
+DIVIDE = (
+    "What is {a} / {b}?",
+    "{a} / {b} = ?",
+    "{a} / {b}",
+    "{a}/{b}?",
+    "Divide {a} by {b}.",
+    "What is {a} divided by {b}?",
+    "How much is {a} / {b}?",
+    "Calculate {a} / {b}.",
+)
+
+EXPRESSION = (
+    "What is {expression}?",
+    "How much is {expression}?",
+    "{expression} = ?",
+    "Calculate {expression}.",
+    "Use the calculator: {expression}",
+    "Use the calculator for {expression}.",
+)
+
+OPERATIONS = {
+    "+": (*ADD, *EXPRESSION),
+    "-": (*SUBTRACT, *EXPRESSION),
+    "*": (*MULTIPLY, *EXPRESSION),
+    "/": (*DIVIDE, *EXPRESSION),
+}
+
+WEATHER = (
+    "What is the weather in {city}?",
+    "What's the weather in {city}?",
+    "How is the weather in {city}?",
+    "What is the weather like in {city}?",
+    "Tell me the weather in {city}.",
+)
+
+WEATHER_AGAIN = ("And in {city}?", "What about {city}?", "And {city}?")
+
+SKIES = ("sunny", "cloudy", "rainy", "windy", "foggy", "clear", "snow", "rain", "warm", "cold")
+
+CALL = (
+    "Call {call}.",
+    "Call the tool {call}.",
+    "Use {call}.",
+    "What is {call}?",
+    "What is the value of {call}?",
+    "What is the value of {call}? Use the tool.",
+)
+
+CALL_AGAIN = ("And {call}?", "Now {call}.")

@@ -27,11 +27,13 @@ class Draft:
 
     Invariant: `key` names what the question is about, so that two questions with one key are either both
     used in training or both kept out. An empty key is always trained; None belongs to both sides.
+    Of a `spelled` answer the strings are trained letter by letter.
     """
 
     prompt: str
     answer: str
     key: str | None
+    spelled: bool = False
 
 
 Maker = Callable[[Random], Draft]
@@ -73,22 +75,26 @@ def _phrased(templates: Sequence[str], answer: str, rng: Random, **fields: objec
 # -- arithmetic ----------------------------------------------------------------------------------------
 
 
-def _operand(rng: Random, digits: int) -> int:
-    """A number of up to two digits, small ones more often than their share, or of exactly three."""
+def operand(rng: Random, digits: int) -> int:
+    """Draw a number of up to two digits, small ones more often than their share, or of exactly three."""
     if digits == 3:
         return rng.randint(100, 999)
     return rng.randint(0, 99 if rng.random() < 0.9 else 12)
 
 
+def sum_key(a: int, op: str, b: int) -> str:
+    """Return the key of a sum, or an empty one when both terms have one digit."""
+    # Why: the table of one-digit sums is the alphabet of arithmetic, none of it is kept out. Swapping
+    # the terms of an addition gives the same key, so that its mirror image gives nothing away.
+    terms = sorted((a, b)) if op == "+" else (a, b)
+    return f"{terms[0]}{op}{terms[1]}" if max(a, b) > 9 else ""
+
+
 def _sum_maker(op: str, digits: int, templates: Sequence[str]) -> Maker:
     def make(rng: Random) -> Draft:
-        a, b = _operand(rng, digits), _operand(rng, digits)
+        a, b = operand(rng, digits), operand(rng, digits)
         answer = f"{a} {op} {b} = {a + b if op == '+' else a - b}."
-        # Why: the table of one-digit sums is the alphabet of arithmetic, none of it is kept out. Swapping
-        # the terms of an addition gives the same key, so that its mirror image gives nothing away.
-        terms = sorted((a, b)) if op == "+" else (a, b)
-        key = f"{terms[0]}{op}{terms[1]}" if max(a, b) > 9 else ""
-        return Draft(rng.choice(templates).format(a=a, b=b, op=op), answer, key)
+        return Draft(rng.choice(templates).format(a=a, b=b, op=op), answer, sum_key(a, op, b))
 
     return make
 

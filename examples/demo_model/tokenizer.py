@@ -20,12 +20,37 @@ from .words import WORDS
 
 END_OF_TEXT, START_OF_MESSAGE, END_OF_MESSAGE = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
+# Why: a list of tools shows of each its name and its arguments' types; a whole JSON schema takes a context of 2,048
+# tokens for itself, and the model is too small to read descriptions.
+_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "{{ '# Tools\n<tools>\n' }}"
+    "{% for tool in tools %}{% set function = tool['function'] or tool %}"
+    "{{ '{\"name\": ' + function['name'] | tojson + ', \"arguments\": {' }}"
+    "{% for name, schema in ((function['parameters'] or {})['properties'] or {}).items() %}"
+    "{{ name | tojson + ': ' + (schema['type'] or 'any') | tojson + ('' if loop.last else ', ') }}"
+    "{% endfor %}{{ '}}\n' }}{% endfor %}"
+    "{{ '</tools><|im_end|>\n' }}{% endif %}"
+)
+_CALLS = (
+    "{% for call in message['tool_calls'] %}{% set function = call['function'] or call %}"
+    "{{ ('\n' if message['content'] or not loop.first else '') + '<tool_call>\n{\"name\": ' + function['name'] | tojson"
+    " + ', \"arguments\": ' + (function['arguments'] if function['arguments'] is string"
+    " else function['arguments'] | tojson) + '}\n</tool_call>' }}{% endfor %}"
+)
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
+    f"{_TOOLS}{{% for message in messages %}}"
+    "{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['tool_calls'] %}"
+    f"{{{{ message['content'] or '' }}}}{_CALLS}"
+    "{% else %}{{ message['content'] + '' }}{% endif %}{{ '<|im_end|>' + '\n' }}"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+"""Messages between their markers, as Qwen's models have them. Tools stand in the system message, a line of JSON each,
+and a call is a `<tool_call>` with the name and arguments as JSON; a tool's result is a message of the role "tool"."""
 
 # Why: a digit is always one token, so that a number looks the same wherever it stands; a line break is one
 # token, so that an answer has the same tokens after a plain prompt as after a chat header.
