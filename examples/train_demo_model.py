@@ -57,11 +57,11 @@ WEIGHTS = {
     "add": 13.0, "subtract": 16.0, "add_three_digits": 2.0, "subtract_three_digits": 2.0,
     "capital": 12.0, "country": 8.0, "count": 8.0, "reverse": 8.0, "sort": 18.0, "spell": 5.0,
     "spell_backwards": 6.0, "day": 1.5, "month": 2.0, "month_length": 1.5, "explain": 6.0, "talk": 1.0,
-    "json_add": 3.0, "json_subtract": 3.0, "json_capital": 6.0, "json_word": 5.0, "json_person": 3.5,
+    "json_add": 7.0, "json_subtract": 8.0, "json_capital": 6.0, "json_word": 5.0, "json_person": 3.5,
     "json_count": 1.0,
 }  # fmt: skip
 # Rows and length of the batches, taken in turn, and the share of rows with tools: as many tokens each.
-BATCHES = ((32, 96, 0.0), (20, 160, 0.4), (32, 96, 0.0), (8, 384, 0.7), (32, 96, 0.0), (12, 256, 0.6))
+BATCHES = ((32, 96, 0.0), (16, 192, 0.6), (32, 96, 0.0), (8, 384, 0.7), (32, 96, 0.0), (12, 256, 0.6))
 
 
 @dataclass(frozen=True)

@@ -124,33 +124,22 @@ _OPERATORS: dict[str, Callable[[float, float], float]] = {
 }  # fmt: skip
 
 
-def _value(terms: Sequence[int], signs: Sequence[str]) -> float:
-    """Work out two terms and the sign between them, or three and two signs; the second is no division."""
-    first, *second = (_OPERATORS[sign] for sign in signs)
-    if second and signs[1] == "*" and signs[0] in "+-":
-        return first(terms[0], terms[1] * terms[2])
-    value = first(terms[0], terms[1])
-    return second[0](value, terms[2]) if second else value
-
-
-def _shown(exact: float, rng: Random) -> str:
-    """Write a value as a calculator does, mostly rounded to four places."""
-    value = exact if rng.random() < 0.1 else round(exact, 4)
+def _shown(value: float, rng: Random) -> str:
+    """Write a value as a calculator does, rounded to four places."""
+    value = round(value, 4)
     return str(int(value) if value == int(value) and rng.random() < 0.95 else value)
 
 
 def _calculation(tool: Tool, rng: Random, again: bool) -> ToolDraft:
-    a, b, signs = _number(rng), _number(rng), [rng.choice("+-**/")]
-    if signs == ["/"] and rng.random() < 0.6:
+    a, b, op = _number(rng), _number(rng), rng.choice("+-**/")
+    if op == "/" and rng.random() < 0.6:
         a = b * rng.randint(1, max(1, 9999 // b))
-    terms, templates = [a, b], phrasings.SUM_AGAIN if again else phrasings.OPERATIONS[signs[0]]
-    if not again and rng.random() < 0.12:
-        signs.append(rng.choice("+-*"))
-        terms.append(_number(rng))
-        templates = phrasings.EXPRESSION
-    expression = str(a) + "".join(f" {sign} {term}" for sign, term in zip(signs, terms[1:], strict=True))
-    prompt = rng.choice(templates).format(a=a, b=b, op=signs[0], expression=expression)
-    result = _shown(_value(terms, signs), rng)
+    elif op == "*" and len(f"{a}{b}") > 6:
+        b = rng.randint(2, 99)
+    expression = f"{a} {op} {b}"
+    templates = phrasings.SUM_AGAIN if again else phrasings.OPERATIONS[op]
+    prompt = rng.choice(templates).format(a=a, b=b, op=op, expression=expression)
+    result = _shown(_OPERATORS[op](a, b), rng)
     shown = json.dumps({"result": result}) if rng.random() < 0.05 else result
     return ToolDraft(prompt, _call(tool, expression), shown, f"{expression} = {result}.", expression)
 
