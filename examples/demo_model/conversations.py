@@ -28,7 +28,7 @@ _SYSTEM_MESSAGES = (
 )
 _ALL_TASKS = TASKS | OBJECT_TASKS
 # How often each kind of tool is listed and asked for.
-_TOOL_SHARES = {"calculator": 6, "capital": 1, "weather": 1, "any": 1.5}
+_TOOL_SHARES = {"calculator": 6, "capital": 1, "weather": 1, "any": 0.6}
 # The value of a JSON property that is one word.
 _SPELLED = re.compile(r'(?<=: ")([a-z]+)(?=")')
 # What may stand between a plain answer and the next plain question.

@@ -32,10 +32,14 @@ _NAMES = tuple(_NAMES_TEXT.split())
 
 
 def _asked(prompt: str, fields: Mapping[str, object], rng: Random, key: str | None, spelled: bool = False) -> Draft:
-    """Ask for `fields` as JSON: by the word alone in the order given, or with the keys named, in any order."""
+    """Ask for `fields` as JSON: by the word alone in the order given, or with the keys named.
+
+    Named keys come in any order, except those of a sum, whose result follows its numbers.
+    """
     names, form = list(fields), rng.random()
     if form < 0.3:
-        rng.shuffle(names)
+        if "a" not in fields:
+            rng.shuffle(names)
         keys = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         prompt = f"{_closed(prompt)} {rng.choice(_WITH_KEYS).format(keys=keys)}"
     elif form < 0.5:
