@@ -57,7 +57,7 @@ WEIGHTS = {
     "add": 13.0, "subtract": 16.0, "add_three_digits": 2.0, "subtract_three_digits": 2.0,
     "capital": 12.0, "country": 8.0, "count": 8.0, "reverse": 8.0, "sort": 18.0, "spell": 5.0,
     "spell_backwards": 6.0, "day": 1.5, "month": 2.0, "month_length": 1.5, "explain": 6.0, "talk": 1.0,
-    "json_add": 11.0, "json_subtract": 13.0, "json_capital": 6.0, "json_word": 5.0, "json_person": 3.5,
+    "json_add": 20.0, "json_capital": 6.0, "json_word": 5.0, "json_person": 3.5,
     "json_count": 1.0,
 }  # fmt: skip
 # Rows and length of the batches, taken in turn, and the share of rows with tools: as many tokens each.

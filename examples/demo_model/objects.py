@@ -5,12 +5,12 @@ phrasings of the questions themselves are those of `tasks.py`. Read `tools.py` n
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from random import Random
 
 from . import phrasings
 from .facts import CAPITALS, OTHER_NAMES
-from .tasks import Draft, Maker, Task, operand, sum_key
+from .tasks import Draft, Task, operand, sum_key
 from .words import WORDS
 
 _AS_JSON = ("Answer as JSON.", "Answer in JSON.", "As JSON.", "Reply as JSON.", "Reply in JSON.", "Answer with JSON.")
@@ -57,20 +57,14 @@ def _closed(prompt: str) -> str:
     return prompt if prompt.endswith((".", "?")) else f"{prompt}."
 
 
-def _sum_maker(op: str, templates: Sequence[str], total: str, others: Sequence[str]) -> Maker:
-    def make(rng: Random) -> Draft:
-        a, b = operand(rng, 2), operand(rng, 2)
-        result = a + b if op == "+" else a - b
-        draft = _asked(rng.choice(templates).format(a=a, b=b), {"a": a, "b": b, total: result}, rng, sum_key(a, op, b))
-        # Why: only a question that names its keys can have others than the usual ones.
-        if f" {total}" in draft.prompt.split("JSON")[-1]:
-            other = rng.choice((total, *others))
-            before, json_word, keys = draft.prompt.rpartition("JSON")
-            prompt = before + json_word + keys.replace(f" {total}", f" {other}")
-            return Draft(prompt, draft.answer.replace(f'"{total}"', f'"{other}"'), draft.key)
+def _sum(rng: Random) -> Draft:
+    a, b = operand(rng, 2), operand(rng, 2)
+    draft = _asked(rng.choice(phrasings.ADD).format(a=a, b=b), {"a": a, "b": b, "sum": a + b}, rng, sum_key(a, "+", b))
+    # Why: only a question that names its keys can have others than the usual ones.
+    if not draft.prompt.endswith(" sum."):
         return draft
-
-    return make
+    name = rng.choice(("sum", "result", "total", "answer"))
+    return Draft(f"{draft.prompt.removesuffix('sum.')}{name}.", draft.answer.replace("sum", name), draft.key)
 
 
 def _capital(rng: Random) -> Draft:
@@ -102,8 +96,7 @@ def _count(rng: Random) -> Draft:
 OBJECT_TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("json_add", "json_sum", _sum_maker("+", phrasings.ADD, "sum", ("result", "total", "answer"))),
-        Task("json_subtract", "json_sum", _sum_maker("-", phrasings.SUBTRACT, "difference", ("result", "answer"))),
+        Task("json_add", "json_add", _sum),
         Task("json_capital", "json_capital", _capital),
         Task("json_word", "json_word", _word),
         Task("json_person", "json_person", _person),

@@ -107,9 +107,9 @@ def test_objects_are_right_and_spaced_as_json_dumps(name: str) -> None:
 
 def _is_true(task: str, prompt: str, fields: dict[str, Any]) -> bool:
     """Whether an object's values are true, by Python's own arithmetic, the table of capitals and the question."""
-    if task in ("json_add", "json_subtract"):
+    if task == "json_add":
         (total,) = (value for key, value in fields.items() if key not in ("a", "b"))
-        return bool(total == fields["a"] + (fields["b"] if task == "json_add" else -fields["b"]))
+        return bool(total == fields["a"] + fields["b"])
     if task == "json_capital":
         return any(CAPITALS.get(the + fields["country"]) == fields["capital"] for the in ("", "the "))
     if task == "json_word":
