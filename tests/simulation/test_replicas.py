@@ -27,7 +27,8 @@ TIMES = StepTimes(0.004, 0.0005, 0.0005, 1e-5)
 """Prompt and generated tokens cost the same, so that the stand-in below can tell a step's time from its arrays."""
 SMALL = {"num_kv_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_num_waiting": 40}
 SETTINGS: list[dict[str, Any]] = [
-    {"scheduling_policy": "fair"}, {"scheduling_policy": "shortest-first"}, {}, {"num_kv_blocks": 10}, {"num_kv_blocks": 10, "preemption": "recompute"}, {"scheduling_policy": "static"},
+    {"scheduling_policy": "fair"}, {"scheduling_policy": "shortest-first"}, {},
+    {"num_kv_blocks": 10}, {"num_kv_blocks": 10, "preemption": "recompute"}, {"scheduling_policy": "static"},
     {"eviction_policy": "fifo", "num_kv_blocks": 10}, {"phases": "separate"}, {"prefill_share": 0.3},
     {"admission": "guaranteed", "enable_prefix_caching": False}, {"min_batch_size": 3, "max_wait_ms": 40},
     {"scheduling_policy": "priority"}, {"queue_timeout_s": 0.05}, {"max_num_waiting": 3},
