@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -163,19 +162,26 @@ def test_a_priority_far_above_takes_the_place_of_a_running_request() -> None:
 
 
 def test_a_sequence_that_lost_its_place_keeps_the_next_one_until_it_has_one_token_more() -> None:
-    """It is preempted by order again only when it has computed one position more than at the last time."""
-    served = server("priority", max_num_seqs=1, policy_options={"preemption_gap": 1})
-    low, lengths = make_sequence(8, 30), list[int]()
+    """However many urgent requests wait, it is preempted by order again only when it has computed again what it had, in
+    many steps, and one position more."""
+    served = server("priority", max_num_seqs=1, max_num_batched_tokens=4, preemption="recompute",
+                    policy_options={"preemption_gap": 1})
+    low, ends, num_steps = make_sequence(prompt(random.Random(1), 30), 30), list[int](), 0
     served.scheduler.add_sequences(low)
-    for round_ in range(6):
-        while not served.scheduler.running or low.is_protected:
+    while low.num_output_tokens < 2:
+        served.step()
+    had = low.num_computed_tokens
+    for _ in range(3):
+        served.scheduler.add_sequences(make_sequence(1, 1, priority=9))
+        while low in served.scheduler.running:
+            num_steps, end = num_steps + 1, low.num_computed_tokens
             served.step()
-        lengths.append(low.num_computed_tokens)
-        served.scheduler.add_sequences(*(make_sequence(2, 1, priority=9) for _ in range(round_ % 3 + 1)))
-        while served.scheduler.waiting.num_never_started:
+        ends.append(end)
+        while low in served.scheduler.waiting:
             served.step()
-    assert low.num_preemptions >= 5
-    assert all(before < after for before, after in pairwise(lengths))
+    assert low.num_preemptions == 3
+    assert ends == [had, had + 1, had + 2]
+    assert num_steps > 16
 
 
 def test_blocks_are_taken_only_if_that_lets_the_request_in() -> None:
