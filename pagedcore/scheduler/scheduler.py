@@ -238,7 +238,7 @@ class Scheduler:
             InternalError: a step is in flight, or nothing could be planned although there is work.
         """
         self._require_landed("schedule")
-        if self.queues.demote_failed():
+        if (self.waiting.failure or self.running.failure) and self.queues.demote_failed():
             self.rules = replace(self.rules, policy=self.queues.policy)
         is_free = most_tokens is None and self.queues.most_tokens is None
         rules = self.rules if is_free else self.queues.bounded(self.rules, most_tokens)
