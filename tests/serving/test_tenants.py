@@ -42,10 +42,9 @@ def figures_of(given: Any) -> dict[str, Any]:
     """All fields of a delta or an output, without its random id and its times, whose form is checked."""
     fields = dataclasses.asdict(given)
     assert re.fullmatch(r"[0-9a-f]{32}", fields.pop("request_id"))
-    for completion in fields.get("outputs", ()):
+    for completion in fields.get("outputs", (fields,)):
         completion["itl_s"] = len(completion["itl_s"])
-    if "metrics" in fields:
-        metrics = fields.pop("metrics")
+    if (metrics := fields.pop("metrics")) is not None:
         fields["num_preemptions"] = metrics.pop("num_preemptions")
         fields["times"] = {name: type(time) for name, time in metrics.items()}
     return fields
