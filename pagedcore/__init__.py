@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
     from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
     from pagedcore.plugins.manager import expose
+    from pagedcore.requests.chat import Chat
     from pagedcore.requests.request import Request
     from pagedcore.sampling_params import SamplingParams
     from pagedcore.serving.async_engine import AsyncEngine
@@ -30,15 +31,16 @@ if TYPE_CHECKING:
     from pagedcore.structured_output import StructuredOutput
 
 __all__ = [
-    "AsyncEngine", "Batch", "BatchRequest", "CompletionOutput", "ContinuousBatcher", "Delta", "Engine", "EngineConfig",
-    "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session", "StructuredOutput", "TokenLogprobs",
-    "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
+    "AsyncEngine", "Batch", "BatchRequest", "Chat", "CompletionOutput", "ContinuousBatcher", "Delta", "Engine",
+    "EngineConfig", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session", "StructuredOutput",
+    "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
 ]
 
 _HOMES: Final = {
     "AsyncEngine": "pagedcore.serving.async_engine",
     "Batch": "pagedcore.engine.continuous_batcher",
     "BatchRequest": "pagedcore.engine.continuous_batcher",
+    "Chat": "pagedcore.requests.chat",
     "ContinuousBatcher": "pagedcore.engine.continuous_batcher",
     "Engine": "pagedcore.engine.engine",
     "EngineConfig": "pagedcore.config.engine_config",

@@ -4,7 +4,7 @@
       * InvalidRequest (ValueError)       the caller's: this call is refused, nothing was taken
           - InvalidPrompt  PromptEmpty  PromptTooLong  InvalidToken  InvalidText
           - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed  InvalidSalt
-          - InvalidGrammar
+          - InvalidGrammar  InvalidTools
           - TooManySequences  TooManyLogprobs  UnknownParameter  RequestTooLarge
           - RequestStateError  SessionStateError  InvalidSessionFile  ModelMismatch
       * InvalidConfig (ValueError)        the operator's: the engine was not built
@@ -136,6 +136,10 @@ class UnknownParameter(InvalidRequest):
 
 class RequestTooLarge(InvalidRequest):
     """The request could not fit even if it had the whole KV pool to itself."""
+
+
+class InvalidTools(InvalidRequest):
+    """Tools, or the choice among them, are malformed, too many or too large, or not for this model."""
 
 
 class RequestStateError(InvalidRequest):

@@ -263,6 +263,29 @@ class Tokenizer(DecodesTokens, Protocol):
 
 
 @runtime_checkable
+class RendersTools(Protocol):
+    """A tokenizer whose chat template may know tools: OpenAI's function tools, calls of them, and their results."""
+
+    @property
+    def chat_template(self) -> str:
+        """The template's source; empty if there is none."""
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+
+    def render_chat(self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Render the chat template, ending where the assistant's turn begins."""
+
+    def encode_chat(self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Do the same, and tokenise it."""
+
+    def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int], *,
+                         tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Tokenise as ``Tokenizer.encode_chat_turn``."""
+
+
+@runtime_checkable
 class NamesTokens(Protocol):
     """A tokenizer that knows what single tokens stand for; of others, the decoding of one token has to do."""
 

@@ -50,6 +50,8 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "disk_kv_dir": rules.NAME.or_none(),
     "session_key": rules.SECRET.or_none(),
     "tokenizer": rules.NAME.or_none(),
+    "tool_parser": rules.NAME,
+    "reasoning_parser": rules.NAME,
     # Safety: any other true value, the text "false" among them, would let foreign code run.
     "trust_remote_code": rules.BOOLEAN,
     "check_invariants": rules.BOOLEAN,
@@ -146,6 +148,12 @@ class EngineConfig:
     "swap" where there is a host tier, and as "wait" where there is none."""
     tokenizer: str | None = None
     """Directory or name of the tokenizer; ``None``: the model's own."""
+    tool_parser: str = "auto"
+    """Name of an entry in the plugin table ``tool_parsers``, which is how the model writes calls of tools: "hermes",
+    "llama3" or "mistral"; "auto": the one that recognises the model's chat template, "none": no calls."""
+    reasoning_parser: str = "auto"
+    """Name of an entry in the plugin table ``reasoning_parsers``, which is how the model writes its reasoning: "think"
+    or "mistral"; "auto": the one that recognises the chat template, "none": it is a part of the text."""
     trust_remote_code: bool = False
     """Whether code shipped with a model may run in this process."""
     check_invariants: bool = False

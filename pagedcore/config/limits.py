@@ -37,6 +37,14 @@ MAX_SEED: Final = 2**63 - 1
 MAX_TEXT_BYTES_PER_TOKEN: Final = 16
 #: Chat messages of one prompt; the template is rendered before tokens can be counted.
 MAX_CHAT_MESSAGES: Final = 1024
+#: Tools of one request: a grammar has rules for each.
+MAX_TOOLS: Final = 128
+#: Characters of all tools of a request as JSON; they are written into the prompt, and become a grammar.
+MAX_TOOLS_LENGTH: Final = 2**16
+#: Levels of objects and lists in a tool's parameters, and in the arguments that a model writes.
+MAX_TOOL_DEPTH: Final = 32
+#: Calls in one message of a chat.
+MAX_TOOL_CALLS: Final = 128
 #: UTF-8 bytes of all roles and contents of one chat, for the same reason: a million tokens of prose.
 MAX_CHAT_BYTES: Final = 2**22
 #: Priorities are compared, never added: any small integer will do.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from pagedcore.config.engine_config import EngineConfig, own_names
@@ -30,10 +31,12 @@ from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.policy_guard import make_policy
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.structured.grammars import Grammars
+from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
     from pagedcore.plugins.manager import PluginManager
+    from pagedcore.plugins.registry import Registry, Table
     from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
     from pagedcore.scheduler.invariants import InvariantChecker
     from pagedcore.scheduler.policies import Policy
@@ -59,6 +62,8 @@ class EngineComponents:
     """What KV blocks of another process have to match to be of use here."""
     identity: str
     """As ``Engine.identity``."""
+    chat_format: ChatFormat
+    """As ``Engine.chat_format``."""
     laws: InvariantChecker | None = None
     """What is checked after every step, with ``check_invariants`` only."""
 
@@ -128,8 +133,24 @@ def _assemble(
     return EngineComponents(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
         memory.num_bytes, store, backend_fingerprint(backend), form,
-        _identity(backend, form, info.max_model_len, tokenizer), laws,
+        _identity(backend, form, info.max_model_len, tokenizer), _chat_format(manager.registry, config, text), laws,
     )
+
+
+def _chat_format(registry: Registry, config: EngineConfig, tokenizer: Tokenizer | None) -> ChatFormat:
+    tables: tuple[tuple[Table[Any], str], ...] = (
+        (registry.tool_parsers, config.tool_parser), (registry.reasoning_parsers, config.reasoning_parser))
+    for table, name in tables:
+        if name not in ("auto", "none"):
+            table.find(name)
+    return ChatFormat(tokenizer, *(partial(_find_format, table, name) for table, name in tables))
+
+
+def _find_format(table: Table[Callable[[], Any]], name: str, template: str) -> Any:
+    if name != "auto":
+        return None if name == "none" else table.load(name)()
+    forms = (table.load(entry.name)() for entry in table if table.can_import(entry.name))
+    return next((form for form in forms if form.recognises(template)), None)
 
 
 def _identity(backend: ModelBackend, form: str, max_model_len: int, tokenizer: Any) -> str:

@@ -26,6 +26,10 @@ def pagedcore_register(registry: Registry) -> None:
                          summary="compiled for x86 processors with AVX2 or better; the default there")
     registry.models.add("transformers", "pagedcore.models.loading:transformers_backend",
                         summary="causal language models of transformers; the default")
+    registry.reasoning_parsers.add("mistral", "pagedcore.tool_calls.reasoning:mistral_reasoning",
+                                   summary="[THINK] and [/THINK]")
+    registry.reasoning_parsers.add("think", "pagedcore.tool_calls.formats:ReasoningFormat",
+                                   summary="<think> and </think>, as DeepSeek and Qwen write them")
     registry.schedulers.add("cache-aware", "pagedcore.scheduler.policies:cache_aware",
                             summary="first come, first served; cached beginnings some places earlier")
     registry.schedulers.add("deadline", "pagedcore.scheduler.policies:deadline",
@@ -40,3 +44,9 @@ def pagedcore_register(registry: Registry) -> None:
                             summary="fewest tokens first, with ageing")
     registry.schedulers.add("static", "pagedcore.scheduler.policies:static",
                             summary="a batch runs until its last request is done; for comparisons")
+    registry.tool_parsers.add("hermes", "pagedcore.tool_calls.hermes:HermesFormat",
+                              summary="<tool_call> and JSON, as Hermes and Qwen write them")
+    registry.tool_parsers.add("llama3", "pagedcore.tool_calls.llama3:Llama3Format",
+                              summary="JSON with parameters, as Llama 3 writes it")
+    registry.tool_parsers.add("mistral", "pagedcore.tool_calls.mistral:MistralFormat",
+                              summary="[TOOL_CALLS] and JSON, as Mistral writes it")

@@ -17,6 +17,7 @@ from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend
 
 if TYPE_CHECKING:
     from pagedcore.scheduler.policies import Policy
+    from pagedcore.tool_calls.formats import ReasoningFormat, ToolFormat
 
 T = TypeVar("T")
 
@@ -27,6 +28,11 @@ ModelFactory = Callable[..., ModelBackend]
 """
 PolicyFactory = Callable[[], "Policy"]
 """What ``EngineConfig.scheduling_policy`` names: a function without arguments that returns a ``Policy``."""
+
+ToolFormatFactory = Callable[[], "ToolFormat"]
+"""What ``EngineConfig.tool_parser`` names: a function without arguments that returns a ``ToolFormat``."""
+ReasoningFormatFactory = Callable[[], "ReasoningFormat"]
+"""The same for ``EngineConfig.reasoning_parser``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,9 @@ class Registry:
         self.attention: Table[AttentionFactory] = Table("attention")
         self.linears: Table[LinearFactory] = Table("linears")
         self.models: Table[ModelFactory] = Table("models")
+        self.reasoning_parsers: Table[ReasoningFormatFactory] = Table("reasoning_parsers")
         self.schedulers: Table[PolicyFactory] = Table("schedulers")
+        self.tool_parsers: Table[ToolFormatFactory] = Table("tool_parsers")
 
     @property
     def tables(self) -> dict[str, Table[Any]]:

@@ -12,16 +12,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pagedcore.errors import InvalidGrammar, InvalidPrompt, InvalidRequest, PagedcoreError, TextFailed, TooManySequences
+from pagedcore.errors import (
+    InvalidGrammar,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidTools,
+    PagedcoreError,
+    TextFailed,
+    TooManySequences,
+)
 from pagedcore.outputs import TokenText
-from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, Tokenizer
+from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, RendersTools, Tokenizer
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
+from pagedcore.requests.chat import Chat, tools_length, uses_tools, validate_chat
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.structured.grammars import Grammars
 
-Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage]
-"""Text, token ids, or chat messages (mappings with "role" and "content")."""
+Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage] | Chat
+"""Text, token ids, chat messages (mappings with "role" and "content"), or a ``Chat``, which has tools too."""
 _POLICY_FOR: Final = {"priority": "priority", "weight": "fair", "deadline_s": "deadline", "ttft_ms": "deadline",
                       "tpot_ms": "deadline"}
 
@@ -139,14 +148,23 @@ class InputProcessor:
         with _tokenizing():
             return self.tokenizer.decode(ids)
 
-    def _chat_ids(self, messages: Any, known: list[int] | None) -> list[int]:
-        messages = validation.validate_chat(messages, self.max_model_len)
-        if self.tokenizer is None:
+    def _chat_ids(self, chat: Any, known: list[int] | None) -> list[int]:
+        tools: SequenceOf[Mapping[str, Any]] = ()
+        if type(chat) is Chat:
+            chat, tools = chat.messages, chat.tools
+        messages = validate_chat(chat, self.max_model_len, tools_length(tools))
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             raise _needs_tokenizer("chat messages")
         with _tokenizing():
-            if known is None:
-                return self.tokenizer.encode_chat(messages)
-            return self.tokenizer.encode_chat_turn(messages, known)
+            if tools or uses_tools(messages):
+                if not isinstance(tokenizer, RendersTools) or not tokenizer.knows_tools:
+                    raise InvalidTools("tools", len(tools), "none, nor calls or results of calls in messages",
+                                       "The chat template of this model does not know tools.")
+                if known is None:
+                    return tokenizer.encode_chat(messages, tools=tools)
+                return tokenizer.encode_chat_turn(messages, known, tools=tools)
+            return tokenizer.encode_chat(messages) if known is None else tokenizer.encode_chat_turn(messages, known)
 
 
 @contextmanager
@@ -165,4 +183,5 @@ def _needs_tokenizer(kind: str) -> InvalidPrompt:
 
 
 def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    has_messages = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return has_messages or type(prompt) is Chat

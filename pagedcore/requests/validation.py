@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from pagedcore.config.field_rules import seconds
-from pagedcore.config.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_PARKING_S, MAX_TEXT_BYTES_PER_TOKEN
+from pagedcore.config.limits import MAX_PARKING_S, MAX_TEXT_BYTES_PER_TOKEN
 from pagedcore.errors import (
     InvalidMaxTokens,
     InvalidMinTokens,
@@ -26,7 +26,6 @@ from pagedcore.errors import (
     TooManySequences,
     describe,
 )
-from pagedcore.protocols import ChatMessage
 from pagedcore.request_options import TIMEOUT
 from pagedcore.sampling_params import SamplingParams
 
@@ -108,39 +107,12 @@ def _require_in_vocabulary(what: str, token_ids: Iterable[int], vocab_size: int)
 
 def validate_text(text: object, max_model_len: int) -> str:
     """Return text. Raises ``InvalidText`` if it is no ``str``, not encodable as UTF-8, or longer than could fit."""
-    _count_text_bytes("text", text, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
+    count_text_bytes("text", text, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
     return text  # type: ignore[return-value]  # Why: the line above refuses what is no str
 
 
-def validate_chat(messages: object, max_model_len: int | None = None) -> list[ChatMessage]:
-    """Check chat messages before the template is rendered: "role" and "content" of each; other keys may be anything.
-
-    Raises:
-        InvalidPrompt: not a list of mappings with a "role" and a "content" of text, or too many of them.
-        PromptEmpty: no message.
-        InvalidText: text that UTF-8 cannot encode, or more than a context of ``max_model_len`` could ever hold.
-    """
-    if not isinstance(messages, list | tuple):
-        raise InvalidPrompt("messages", messages, "a list of chat messages")
-    if not messages:
-        raise PromptEmpty("messages", 0, "at least 1 message")
-    if len(messages) > MAX_CHAT_MESSAGES:
-        raise InvalidPrompt("messages", len(messages), f"at most {MAX_CHAT_MESSAGES} messages")
-    room = MAX_CHAT_BYTES
-    if max_model_len is not None:
-        room = min(room, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidPrompt(f"messages[{index}]", message, "a mapping with a role and a content")
-        for key in ("role", "content"):
-            what, text = f"messages[{index}].{key}", message.get(key)
-            if not isinstance(text, str):
-                raise InvalidPrompt(what, text, "text")
-            room -= _count_text_bytes(what, text, room)
-    return list(messages)
-
-
-def _count_text_bytes(what: str, text: object, room: int) -> int:
+def count_text_bytes(what: str, text: object, room: int) -> int:
+    """Return the size of text. Raises ``InvalidText`` if it is no ``str``, cannot be encoded, or has no room."""
     if not isinstance(text, str):
         raise InvalidText(what, text, "a string")
     # Why: a character is at least a byte, so this bounds the work of counting exactly.

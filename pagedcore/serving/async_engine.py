@@ -81,6 +81,8 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
             engine.queue_timeout_s = QUEUE_TIMEOUT_S
         self.identity = engine.identity
         """As ``Engine.identity``."""
+        self.chat_format = engine.chat_format
+        """How the model writes calls of tools and reasoning, for those who read its chats."""
         self._input_processor = engine.input_processor
         self._read_session = engine.sessions.read
         scheduler = engine.scheduler

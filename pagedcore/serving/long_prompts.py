@@ -12,6 +12,7 @@ from contextvars import copy_context
 from typing import Any, Final
 
 from pagedcore.errors import EngineClosed
+from pagedcore.requests.chat import Chat
 from pagedcore.requests.input_processor import ProcessedRequest
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.commands import Commands, as_exception, end_sinks
@@ -31,6 +32,8 @@ def is_long(prompt: Any) -> bool:
     """Whether preparing a prompt, of whatever type, takes long enough to be done elsewhere."""
     if isinstance(prompt, str):
         return len(prompt) > LONG_TEXT
+    if type(prompt) is Chat:
+        return bool(prompt.tools) or is_long(prompt.messages)
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     if isinstance(prompt[0], int):

@@ -16,15 +16,21 @@ _ACCEPTED: Final = "a conversation that the model's chat template accepts"
 #: Stands for the completion before a further turn: any text that no template writes by itself.
 _COMPLETION: Final = "pagedcore-answer-marker"
 _BEFORE: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _COMPLETION})
+#: A tool that no template names by itself.
+_PROBE: Final[dict[str, Any]] = {"type": "function", "function": {
+    "name": "pagedcore_probe", "description": "It does nothing.", "parameters": {"type": "object", "properties": {}}}}
 #: Shorter quotes of a template are not useful.
 _MIN_QUOTE: Final = 8
 _MAX_QUOTE: Final = 200
 
 
 def apply_chat_template(
-    tokenizer: Any, messages: Sequence[ChatMessage], *, tokenize: bool, before: Sequence[ChatMessage] = ()
+    tokenizer: Any, messages: Sequence[ChatMessage], *, tokenize: bool, before: Sequence[ChatMessage] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Any:
     """Render ``before`` and the messages up to where the assistant's completion begins, as text or as token ids.
+
+    Tools are JSON schemas of functions, as transformers gives them to templates.
 
     Raises:
         InvalidPrompt: there is no message, one is not a mapping, the tokenizer has no template, or the template
@@ -41,14 +47,32 @@ def apply_chat_template(
     plain = [dict(message) for message in (*before, *messages)]
     # Why: a template can raise any exception (a missing key, None + text), and each is caused by the prompt.
     try:
-        return tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=tokenize, return_dict=False)
+        return tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=tokenize, return_dict=False,
+                                             **({"tools": list(tools)} if tools else {}))
     except Exception as error:
-        advice = _own_words(str(error), tokenizer.chat_template) or f"It failed with {type(error).__name__}."
+        advice = _own_words(str(error), template_source(tokenizer)) or f"It failed with {type(error).__name__}."
     # Safety: raised outside the handler, so that no chained exception carries the conversation.
     raise InvalidPrompt("messages", messages, _ACCEPTED, advice)
 
 
-def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
+def template_source(tokenizer: Any) -> str:
+    """Return the source of a tokenizer's template, of all its variants; empty if it has none."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\0".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Whether a tokenizer's template writes tools into the prompt: it is rendered with one, and looked at."""
+    if not template_source(tokenizer):
+        return False
+    try:
+        text: str = apply_chat_template(tokenizer, _BEFORE[:1], tokenize=False, tools=(_PROBE,))
+    except InvalidPrompt:
+        return False
+    return str(_PROBE["function"]["name"]) in text
+
+
+def render_turn(tokenizer: Any, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """Render what follows a completion when ``messages`` come next, up to where the next completion begins.
 
     The template renders a stand-in conversation before the messages. Everything up to its completion is cut off, so
@@ -57,7 +81,7 @@ def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
     Raises:
         InvalidPrompt: as ``apply_chat_template``, or the place of the completion cannot be found.
     """
-    text: str = apply_chat_template(tokenizer, messages, tokenize=False, before=_BEFORE)
+    text: str = apply_chat_template(tokenizer, messages, tokenize=False, before=_BEFORE, tools=tools)
     # Safety: a message that holds the stand-in as well must not choose where the conversation is cut.
     if text.count(_COMPLETION) != 1:
         limit = "text or token ids, because this chat template does not write an earlier completion exactly once"
@@ -65,9 +89,8 @@ def render_turn(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
     return text.partition(_COMPLETION)[2]
 
 
-def _own_words(message: str, template: object) -> str:
+def _own_words(message: str, text: str) -> str:
     """Return the longest beginning of an error message that the template itself contains, as a sentence."""
-    text = "\0".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
     message = message[:_MAX_QUOTE]
     length = next((n for n in range(len(message), 0, -1) if message[:n] in text), 0)
     if length < _MIN_QUOTE:

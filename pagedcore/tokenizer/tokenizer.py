@@ -7,15 +7,16 @@ spaces. Chat templates are in ``chat_template``, incremental decoding in ``detok
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from pagedcore.errors import InvalidConfig, InvalidText, describe
 from pagedcore.outputs import TokenText
 from pagedcore.protocols import ChatMessage, Detokenizer
-from pagedcore.tokenizer.chat_template import apply_chat_template, render_turn
+from pagedcore.tokenizer.chat_template import apply_chat_template, knows_tools, render_turn, template_source
 from pagedcore.tokenizer.detokenizer_choice import choose_detokenizer
 from pagedcore.tokenizer.quick_tokenizer import PLAIN_CLASSES, QuickTokenizer, read_tokenizer
 
@@ -107,7 +108,21 @@ class HFTokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template, of all its variants; empty if there is none."""
+        return template_source(self._tokenizer)
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether the chat template writes tools into the prompt."""
+        return knows_tools(self._tokenizer)
+
+    def render_chat(self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Render the chat template up to where the assistant's completion begins. Raises as ``encode_chat``."""
+        return str(apply_chat_template(self._tokenizer, messages, tokenize=False, tools=tools))
+
+    def encode_chat(self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Render the chat template up to where the assistant's completion begins, and tokenise it.
 
         Raises:
@@ -115,15 +130,16 @@ class HFTokenizer:
             InvalidText: the messages hold a lone surrogate.
         """
         if self._backend is None:
-            return list(apply_chat_template(self._tokenizer, messages, tokenize=True))
-        return self.encode(apply_chat_template(self._tokenizer, messages, tokenize=False), add_special_tokens=False)
+            return list(apply_chat_template(self._tokenizer, messages, tokenize=True, tools=tools))
+        return self.encode(self.render_chat(messages, tools=tools), add_special_tokens=False)
 
-    def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int]) -> list[int]:
+    def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int], *,
+                         tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Tokenise what the chat template puts between a conversation so far and the completion of ``messages``.
 
         An end token at the end of ``known_token_ids`` is not written a second time. Raises as ``encode_chat``.
         """
-        turn = self.encode(render_turn(self._tokenizer, messages), add_special_tokens=False)
+        turn = self.encode(render_turn(self._tokenizer, messages, tools), add_special_tokens=False)
         is_closed = bool(turn) and bool(known_token_ids) and turn[0] == known_token_ids[-1]
         return turn[1:] if is_closed and turn[0] in self._eos_token_ids else turn
 

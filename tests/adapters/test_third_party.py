@@ -146,3 +146,41 @@ def test_broken_plugins_are_reported_and_stop_nobody(site: Path, tmp_path: Path)
     for name in ("builtin", "wsgi", "observer"):
         assert "active" in row(listing, name)
     assert python(mixed, "-c", USE).startswith("200 OK\n")
+
+
+FORMAT = """
+from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.tool_calls.hermes import HermesFormat, HermesParser
+
+class Parser(HermesParser):
+    def push(self, text):
+        return super().push(text.replace("<call>", "<tool_call>"))
+
+class Format(HermesFormat):
+    def recognises(self, template):
+        return "<call>" in template
+
+    def new_parser(self, names, new_id):
+        return Parser(names, new_id)
+
+@hookimpl
+def pagedcore_register(registry):
+    registry.tool_parsers.add("angular", "angular_format:Format", summary="calls in angles")
+"""
+PARSE = """
+from pagedcore.plugins.manager import create_plugin_manager
+table = create_plugin_manager().registry.tool_parsers
+form = table.load("angular")()
+print(table.names, form.new_parser({"f"}, form.new_id).push('<call>{"name": "f", "arguments": {}}'))
+"""
+
+
+def test_an_installed_format_of_calls_is_found(tmp_path: Path) -> None:
+    """A distribution adds a format to the table, beside those that come with pagedcore."""
+    (tmp_path / "angular_format.py").write_text(FORMAT, encoding="utf-8")
+    metadata = tmp_path / "angular_format-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angular-format\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[pagedcore]\nangular = angular_format\n")
+    printed = python(tmp_path, "-c", PARSE)
+    assert printed.startswith("['hermes', 'llama3', 'mistral', 'angular'] [ToolCallStart(index=0")

@@ -35,6 +35,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "recorder": (4, 1, "engine", "decisions, kept for a replay"),
     "plugins": (4, 2, "engine", "named tables, observing hooks"),
     "sessions": (4, 0, "request", "conversations: wait, fork, travel"),
+    "tool_calls": (4, 1, "request", "calls of tools, reasoning"),
     "requests": (5, 0, "request", "one request, prompt to output"),
     "structured": (6, 0, "request", "grammars, and masks by them"),
     "models": (5, 2, "compute", "a model becomes a ModelBackend"),

@@ -19,6 +19,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "models": ("models",),
     "structured": ("structured",),
     "requests": ("requests",),
+    "tool_calls": ("tool_calls",),
     "sessions": ("sessions",),
     "recorder": ("recorder",),
     "plugins": ("plugins",),

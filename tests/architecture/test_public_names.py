@@ -12,7 +12,7 @@ import pytest
 import pagedcore
 from architecture.sources import PACKAGE_PARENTS, PACKAGES, ROOT
 
-PUBLIC = ["AsyncEngine", "Batch", "BatchRequest", "CompletionOutput", "ContinuousBatcher", "Delta", "Engine",
+PUBLIC = ["AsyncEngine", "Batch", "BatchRequest", "Chat", "CompletionOutput", "ContinuousBatcher", "Delta", "Engine",
           "EngineConfig", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session",
           "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose"]
 HEAVY = ("torch", "transformers", "bentoml", "langchain", "langchain_core", "numba", "numba.cuda", "tokenizers")

@@ -10,6 +10,7 @@ from pagedcore import errors
 from pagedcore.config import limits
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
+from pagedcore.requests.chat import validate_chat
 from pagedcore.sampling_params import SamplingParams
 
 CANARY = "canary-7f3a"
@@ -136,7 +137,7 @@ message_like = st.dictionaries(st.sampled_from(["role", "content", "name"]), st.
 @given(messages=st.one_of(anything, st.lists(message_like, max_size=3)))
 def test_chats_are_refused_or_valid(messages):
     """What passes has encodable text in every role and content."""
-    refusal = refusal_of(validation.validate_chat, messages, MAX_MODEL_LEN)
+    refusal = refusal_of(validate_chat, messages, MAX_MODEL_LEN)
     if refusal is None:
         total = sum(len((message["role"] + message["content"]).encode()) for message in messages)
         assert total <= 16 * MAX_MODEL_LEN

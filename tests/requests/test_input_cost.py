@@ -20,6 +20,7 @@ from pagedcore.config import limits
 from pagedcore.errors import InvalidRequest
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
+from pagedcore.requests.chat import validate_chat
 from pagedcore.structured_output import StructuredOutput
 from pagedcore.tokenizer.incremental_text import IncrementalText, StopMatcher
 from pagedcore.tokenizer.piece_detokenizer import Decode
@@ -109,8 +110,8 @@ REFUSED: list[Callable[[int], Callable[[], Any]]] = [
     lambda size: lambda value=[1] * size: validation.validate_prompt_ids(value, 32, 64),
     lambda size: lambda value="a" * size: validation.validate_text(value, 8),
     lambda size: lambda value="\u00e9" * size: validation.validate_text(value, 8),
-    lambda size: lambda value=[{"role": "user", "content": ""}] * size: validation.validate_chat(value, 8),
-    lambda size: lambda value=[{"role": "user", "content": "a" * size}]: validation.validate_chat(value, 8),
+    lambda size: lambda value=[{"role": "user", "content": ""}] * size: validate_chat(value, 8),
+    lambda size: lambda value=[{"role": "user", "content": "a" * size}]: validate_chat(value, 8),
     lambda size: lambda value={"a" * size: 1}: SamplingParams.from_mapping(value),
     lambda size: lambda value={f"n{n}": 1 for n in range(size)}: SamplingParams.from_mapping(value),
     lambda size: lambda value="a" * size: SamplingParams(stop=value),

@@ -10,6 +10,7 @@ from pagedcore import errors
 from pagedcore.config import limits
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
+from pagedcore.requests.chat import validate_chat
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.sampling_params import SamplingParams
 
@@ -83,7 +84,7 @@ def test_a_surrogate_is_found_wherever_it_stands():
         text = "\u00e9" * position + "\ud800" + "\u00e9" * (9999 - position)
         with pytest.raises(errors.InvalidText, match="lone surrogate"):
             validation.validate_text(text, max_model_len=10**6)
-    assert validation._count_text_bytes("text", "\u00e9" * 10_001, 20_002) == 20_002
+    assert validation.count_text_bytes("text", "\u00e9" * 10_001, 20_002) == 20_002
 
 
 def test_far_too_much_text_is_refused_before_it_is_read():
@@ -111,7 +112,7 @@ def message(role="user", content="hi", **further):
 )
 def test_chats_within_bounds_are_accepted(messages):
     """1 to 1,024 mappings with a role and a content of text; further keys are left alone."""
-    assert validation.validate_chat(messages) == list(messages)
+    assert validate_chat(messages) == list(messages)
 
 
 @pytest.mark.parametrize(
@@ -137,16 +138,16 @@ def test_chats_within_bounds_are_accepted(messages):
 def test_other_chats_are_refused(messages, error, what):
     """Everything else is refused, naming the message and the key."""
     with pytest.raises(error) as refusal:
-        validation.validate_chat(messages)
+        validate_chat(messages)
     assert refusal.value.what == what
 
 
 def test_a_chat_is_held_to_the_context_when_it_is_known():
     """All texts of a chat together have at most sixteen bytes per position."""
     chat = [message(content="a" * 8), message(content="a" * 8), message(content=""), message(content="")]
-    assert validation.validate_chat(chat, max_model_len=2) == chat
+    assert validate_chat(chat, max_model_len=2) == chat
     with pytest.raises(errors.InvalidText):
-        validation.validate_chat([*chat[:3], message(content="a")], max_model_len=2)
+        validate_chat([*chat[:3], message(content="a")], max_model_len=2)
 
 
 def test_any_mapping_can_be_a_message():
@@ -162,7 +163,7 @@ def test_any_mapping_can_be_a_message():
         def __len__(self):
             return 2
 
-    assert len(validation.validate_chat([Message()])) == 1
+    assert len(validate_chat([Message()])) == 1
 
 
 @pytest.mark.parametrize(("asked", "resolved"), [(None, 6), (1, 1), (6, 6)])

@@ -70,7 +70,7 @@ async def tokens_of(deltas: AsyncIterator[Any]) -> list[int]:
 
 @pytest.mark.parametrize("prompt", [
     LONG, [{"role": "user", "content": LONG}], [{"role": "user", "content": "x"}] * (LONG_CHAT + 1),
-    [{"role": LONG, "content": "x"}], [{"role": "user", "content": "x", "tool_calls": [LONG]}],
+    [{"role": LONG, "content": "x"}], [{"role": "user", "content": "x", "documents": [LONG]}],
 ])
 async def test_the_loop_runs_while_a_long_prompt_is_tokenised(
     engine: AsyncEngine, tokenizer: GatedTokenizer, prompt: Any

@@ -106,10 +106,14 @@ class ToyBackend:
         self.slot_positions[slots] = positions
         rows = np.searchsorted(batch.query_start, batch.logits_rows, side="right") - 1
         logits = [
-            toy_logits(self._read_back(batch, row, int(batch.positions[token]) + 1))
+            self.logits_after(self._read_back(batch, row, int(batch.positions[token]) + 1))
             for row, token in zip(rows.tolist(), batch.logits_rows.tolist(), strict=True)
         ]
         return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
+
+    def logits_after(self, token_ids: npt.NDArray[np.int64]) -> FloatArray:
+        """Return the logits of the token after these: [vocab_size]."""
+        return toy_logits(token_ids)
 
     def _slots_of(self, batch: RaggedRows, row: int, start: int, end: int) -> npt.NDArray[np.int64]:
         positions = np.arange(start, end)

@@ -1,0 +1,279 @@
+"""How the model of one engine writes calls and reasoning, and what that means for one call of a door.
+
+Doors call ``ChatFormat.turn`` before a request and read its output with the parser that the turn makes. The engine
+itself knows nothing of it: parsing is the reader's work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final
+
+from pagedcore.errors import InvalidPrompt, InvalidTools, TextFailed
+from pagedcore.outputs import CompletionOutput, Delta
+from pagedcore.protocols import Detokenizer, RendersTools
+from pagedcore.requests.chat import Chat
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.structured.grammar_source import WHITESPACE
+from pagedcore.structured_output import StructuredOutput
+from pagedcore.tokenizer.incremental_text import IncrementalText
+from pagedcore.tool_calls.events import ChatEvent, ContentDelta, ParsedCompletion, collect
+from pagedcore.tool_calls.formats import (
+    OutputParser,
+    ReasoningFormat,
+    ToolFormat,
+    ToolGrammar,
+    in_regex,
+    quoted,
+)
+from pagedcore.tool_calls.reasoning import ReasoningParser
+
+if TYPE_CHECKING:
+    from pagedcore.protocols import Tokenizer
+
+_QUESTION: Final = ({"role": "user", "content": "question"},)
+
+
+class ChatFormat:
+    """The formats of one model, found when they are first needed; safe to use from several threads."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, find_tools: Callable[[str], ToolFormat | None],
+        find_reasoning: Callable[[str], ReasoningFormat | None],
+    ) -> None:
+        """Take the functions that return the formats for a chat template."""
+        self._tokenizer, self._find_tools, self._find_reasoning = tokenizer, find_tools, find_reasoning
+
+    @cached_property
+    def template(self) -> str:
+        """The source of the chat template; empty if there is none."""
+        return self._tokenizer.chat_template if isinstance(self._tokenizer, RendersTools) else ""
+
+    @cached_property
+    def tools(self) -> ToolFormat | None:
+        """How calls are written, if that is known."""
+        return self._find_tools(self.template)
+
+    @cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How reasoning is written, if there is any."""
+        return self._find_reasoning(self.template)
+
+    @cached_property
+    def opens_reasoning(self) -> bool:
+        """Whether the prompt of a chat ends with the beginning of reasoning."""
+        if self.reasoning is None or not isinstance(self._tokenizer, RendersTools):
+            return False
+        try:
+            return self._tokenizer.render_chat(_QUESTION).rstrip().endswith(self.reasoning.begin)
+        except InvalidPrompt:
+            return False
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The markers of both formats that texts of completions lack, because they are special tokens."""
+        found, tokenizer = dict[str, int](), self._tokenizer
+        if tokenizer is None:
+            return found
+        for form in (self.tools, self.reasoning):
+            for marker in form.markers if form is not None else ():
+                ids = tokenizer.encode(marker, add_special_tokens=False)
+                if len(ids) == 1 and not tokenizer.decode(ids):
+                    found[marker] = ids[0]
+        return found
+
+    def turn(
+        self, prompt: Any, params: SamplingParams, tool_choice: object = None, is_parallel: bool = True
+    ) -> ChatTurn:
+        """Say how a completion of ``prompt`` is constrained and read.
+
+        Args:
+            prompt: as the engine gets it; only a ``Chat`` has tools.
+            params: of the request.
+            tool_choice: "auto", "none", "required" or ``{"type": "function", "function": {"name": ...}}``; ``None``
+                is "auto".
+            is_parallel: whether the model may call several tools at once.
+
+        Raises:
+            InvalidTools: the choice is none of these, there is no tool to choose, or it is not known how this model
+                writes calls.
+        """
+        tools = prompt.functions if type(prompt) is Chat else []
+        is_required, named = _read_choice(tool_choice, [tool["name"] for tool in tools])
+        chosen = [tool for tool in tools if tool["name"] in named]
+        form = self.tools if tools else None
+        if chosen and form is None:
+            raise InvalidTools("tools", len(tools), "none, because it is not known how this model writes calls",
+                               "Name a format with tool_parser=..., or choose none of them.")
+        grammar = self._grammar(form, params, chosen, is_required, is_parallel)
+        if grammar is not None:
+            params = replace(params, structured=StructuredOutput(lark=grammar))
+        # Why: structured output that has no reasoning before it begins with content, whatever the prompt ends with.
+        reasoning = None if params.structured is not None and grammar is None else self.reasoning
+        if not chosen and reasoning is None:
+            return ChatTurn(params, None, self)
+        return ChatTurn(params, partial(self._new_parser, form if chosen else None, frozenset(named), reasoning), self)
+
+    def _grammar(
+        self, form: ToolFormat | None, params: SamplingParams, tools: Sequence[dict[str, Any]], is_required: bool,
+        is_parallel: bool,
+    ) -> str | None:
+        """Return the Lark grammar of completions; ``None`` if the parameters say all that there is to say."""
+        wanted, answer = params.structured, ""
+        if wanted is not None:
+            if wanted.kind not in ("json_schema", "json_object"):
+                if tools:
+                    limit = "a JSON schema where there are tools"
+                    raise InvalidTools("structured", wanted.kind, limit, is_described=True)
+                return None
+            answer = f"%json {_schema_of(wanted)}"
+        before = self._reasoning_rules() if is_required or answer else ()
+        if answer and not tools:
+            return "\n".join(["start: thought answer", f"answer: {answer}", *before]) if before else None
+        if form is None:
+            return None
+        grammar = ToolGrammar(self.template, self.special_ids, is_parallel, is_required, before, answer)
+        rules = form.grammar(tools, grammar)
+        if rules is None and (is_required or answer):
+            raise InvalidTools("tool_choice", "a call, or structured output", "auto or none without structured output",
+                               "The format of this model's calls has no grammar.", is_described=True)
+        return rules
+
+    def _reasoning_rules(self) -> Sequence[str]:
+        """Return the rule ``thought`` of a completion's reasoning; none if the model writes none."""
+        if self.reasoning is None:
+            return ()
+        begin, end = (f"<[{self.special_ids[tag]}]>" if tag in self.special_ids else quoted(tag)
+                      for tag in self.reasoning.markers)
+        if self.reasoning.end in self.special_ids:
+            rest, rules = f"THOUGHT {end}", ["THOUGHT: /(?s:.*)/"]
+        else:
+            rest, rules = "thinking", [f"thinking[lazy]: /(?s:.*){in_regex(self.reasoning.end)}/"]
+        space = r"/\s{0,4}/"
+        return [f"thought: {rest} {space}" if self.opens_reasoning else f"thought: ({begin} {rest} {space})?", *rules]
+
+    def _new_parser(
+        self, form: ToolFormat | None, names: frozenset[str], reasoning: ReasoningFormat | None
+    ) -> OutputParser:
+        parser: OutputParser = form.new_parser(names, form.new_id) if form is not None else _Text()
+        return parser if reasoning is None else ReasoningParser(reasoning, parser, is_open=self.opens_reasoning)
+
+    def new_text(self, params: SamplingParams) -> IncrementalText | None:
+        """Return what makes text with the markers of tokens; ``None`` if the text of completions has them all."""
+        if self._tokenizer is None or not self.special_ids:
+            return None
+        detokenizer = _ShowsMarkers(self._tokenizer.new_detokenizer, self.special_ids)
+        return IncrementalText(detokenizer, params.stop, params.min_tokens)
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """How the completions of one request are constrained and read."""
+
+    params: SamplingParams
+    """With the grammar of calls."""
+    _new_parser: Callable[[], OutputParser] | None
+    _form: ChatFormat
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether completions are content and nothing else."""
+        return self._new_parser is None
+
+    def reader(self) -> CompletionReader:
+        """Return what reads one completion."""
+        if self._new_parser is None:
+            return CompletionReader(None, None)
+        return CompletionReader(self._new_parser(), self._form.new_text(self.params))
+
+
+class CompletionReader:
+    """Turns the deltas of one completion into events.
+
+    Invariant: all errors of a format, which may be a third party's, are ``TextFailed``.
+    """
+
+    def __init__(self, parser: OutputParser | None, text: IncrementalText | None) -> None:
+        self._parser, self._text = parser, text
+
+    def read(self, delta: Delta) -> list[ChatEvent]:
+        """Return the events of the next delta; the last one ends what is read. Raises ``TextFailed``."""
+        return self._read(delta.text, delta.token_ids, delta.finish_reason is not None)
+
+    def read_all(self, completion: CompletionOutput) -> ParsedCompletion:
+        """Return a whole completion. Raises ``TextFailed``."""
+        return collect(self.read_completion(completion))
+
+    def read_completion(self, completion: CompletionOutput) -> list[ChatEvent]:
+        """Return the events of a whole completion. Raises ``TextFailed``."""
+        return self._read(completion.text, completion.token_ids, True)
+
+    def _read(self, text: str, token_ids: Sequence[int], is_last: bool) -> list[ChatEvent]:
+        parser = self._parser
+        if parser is None:
+            return [ContentDelta(text)] if text else []
+        if self._text is not None:
+            text = self._text.push(token_ids).text + (self._text.finish() if is_last else "")
+        try:
+            return [*(parser.push(text) if text else []), *(parser.finish() if is_last else [])]
+        except Exception as error:  # the format may be a third party's; its failure is this completion's
+            raise TextFailed(f"the parser of this completion failed: {type(error).__name__}") from error
+
+
+class _Text:
+    """The parser of completions without calls."""
+
+    def push(self, text: str) -> list[ChatEvent]:
+        return [ContentDelta(text)] if text else []
+
+    def finish(self) -> list[ChatEvent]:
+        return []
+
+
+class _ShowsMarkers:
+    """A detokenizer that writes some special tokens."""
+
+    def __init__(self, new: Callable[[], Detokenizer], special_ids: Mapping[str, int]) -> None:
+        self._new, self._detokenizer = new, new()
+        self._marker_of = {token_id: marker for marker, token_id in special_ids.items()}
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if not any(token_id in self._marker_of for token_id in token_ids):
+            return self._detokenizer.push(token_ids)
+        return "".join(self._one(token_id) for token_id in token_ids)
+
+    def finish(self) -> str:
+        return self._detokenizer.finish()
+
+    def _one(self, token_id: int) -> str:
+        if token_id not in self._marker_of:
+            return self._detokenizer.push((token_id,))
+        text, self._detokenizer = self._detokenizer.finish(), self._new()
+        return text + self._marker_of[token_id]
+
+
+def _read_choice(choice: object, names: Sequence[str]) -> tuple[bool, Sequence[str]]:
+    """Return whether a call has to be made, and of which tools. Raises ``InvalidTools``."""
+    if choice is None or choice == "auto":
+        return False, names
+    if choice == "none":
+        return False, ()
+    if choice == "required" and names:
+        return True, names
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if isinstance(name, str) and name in names:
+        return True, (name,)
+    if choice == "required" or name is not None:
+        raise InvalidTools("tool_choice", name or choice, "a tool that is given in tools")
+    limit = 'auto, none, required or {"type": "function", "function": {"name": "..."}}'
+    raise InvalidTools("tool_choice", choice, limit)
+
+
+def _schema_of(wanted: StructuredOutput) -> str:
+    """Return the JSON schema of structured output, with bounded whitespace, as the engine compiles it."""
+    schema = json.loads(wanted.json_schema or '{"type": "object"}')
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})

@@ -1,0 +1,79 @@
+"""Reads reasoning: text between two tags at the beginning of a completion, or from its beginning to the second one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagedcore.tool_calls.call_parser import split_at_tag
+from pagedcore.tool_calls.events import ChatEvent, ReasoningDelta
+from pagedcore.tool_calls.formats import OutputParser, ReasoningFormat
+from pagedcore.tool_calls.json_scanner import WHITESPACE
+
+
+class ReasoningParser:
+    """Splits reasoning off and gives the rest to another parser. Whitespace around the reasoning is dropped.
+
+    Law: as of ``OutputParser``. What does not begin with reasoning has none.
+    """
+
+    def __init__(self, form: ReasoningFormat, content: OutputParser, *, is_open: bool) -> None:
+        """Begin before a completion; with ``is_open`` its prompt has ended with the first tag."""
+        self._form, self._content = form, content
+        self._rest = self._blank = ""
+        self._has_text = False
+        self._state: Callable[[], list[ChatEvent]] = self._in_reasoning if is_open else self._start
+
+    def push(self, text: str) -> list[ChatEvent]:
+        """Take the next piece of text; return the events that have become certain."""
+        self._rest += text
+        return self._state()
+
+    def finish(self) -> list[ChatEvent]:
+        """Return what was held back, at the end of the text."""
+        rest, self._rest = self._rest, ""
+        if self._state == self._in_reasoning:
+            return [*self._write(rest), *self._content.finish()]
+        return [*(self._content.push(rest) if rest else []), *self._content.finish()]
+
+    def _start(self) -> list[ChatEvent]:
+        text, tag = self._rest.lstrip(WHITESPACE), self._form.begin
+        if text.startswith(tag):
+            self._rest, self._state = text[len(tag) :], self._in_reasoning
+        elif tag.startswith(text):
+            return []
+        else:
+            self._state = self._after
+        return self._state()
+
+    def _in_reasoning(self) -> list[ChatEvent]:
+        before, is_closed, self._rest = split_at_tag(self._rest, self._form.end)
+        events = self._write(before)
+        if not is_closed:
+            return events
+        self._state = self._before_content
+        return [*events, *self._state()]
+
+    def _before_content(self) -> list[ChatEvent]:
+        self._rest = self._rest.lstrip(WHITESPACE)
+        if not self._rest:
+            return []
+        self._state = self._after
+        return self._state()
+
+    def _after(self) -> list[ChatEvent]:
+        text, self._rest = self._rest, ""
+        return self._content.push(text)
+
+    def _write(self, text: str) -> list[ChatEvent]:
+        text = self._blank + text
+        if not self._has_text:
+            text = text.lstrip(WHITESPACE)
+        written = text.rstrip(WHITESPACE)
+        self._blank = text[len(written) :]
+        self._has_text = self._has_text or bool(written)
+        return [ReasoningDelta(written)] if written else []
+
+
+def mistral_reasoning() -> ReasoningFormat:
+    """Return the format ``mistral``."""
+    return ReasoningFormat("[THINK]", "[/THINK]")
