@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
-from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
+from pagedcore import AsyncEngine, Chat, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, RequestTimeout
 from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_bentoml.wire import BatchCompletion, Completion, completion_of
@@ -122,6 +122,29 @@ async def complete(engine: AsyncEngine, prompt: Any, call: Call) -> Completion:
         output = await asyncio.wrap_future(engine.submit(join_text_parts(prompt), params, **call.options))
     output.raise_for_error()
     return await completion_of(output)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTools:
+    """The tools of a chat, as the caller wrote them."""
+
+    tools: Any
+    choice: Any
+    is_parallel: Any
+
+
+async def complete_chat(engine: AsyncEngine, messages: Any, tools: ChatTools, call: Call) -> Completion:
+    """Complete a chat, whose model may call tools; cancelling this aborts the request. Raises as ``complete``."""
+    if type(tools.is_parallel) is not bool:
+        raise InvalidRequest("parallel_tool_calls", tools.is_parallel, "true or false")
+    prompt = join_text_parts(messages)
+    if tools.tools not in (None, []):
+        prompt = Chat(prompt, tools.tools)
+    turn = engine.chat_format.turn(prompt, call.params(), tools.choice, tools.is_parallel)
+    async with call.in_time():
+        output = await asyncio.wrap_future(engine.submit(prompt, turn.params, **call.options))
+    output.raise_for_error()
+    return await completion_of(output, turn)
 
 
 async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCompletion:

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from pagedcore import AsyncEngine, Delta, SamplingParams, TokenLogprobs, Usage
 from pagedcore.errors import InvalidPrompt, PagedcoreError, PromptEmpty
 from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
-from pagedcore_bentoml.calls import Call, complete, complete_all, deltas_of
+from pagedcore_bentoml.calls import Call, ChatTools, complete, complete_all, complete_chat, deltas_of
 from pagedcore_bentoml.checks import (
     before_any_worker,
     end_supervisor,
@@ -260,11 +260,18 @@ class PagedCoreRunner:
 
     @bentoml.api(input_spec=ChatInput, output_spec=Completion)
     async def chat(self, messages: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                   cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None,
+                   cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, tools: Any = None,
+                   tool_choice: Any = None, parallel_tool_calls: Any = True,
                    ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
-        """Complete a list of chat messages, each with "role" and "content"; otherwise as ``generate``."""
+        """Complete a list of chat messages, each with "role" and "content"; otherwise as ``generate``.
+
+        With ``tools``, in OpenAI's form, the model may call them as ``tool_choice`` says; its calls and its reasoning
+        are beside the text.
+        """
         call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s)
-        return await self._respond(ctx, call, lambda engine, call: complete(engine, _require_chat(messages), call))
+        of_chat = ChatTools(tools, tool_choice, parallel_tool_calls)
+        return await self._respond(
+            ctx, call, lambda engine, call: complete_chat(engine, _require_chat(messages), of_chat, call))
 
     @bentoml.api(input_spec=BatchInput, output_spec=BatchCompletion)
     async def batch(self, prompts: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,

@@ -16,8 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from pagedcore import RequestOutput, TokenLogprobs
+from pagedcore import CompletionOutput, RequestOutput, TokenLogprobs
 from pagedcore.errors import PagedcoreError
+from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore_http.body import MAX_BODY_BYTES, read_fields
 from pagedcore_http.event_stream import EventStream
 from pagedcore_http.json_pieces import map_in_pieces, with_list
@@ -44,6 +45,10 @@ Seconds = Annotated[Any, WithJsonSchema({"type": "number", "description": "Longe
 Salt = Annotated[Any, WithJsonSchema({
     "type": "string", "description": "Calls with different salts share no cached prompts: 1 to 64 bytes.",
 })]
+Tools = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"},
+                                       "description": "Function tools, as OpenAI's chats have them."})]
+ToolChoice = Annotated[Any, WithJsonSchema({"description": "auto, none, required, or an object with a tool's name."})]
+Parallel = Annotated[Any, WithJsonSchema({"type": "boolean", "description": "Whether several calls are allowed."})]
 Label = Annotated[Any, WithJsonSchema({"type": "string", "description": "The caller's own label, for logs."})]
 LabelOfEach = Annotated[Any, WithJsonSchema({"description": "A list of labels, one for each prompt."})]
 
@@ -104,6 +109,9 @@ class ChatInput(EndpointInput):
     cache_salt: Salt = None
     request_id: Label = None
     deadline_s: Deadline = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Parallel = True
 
 
 class BatchInput(EndpointInput):
@@ -126,6 +134,15 @@ class Logprobs(BaseModel):
     top: list[tuple[int, float]] = Field(default_factory=list)
 
 
+class Call(BaseModel):
+    """One call of a tool, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+    is_complete: bool = True
+
+
 class Answer(BaseModel):
     """One completion of a request."""
 
@@ -135,6 +152,10 @@ class Answer(BaseModel):
     finish_reason: str | None = None
     logprobs: list[Logprobs] = Field(default_factory=list)
     """One entry per token when asked for; never null, which BentoML's clients cannot read in a list's place."""
+    tool_calls: list[Call] = Field(default_factory=list)
+    """Only in a chat."""
+    reasoning: str = ""
+    """Only in a chat, of a model that reasons."""
     error: str | None = None
     """Only in a batch, where one failure leaves the others alone."""
 
@@ -209,18 +230,28 @@ class EventText(IODescriptor):
         return EventStream(obj)
 
 
-async def completion_of(output: RequestOutput) -> Completion:
-    """Return the model of an engine's output."""
+async def completion_of(output: RequestOutput, turn: ChatTurn | None = None) -> Completion:
+    """Return the model of an engine's output, read as a chat's if it is one."""
     completions = [
-        Answer(index=one.index, text=one.text, token_ids=list(one.token_ids), finish_reason=one.finish_reason,
-               error=None if one.error is None else str(one.error),
-               logprobs=await map_in_pieces(logprobs_of, one.logprobs or ()))
+        Answer(token_ids=list(one.token_ids), error=None if one.error is None else str(one.error),
+               logprobs=await map_in_pieces(logprobs_of, one.logprobs or ()), **_text_of(one, turn))
         for one in output.outputs
     ]  # fmt: skip
     return Completion(
         request_id=output.request_id, outputs=completions, usage=TokenUsage(**asdict(output.usage)),
         prompt_logprobs=await map_in_pieces(prompt_logprobs_of, output.prompt_logprobs or ()),
     )
+
+
+def _text_of(one: CompletionOutput, turn: ChatTurn | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"index": one.index, "text": one.text, "finish_reason": one.finish_reason}
+    if turn is None or turn.is_plain:
+        return fields
+    parsed = turn.reader().read_all(one)
+    if parsed.tool_calls and one.finish_reason == "stop":
+        fields["finish_reason"] = "tool_calls"
+    return {**fields, "text": parsed.content, "reasoning": parsed.reasoning,
+            "tool_calls": [Call(**asdict(call)) for call in parsed.tool_calls]}
 
 
 def logprobs_of(entry: TokenLogprobs) -> Logprobs:

@@ -16,15 +16,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
-from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
+from pagedcore import AsyncEngine, CompletionOutput, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import RequestTimeout
 from pagedcore.request_options import OptionKeywords
+from pagedcore.tool_calls.events import ChatEvent
 from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
 from pagedcore_openai.errors import ChunkStream
 from pagedcore_openai.stored import StoredResponses
 from pagedcore_openai.wire import Spell
 
+_READ_AT_ONCE: Final = 4096
+"""Characters of a completion that are read for calls without leaving the event loop."""
 _NAMED_TOKENS: Final = 2**16
 """Tokens whose names are kept."""
 
@@ -77,6 +80,23 @@ class Call(ABC):
     @abstractmethod
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of all prompts."""
+
+    def turn_of(self, prompt: Any, fields: Mapping[str, Any], params: SamplingParams) -> SamplingParams:
+        """Note how the completions of a chat are read, and return the parameters that constrain them.
+
+        Raises ``InvalidTools``.
+        """
+        is_parallel = known.flag(fields, "parallel_tool_calls", default=True)
+        chat_format = self.served.engine.chat_format
+        self.turn = chat_format.turn(prompt, params, fields.get("tool_choice"), is_parallel)
+        return self.turn.params
+
+    async def events_of(self, completion: CompletionOutput) -> list[ChatEvent]:
+        """Return the events of a whole completion of a chat. Raises ``TextFailed``."""
+        read = self.turn.reader().read_completion
+        # Why: long arguments take a microsecond a character, in which the event loop serves other calls.
+        is_short = self.turn.is_plain or len(completion.text) < _READ_AT_ONCE
+        return read(completion) if is_short else await asyncio.to_thread(read, completion)
 
     @abstractmethod
     async def body(self, outputs: list[RequestOutput]) -> str:

@@ -8,11 +8,14 @@ from typing import Any, ClassVar
 
 from pagedcore import CompletionOutput, Delta, RequestOutput, SamplingParams, Usage
 from pagedcore.errors import InvalidMaxTokens
+from pagedcore.tool_calls.chat_format import CompletionReader
+from pagedcore.tool_calls.events import ChatEvent, ToolCallStart, collect
 from pagedcore_http.events import encode, frame_text
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call
 from pagedcore_openai.errors import DONE, FieldNotSupported
 from pagedcore_openai.prompts import messages_of
+from pagedcore_openai.tools import delta_of, message_of, reason_of, with_tools
 from pagedcore_openai.wire import chat_logprobs, usage_of
 
 
@@ -25,7 +28,7 @@ class ChatCall(Call):
 
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the chat."""
-        return [messages_of(known.required(fields, "messages", "a list of messages"))]
+        return [with_tools(messages_of(known.required(fields, "messages", "a list of messages")), fields)]
 
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters; ``max_completion_tokens`` is the newer name of ``max_tokens``."""
@@ -38,7 +41,8 @@ class ChatCall(Call):
             raise FieldNotSupported("top_logprobs", fields["top_logprobs"], "null without logprobs: true")
         else:
             limits_of_logprobs = {}
-        return known.params_of(fields, max_tokens=limits[0] if limits else None, **limits_of_logprobs)
+        params = known.params_of(fields, max_tokens=limits[0] if limits else None, **limits_of_logprobs)
+        return self.turn_of(self.prompts[0], fields, params)
 
     async def body(self, outputs: list[RequestOutput]) -> str:
         """Return the chat completion."""
@@ -50,8 +54,9 @@ class ChatCall(Call):
         return f'{self._head("chat.completion")}{",".join(choices)}],{encode(told)[1:]}'
 
     async def _choice(self, one: CompletionOutput) -> str:
-        message = {"role": "assistant", "content": one.text, "refusal": None}
-        head = encode({"index": one.index, "message": message, "finish_reason": one.finish_reason,
+        parsed = collect(await self.events_of(one))
+        reason = reason_of(one.finish_reason, bool(parsed.tool_calls))
+        head = encode({"index": one.index, "message": message_of(parsed), "finish_reason": reason,
                        **({"token_ids": one.token_ids} if self.has_token_ids else {})})
         return f'{head[:-1]},"logprobs":{await self._logprobs(one)}}}'
 
@@ -66,24 +71,32 @@ class ChatCall(Call):
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield chunks: for each completion one with the role, those with text, one with the reason of its end."""
-        head, has_begun = self._head("chat.completion.chunk"), set[int]()
+        head, readers, has_calls = self._head("chat.completion.chunk"), dict[int, CompletionReader](), set[int]()
         tail = '],"usage":null}' if self.has_usage else "]}"
         async with aclosing(self.deltas()) as deltas:
             async for _, delta in deltas:
                 choices = []
-                if delta.index not in has_begun:
-                    has_begun.add(delta.index)
+                if delta.index not in readers:
+                    readers[delta.index] = self.turn.reader()
                     choices.append(_chunk(delta.index, '{"role":"assistant","content":""}'))
-                if delta.text or delta.token_ids:
-                    choices.append(await self._text_chunk(delta))
+                events = readers[delta.index].read(delta)
+                if any(isinstance(event, ToolCallStart) for event in events):
+                    has_calls.add(delta.index)
+                choices += await self._chunks(delta, events)
                 if delta.finish_reason is not None:
-                    choices.append(_chunk(delta.index, "{}", delta.finish_reason))
+                    reason = reason_of(delta.finish_reason, delta.index in has_calls)
+                    choices.append(_chunk(delta.index, "{}", reason))
                 text = "".join([frame_text(f"{head}{choice}{tail}") for choice in choices])
                 yield text if delta.usage is None else text + self._end(head, delta.usage)
 
-    async def _text_chunk(self, delta: Delta) -> str:
+    async def _chunks(self, delta: Delta, events: list[ChatEvent]) -> list[str]:
+        """Return the chunks of a delta; the first one has its tokens and their log-probabilities."""
+        texts = [text for event in events if (text := delta_of(event)) is not None]
+        if not texts and delta.token_ids and (self.turn.is_plain or self.has_token_ids or delta.logprobs is not None):
+            texts.append('{"content":""}')
         more = f',"token_ids":{encode(delta.token_ids)}' if self.has_token_ids else ""
-        return _chunk(delta.index, encode({"content": delta.text}), None, await self._logprobs(delta), more)
+        chunks = [_chunk(delta.index, text, None, await self._logprobs(delta), more) for text in texts[:1]]
+        return chunks + [_chunk(delta.index, text) for text in texts[1:]]
 
     def _end(self, head: str, usage: Usage) -> str:
         return (frame_text(f'{head}],"usage":{encode(usage_of([usage]))}}}') if self.has_usage else "") + DONE

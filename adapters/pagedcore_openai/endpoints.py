@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pagedcore import Chat
 from pagedcore.errors import InvalidPrompt
 from pagedcore.metrics.recorder import engine_metrics_text
 from pagedcore_http.event_stream import ClientGone, run_until_disconnect
@@ -91,7 +92,9 @@ class Tokenize(Endpoint):
         if ("prompt" in fields) == ("messages" in fields):
             raise InvalidPrompt("prompt", fields.get("prompt"), "given, or messages, and not both")
         prompt = fields["prompt"] if "prompt" in fields else messages_of(fields["messages"])
-        if not isinstance(prompt, str | list) or (isinstance(prompt, list) and "prompt" in fields):
+        if "tools" in fields:
+            prompt = Chat(prompt, fields["tools"])
+        if not isinstance(prompt, str | list | Chat) or (isinstance(prompt, list) and "prompt" in fields):
             raise InvalidPrompt("prompt", prompt, "text")
         token_ids = await asyncio.to_thread(served.engine.encode, prompt)
         told: dict[str, Any] = {"count": len(token_ids), "max_model_len": served.max_model_len, "tokens": token_ids}

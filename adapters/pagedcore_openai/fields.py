@@ -30,9 +30,10 @@ _EXTRA: Final = ("min_p", "repetition_penalty", "min_tokens", "stop_token_ids", 
 _NOT_WITH_BEAMS: Final = {"temperature": DEFAULT_TEMPERATURE, "top_p": 1.0}
 _OPTIONS: Final = ("model", "stream", "stream_options", "priority", "cache_salt", "request_id", "timeout_s",
                    "deadline_s", "ttft_ms", "tpot_ms", "return_token_ids")
+_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")
 _IGNORED: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prediction", "parallel_tool_calls",
+    "prediction",
 })
 """Accepted by every endpoint: they identify, bill, store or speed up, and change no completion."""
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -83,8 +84,9 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 _SAMPLING: Final = {*_COMMON, *_EXTRA, "top_k", "max_tokens", "use_beam_search", "length_penalty", "early_stopping",
                     *_OPTIONS}
 CHAT: Final = Form(
-    frozenset({*_SAMPLING, *structured.NAMES, "messages", "max_completion_tokens", "logprobs", "top_logprobs"}),
-    {**_NEUTRAL, "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    frozenset({*_SAMPLING, *_TOOLS, *structured.NAMES, "messages", "max_completion_tokens", "logprobs",
+               "top_logprobs"}),
+    {**_NEUTRAL, "functions": ([],), "function_call": ("none", "auto"),
      "modalities": (["text"],), "audio": (), "web_search_options": (),
      "reasoning_effort": ("none",), "verbosity": ("medium",), "best_of": (1,), "echo": (False,),
      "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
@@ -93,28 +95,29 @@ CHAT: Final = Form(
 )
 COMPLETION: Final = Form(
     frozenset({*_SAMPLING, *structured.NAMES, "prompt", "logprobs", "echo", "best_of"}),
-    {**_NEUTRAL, "suffix": ("",), "add_special_tokens": (True,), "prompt_embeds": ()},
+    {**_NEUTRAL, "parallel_tool_calls": (True, False), "suffix": ("",), "add_special_tokens": (True,),
+     "prompt_embeds": ()},
 )
 RESPONSE: Final = Form(
     frozenset({"input", "instructions", "previous_response_id", "store", "max_output_tokens", "temperature",
                "top_p", "top_logprobs", "include",
                "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "min_tokens", "stop_token_ids",
-               "logit_bias", "text", *_OPTIONS} - {"return_token_ids"}),
-    {"tools": ([],), "tool_choice": ("none", "auto"), "conversation": (), "prompt": (),
+               "logit_bias", "text", *_OPTIONS, *_TOOLS} - {"return_token_ids"}),
+    {"conversation": (), "prompt": (),
      "background": (False,), "reasoning": ({},), "truncation": ("disabled",),
      "max_tool_calls": (), "context_management": ()},
 )
 TOKENIZE: Final = Form(
-    frozenset({"model", "prompt", "messages", "return_token_strs"}),
+    frozenset({"model", "prompt", "messages", "tools", "return_token_strs"}),
     {"add_special_tokens": (True, False), "add_generation_prompt": (True,), "continue_final_message": (False,),
-     "chat_template": (), "chat_template_kwargs": ({},), "tools": ([],), "mm_processor_kwargs": ()},
+     "chat_template": (), "chat_template_kwargs": ({},), "mm_processor_kwargs": ()},
 )
 DETOKENIZE: Final = Form(frozenset({"model", "tokens"}))
 
 
-def flag(fields: Mapping[str, Any], name: str) -> bool:
-    """Return a field that is true or false, false if it was not given. Raises ``InvalidRequest`` for anything else."""
-    value = fields.get(name, False)
+def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Return a field that is true or false. Raises ``InvalidRequest`` for anything else."""
+    value = fields.get(name, default)
     if type(value) is not bool:
         raise InvalidRequest(name, value, "true or false")
     return value

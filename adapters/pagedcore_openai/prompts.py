@@ -13,7 +13,8 @@ MAX_PROMPTS: Final = 256
 """Prompts of one call: they wait for room together, and one caller's must not fill the process."""
 _ROLES: Final = {"developer": "system"}
 """Roles that chat templates do not know, with the one that means the same."""
-_PASSED_ON: Final = ("role", "content", "name")
+_PASSED_ON: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_CALL, _RESULT = "function_call", "function_call_output"
 _TEXT_PARTS: Final = ("input_text", "output_text")
 _EMPTY: Final[tuple[Any, ...]] = (None, [], "", {})
 
@@ -23,7 +24,7 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
 
     Raises:
         InvalidPrompt: it is no list of objects, or a content is neither text nor parts of text.
-        FieldNotSupported: a message has something besides its role, its name and its text, such as a tool call.
+        FieldNotSupported: a message has something besides its role, its name, its text and its calls, such as audio.
     """
     if not isinstance(given, list) or not given:
         raise InvalidPrompt("messages", given, "a list of at least one message, an object with role and content")
@@ -35,10 +36,14 @@ def _message(given: Any, place: int) -> dict[str, Any]:
     where = f"messages[{place}]"
     if not isinstance(given, dict):
         raise InvalidPrompt(where, given, "an object with role and content")
+    if isinstance(reasoning := given.get("reasoning"), str):
+        # Why: a response has it under both names, and clients send back what they got.
+        given = {"reasoning_content": reasoning, **{name: one for name, one in given.items() if name != "reasoning"}}
     for name, value in given.items():
         if name not in _PASSED_ON and value not in _EMPTY:
-            raise FieldNotSupported(f"{where}.{name}" if is_field(name) else where, value, "role, content and name")
-    message = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+            limit = ", ".join(_PASSED_ON)
+            raise FieldNotSupported(f"{where}.{name}" if is_field(name) else where, value, limit)
+    message = {name: given[name] for name in _PASSED_ON if given.get(name) not in (None, [])}
     role = message.get("role")
     if isinstance(role, str):
         message["role"] = _ROLES.get(role, role)
@@ -49,7 +54,7 @@ def input_of(given: Any) -> list[dict[str, Any]]:
     """Return the messages of a response's input: text, or a list of messages. Raises as ``messages_of``."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return messages_of([_unmarked(item) for item in given] if isinstance(given, list) else given)
+    return messages_of(_joined_calls(given) if isinstance(given, list) else given)
 
 
 def instructions_of(given: Any) -> list[dict[str, Any]]:
@@ -57,6 +62,29 @@ def instructions_of(given: Any) -> list[dict[str, Any]]:
     if given is not None and not isinstance(given, str):
         raise InvalidPrompt("instructions", given, "text")
     return [] if given is None else [{"role": "system", "content": given}]
+
+
+def _joined_calls(items: list[Any]) -> list[Any]:
+    """Return the messages of items: calls are a part of the assistant's message before them, results are messages."""
+    messages = list[Any]()
+    for item in items:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind == _RESULT:
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text_of(item)})
+        elif kind == _CALL:
+            call = {"id": item.get("call_id"), "type": "function",
+                    "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
+            if not messages or not isinstance(messages[-1], dict) or messages[-1].get("role") != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), call]}
+        elif kind != "reasoning":
+            messages.append(_unmarked(item))
+    return messages
+
+
+def _text_of(result: dict[str, Any]) -> Any:
+    output = result.get("output")
+    return _unmarked({"content": output})["content"] if isinstance(output, list) else output
 
 
 def _unmarked(item: Any) -> Any:

@@ -1,14 +1,15 @@
-"""``/v1/responses``: text in, one message out, whole or as events. A response that is stored can be continued."""
+"""``/v1/responses``: text and tools in, messages, calls and reasoning out, whole or as events. A stored response can be
+continued."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Final
 
-from pagedcore import RequestOutput, SamplingParams, TokenLogprobs, Usage
+from pagedcore import Delta, RequestOutput, SamplingParams, TokenLogprobs, Usage
 from pagedcore.errors import InvalidRequest
+from pagedcore.tool_calls.events import ChatEvent, ContentDelta, collect
 from pagedcore_http.events import encode, frame
 from pagedcore_http.json_pieces import map_in_pieces
 from pagedcore_http.salts import Caller
@@ -16,7 +17,9 @@ from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call, ServedModel
 from pagedcore_openai.errors import ChunkStream, FieldNotSupported, NamedEventStream
 from pagedcore_openai.prompts import input_of, instructions_of
+from pagedcore_openai.response_items import Items
 from pagedcore_openai.structured import format_of
+from pagedcore_openai.tools import chat_tools, said, with_tools
 from pagedcore_openai.wire import chat_entry
 
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -31,7 +34,7 @@ class ResponseCall(Call):
     stream_class: ClassVar[type[ChunkStream]] = NamedEventStream
 
     def __init__(self, served: ServedModel, fields: Mapping[str, Any], caller: Caller) -> None:
-        self._message_id = f"msg-{secrets.token_hex(16)}"
+        self._events: list[str] = []
         self._num_events = 0
         self._owner = caller.derived
         super().__init__(served, fields, caller)
@@ -39,12 +42,12 @@ class ResponseCall(Call):
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the chat: the conversation up to the previous response, and the input."""
         self._is_stored = known.flag({"store": True, **fields}, "store")
-        given = input_of(known.required(fields, "input", "text, or a list of messages"))
+        given = input_of(known.required(fields, "input", "text, or a list of items"))
         previous = fields.get("previous_response_id")
         before = () if previous is None else self.served.stored.messages_of(previous, self._owner)
         self._messages = [*before, *given]
         # Why apart: instructions are for one response, as at OpenAI.
-        return [[*instructions_of(fields.get("instructions")), *self._messages]]
+        return [with_tools([*instructions_of(fields.get("instructions")), *self._messages], chat_tools(fields))]
 
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters."""
@@ -66,92 +69,84 @@ class ResponseCall(Call):
         self._format = text.get("format") or {"type": "text"}
         form = format_of("text.format", self._format)
         wanted = {} if form is None else {"structured": form}
-        return known.params_of(fields, max_tokens=fields.get("max_output_tokens"), **logprobs, **wanted)
+        params = known.params_of(fields, max_tokens=fields.get("max_output_tokens"), **logprobs, **wanted)
+        return self.turn_of(self.prompts[0], chat_tools(fields), params)
 
     async def body(self, outputs: list[RequestOutput]) -> str:
         """Return the response."""
         (output,) = outputs
         (one,) = output.outputs
-        entries = await self._entries(one.logprobs)
-        body = encode(self._response(one.finish_reason, one.text, entries, output.usage))
-        self._keep(one.text, body)
+        items, logprobs = Items(lambda *_, **__: None), await self._entries(one.logprobs)
+        events = await self.events_of(one)
+        for event in events:
+            logprobs = self._add(items, event, logprobs)
+        items.end(_status_of(one.finish_reason))
+        body = encode(self._response(one.finish_reason, items.bodies(), output.usage))
+        self._keep(events, body)
         return body
 
-    def _keep(self, text: str, body: str) -> None:
+    def _keep(self, events: list[ChatEvent], body: str) -> None:
         if self._is_stored:
-            messages = [*self._messages, {"role": "assistant", "content": text}]
-            self.served.stored.keep(self.id, self._owner, messages, body)
+            self.served.stored.keep(self.id, self._owner, [*self._messages, said(collect(events))], body)
 
     async def _entries(self, entries: Sequence[TokenLogprobs] | None) -> list[dict[str, Any]]:
         return await map_in_pieces(lambda one: chat_entry(one, self.served.spell), entries or ())
 
-    def _response(self, reason: str | None, text: str, logprobs: list[dict[str, Any]], usage: Usage | None,
-                  ) -> dict[str, Any]:
+    def _add(self, items: Items, event: ChatEvent, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add an event; return the log-probabilities that are left: those of a delta go with its first text."""
+        items.add(event, logprobs)
+        return [] if isinstance(event, ContentDelta) else logprobs
+
+    def _response(self, reason: str | None, items: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
         status = _status_of(reason)
         fields, params = self.fields, self.params
-        message = self._message(status, [_part(text, logprobs)])
+        has_tools = bool(fields.get("tools"))
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": fields.get("instructions"), "max_output_tokens": fields.get("max_output_tokens"),
-            "model": self.served.name, "output": [] if reason is None else [message], "parallel_tool_calls": False,
+            "model": self.served.name, "output": items,
+            "parallel_tool_calls": has_tools and known.flag(fields, "parallel_tool_calls", default=True),
             "previous_response_id": fields.get("previous_response_id"), "reasoning": {"effort": None, "summary": None},
-            "store": self._is_stored,
-            "temperature": params.temperature, "text": {"format": self._format}, "tool_choice": "none",
-            "tools": [], "top_p": params.top_p, "truncation": "disabled", "metadata": {},
+            "store": self._is_stored, "temperature": params.temperature, "text": {"format": self._format},
+            "tool_choice": fields.get("tool_choice", "auto" if has_tools else "none"),
+            "tools": fields.get("tools", []), "top_p": params.top_p, "truncation": "disabled", "metadata": {},
             "usage": None if usage is None else _usage_of(usage),
         }
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
     async def events(self) -> AsyncGenerator[str, None]:
-        """Yield the events of one message with one part of text; the last one has the whole response."""
-        begun, texts, all_logprobs = False, list[str](), list[dict[str, Any]]()
+        """Yield the events of all items; the last one has the whole response."""
+        reader, items, told = self.turn.reader(), Items(self._tell), list[ChatEvent]()
+        has_begun = False
         async with aclosing(self.deltas()) as deltas:
             async for _, delta in deltas:
-                events = [] if begun else self._opening()
-                begun = True
+                if not has_begun:
+                    has_begun, response = True, self._response(None, [], None)
+                    self._tell("response.created", response=response)
+                    self._tell("response.in_progress", response=response)
                 logprobs = await self._entries(delta.logprobs)
-                all_logprobs += logprobs
-                texts.append(delta.text)
-                if delta.text or logprobs:
-                    events.append(self._of_part("response.output_text.delta", delta=delta.text, logprobs=logprobs))
+                events = reader.read(delta)
+                if logprobs and self.turn.is_plain and not events:
+                    events = [ContentDelta("")]
+                told += events
+                for event in events:
+                    logprobs = self._add(items, event, logprobs)
                 if delta.finish_reason is not None:
-                    events += self._closing(delta.finish_reason, "".join(texts), all_logprobs, delta.usage)
-                if events:
-                    yield "".join(events)
+                    self._close(items, told, delta)
+                if self._events:
+                    events_text, self._events = "".join(self._events), []
+                    yield events_text
 
-    def _opening(self) -> list[str]:
-        response = self._response(None, "", [], None)
-        item = self._message("in_progress", [])
-        return [
-            self._event("response.created", response=response), self._event("response.in_progress", response=response),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._of_part("response.content_part.added", part=_part("", [])),
-        ]
+    def _close(self, items: Items, told: list[ChatEvent], delta: Delta) -> None:
+        status = _status_of(delta.finish_reason)
+        items.end(status)
+        response = self._response(delta.finish_reason, items.bodies(), delta.usage)
+        self._keep(told, encode(response))
+        self._tell(f"response.{status}", response=response)
 
-    def _closing(self, reason: str, text: str, logprobs: list[dict[str, Any]], usage: Usage | None) -> list[str]:
-        status, part = _status_of(reason), _part(text, logprobs)
-        response = self._response(reason, text, logprobs, usage)
-        self._keep(text, encode(response))
-        return [
-            self._of_part("response.output_text.done", text=text, logprobs=logprobs),
-            self._of_part("response.content_part.done", part=part),
-            self._event("response.output_item.done", output_index=0, item=self._message(status, [part])),
-            self._event(f"response.{status}", response=response),
-        ]
-
-    def _of_part(self, kind: str, **fields: Any) -> str:
-        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
-
-    def _event(self, kind: str, **fields: Any) -> str:
+    def _tell(self, kind: str, **fields: Any) -> None:
         self._num_events += 1
-        return frame({"type": kind, "sequence_number": self._num_events - 1, **fields}, kind)
-
-
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        self._events.append(frame({"type": kind, "sequence_number": self._num_events - 1, **fields}, kind))
 
 
 def _status_of(reason: str | None) -> str:

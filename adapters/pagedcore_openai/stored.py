@@ -58,7 +58,7 @@ class StoredResponses:
             body: the response itself.
         """
         # Why all of them: messages are shared with the response before, but outlive it.
-        text = sum(len(str(one.get("content") or "")) for one in messages)
+        text = sum(len(str(one.get(name) or "")) for one in messages for name in ("content", "tool_calls"))
         # Why 4: what a character may take.
         num_bytes = _OVERHEAD + _PER_MESSAGE * len(messages) + 4 * (text + len(body))
         self._by_id[response_id] = _Stored(owner, messages, body, num_bytes)
