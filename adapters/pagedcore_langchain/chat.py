@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -12,13 +13,16 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
 from typing_extensions import override
 
+from pagedcore import Chat
+from pagedcore.errors import InvalidRequest
+from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.messages import to_chat
-from pagedcore_langchain.options import hide_salt, mask_salt, require_single_label
-from pagedcore_langchain.refusals import NotOffered
-from pagedcore_langchain.results import Chunks, chat_result
+from pagedcore_langchain.options import Call, hide_salt, mask_salt, require_single_label
+from pagedcore_langchain.results import ChatChunks, chat_result
 from pagedcore_langchain.settings import PagedCoreSettings
+from pagedcore_langchain.tools import OF_TOOLS, Method, openai_choice, openai_tools, structured_runnable
 
 
 class ChatPagedCore(PagedCoreSettings, BaseChatModel):
@@ -26,7 +30,7 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
 
     ``batch``, ``generate`` and their asynchronous forms have all their inputs in flight at once. Send the whole history
     with every call; nothing is kept between calls, and ``usage_metadata["input_token_details"]["cache_read"]`` is the
-    number of its tokens that were found in the cache. Tools, structured output and images are not offered.
+    number of its tokens that were found in the cache. Images are not read.
 
     Leaving a stream early aborts its request. After a plain ``break`` out of ``async for`` that happens when the
     generator is collected; with ``contextlib.aclosing`` at once. Errors are those of pagedcore.
@@ -53,28 +57,32 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:
-        outputs = self._complete([to_chat(messages)], self._resolve(stop, kwargs))
-        return chat_result(outputs[0], self.model, self.engine.token_text)
+        prompt, call, turn = self._turn(messages, stop, kwargs)
+        outputs = self._complete([prompt], call)
+        return chat_result(outputs[0], self.model, self.engine.token_text, turn)
 
     @override
     async def _agenerate(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:
-        outputs = await self._complete_on_loop([to_chat(messages)], self._resolve(stop, kwargs))
-        return chat_result(outputs[0], self.model, self.engine.token_text)
+        await self.host.ready()
+        prompt, call, turn = self._turn(messages, stop, kwargs)
+        outputs = await self._complete_on_loop([prompt], call)
+        return chat_result(outputs[0], self.model, self.engine.token_text, turn)
 
     @override
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        chunks = Chunks(self.model, self.engine.token_text)
-        with closing(self._deltas(to_chat(messages), self._resolve(stop, kwargs, is_stream=True))) as deltas:
+        prompt, call, turn = self._turn(messages, stop, kwargs, is_stream=True)
+        chunks = ChatChunks(self.model, self.engine.token_text, turn)
+        with closing(self._deltas(prompt, call)) as deltas:
             for delta in deltas:
                 if chunk := chunks.message(delta):
                     if run_manager:
-                        run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
 
     @override
@@ -82,28 +90,75 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        engine, call = await self.host.ready(), self._resolve(stop, kwargs, is_stream=True)
-        chunks = Chunks(self.model, engine.token_text)
-        async with aclosing(self._deltas_on_loop(to_chat(messages), call)) as deltas:
+        engine = await self.host.ready()
+        prompt, call, turn = self._turn(messages, stop, kwargs, is_stream=True)
+        chunks = ChatChunks(self.model, engine.token_text, turn)
+        async with aclosing(self._deltas_on_loop(prompt, call)) as deltas:
             async for delta in deltas:
                 if chunk := chunks.message(delta):
                     if run_manager:
-                        await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
 
-    @override
-    def bind_tools(self, tools: Sequence[Any], *, tool_choice: str | None = None, **kwargs: Any) -> Any:
-        if not tools:
-            return self.bind(**kwargs)
-        advice = ("This model writes text only. Leave tools out of create_agent, or call the functions in your chain "
-                  "and put their results into the prompt.")
-        raise NotOffered("tools", len(tools), "none", advice)
+    def _turn(
+        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, keywords: dict[str, Any], *,
+        is_stream: bool = False,
+    ) -> tuple[Any, Call, ChatTurn]:
+        """Return the prompt, the call, with the grammar of its tools, and how its completion is read."""
+        others = {name: value for name, value in keywords.items() if name not in OF_TOOLS}
+        call, chat = self._resolve(stop, others, is_stream=is_stream), to_chat(messages)
+        tools = keywords.get("tools")
+        prompt = Chat(chat, tools) if tools else chat
+        is_parallel = keywords.get("parallel_tool_calls", True)
+        if type(is_parallel) is not bool:
+            raise InvalidRequest("parallel_tool_calls", is_parallel, "True or False")
+        turn = self.engine.chat_format.turn(prompt, call.params, keywords.get("tool_choice"), is_parallel)
+        return prompt, replace(call, params=turn.params), turn
 
     @override
-    def with_structured_output(self, schema: Any, *, include_raw: bool = False, **kwargs: Any) -> Any:
-        advice = ("This model writes text only. Ask for the format in the prompt and use an output parser, "
-                  "such as JsonOutputParser or PydanticOutputParser.")
-        raise NotOffered("schema", schema, "none", advice)
+    def bind_tools(
+        self, tools: Sequence[Any], *, tool_choice: Any = None, strict: bool | None = None,
+        parallel_tool_calls: bool | None = None, **kwargs: Any,
+    ) -> Any:
+        """Offer tools to the model: functions, pydantic models, LangChain's tools, or OpenAI's form of them.
+
+        Args:
+            tools: what ``convert_to_openai_tool`` takes.
+            tool_choice: "auto" or ``None``, "none", "required", "any" or ``True``, or the name of a tool, also as
+                OpenAI's object.
+            strict: whether arguments must follow every word of a schema; ``None``: as far as grammars can say it.
+            parallel_tool_calls: whether several calls at once are allowed; ``None``: they are.
+            **kwargs: as of a call.
+
+        Raises:
+            InvalidTools: a tool or the choice is malformed.
+        """
+        if not tools:
+            return self.bind(**kwargs)
+        bound = openai_tools(tools, strict)
+        choice = openai_choice(tool_choice, bound)
+        given = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
+        return self.bind(tools=bound, **{name: value for name, value in given.items() if value is not None}, **kwargs)
+
+    @override
+    def with_structured_output(
+        self, schema: Any, *, include_raw: bool = False, method: Method = "json_schema", strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return a runnable whose output is an object of a schema: a pydantic model's instance, or a dictionary.
+
+        Args:
+            schema: a pydantic model, a ``TypedDict``, a JSON schema, or OpenAI's form of a tool.
+            include_raw: return the message and a parsing error as well; nothing is raised then.
+            method: "json_schema" has the model write JSON of the schema, "function_calling" a call of a tool with
+                these arguments, and "json_mode" any JSON object.
+            strict: as of ``bind_tools``.
+            **kwargs: as of a call.
+
+        Raises:
+            InvalidRequest: there is no such method, or the schema is refused.
+        """
+        return structured_runnable(self, schema, method, strict, include_raw, kwargs)
 
     @override
     def bind(self, **kwargs: Any) -> Any:
@@ -153,4 +208,5 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
 
     @override
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Any = None) -> int:
-        return len(self.engine.encode(to_chat(messages)))
+        chat = to_chat(messages)
+        return len(self.engine.encode(Chat(chat, openai_tools(tools, None)) if tools else chat))

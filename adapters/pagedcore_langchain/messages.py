@@ -1,24 +1,29 @@
-"""LangChain messages as chat messages of pagedcore: roles and texts, nothing that would have to be fetched.
+"""LangChain messages as chat messages of pagedcore: roles, texts, calls and their results, nothing to be fetched.
 
-Refuses what the engine cannot honour (images, files, tool calls) instead of leaving it out.
+Refuses what the engine cannot honour (images, files) instead of leaving it out.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
 
 from pagedcore.errors import InvalidPrompt, PromptEmpty
 
+_OF_CALLS: Final = ("tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call")
+"""Parts that repeat the calls of a message, which has them beside its content as well."""
+_OF_REASONING: Final = ("reasoning", "thinking")
 
-def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
-    """Return a mapping with "role", "content" and, if it has one, "name" for each message.
+
+def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+    """Return a mapping with "role", "content" and what else a message has: its name, its calls, or whose result it is.
 
     Raises:
-        InvalidPrompt: a message is of another kind than system, human, ai or chat, has tool calls, or has a part
-            that is not text.
+        InvalidPrompt: a message is of another kind than system, human, ai, tool or chat, or has a part that is not
+            text.
         PromptEmpty: no message.
     """
     if not messages:
@@ -26,14 +31,28 @@ def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     return [_to_chat(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
-def _to_chat(what: str, message: BaseMessage) -> dict[str, str]:
-    chat = {"role": _role(what, message), "content": _text(f"{what}.content", message.content)}
-    return chat | ({"name": message.name} if message.name else {})
+def _to_chat(what: str, message: BaseMessage) -> dict[str, Any]:
+    is_ai = isinstance(message, AIMessage)
+    chat: dict[str, Any] = {"role": _role(what, message)}
+    chat["content"] = _text(f"{what}.content", message.content, (*_OF_CALLS, *_OF_REASONING) if is_ai else ())
+    if message.name:
+        chat["name"] = message.name
+    if isinstance(message, ToolMessage):
+        chat["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AIMessage):
+        calls = [(call, json.dumps(call["args"], ensure_ascii=False)) for call in message.tool_calls]
+        calls += [(call, call["args"]) for call in message.invalid_tool_calls]  # type: ignore[misc]  # Why: as written
+        if calls:
+            chat["tool_calls"] = [
+                {"type": "function", "function": {"name": call["name"], "arguments": arguments},
+                 **({"id": call["id"]} if call["id"] else {})} for call, arguments in calls
+            ]
+        if isinstance(reasoning := message.additional_kwargs.get("reasoning_content"), str):
+            chat["reasoning_content"] = reasoning
+    return chat
 
 
 def _role(what: str, message: BaseMessage) -> str:
-    if isinstance(message, AIMessage) and message.tool_calls:
-        raise InvalidPrompt(f"{what}.tool_calls", message, "an ai message without tool calls", "Tools are not offered.")
     match message:
         case SystemMessage():
             return "system"
@@ -41,15 +60,19 @@ def _role(what: str, message: BaseMessage) -> str:
             return "user"
         case AIMessage():
             return "assistant"
+        case ToolMessage():
+            return "tool"
         case ChatMessage():
             return message.role
-    raise InvalidPrompt(what, message, "system, human, ai and chat messages", "Tools are not offered.")
+    raise InvalidPrompt(what, message, "system, human, ai, tool and chat messages")
 
 
-def _text(what: str, content: str | list[Any]) -> str:
+def _text(what: str, content: str | list[Any], left_out: Sequence[str]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(_part(f"{what}[{index}]", part) for index, part in enumerate(content))
+    parts = [(f"{what}[{index}]", part) for index, part in enumerate(content)]
+    return "".join(_part(where, part) for where, part in parts
+                   if not (isinstance(part, dict) and part.get("type") in left_out))
 
 
 def _part(what: str, part: Any) -> str:

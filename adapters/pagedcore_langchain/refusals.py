@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from pagedcore.errors import InvalidRequest, PagedcoreError
-
-
-class NotOffered(InvalidRequest):
-    """LangChain asks for what these models do not do, such as tool calls."""
+from pagedcore.errors import PagedcoreError
 
 
 class NotPicklable(PagedcoreError, TypeError):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall, ToolCallChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, GenerationChunk
 
 from pagedcore import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
+from pagedcore.tool_calls.chat_format import ChatTurn
+from pagedcore.tool_calls.events import ArgumentsDelta, ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 
 Spell = Callable[[int], TokenText]
 """Returns what a token stands for."""
@@ -27,9 +30,12 @@ def usage_metadata(usage: Usage) -> UsageMetadata:
     )
 
 
-def chat_result(output: RequestOutput, model: str, spell: Spell) -> ChatResult:
-    """Return one generation per completion; the first one has the usage of all and the prompt's log-probabilities."""
-    generations = [_chat_generation(one, model, spell) for one in output.outputs]
+def chat_result(output: RequestOutput, model: str, spell: Spell, turn: ChatTurn) -> ChatResult:
+    """Return one generation per completion; the first one has the usage of all and the prompt's log-probabilities.
+
+    Raises ``TextFailed``: the parser of the model's calls failed.
+    """
+    generations = [_chat_generation(one, model, spell, turn) for one in output.outputs]
     generations[0].generation_info = (generations[0].generation_info or {}) | _prompt_info(output, spell)
     usage = usage_metadata(output.usage)
     first = generations[0].message
@@ -38,10 +44,41 @@ def chat_result(output: RequestOutput, model: str, spell: Spell) -> ChatResult:
     return ChatResult(generations=generations, llm_output={"token_usage": _token_usage(usage), "model_name": model})
 
 
-def _chat_generation(completion: CompletionOutput, model: str, spell: Spell) -> ChatGeneration:
-    info = _info(completion.finish_reason, completion.logprobs or (), spell)
-    message = AIMessage(content=completion.text, response_metadata=_origin(model))
+def _chat_generation(completion: CompletionOutput, model: str, spell: Spell, turn: ChatTurn) -> ChatGeneration:
+    parsed = turn.reader().read_all(completion)
+    info = _info(_reason(completion.finish_reason, bool(parsed.tool_calls)), completion.logprobs or (), spell)
+    message = AIMessage(content=parsed.content, response_metadata=_origin(model))
+    for call in parsed.tool_calls:
+        arguments = _arguments(call.arguments) if call.is_complete else None
+        if arguments is None:
+            message.invalid_tool_calls.append(InvalidToolCall(
+                type="invalid_tool_call", id=call.id, name=call.name, args=call.arguments,
+                error="the arguments are no JSON object, or two of its members have one name"))
+        else:
+            message.tool_calls.append(ToolCall(type="tool_call", id=call.id, name=call.name, args=arguments))
+    if parsed.reasoning:
+        message.additional_kwargs["reasoning_content"] = parsed.reasoning
     return ChatGeneration(message=message, generation_info=info)
+
+
+def _reason(reason: str | None, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    """Return arguments; ``None`` if two readers of their text could take different ones, or none."""
+    try:
+        arguments = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("two members have one name")
+    return members
 
 
 def text_generations(output: RequestOutput, model: str, spell: Spell) -> list[Generation]:
@@ -81,33 +118,67 @@ class Chunks:
         Raises:
             RequestFailed: the completion ended with an error.
         """
-        info = self._next_info(delta)
+        info = self._next_info(delta, delta.finish_reason, bool(delta.text))
         if info is None:
             return None
         if delta.usage is not None:
             info |= {**_origin(self._model), "usage_metadata": usage_metadata(delta.usage)}
         return GenerationChunk(text=delta.text, generation_info=info or None)
 
+    def _next_info(self, delta: Delta, reason: str | None, is_due: bool) -> dict[str, Any] | None:
+        if delta.error is not None:
+            raise delta.error
+        self._logprobs += delta.logprobs or ()
+        if not is_due and reason is None:
+            return None
+        logprobs, self._logprobs = self._logprobs, ()
+        return _info(reason, logprobs, self._spell) | _prompt_info(delta, self._spell)
+
+
+class ChatChunks(Chunks):
+    """The same for the chunks of a message, with the calls and the reasoning in it."""
+
+    def __init__(self, model: str, spell: Spell, turn: ChatTurn) -> None:
+        super().__init__(model, spell)
+        self._reader = turn.reader()
+        self._has_calls = False
+
     def message(self, delta: Delta) -> ChatGenerationChunk | None:
-        """Return the next chunk of a message, or ``None`` if it has no text yet. Raises as ``text``."""
-        info = self._next_info(delta)
+        """Return the next chunk of a message, or ``None`` if there is nothing in it yet.
+
+        Raises:
+            RequestFailed: the completion ended with an error, or the parser of the model's calls failed.
+        """
+        events = self._reader.read(delta) if delta.error is None else []
+        self._has_calls = self._has_calls or any(isinstance(event, ToolCallStart) for event in events)
+        info = self._next_info(delta, _reason(delta.finish_reason, self._has_calls), bool(events))
         if info is None:
             return None
-        message = AIMessageChunk(content=delta.text)
+        message = AIMessageChunk(
+            content="".join(event.text for event in events if isinstance(event, ContentDelta)),
+            tool_call_chunks=_call_chunks(events),
+        )
+        if reasoning := "".join(event.text for event in events if isinstance(event, ReasoningDelta)):
+            message.additional_kwargs["reasoning_content"] = reasoning
         if delta.usage is not None:
             message.usage_metadata = usage_metadata(delta.usage)
             message.response_metadata = _origin(self._model)
             message.chunk_position = "last"
         return ChatGenerationChunk(message=message, generation_info=info or None)
 
-    def _next_info(self, delta: Delta) -> dict[str, Any] | None:
-        if delta.error is not None:
-            raise delta.error
-        self._logprobs += delta.logprobs or ()
-        if not delta.text and delta.finish_reason is None:
-            return None
-        logprobs, self._logprobs = self._logprobs, ()
-        return _info(delta.finish_reason, logprobs, self._spell) | _prompt_info(delta, self._spell)
+
+def _call_chunks(events: Iterable[ChatEvent]) -> list[ToolCallChunk]:
+    """Return one chunk for each call: LangChain joins those of two messages, and not those of one."""
+    chunks: dict[int, ToolCallChunk] = {}
+    for event in events:
+        match event:
+            case ToolCallStart(index, id_, name):
+                chunks[index] = ToolCallChunk(type="tool_call_chunk", index=index, id=id_, name=name, args="")
+            case ArgumentsDelta(index, text):
+                empty = ToolCallChunk(type="tool_call_chunk", index=index, id=None, name=None, args="")
+                chunk = chunks.setdefault(index, empty)
+                chunk["args"] = (chunk["args"] or "") + text
+    return list(chunks.values())
 
 
 def _origin(model: str) -> dict[str, Any]:

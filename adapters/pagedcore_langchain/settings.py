@@ -25,14 +25,14 @@ from pydantic import (
     model_validator,
 )
 
-from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
+from pagedcore import AsyncEngine, Chat, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidRequest, TooManySequences
 from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_langchain.host import EngineHost
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
 from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt, require_single_label, reveal_secret
 
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[dict[str, Any]] | Chat
 
 _OF_REMOTE_MODELS: Final = {"api_key", "max_retries"}
 """What LangChain passes to every chat model; left out, because nothing here is remote."""

@@ -27,7 +27,7 @@ def test_examples_are_numbered_and_short() -> None:
 
 def test_every_example_has_a_test() -> None:
     """A new example needs a test below."""
-    assert len(NUMBERED) == 11
+    assert len(NUMBERED) == 12
 
 
 def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,3 +135,13 @@ def test_openai_app(capsys: pytest.CaptureFixture[str]) -> None:
     assert [f"{kind}: 2 + 3 = 5." in out for kind in ("whole", "stream")] == [True, True]
     assert "refused: temperature " in out
     assert out.endswith("calls left after the drain: 0\n")
+
+
+def test_agent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each question leads to one call that can be carried out, and its result to an answer without a further call."""
+    pytest.importorskip("langgraph")
+    lines = output_of(12, capsys).splitlines()
+    assert [line.split(">")[0].strip() for line in lines] == ["human", "ai", "tool", "ai"] * 2
+    for asked, result in ((1, 2), (5, 6)):
+        (left, sign, right) = re.findall(r"ai> calls calculator\((\d+) ([+-]) (\d+)\)$", lines[asked])[0]
+        assert lines[result].endswith(f"> {int(left) + int(sign + right)}")

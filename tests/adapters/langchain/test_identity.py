@@ -24,6 +24,7 @@ from pagedcore_langchain import ChatPagedCore, PagedCoreLLM, create_chat
 from pagedcore_langchain.host import EngineHost
 from pagedcore_langchain.refusals import NotPicklable
 from support.engine_builders import make_engine
+from support.scripted_model import scripted_engine
 
 MODELS = [ChatPagedCore, PagedCoreLLM]
 PROMPT = "What is 2 + 3?"
@@ -67,6 +68,34 @@ def test_a_cached_response_is_given_for_its_own_parameters_only(engines: list[As
             kind.from_engine(engine, cache=cache, **{"max_tokens": 4, **some}).invoke(PROMPT)
         kind.from_engine(engine, cache=cache, max_tokens=4).invoke(PROMPT, top_k=3)
     assert num_asked(engine) - before == len(fields) + 1
+
+
+def test_a_cached_response_is_given_for_its_own_tools_only() -> None:
+    """Tools, their schemas, the choice among them and a form of the output are parts of the question."""
+
+    def tool(name: str, kind: str = "integer") -> dict[str, Any]:
+        schema = {"type": "object", "properties": {"a": {"type": kind}}}
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    with scripted_engine("Hello.") as engine:
+        chat = ChatPagedCore.from_engine(engine, cache=InMemoryCache())
+        asked = num_asked(engine)
+        for _ in range(2):
+            for one in (chat.bind_tools([tool("f")]), chat.bind_tools([tool("g")]), chat,
+                        chat.bind_tools([tool("f", "string")]), chat.bind_tools([tool("f")], tool_choice="none"),
+                        chat.bind(structured={"choice": ["Hello."]})):
+                assert one.invoke("Hi").content == "Hello."
+        assert num_asked(engine) - asked == 6
+
+
+def test_bound_tools_are_pickled_with_their_model() -> None:
+    """What ``bind_tools`` returns is read in another process as it was; one of an engine of this process refuses."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    bound = ChatPagedCore(model="demo", engine_settings=SHORT).bind_tools([tool], tool_choice="any")
+    read = pickle.loads(pickle.dumps(bound))
+    assert (read.kwargs, read.bound.host.identity) == (bound.kwargs, bound.bound.host.identity)
+    with scripted_engine("") as engine, pytest.raises(NotPicklable):
+        pickle.dumps(ChatPagedCore.from_engine(engine).bind_tools([tool]))
 
 
 def test_backends_that_do_not_describe_their_weights_are_not_taken_for_each_other() -> None:

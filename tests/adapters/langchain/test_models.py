@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
 from langchain_core.load import dumps
-from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, ChatMessage, FunctionMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableLambda
 
-from pagedcore import AsyncEngine, CompletionOutput, RequestOutput, TokenLogprobs, TokenText, expose
+from pagedcore import AsyncEngine, CompletionOutput, RequestOutput, SamplingParams, TokenLogprobs, TokenText, expose
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.errors import (
     EngineClosed,
@@ -35,9 +35,9 @@ from pagedcore.errors import (
 )
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.outputs import RequestMetrics
+from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
 from pagedcore_langchain.background import BACKGROUND
-from pagedcore_langchain.refusals import NotOffered
 from pagedcore_langchain.results import chat_result
 
 QUESTIONS = demo_questions(40)
@@ -233,7 +233,8 @@ def test_impossible_tokens_stay_within_json() -> None:
     """A log-probability of minus infinity is written as OpenAI writes it."""
     output = RequestOutput("", (1, 2), [CompletionOutput(0, "", ())], True, 0, RequestMetrics(0.0),
                            (None, TokenLogprobs(2, float("-inf"))))
-    result = chat_result(output, "toy", lambda _: TokenText("x", b"x"))
+    turn = ChatFormat(None, lambda _: None, lambda _: None).turn([], SamplingParams())
+    result = chat_result(output, "toy", lambda _: TokenText("x", b"x"), turn)
     assert (result.generations[0].generation_info or {})["prompt_logprobs"] == [
         None, {"token": "x", "bytes": [120], "logprob": -9999.0, "token_id": 2, "top_logprobs": []},
     ]
@@ -367,7 +368,7 @@ def test_errors_keep_their_types(engine: AsyncEngine, kind: Any) -> None:
         with pytest.raises(PromptTooLong):
             call("a b " * 2000, {"callbacks": [log]})
         with pytest.raises(UnknownParameter):
-            call(PROMPTS[0], tools=[{"name": "x"}])
+            call(PROMPTS[0], toolz=[{"name": "x"}])
         with pytest.raises(InvalidRequest, match="model"):
             call(PROMPTS[0], model="another")
         for timeout in (-1, 1e10, 10**400):
@@ -445,13 +446,13 @@ def test_chat_messages_of_all_kinds(engine: AsyncEngine) -> None:
 @pytest.mark.parametrize("message", [
     HumanMessage([{"type": "image_url", "image_url": {"url": "http://localhost/secret.png"}}]),
     HumanMessage([{"type": "text", "text": "What is this?"}, {"type": "audio", "base64": "AAAA"}]),
-    ToolMessage("5", tool_call_id="1"),
-    AIMessage("", tool_calls=[{"name": "add", "args": {}, "id": "1"}]),
+    ToolMessage([{"type": "image_url", "image_url": {"url": "http://localhost/secret.png"}}], tool_call_id="1"),
+    FunctionMessage("5", name="f"),
 ])
 def test_what_is_no_text_is_refused_without_network(
     engine: AsyncEngine, message: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Images, audio and tool messages are InvalidPrompt, counting tokens included; no socket is opened for them."""
+    """Images, audio and messages of a retired kind are InvalidPrompt, counting tokens included; no socket is opened."""
     chat, opened = build(ChatPagedCore, engine), list[Any]()
     for owner, name in ((socket.socket, "connect"), (socket, "getaddrinfo")):
         monkeypatch.setattr(owner, name, lambda *where, **_: opened.append(where))
@@ -470,15 +471,9 @@ def test_a_chat_without_messages_is_refused_by_its_name(engine: AsyncEngine, ask
         list(getattr(build(ChatPagedCore, engine), ask)([]))
 
 
-def test_tools_and_structured_output_are_not_offered(engine: AsyncEngine) -> None:
-    """Both are refused before anything runs, with what to do instead; no tools are as good as none bound."""
-    chat = build(ChatPagedCore, engine)
-    with pytest.raises(NotOffered, match=r"^tools: got 1, .*create_agent"):
-        chat.bind_tools([{"name": "add"}])
-    with pytest.raises(NotOffered, match="output parser") as refused:
-        chat.with_structured_output({"title": "x", "type": "object"})
-    assert refused.value.what == "schema"
-    assert is_correct(QUESTIONS[0], chat.bind_tools([]).invoke(PROMPTS[0]).content)
+def test_no_tools_are_as_good_as_none_bound(engine: AsyncEngine) -> None:
+    """An agent without tools binds an empty list."""
+    assert is_correct(QUESTIONS[0], build(ChatPagedCore, engine).bind_tools([]).invoke(PROMPTS[0]).content)
 
 
 @pytest.mark.parametrize("kind", MODELS)
