@@ -367,6 +367,27 @@ POLICIES = (
            "scheduler/test_policies.py::test_a_slow_policy_is_replaced"),
 )
 
+TOOLS = (
+    Mutant("Calls of tools that were not offered are calls.", "pagedcore/tool_calls/call_parser.py",
+           "return name in self._names", "return True",
+           "tool_calls/test_parsers.py::test_what_is_no_call_of_an_offered_tool_is_content"),
+    Mutant("The beginning of a tag is delivered as text.", "pagedcore/tool_calls/call_parser.py",
+           "range(min(len(tag) - 1, len(text)), 0, -1)", "range(0)",
+           "tool_calls/test_parsers.py::test_the_cut_plays_no_part"),
+    Mutant("Reasoning that the prompt has opened is content.", "pagedcore/tool_calls/reasoning.py",
+           "self._in_reasoning if is_open else self._start", "self._start",
+           "tool_calls/test_parsers.py::test_reasoning_is_split_off"),
+    Mutant("Tools are left out of a prompt whose template does not know them.", _INPUT,
+           "if not isinstance(tokenizer, RendersTools) or not tokenizer.knows_tools:", "if False:",
+           "tool_calls/test_chat_format.py::test_a_template_that_knows_no_tools_refuses_them"),
+    Mutant("A model that must call a tool may write text instead.", "pagedcore/tool_calls/formats.py",
+           "        if self.is_required:\n", "        if False:\n",
+           "tool_calls/test_chat_format.py::test_a_call_can_be_demanded"),
+    Mutant("LangChain carries out arguments with two members of one name.", "adapters/pagedcore_langchain/results.py",
+           "    if len(members) != len(pairs):\n", "    if False:\n",
+           "adapters/langchain/test_tools.py::test_arguments_that_are_not_sound_are_invalid_calls"),
+)
+
 MUTANTS = (
-    *REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *STRUCTURED, *SIMULATION, *POLICIES,
+    *REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *STRUCTURED, *SIMULATION, *POLICIES, *TOOLS,
 )
