@@ -114,11 +114,13 @@ class PagedCoreRunner:
         Raises:
             InvalidConfig: the service of this class has ``workers`` other than 1, or its model is a path to nothing.
         """
-        require_model(packed_model(cls.model))
         # Why so: BentoML tells this hook nothing of the service, which is the class's holder.
-        for service in gc.get_referrers(cls):
-            if isinstance(service, bentoml.Service):
-                require_one_worker(service.config)
+        services = [holder for holder in gc.get_referrers(cls) if isinstance(holder, bentoml.Service)]
+        for service in services:
+            require_one_worker(service.config)
+        # Why: what a bento has packed lies where its workers are, and not here.
+        if cls.model is None or not any(service.bento for service in services):
+            require_model(cls.model)
 
     def __init__(self) -> None:
         self._engine: AsyncEngine | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from pagedcore.cli.common import console
@@ -29,7 +30,7 @@ def plugins(
     for entry in entries:
         # Why: finding out whether an entry is available imports it.
         missing = f"needs pagedcore[{entry.extra}]" if entry.extra else "cannot be imported"
-        rows.add_row(entry.name, entry.summary, entry.plugin,
+        rows.add_row(entry.name, escape(entry.summary), entry.plugin,
                      "available" if entries.can_import(entry.name) else missing)
     console().print(rows)
 

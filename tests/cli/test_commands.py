@@ -78,7 +78,7 @@ def test_size_as_json_is_the_report() -> None:
 
 
 REFUSED = (
-    (["plugins", "--table", "nothing"], "adapters, attention, linears, models, schedulers"),
+    (["plugins", "--table", "nothing"], "adapters, attention, linears, models, reasoning_parsers, schedulers"),
     (["kernels", "build", "--arch", "sm_75"], "sm_80 or newer"),
     (["kernels", "build", "--arch", "sm_90", "--only", "nothing"], "--only"),
     (["generate"], "prompts: got none"),

@@ -145,7 +145,8 @@ def _run_in_child(mutant: Mutant, tests: Sequence[str], result: Connection) -> N
     loaded = [name for name in sys.modules if name.partition(".")[0].startswith("pagedcore")]
     finder, reports = _Finder(mutant), _Reports()
     sys.meta_path.insert(0, finder)
-    options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--timeout={_TEST_LIMIT_S}"]
+    # Why plain: pytest rewrites the asserts of what belongs to a plugin, ours among them, past the finder.
+    options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--assert=plain", f"--timeout={_TEST_LIMIT_S}"]
     code = pytest.main([*options, *(f"tests/{test}" for test in tests)], plugins=[reports])
     result.send(_judge(int(code), reports, is_used=finder.is_used and not loaded))
     result.close()

@@ -112,7 +112,7 @@ async def test_the_reader_gets_the_end(engine: AsyncEngine, kind: str, end: Call
 async def result_of(reading: asyncio.Future[Any], engine: AsyncEngine) -> Any:
     """Return what was read; time is the limit: idle turns of the engine are quicker."""
     await engine.call(lambda _: None)
-    return await asyncio.wait_for(reading, 10)
+    return await asyncio.wait_for(reading, 3)
 
 
 def ended(result: RequestOutput | tuple[list[int], Delta]) -> tuple[list[int], str | None]:

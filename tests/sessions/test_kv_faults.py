@@ -74,7 +74,7 @@ def take_in(session: Session, path: Path) -> None:
     """Import a session, which may be refused."""
     before = set(session._store)
     try:
-        imported = session._store.take_in(session._store.read(path / "chat.json"), None)
+        imported = session._store.take_in(session._store.read(path / "chat.json"), {})
     except ERRORS:
         assert set(session._store) == before
     else:

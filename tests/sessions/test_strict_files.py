@@ -101,7 +101,7 @@ def mutants(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def body_of(engine: Engine, path: Path) -> dict[str, Any]:
     """Import a file, close the session, and return what its export would say, without KV."""
     snapshot = engine.sessions.read(path)
-    with engine.sessions.take_in(snapshot, "salt" if snapshot.is_salted else None) as session:
+    with engine.sessions.take_in(snapshot, {"cache_salt": "salt"} if snapshot.is_salted else {}) as session:
         return {**session_file._body_of(session._snapshot(include_kv=False)), "kv": None}
 
 

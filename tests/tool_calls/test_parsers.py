@@ -127,6 +127,14 @@ WRITERS: dict[str, tuple[str, Writer]] = {
 
 
 @pytest.mark.parametrize("form", WRITERS)
+def test_a_call_may_come_character_by_character(form: str) -> None:
+    """A tag whose beginning ends a delta is not delivered as text: the events are those of the whole text."""
+    name, write = WRITERS[form]
+    text = write("Well. ", [("add", {"a": [1, 2]}), ("get_weather", {"city": "Rome"})], False)
+    assert events_of(parser_of(name, ""), list(text)) == events_of(parser_of(name, ""), [text])
+
+
+@pytest.mark.parametrize("form", WRITERS)
 @given(before=BEFORE, calls=CALLS, ascii_=st.booleans())
 @example(before="", calls=[("add", {"a": "</tool_call>[TOOL_CALLS]; {"})], ascii_=False)
 def test_what_was_written_is_read(form: str, before: str, calls: Any, ascii_: bool) -> None:

@@ -161,7 +161,8 @@ async def test_parts_that_are_no_text_are_refused_by_their_place(app: App, conte
     for path, body in (("/chat", {"messages": chat}), ("/generate", {"prompt": chat}), ("/stream", {"prompt": chat}),
                        ("/batch", {"prompts": [[1], chat]})):
         refused = await app.call(path, body)
-        assert (refused.status, refused.error["what"]) == (400, f"messages[1].content[{len(content) - 1}]")
+        place = "prompts[1]." if path == "/batch" else ""
+        assert (refused.status, refused.error["what"]) == (400, f"{place}messages[1].content[{len(content) - 1}]")
         assert "canary" not in refused.text
         assert app.is_idle()
 
