@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,9 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
+def quick_collections() -> None:
     """Keep what earlier tests imported out of the collections that tests ask for: a tenth of the time remains."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
