@@ -148,11 +148,12 @@ def _choice(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _json_schema(name: str, value: Any) -> str:
+    given = value
     if isinstance(value, str):
         _require_size(name, value)
         value = _decoded(value)
     if not isinstance(value, Mapping):
-        raise InvalidGrammar(name, value, "a JSON schema: an object, or its text")
+        raise InvalidGrammar(name, given, "a JSON schema: an object, or its text")
     _require_json(name, value)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=dict)

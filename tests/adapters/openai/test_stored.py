@@ -122,3 +122,22 @@ def test_stored_responses_take_bounded_memory() -> None:
     for owner in (b"two", None, "one"):
         with pytest.raises(ResponseNotFound):
             stored.messages_of("mine", owner)
+
+
+def test_a_tenant_that_stores_much_loses_its_own() -> None:
+    """However much one stores, in however many pieces, a tenant that stores less keeps all; one that is too large by
+    itself costs nobody anything."""
+    stored = StoredResponses(10_000)
+    stored.keep("small", b"quiet", [{"role": "user", "content": "a" * 100}], "")
+    for turn in range(100):
+        stored.keep(str(turn), b"loud", [{"role": "user", "content": "b" * (turn * 7 % 400)}], "")
+        assert stored.body_of("small", b"quiet") == ""
+        assert stored.num_bytes <= 10_000
+    before = [turn for turn in range(100) if str(turn) in stored]
+    assert before[-1] == 99
+    stored.keep("large", b"loud", [{"role": "user", "content": "b" * 10_000}], "")
+    assert [turn for turn in range(100) if str(turn) in stored] == before
+    for turn in before:
+        stored.forget(str(turn), b"loud")
+    stored.forget("small", b"quiet")
+    assert (stored.num_bytes, stored._ids, +stored._held) == (0, {}, {})
