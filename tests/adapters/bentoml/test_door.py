@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -293,26 +294,39 @@ async def test_a_time_limit_is_504_or_an_error_event(app: App) -> None:
     assert (EventParser().feed(stream.text)[-1].name, app.is_idle()) == ("error", True)
 
 
+@dataclass
+class Failing:
+    """A service, and the model that fails in it."""
+
+    app: App
+    backend: FlakyBackend
+
+
 @pytest.fixture
-async def failing() -> AsyncIterator[App]:
+async def failing() -> AsyncIterator[Failing]:
     """A service whose model fails in its fourth step, the first after the warm-up's and two more."""
-    with AsyncEngine(make_engine(FlakyBackend(raise_on_step=4)), stream_interval_s=0.0) as engine:
+    backend = FlakyBackend(raise_on_step=4)
+    with AsyncEngine(make_engine(backend), stream_interval_s=0.0) as engine:
         async with serving(engine) as app:
-            yield app
+            yield Failing(app, backend)
 
 
-async def test_a_failure_in_mid_stream_is_an_explicit_event(failing: App) -> None:
+async def test_a_failure_in_mid_stream_is_an_explicit_event(failing: Failing) -> None:
     """A stream that broke off says so; the next call is answered."""
-    stream = await failing.call("/stream", {"prompt": [1], "sampling": short(8)})
+    failing.backend.may_fail.clear()
+    stream = failing.app.begin("/stream", {"prompt": [1], "sampling": short(8)})
+    await stream.until_text("data:")
+    failing.backend.may_fail.set()
+    await stream.task
     last = EventParser().feed(stream.text)[-1]
     assert (stream.status, last.name, last.data["error"]["type"]) == (200, "error", "StepFailed")
-    again = await failing.call("/generate", {"prompt": [1], "sampling": short()})
+    again = await failing.app.call("/generate", {"prompt": [1], "sampling": short()})
     assert json.loads(again.text)["outputs"][0]["token_ids"] == toy_answer([1], 4)
 
 
-async def test_a_failure_of_a_whole_answer_is_500(failing: App) -> None:
+async def test_a_failure_of_a_whole_answer_is_500(failing: Failing) -> None:
     """A request that failed is an error of the server, with its type and without a trace."""
-    failed = await failing.call("/generate", {"prompt": [1], "sampling": short(8)})
+    failed = await failing.app.call("/generate", {"prompt": [1], "sampling": short(8)})
     assert (failed.status, failed.error["type"]) == (500, "StepFailed")
 
 

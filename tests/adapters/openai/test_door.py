@@ -264,8 +264,13 @@ async def test_a_failure_of_the_model_is_a_500_of_its_request() -> None:
     async with opened(FlakyBackend(nan_on=(1, 0))) as app:
         exchange = await app.call(TEXT, {**BODY, "stream": True})
         assert (exchange.status, exchange.error["type"], exchange.error["param"]) == (500, "server_error", None)
-    async with opened(FlakyBackend(nan_on=(3, 0))) as app:
-        exchange = await app.call(TEXT, {**BODY, "stream": True})
+    backend = FlakyBackend(nan_on=(3, 0))
+    backend.may_fail.clear()
+    async with opened(backend) as app:
+        exchange = app.begin(TEXT, {**BODY, "stream": True})
+        await exchange.until_text('"choices"')
+        backend.may_fail.set()
+        await exchange.task
         assert (exchange.status, '"choices"' in exchange.text) == (200, True)
         assert json.loads(exchange.text.split("data: ")[-1])["error"]["type"] == "server_error"
 
