@@ -10,10 +10,10 @@ The names below are the public ones; each is imported when it is first used. Rea
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from pagedcore._version import __version__ as __version__
+from pagedcore.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from pagedcore.config.engine_config import EngineConfig
@@ -55,14 +55,7 @@ _HOMES: Final = {
 }
 """The modules of the public names that are not in ``outputs.py``."""
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name not in __all__:
-        raise AttributeError(f"module 'pagedcore' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "pagedcore.outputs")), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, {name: _HOMES.get(name, "pagedcore.outputs") for name in __all__})
 
 
 def __dir__() -> list[str]:

@@ -11,10 +11,9 @@ for what a body may say, and ``chat.py``, ``completions.py`` and ``responses.py`
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from pagedcore.errors import MissingDependency
+from pagedcore.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from pagedcore_openai.app import OpenAIApp, create, openai_app
@@ -30,18 +29,5 @@ _HOMES: Final = {
     "openai_app": "pagedcore_openai.app",
     "serve": "pagedcore_openai.server",
 }
-_BROUGHT_BY_THE_EXTRA: Final = ("starlette", "uvicorn")
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'pagedcore_openai' has no attribute {name!r}")
-    try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _BROUGHT_BY_THE_EXTRA:
-            raise
-        raise MissingDependency(f"pagedcore_openai needs {error.name}. Install pagedcore[openai].") from error
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _HOMES, extra="pagedcore[openai]", brought=("starlette", "uvicorn"))

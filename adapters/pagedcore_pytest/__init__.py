@@ -29,7 +29,7 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
+    """Import a public name on first use; not by pagedcore's own helper, as nothing of pagedcore is imported before."""
     if name not in _HOMES:
         raise AttributeError(f"module 'pagedcore_pytest' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

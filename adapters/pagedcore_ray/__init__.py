@@ -12,10 +12,9 @@ first used. Read ``application.py`` for what is deployed, ``remote_engine.py`` f
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from pagedcore.errors import MissingDependency
+from pagedcore.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from pagedcore_ray.application import create, llm_app
@@ -31,16 +30,4 @@ _HOMES: Final = {
     "llm_app": "pagedcore_ray.application",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'pagedcore_ray' has no attribute {name!r}")
-    try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("ray", "starlette"):
-            raise
-        raise MissingDependency(f"pagedcore_ray needs {error.name}. Install pagedcore[ray].") from error
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _HOMES, extra="pagedcore[ray]", brought=("ray", "starlette"))

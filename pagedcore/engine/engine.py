@@ -65,8 +65,8 @@ class Engine(Diagnosis):
         """The observers of this engine; further ones may be added, on the engine's thread."""
         self.queue_timeout_s = config.queue_timeout_s
         """Longest wait for a first start, in seconds; ``None``: no limit. For an owner to set."""
-        self.identity, self.chat_format = components.identity, components.chat_format
-        """Text that is equal for engines with the same weights, number format, kernels, versions and context, whose
+        self.chat_format, self.identity = components.chat_format, components.identity
+        """``identity`` is equal for engines with the same weights, number format, kernels, versions and context, whose
         greedy completions are the same; unlike any other for a backend that does not describe its weights."""
         self.max_lull_s = math.inf if config.max_wait_ms is None else config.max_wait_s
         """The longest that an owner may let the first request of an idle engine wait for others, in seconds."""

@@ -14,12 +14,12 @@ from architecture.sources import SOURCES, Source
 ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain", "pagedcore_openai",
             "pagedcore_otel", "pagedcore_pytest", "pagedcore_ray"}
 PUBLIC_MODULES = {
-    "pagedcore.errors", "pagedcore.execution.machine", "pagedcore.metrics.live", "pagedcore.metrics.recorder",
-    "pagedcore.plugins.hookspecs", "pagedcore.request_options", "pagedcore.tool_calls.chat_format",
-    "pagedcore.tool_calls.events",
+    "pagedcore.errors", "pagedcore.execution.machine", "pagedcore.lazy_names", "pagedcore.metrics.live",
+    "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs", "pagedcore.request_options",
+    "pagedcore.tool_calls.chat_format", "pagedcore.tool_calls.events",
 }
-"""What adapters may import besides the public names: errors, the machine's facts, metrics, the mark of a plugin,
-options of a request, and how chats are read."""
+"""What adapters may import besides the public names: errors, lazy imports, the machine's facts, metrics, the mark of a
+plugin, options of a request, and how chats are read."""
 MAY_PROBE = {
     "pagedcore.models.attention_layers", "pagedcore.models.model_facts", "pagedcore.models.supported_models",
     "pagedcore.models.cpu.packed_experts", "pagedcore.models.cpu.packed_linear", "pagedcore.tokenizer.chat_template",
