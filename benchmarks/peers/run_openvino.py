@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching pipeline, computing in bfloat16, on a model exported in float32."""
+"""OpenVINO GenAI's continuous batching pipeline, computing in bfloat16, on a model exported in float32 or int8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import openvino_genai
 from measuring import arguments, measure
 from workloads import Workload
 
-options = arguments(max_seqs=32, max_tokens=2048, cache_gb=2)
+options = arguments(max_seqs=32, max_tokens=2048, cache_gb=2, group_size=-1)
 scheduler = openvino_genai.SchedulerConfig()
 scheduler.cache_size = options.cache_gb
 scheduler.max_num_seqs = options.max_seqs
@@ -21,6 +21,8 @@ scheduler.dynamic_split_fuse = True
 properties = {
     "INFERENCE_NUM_THREADS": options.threads, "INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16",
 }
+if options.group_size >= 0:  # of activations that are quantised to int8 while it runs; 0: none are
+    properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = options.group_size
 pipeline = openvino_genai.ContinuousBatchingPipeline(options.model, scheduler, "CPU", properties)
 serial = iter(range(1, 10**6))
 
