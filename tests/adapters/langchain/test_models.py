@@ -39,6 +39,7 @@ from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.results import chat_result
+from support.paused_steps import Pause, paused_after
 
 QUESTIONS = demo_questions(40)
 PROMPTS = [question.prompt for question in QUESTIONS]
@@ -67,13 +68,16 @@ def steps_of(engine: AsyncEngine, call: Any) -> int:
 class Log(BaseCallbackHandler):
     """Writes down what a model tells its callbacks."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause: Pause | None = None) -> None:
         self.tokens: list[str] = []
         self.errors: list[BaseException] = []
         self.ends: list[Any] = []
+        self.pause = pause
 
     def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
         self.tokens.append(token)
+        if self.pause is not None:
+            self.pause.end()
 
     def on_llm_error(self, error: BaseException, **kwargs: Any) -> None:
         self.errors.append(error)
@@ -185,16 +189,25 @@ def test_a_missing_langchain_names_the_extra(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_streams_say_what_invoke_says(engine: AsyncEngine, kind: Any) -> None:
-    """Chunks of both kinds of stream add up to the answer, and there are several of them."""
+    """Chunks of both kinds of stream add up to the answer, and come while it is written."""
     model = build(kind, engine)
     whole = texts([model.invoke(PROMPTS[0])])[0]
 
-    async def read() -> list[Any]:
-        return [chunk async for chunk in model.astream(PROMPTS[0])]
+    def read(pause: Pause) -> list[Any]:
+        stream = model.stream(PROMPTS[0])
+        first = next(stream)
+        pause.end()
+        return [first, *stream]
 
-    for chunks in (list(model.stream(PROMPTS[0])), asyncio.run(read())):
-        assert "".join(texts(chunks)) == whole
-        assert len(chunks) > 3
+    async def read_on_loop(pause: Pause) -> list[Any]:
+        stream = model.astream(PROMPTS[0])
+        first = await anext(stream)
+        pause.end()
+        return [first, *[chunk async for chunk in stream]]
+
+    for way in (read, lambda pause: asyncio.run(read_on_loop(pause))):
+        with paused_after(engine, 4) as pause:
+            assert "".join(texts(way(pause))) == whole
 
 
 def test_usage_and_metadata_are_the_same_on_every_path(engine: AsyncEngine) -> None:
@@ -306,10 +319,11 @@ def test_callbacks_hear_every_chunk_and_the_end(engine: AsyncEngine, kind: Any) 
 
 def test_streaming_tells_callbacks_also_in_a_batch(engine: AsyncEngine) -> None:
     """With ``streaming=True`` the callbacks hear tokens although the caller waits for whole answers."""
-    log, chat = Log(), build(ChatPagedCore, engine, streaming=True)
-    answers = chat.batch(PROMPTS[:3], {"callbacks": [log]})
+    chat = build(ChatPagedCore, engine, streaming=True)
+    with paused_after(engine, 12) as pause:
+        log = Log(pause)
+        answers = chat.batch(PROMPTS[:3], {"callbacks": [log]})
     assert sorted("".join(log.tokens)) == sorted("".join(texts(answers)))
-    assert len(log.tokens) > 9
 
 
 def test_context_of_the_caller_reaches_a_blocking_batch(engine: AsyncEngine) -> None:

@@ -20,6 +20,7 @@ from pagedcore import AsyncEngine
 from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidTools
 from pagedcore.tool_calls.hermes import HermesFormat
 from pagedcore_langchain import ChatPagedCore
+from support.paused_steps import paused_after
 from support.scripted_model import TEMPLATES, scripted_engine
 
 
@@ -75,8 +76,21 @@ async def test_every_way_of_asking_gives_the_same_calls(engine: AsyncEngine) -> 
         assert isinstance(total, AIMessageChunk)
         assert (without_id(total.tool_calls), total.usage_metadata["output_tokens"]) == (
             WANTED, whole.usage_metadata["output_tokens"])
-        assert len([chunk for chunk in chunks if chunk.tool_call_chunks]) > 5
         assert total.response_metadata["finish_reason"] == "tool_calls"
+
+
+async def test_calls_stream_while_they_are_written(engine: AsyncEngine) -> None:
+    """A chunk has the name and others the beginning of the arguments before the last tokens are generated."""
+    bound = ChatPagedCore.from_engine(engine).bind_tools([my_adder_tool])
+    num_tokens = bound.invoke(QUESTION).usage_metadata["output_tokens"]
+    with paused_after(engine, num_tokens - 6) as pause:
+        for chunk in bound.stream(QUESTION):
+            if any(one["args"] for one in chunk.tool_call_chunks):
+                pause.end()
+    with paused_after(engine, num_tokens - 6) as pause:
+        async for chunk in bound.astream(QUESTION):
+            if any(one["args"] for one in chunk.tool_call_chunks):
+                pause.end()
 
 
 @pytest.mark.parametrize(("choice", "names"), [

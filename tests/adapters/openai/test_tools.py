@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from adapters.openai.loopback import serving
 from pagedcore import AsyncEngine
 from pagedcore_openai import openai_app
+from support.paused_steps import paused_after
 from support.scripted_model import TEMPLATES, scripted_engine
 
 TOOL: Any = {"type": "function", "function": {
@@ -88,7 +89,6 @@ def test_calls_stream_as_the_client_expects(client: OpenAI) -> None:
     written = ["".join((one.function and one.function.arguments) or "" for one in deltas if one.index == index)
                for index in (0, 1)]
     assert written == [ARGUMENTS, ARGUMENTS.replace("Oslo", "Rome")]
-    assert len(deltas) > 6
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     with client.chat.completions.stream(messages=chat, tools=[TOOL], **ALWAYS) as stream:
         kinds = {event.type for event in stream}
@@ -98,6 +98,17 @@ def test_calls_stream_as_the_client_expects(client: OpenAI) -> None:
     (one,) = client.chat.completions.create(messages=chat, tools=[TOOL], parallel_tool_calls=False, **ALWAYS
                                             ).choices[0].message.tool_calls or ()
     assert one.function.arguments == ARGUMENTS
+
+
+def test_calls_stream_while_they_are_written(client: OpenAI, engine: AsyncEngine) -> None:
+    """The name and the beginning of the arguments arrive before the last tokens are generated."""
+    asked: Any = {"messages": CHAT, "tools": [TOOL], **ALWAYS}
+    usage = client.chat.completions.create(**asked).usage
+    assert usage is not None
+    with paused_after(engine, usage.completion_tokens - 6) as pause:
+        for chunk in client.chat.completions.create(stream=True, **asked):
+            if any(one.function and one.function.arguments for one in chunk.choices[0].delta.tool_calls or ()):
+                pause.end()
 
 
 class GetWeather(BaseModel):
