@@ -12,7 +12,7 @@
       * EngineOverloaded  TooManySessions capacity: try again later, or close sessions first
           - GrammarsBusy
       * RequestFailed                     one accepted request ended with finish_reason "error"
-          - StepFailed  InvalidLogits  GrammarFailed  TextFailed  QueueTimeout
+          - StepFailed  InvalidLogits  ProcessorFailed  GrammarFailed  TextFailed  QueueTimeout
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
       * EngineInUse                       the program's: two threads call one Engine at once
       * EngineClosed                      the engine was closed; make a new one
@@ -236,6 +236,10 @@ class StepFailed(RequestFailed):
 
 class InvalidLogits(RequestFailed):
     """The model returned NaN, an infinity or no finite value for this request's row."""
+
+
+class ProcessorFailed(RequestFailed):
+    """This request's ``logits_processor`` raised, its error being ``__cause__``, or returned no row to choose from."""
 
 
 class GrammarFailed(RequestFailed):

@@ -327,6 +327,24 @@ class MaskRows(Protocol):
         """
 
 
+class LogitsProcessor(Protocol):
+    """Changes the logits of one completion before a token is chosen (``SamplingParams.logits_processor``).
+
+    For equal arguments it has to return equal rows: a step that broke off is computed again.
+    """
+
+    def __call__(self, output_token_ids: list[int], logits: FloatArray, /) -> FloatArray:
+        """Return the row to choose from.
+
+        Args:
+            output_token_ids: the tokens of the completion so far, a list of its own.
+            logits: float32 [vocab_size], the model's, a copy of its own; it may be changed and returned.
+
+        Returns:
+            float32 [vocab_size], some of it finite, the rest finite or minus infinity (never chosen).
+        """
+
+
 class Clock(Protocol):
     """Seconds that never go backwards; the origin means nothing."""
 

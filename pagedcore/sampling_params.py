@@ -10,12 +10,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pagedcore import errors
 from pagedcore.config import field_rules, limits
 from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, integer, number
 from pagedcore.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from pagedcore.protocols import LogitsProcessor
 
 
 @dataclass(frozen=True, init=False, kw_only=True, slots=True)
@@ -24,8 +27,8 @@ class SamplingParams:
 
     Completions that are chosen among several (``best_of``, ``beam_width``) are delivered together, at the end.
     Numbers are Python's own ``int`` and ``float``: booleans and NumPy scalars are refused. They act in this
-    order: logit_bias, repetition_penalty, presence and frequency penalties, min_tokens, temperature, top_k,
-    top_p, min_p.
+    order: logits_processor, logit_bias, repetition_penalty, presence and frequency penalties, min_tokens,
+    structured, temperature, top_k, top_p, min_p.
 
     Raises:
         InvalidRequest: a field is out of range; the subclass, ``what`` and the message say which and why.
@@ -83,6 +86,10 @@ class SamplingParams:
     """What the completion has to look like: a JSON schema, a regular expression, a choice, a grammar; or a mapping of
     the fields of ``StructuredOutput``. It ends where nothing may follow. It cannot be combined with ``min_tokens``,
     ``ignore_eos`` or ``beam_width``; ``stop`` and ``stop_token_ids`` end it wherever they occur."""
+    logits_processor: LogitsProcessor | None = None
+    """Called before each token with the completion's token ids and a copy of its row of logits; returns the row that
+    the other parameters act on. What it raises or returns wrongly ends this request only (``ProcessorFailed``). It runs
+    on the engine's thread, so all requests wait for it. It cannot be combined with ``beam_width``."""
 
     # Why: written out, because more types are accepted than stored, and ``num_beams`` is no field of its own.
     def __init__(
@@ -110,6 +117,7 @@ class SamplingParams:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         structured: StructuredOutput | Mapping[str, Any] | None = None,
+        logits_processor: LogitsProcessor | None = None,
         num_beams: int | None = None,
     ) -> None:
         given = dict(locals())
@@ -159,16 +167,17 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether bias or penalties change the logits."""
-        return self.logit_bias is not None or self.repetition_penalty != 1.0 or bool(
-            self.presence_penalty or self.frequency_penalty
+        """Whether a processor, bias or penalties change the logits."""
+        return self.logits_processor is not None or self.logit_bias is not None or self.repetition_penalty != 1.0 or (
+            bool(self.presence_penalty or self.frequency_penalty)
         )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
         """Make parameters from decoded JSON or any other mapping of names to values.
 
-        ``logit_bias`` may have its token ids as decimal strings, the only keys JSON has.
+        ``logit_bias`` may have its token ids as decimal strings, the only keys JSON has. As a mapping may come from
+        another process, it cannot have a ``logits_processor``, which is code.
 
         Raises:
             UnknownParameter: there is no parameter of a name; unknown names are never ignored.
@@ -182,15 +191,24 @@ class SamplingParams:
                 advice = f"Did you mean {close[0]}?" if close else ""
                 raise errors.UnknownParameter("parameter name", errors.describe_name(name),
                                               f"one of {', '.join(_NAMES)}", advice, is_described=True)
+        for name in LOCAL_NAMES:
+            if (value := mapping.get(name)) is not None and value is not False:
+                raise errors.InvalidSampling(name, value, "given to SamplingParams, in the engine's process, only")
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])
         return cls(**values)
 
 
+def _function(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise errors.InvalidSampling(name, value, "a function of token ids and a row of logits, or None")
+    return value
+
+
 _NOT_WITH_BEAMS: Final = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "stop", "best_of", "structured",
+    "logit_bias", "stop", "best_of", "structured", "logits_processor",
 )
 _CHECKS: Final[Mapping[str, Check]] = {
     "max_tokens": integer(1, limits.MAX_COUNT).or_none().raising(errors.InvalidMaxTokens),
@@ -215,5 +233,8 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
     "prompt_logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
     "structured": lambda name, value: None if value is None else StructuredOutput.from_mapping(value),
+    "logits_processor": _function,
 }
+LOCAL_NAMES: Final = ("logits_processor",)
+"""Parameters that only a caller in the engine's process may give."""
 _NAMES: Final = (*_CHECKS, "num_beams")

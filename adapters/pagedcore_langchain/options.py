@@ -47,6 +47,9 @@ def reveal_secret(salt: Any) -> Any:
 def mask_salt(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords for callbacks, tracers and caches: with the salt's pseudonym, or without a salt."""
     shown = {name: value for name, value in keywords.items() if name != "cache_salt"}
+    if shown.get("logits_processor") is not None:
+        # Why another one each time: code cannot be compared, so that no cache may find what it has made.
+        shown["logits_processor"] = f"function-{os.urandom(16).hex()}"
     salt = reveal_secret(keywords.get("cache_salt"))
     if salt is None:
         return shown

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -156,8 +156,7 @@ class PagedCoreSettings(BaseModel):
         if "stop" in settings:
             # Why: LangChain puts a call's own "stop" here, also where it is None.
             settings["default_stop"] = settings.pop("stop")
-        return {"model": self.model, "engine": self.host.identity, **settings,
-                **mask_salt({"cache_salt": self.cache_salt})}
+        return mask_salt({"model": self.model, "engine": self.host.identity, **settings, "cache_salt": self.cache_salt})
 
     def _with_keywords(self, keywords: dict[str, Any]) -> Self:
         """Move a call's salt and sampling parameters from its keywords to a copy of this model: a completion model's
@@ -188,7 +187,11 @@ class PagedCoreSettings(BaseModel):
             raise InvalidRequest("model", model, "this model's own name", "Build another model object for it.")
         if stop is not None:
             values["stop"] = stop
+        # Why beside the mapping: it is code, which no mapping has.
+        process = values.pop("logits_processor", None)
         params = SamplingParams.from_mapping(_with_logprobs(values))
+        if process is not None:
+            params = replace(params, logits_processor=process)
         if is_stream and params.n != 1:
             raise TooManySequences("n", params.n, "1 for a stream")
         return Call(params, timeout_s, options)

@@ -1,7 +1,8 @@
 """From logits to tokens: what each request's parameters do to its row, in the field's order, and the draw itself.
 
-Once a step, after the model: biases, penalties and masks touch the few tokens they concern (``RowAdjuster``), the
-rest happens in ``pagedcore_kernels/cpu/sampling``, which says how temperature, top-k, top-p and min-p choose.
+Once a step, after the model: a request's own code changes its row (``logits_processor``), biases, penalties and masks
+touch the few tokens they concern (``RowAdjuster``), the rest happens in ``pagedcore_kernels/cpu/sampling``, which says
+how temperature, top-k, top-p and min-p choose.
 Nothing here changes a sequence or keeps what could not be computed again from it.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from pagedcore.execution.logits_processor import process_row
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import Constraint, FloatArray, Int64Array, MaskRows
 from pagedcore.scheduler.plan import ScheduledRow
@@ -121,6 +123,7 @@ class Sampler:
     ) -> dict[int, Exception]:
         """Change the rows in place; return why a sequence cannot be sampled, by its id."""
         adjusters, constrained = dict[int, RowAdjuster](), list[tuple[int, Constraint, list[int]]]()
+        failures = dict[int, Exception]()
         for i, sequence in enumerate(sequences):
             if not (sequence.is_adjusted or _is_too_short(sequence)):
                 continue
@@ -130,15 +133,20 @@ class Sampler:
             adjusters[sequence.sequence_id] = adjuster
             if i in reports:
                 reports[i].raw = rows[i].copy()
+            if (process := sequence.params.logits_processor) is not None:
+                failure = process_row(process, rows[i], sequence.output_token_ids)
+                if failure is not None:
+                    failures[sequence.sequence_id] = failure
             adjuster.adjust(rows[i])
             if sequence.constraint is not None:
                 constrained.append((i, sequence.constraint, sequence.output_token_ids))
         # Why: a sequence outside this step may never come back; if it does, its tokens are counted again.
         self._adjusters = adjusters
         if not constrained:
-            return {}
+            return failures
         assert self._mask_rows is not None  # Invariant: an engine that compiles constraints gives it
-        return {sequences[i].sequence_id: error for i, error in self._mask_rows(rows, constrained).items()}
+        masked = self._mask_rows(rows, constrained)
+        return {sequences[i].sequence_id: error for i, error in masked.items()} | failures
 
     def _make_reports(self, rows: FloatArray, wanted: dict[int, int]) -> dict[int, _Report]:
         if not wanted:

@@ -119,7 +119,11 @@ class _Writer:
         for name in ("status", "num_keys", "num_scored", "num_sequences", "num_tokens"):
             found[name] = described[name]
         if self._keeps_tokens:
-            found["params"] = params_as_mapping(described["params"])
+            params = described["params"]
+            found["params"] = params_as_mapping(params) | (
+                # Why: code is in no file, and without it the point is another one.
+                {"logits_processor": True} if params.logits_processor is not None else {}
+            )
         return found
 
     def _word(self, name: str, value: Any) -> Any:

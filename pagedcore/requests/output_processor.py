@@ -12,7 +12,15 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pagedcore.errors import DeadlineMissed, GrammarFailed, InvalidLogits, QueueTimeout, StepFailed, TextFailed
+from pagedcore.errors import (
+    DeadlineMissed,
+    GrammarFailed,
+    InvalidLogits,
+    ProcessorFailed,
+    QueueTimeout,
+    StepFailed,
+    TextFailed,
+)
 from pagedcore.outputs import FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
@@ -241,7 +249,7 @@ class OutputProcessor:
         for row in plan.rows:
             if (error := errors.get(row.sequence.sequence_id)) is not None:
                 failure: Exception = error
-                if not isinstance(error, GrammarFailed):
+                if not isinstance(error, GrammarFailed | ProcessorFailed):
                     failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
                     failure.__cause__ = error
                 self._of_step += self._end_all([row.sequence], "error", failure)

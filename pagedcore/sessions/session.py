@@ -160,7 +160,8 @@ class Session(AbstractContextManager["Session"]):
 
         Raises:
             SessionStateError: the session is closed.
-            InvalidSessionFile, OSError: it would be too large to import, or cannot be written; ``path`` is as it was.
+            InvalidSessionFile, OSError: it would be too large to import or has a ``logits_processor``, or cannot be
+                written; ``path`` is as it was.
         """
         run(self.export_operation(path, include_kv))
 

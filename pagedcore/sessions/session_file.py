@@ -26,7 +26,7 @@ from pagedcore.protocols import ModelFingerprint
 from pagedcore.requests import validation
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.requests.request_table import SequenceSnapshot
-from pagedcore.sampling_params import SamplingParams
+from pagedcore.sampling_params import LOCAL_NAMES, SamplingParams
 from pagedcore.sessions.kv_file import KVCopy, KVSpec, read_bounded, read_kv, replace_file, write_kv
 from pagedcore.sessions.locked_directory import PART, sweep
 
@@ -47,7 +47,7 @@ _FIELDS: Final = {
     "document": {"format", "version", "checksum", "body"},
     "body": {"model", "params", "priority", "is_salted", "history", "kv"},
     "model": set(_MODEL),
-    "params": {field.name for field in fields(SamplingParams)},
+    "params": {field.name for field in fields(SamplingParams)}.difference(LOCAL_NAMES),
     "history": {"token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "finish_reason", "logprobs"},
     "kv": {"num_tokens", "block_size", "block_bytes", "kv_format", "block_digests"},
 }
@@ -84,9 +84,14 @@ def write_session(path: Path, snapshot: SessionSnapshot) -> None:
 
     What exports of killed processes have left beside ``path`` is removed, here and by ``read_session``.
 
-    Raises ``InvalidSessionFile`` if it would be too large to be read, before anything is written; ``OSError``.
+    Raises ``InvalidSessionFile`` if it would be too large to be read, or would need code, before anything is written;
+    ``OSError``.
     """
     sweep(path.parent, PART)
+    for params in (snapshot.params, snapshot.history.params if snapshot.history is not None else None):
+        if params is not None and params.logits_processor is not None:
+            raise InvalidSessionFile("params, logits_processor", params.logits_processor, "None: a file has no code",
+                                     "Ask the next turn without one, or write the tokens yourself.")
     body = _body_of(snapshot)
     text = json.dumps({"format": FORMAT, "version": VERSION, "checksum": _checksum(body), "body": body})
     if len(text) > MAX_SESSION_FILE_BYTES:
@@ -158,8 +163,8 @@ def _form_of(spec: KVSpec) -> dict[str, Any]:
 
 
 def params_as_mapping(params: SamplingParams) -> dict[str, Any]:
-    """Return parameters as JSON has them; ``SamplingParams.from_mapping`` makes them again."""
-    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    """Return parameters as JSON has them, without code; ``SamplingParams.from_mapping`` makes them again."""
+    values = {field.name: getattr(params, field.name) for field in fields(params) if field.name not in LOCAL_NAMES}
     if params.logit_bias is not None:
         values["logit_bias"] = {str(token_id): value for token_id, value in params.logit_bias.items()}
     if params.structured is not None:

@@ -146,3 +146,13 @@ def test_the_table_has_every_door() -> None:
     """A door that is added to the tests is a row here too."""
     assert len(DOORS) == len(set(DOORS)) == 17
     assert by_http_batch in DOORS
+
+
+async def test_no_door_of_http_takes_code() -> None:
+    """A logits processor is for callers in the process: every HTTP interface refuses one, whatever stands for it."""
+    async with house() as opened:
+        sampling = {"max_tokens": 1, "logits_processor": "builtins.print"}
+        for ask in (*HTTP, *OPENAI):
+            outcome = await outcome_of(ask(opened, Question("ab", sampling, {})))
+            assert outcome in ("InvalidSampling", "invalid_request_error"), (ask.__name__, outcome)
+        assert opened.is_idle()
