@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pagedcore_kernels.interface import FloatArray
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -16,6 +19,8 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The most likely (token id, log-probability) pairs, best first."""
+    logits: FloatArray | None = field(default=None, compare=False, repr=False)
+    """With ``return_logits``: float32 [vocab_size], the model's own, read-only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,16 @@ class CompletionOutput:
     in beam search their sum divided by the number of tokens to the power ``length_penalty``."""
     itl_s: tuple[float, ...] = field(default=(), compare=False)
     """Seconds from each token to the next; empty for a completion that was chosen among several at the end."""
+
+    @property
+    def logits(self) -> FloatArray | None:
+        """With ``return_logits``: the model's own logits of each token, float32 [tokens, vocab_size], a new array;
+        ``None`` without it, and where a token has none because the completion came from a file."""
+        import numpy as np
+
+        rows = [one.logits for one in self.logprobs or ()]
+        known = [row for row in rows if row is not None]
+        return np.stack(known) if known and len(known) == len(rows) else None
 
 
 @dataclass(frozen=True, slots=True)

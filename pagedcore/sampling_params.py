@@ -90,6 +90,10 @@ class SamplingParams:
     """Called before each token with the completion's token ids and a copy of its row of logits; returns the row that
     the other parameters act on. What it raises or returns wrongly ends this request only (``ProcessorFailed``). It runs
     on the engine's thread, so all requests wait for it. It cannot be combined with ``beam_width``."""
+    return_logits: bool = False
+    """Return the logits that the model gave for each token, before anything changes them (``CompletionOutput.logits``,
+    ``TokenLogprobs.logits``), at most 256 MiB of them for a request; ``logprobs`` is 0 then unless it is more. It
+    cannot be combined with ``beam_width``."""
 
     # Why: written out, because more types are accepted than stored, and ``num_beams`` is no field of its own.
     def __init__(
@@ -118,6 +122,7 @@ class SamplingParams:
         prompt_logprobs: int | None = None,
         structured: StructuredOutput | Mapping[str, Any] | None = None,
         logits_processor: LogitsProcessor | None = None,
+        return_logits: bool = False,
         num_beams: int | None = None,
     ) -> None:
         given = dict(locals())
@@ -129,6 +134,8 @@ class SamplingParams:
                 raise errors.TooManySequences("num_beams", num_beams, allowed)
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, given[name]))
+        if self.return_logits and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise errors.InvalidMinTokens("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens} here")
         if self.best_of is not None and self.best_of < self.n:
@@ -177,7 +184,7 @@ class SamplingParams:
         """Make parameters from decoded JSON or any other mapping of names to values.
 
         ``logit_bias`` may have its token ids as decimal strings, the only keys JSON has. As a mapping may come from
-        another process, it cannot have a ``logits_processor``, which is code.
+        another process, it cannot have a ``logits_processor``, which is code, nor ask for ``return_logits``.
 
         Raises:
             UnknownParameter: there is no parameter of a name; unknown names are never ignored.
@@ -209,6 +216,7 @@ def _function(name: str, value: Any) -> Any:
 _NOT_WITH_BEAMS: Final = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "stop", "best_of", "structured", "logits_processor",
+    "return_logits",
 )
 _CHECKS: Final[Mapping[str, Check]] = {
     "max_tokens": integer(1, limits.MAX_COUNT).or_none().raising(errors.InvalidMaxTokens),
@@ -234,7 +242,8 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "prompt_logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
     "structured": lambda name, value: None if value is None else StructuredOutput.from_mapping(value),
     "logits_processor": _function,
+    "return_logits": BOOLEAN.raising(errors.InvalidSampling),
 }
-LOCAL_NAMES: Final = ("logits_processor",)
+LOCAL_NAMES: Final = ("logits_processor", "return_logits")
 """Parameters that only a caller in the engine's process may give."""
 _NAMES: Final = (*_CHECKS, "num_beams")

@@ -18,6 +18,8 @@ MAX_REPETITION_PENALTY: Final = 10.0
 MAX_LENGTH_PENALTY: Final = 10.0
 #: Log-probabilities per token: bounds what one completion can copy out of a row.
 MAX_LOGPROBS: Final = 20
+#: Bytes of the logits of its completions that one request may ask for: 441 tokens of a vocabulary of 152,064.
+MAX_RETURNED_LOGITS_BYTES: Final = 2**28
 #: Bytes of logits that a step may hold for prompts whose log-probabilities are reported; a row of them is as wide as
 #: the vocabulary, so a whole chunk of a prompt would be hundreds of megabytes.
 MAX_SCORED_BYTES: Final = 2**26

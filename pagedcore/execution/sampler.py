@@ -69,6 +69,9 @@ class Sampler:
         rows = _as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
         reports = self._make_reports(rows, wanted)
+        for i, report in reports.items():
+            if sequences[i].params.return_logits:
+                report.keep(rows[i])
         failures = self._adjust(rows, sequences, reports)
         token_ids = self._choose(rows, sequences)
         logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
@@ -131,7 +134,7 @@ class Sampler:
             if adjuster is None or not adjuster.is_for(sequence):
                 adjuster = RowAdjuster(sequence, self._vocab_size)
             adjusters[sequence.sequence_id] = adjuster
-            if i in reports:
+            if i in reports and reports[i].raw is None:
                 reports[i].raw = rows[i].copy()
             if (process := sequence.params.logits_processor) is not None:
                 failure = process_row(process, rows[i], sequence.output_token_ids)
@@ -176,12 +179,20 @@ class _Report:
     values: FloatArray
     raw: FloatArray | None = None
     """A copy of a row that is adjusted."""
+    kept: FloatArray | None = None
+    """The same copy, where the request gets it."""
+
+    def keep(self, row: FloatArray) -> None:
+        """Copy a row that the request gets."""
+        self.raw = self.kept = row.copy()
+        self.kept.setflags(write=False)
 
     def describe(self, token_id: int, row: FloatArray) -> TokenLogprobs:
         """Return the log-probabilities of the chosen token and of the best ones; ``row`` is used if not adjusted."""
         logit = float((row if self.raw is None else self.raw)[token_id])
         best = [(int(i), float(value) - self.normaliser) for i, value in zip(self.ids, self.values, strict=True)]
-        return TokenLogprobs(token_id, logit - self.normaliser, tuple(pair for pair in best if pair[0] >= 0))
+        top = tuple(pair for pair in best if pair[0] >= 0)
+        return TokenLogprobs(token_id, logit - self.normaliser, top, self.kept)
 
 
 class RowAdjuster:

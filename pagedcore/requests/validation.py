@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from pagedcore.config.field_rules import seconds
-from pagedcore.config.limits import MAX_PARKING_S, MAX_TEXT_BYTES_PER_TOKEN
+from pagedcore.config.limits import MAX_PARKING_S, MAX_RETURNED_LOGITS_BYTES, MAX_TEXT_BYTES_PER_TOKEN
 from pagedcore.errors import (
     InvalidMaxTokens,
     InvalidMinTokens,
@@ -166,6 +166,17 @@ def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
         raise TooManySequences("beam_width", params.beam_width, f"1 (off) to {vocab_size}, the vocabulary")
     _require_in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
     _require_in_vocabulary("logit_bias", params.logit_bias or (), vocab_size)
+
+
+def check_returned_logits(params: SamplingParams, max_tokens: int, vocab_size: int) -> None:
+    """Raise ``RequestTooLarge`` if the logits that a request asks for take more memory than one may."""
+    cost = 4 * params.num_sequences * max_tokens * vocab_size
+    if params.return_logits and cost > MAX_RETURNED_LOGITS_BYTES:
+        raise RequestTooLarge(
+            "return_logits", cost, f"at most {MAX_RETURNED_LOGITS_BYTES} bytes",
+            f"It is 4 x sequences x tokens x vocabulary = 4 x {params.num_sequences} x {max_tokens} x {vocab_size}: "
+            "lower max_tokens, or n or best_of.",
+        )
 
 
 def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int, pool_tokens: int) -> None:

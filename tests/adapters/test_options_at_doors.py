@@ -148,11 +148,11 @@ def test_the_table_has_every_door() -> None:
     assert by_http_batch in DOORS
 
 
-async def test_no_door_of_http_takes_code() -> None:
-    """A logits processor is for callers in the process: every HTTP interface refuses one, whatever stands for it."""
+async def test_no_door_of_http_takes_code_or_gives_logits() -> None:
+    """What only a caller in the process may ask for, every HTTP interface refuses, whatever stands for it."""
     async with house() as opened:
-        sampling = {"max_tokens": 1, "logits_processor": "builtins.print"}
-        for ask in (*HTTP, *OPENAI):
-            outcome = await outcome_of(ask(opened, Question("ab", sampling, {})))
-            assert outcome in ("InvalidSampling", "invalid_request_error"), (ask.__name__, outcome)
+        for wanted in ({"logits_processor": "builtins.print"}, {"return_logits": True}):
+            for ask in (*HTTP, *OPENAI):
+                outcome = await outcome_of(ask(opened, Question("ab", {"max_tokens": 1, **wanted}, {})))
+                assert outcome in ("InvalidSampling", "invalid_request_error"), (ask.__name__, outcome)
         assert opened.is_idle()
