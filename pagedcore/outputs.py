@@ -79,6 +79,11 @@ class RequestMetrics:
     """When it was preempted, and when it ran again; ``None``: it waits still."""
 
     @property
+    def queue_s(self) -> float | None:
+        """Seconds from the arrival to the first step that computes it; ``None`` before it."""
+        return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
+
+    @property
     def ttft_s(self) -> float | None:
         """Seconds from the arrival to the first token; ``None`` before it."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s

@@ -11,6 +11,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, GenerationChunk
 
 from pagedcore import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
+from pagedcore.outputs import RequestMetrics
 from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore.tool_calls.events import ArgumentsDelta, ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 
@@ -36,6 +37,8 @@ def chat_result(output: RequestOutput, model: str, spell: Spell, turn: ChatTurn)
     Raises ``TextFailed``: the parser of the model's calls failed.
     """
     generations = [_chat_generation(one, model, spell, turn) for one in output.outputs]
+    for generation, one in zip(generations, output.outputs, strict=True):
+        generation.generation_info = (generation.generation_info or {}) | _times(output.metrics, one.itl_s)
     generations[0].generation_info = (generations[0].generation_info or {}) | _prompt_info(output, spell)
     usage = usage_metadata(output.usage)
     first = generations[0].message
@@ -84,7 +87,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def text_generations(output: RequestOutput, model: str, spell: Spell) -> list[Generation]:
     """Return one generation per completion; the first one's info has the usage of all, and the prompt's."""
     generations = [
-        Generation(text=one.text, generation_info=_info(one.finish_reason, one.logprobs or (), spell))
+        Generation(text=one.text, generation_info=_info(one.finish_reason, one.logprobs or (), spell)
+                   | _times(output.metrics, one.itl_s))
         for one in output.outputs
     ]
     generations[0].generation_info = {
@@ -132,7 +136,8 @@ class Chunks:
         if not is_due and reason is None:
             return None
         logprobs, self._logprobs = self._logprobs, ()
-        return _info(reason, logprobs, self._spell) | _prompt_info(delta, self._spell)
+        times = {} if delta.metrics is None else _times(delta.metrics, delta.itl_s)
+        return _info(reason, logprobs, self._spell) | _prompt_info(delta, self._spell) | times
 
 
 class ChatChunks(Chunks):
@@ -190,6 +195,10 @@ def _info(finish_reason: str | None, logprobs: Iterable[TokenLogprobs], spell: S
     if content := [_scored(token, spell) for token in logprobs]:
         info["logprobs"] = {"content": content}
     return info
+
+
+def _times(metrics: RequestMetrics, itl_s: Iterable[float]) -> dict[str, Any]:
+    return {"queue_s": metrics.queue_s, "ttft_s": metrics.ttft_s, "itl_s": list(itl_s)}
 
 
 def _prompt_info(output: RequestOutput | Delta, spell: Spell) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def generate(
         for text, output in zip(wanted, engine.generate(inputs, params), strict=True):
             completion = output.outputs[0]
             record = {"prompt": text, "text": completion.text, "num_tokens": len(completion.token_ids),
-                      "finish_reason": completion.finish_reason, "ttft_s": output.metrics.ttft_s,
-                      "itl_s": completion.itl_s}
+                      "finish_reason": completion.finish_reason, "queue_s": output.metrics.queue_s,
+                      "ttft_s": output.metrics.ttft_s, "itl_s": completion.itl_s}
             print(json.dumps(record, ensure_ascii=False) if as_json else f"{text}\n  {completion.text.strip()}")
 
 

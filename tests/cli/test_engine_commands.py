@@ -79,6 +79,8 @@ def test_generate_answers_many_prompts_as_json(tmp_path: Path) -> None:
     out = invoke("generate", *(question.prompt for question in questions[:2]), "--prompts-file", str(path), "--json",
                  "--quantization", "w8a8")
     records = [json.loads(line) for line in out.splitlines()]
+    assert all(0.0 <= record["queue_s"] <= record["ttft_s"] and len(record["itl_s"]) == record["num_tokens"] - 1
+               for record in records)
     assert [record["prompt"] for record in records] == [question.prompt for question in questions]
     assert all(is_correct(question, record["text"]) for question, record in zip(questions, records, strict=True))
 

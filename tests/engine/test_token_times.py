@@ -46,10 +46,12 @@ def test_an_output_has_the_time_to_its_first_token_and_every_interval() -> None:
     engine, backend = make()
     request = engine.add_request([1, 2], FOUR)
     assert (request.output().metrics.ttft_s, request.output().outputs[0].itl_s) == (None, ())
+    assert request.output().metrics.queue_s is None
     backend.clock.advance(0.5)
     run(engine)
     output = request.output()
     assert (output.metrics.ttft_s, output.outputs[0].itl_s) == (1.5, (2.0, 3.0, 4.0))
+    assert output.metrics.queue_s == 0.5
     request.extend([3], FOUR)
     run(engine)
     assert (request.output().metrics.ttft_s, request.output().outputs[0].itl_s) == (5.0, (6.0, 7.0, 8.0))
