@@ -18,6 +18,7 @@ from pagedcore.execution.machine import this_machine
 from pagedcore.protocols import Clock
 from pagedcore.recorder.recording import write_recording
 from pagedcore.recorder.ring import FlightRecorder
+from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
@@ -54,6 +55,12 @@ class Diagnosis:
         self._wait_log = WaitLog()
         self._idle_since_s: float | None = None
         self._dumped_s: list[float] = []
+
+    def _noted(self, request: Request) -> Request:
+        """Return a request whose sequences are new, recorded if there is a recorder."""
+        if self._recorder is not None:
+            self._recorder.note_request(request)
+        return request
 
     def explain(self, request_id: str) -> Explanation:
         """Say where a request stands and, if it waits, why, for how long, and who holds what it lacks.

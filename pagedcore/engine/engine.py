@@ -157,23 +157,23 @@ class Engine(Diagnosis):
         num_before = len(taken)
         try:
             with self._steps.change():
-                request = self.requests.accept(processed, taken)
-                if self._recorder is not None:
-                    self._recorder.note_request(request)
-                return request
+                return self._noted(self.requests.accept(processed, taken))
         except BaseException:
             # Why: an interrupt may come when it was taken already, and then no caller would know of it.
             self._withdraw(taken[num_before:])
             del taken[num_before:]
             raise
 
-    def extend_request(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> None:
-        """Continue a finished request; see ``Request.extend``."""
+    def extend_request(
+        self, request: Request, prompt: Prompt, params: SamplingParams | None, index: int | None
+    ) -> None:
+        """Continue a completion of a finished request; see ``Request.extend``."""
         self._require_open()
         with self._steps.exclusive():
-            processed = self.requests.process_turn(request, prompt, params)
+            processed = self.requests.process_turn(request, prompt, params, index)
             with self._steps.change():
-                self.requests.begin_turn(request, processed)
+                self.requests.begin_turn(request, processed, index)
+                self._noted(request)
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> Session:
         """Open a conversation that can wait, fork and outlive the process; arguments as ``add_request``.

@@ -117,7 +117,8 @@ def _sequence_of(recording: Recording, request: str, completion: int) -> int:
         named = [*segment["state"].get("requests", ()), *(one[2] for one in segment["events"] if one[1] == "request")]
         for name, numbers in named:
             if str(name).startswith(request):
-                found.setdefault(name, numbers)
+                # Why the latest: a turn that continues one of several completions has further sequences.
+                found[name] = numbers
     if len(found) != 1:
         raise RecordingError(f"{len(found)} requests have an id that begins like this")
     numbers = next(iter(found.values()))

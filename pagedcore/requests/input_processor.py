@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pagedcore.errors import (
@@ -18,10 +18,11 @@ from pagedcore.errors import (
     InvalidRequest,
     InvalidTools,
     PagedcoreError,
+    RequestStateError,
     TextFailed,
     TooManySequences,
 )
-from pagedcore.outputs import TokenText
+from pagedcore.outputs import RequestOutput, TokenText
 from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, RendersTools, Tokenizer
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
@@ -107,6 +108,24 @@ class InputProcessor:
             token_ids, params, options, max_tokens, stop_token_ids, has_candidates, self.constraint_of(params),
             self.context(),
         )
+
+    def process_further(
+        self, output: RequestOutput, index: int | None, prompt: Prompt, params: SamplingParams | None,
+        options: RequestOptions,
+    ) -> ProcessedRequest:
+        """Validate and resolve a request that continues a completion of another one. Raises as ``Request.extend``."""
+        if type(output) is not RequestOutput:
+            raise InvalidRequest("output", output, "the RequestOutput of a finished request")
+        if not output.is_finished:
+            raise RequestStateError("extend", "running", "finished", "Wait for its end.")
+        completion = output.outputs[validation.index_of_completion(index, len(output.outputs))]
+        # Why checked: an output may be made by hand, and kernels take token ids as places in memory.
+        known = validation.validate_prompt_ids(
+            [*output.prompt_token_ids, *completion.token_ids], self.vocab_size, self.max_model_len + 1
+        )
+        self.check_options(options)
+        processed = self.process(prompt, params, options, known)
+        return replace(processed, token_ids=[*known, *processed.token_ids])
 
     def constraint_of(self, params: SamplingParams) -> Constraint | None:
         """Compile what a completion has to look like, ``None`` for nothing. Raises as ``Grammars.compile``."""

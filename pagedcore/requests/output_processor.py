@@ -92,12 +92,13 @@ class OutputProcessor:
             pending = self.by_sequence[sequence.sequence_id] = PendingOutput(request, sequence, index, group)
         else:
             pending.begin_turn()
+            pending.index = index
         pending.open_stream = self._stream_for(sequence) if group is None or group.search is None else None
         return pending
 
-    def reopen_text(self, request: Request, sequence: Sequence) -> PendingOutput:
+    def reopen_text(self, request: Request, sequence: Sequence, index: int = 0) -> PendingOutput:
         """Begin a completion that has tokens already, all of them taken, with the text that they make certain."""
-        pending = self.open_text(request, sequence)
+        pending = self.open_text(request, sequence, index)
         pending.replay()
         pending.mark_taken()
         return pending

@@ -15,8 +15,10 @@ from pagedcore.sequence import Phase, Sequence
 class RequestOwner(Protocol):
     """What a handle needs from the engine it belongs to."""
 
-    def extend_request(self, request: Request, prompt: Any, params: SamplingParams | None) -> None:
-        """Continue a finished request."""
+    def extend_request(
+        self, request: Request, prompt: Any, params: SamplingParams | None, index: int | None
+    ) -> None:
+        """Continue a completion of a finished request."""
 
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks."""
@@ -38,7 +40,8 @@ class Request:
         the end, they stay empty until then, and the scheduler knows only the candidates.
     """
 
-    __slots__ = ("_num_taken", "_owner", "context", "error", "metrics", "options", "params", "request_id", "sequences")
+    __slots__ = ("_num_taken", "_owner", "context", "dropped", "error", "metrics", "options", "params", "request_id",
+                 "sequences")
 
     def __init__(
         self, request_id: str, sequences: list[Sequence], params: SamplingParams, options: RequestOptions,
@@ -47,6 +50,8 @@ class Request:
         self.request_id = request_id
         """The engine's own: random, never a caller's."""
         self.sequences = sequences
+        self.dropped: list[Sequence] = []
+        """Completions that the present turn does not continue, until they are removed."""
         self.params = params
         self.options = options
         self.error: Exception | None = None
@@ -55,7 +60,7 @@ class Request:
         self.metrics = RequestMetrics(arrival_s)
         """Times of the present turn."""
         self._owner = owner
-        self._num_taken = [len(sequence.token_ids) for sequence in sequences]
+        self._num_taken: dict[int, int] = {}
 
     @property
     def is_done(self) -> bool:
@@ -113,26 +118,29 @@ class Request:
     def take_new_tokens(self, index: int = 0) -> list[int]:
         """Return the tokens of completion ``index`` that were not taken yet; each token is returned once."""
         sequence = self.sequences[index]
-        taken, self._num_taken[index] = self._num_taken[index], len(sequence.token_ids)
-        return sequence.token_ids[max(taken, sequence.num_prompt_tokens) :]
+        taken = max(self._num_taken.get(sequence.sequence_id, 0), sequence.num_prompt_tokens)
+        self._num_taken[sequence.sequence_id] = len(sequence.token_ids)
+        return sequence.token_ids[taken:]
 
     def output(self) -> RequestOutput:
         """Return all completions as they stand, with text where the engine has a tokenizer; also after ``remove``."""
         return self._owner.output_of(self)
 
-    def extend(self, prompt: Any, params: SamplingParams | None = None) -> None:
+    def extend(self, prompt: Any, params: SamplingParams | None = None, *, index: int | None = None) -> None:
         """Continue this finished request with more text or tokens, reusing what the cache still holds.
 
         Args:
             prompt: text, token ids, or chat messages that follow the conversation so far.
-            params: for the new turn; ``None``: those of the turn before.
+            params: for the new turn; ``None``: those of the turn before, so that it has as many completions again.
+            index: the completion that is continued, needed where there are several; the others are removed.
 
         Raises:
-            RequestStateError: the request is still running, was removed, or has more than one completion.
+            RequestStateError: the request is still running or was removed, or has several completions and no ``index``
+                says which.
             InvalidRequest: as from ``Engine.add_request``; the request stays as it was.
             EngineOverloaded: the waiting queue is full; the request stays as it was.
         """
-        self._owner.extend_request(self, prompt, params)
+        self._owner.extend_request(self, prompt, params, index)
 
     def abort(self) -> bool:
         """End the request now and free its blocks; return whether it was still running."""

@@ -21,6 +21,7 @@ from pagedcore.requests.candidate_groups import SEED_RANGE, SEED_STRIDE
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.request import Request, RequestOwner
+from pagedcore.requests.validation import index_of_completion
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
@@ -128,22 +129,37 @@ class RequestTable:
             raise
         return request
 
-    def begin_turn(self, request: Request, processed: ProcessedRequest) -> None:
+    def begin_turn(self, request: Request, processed: ProcessedRequest, index: int | None = None) -> None:
         """Continue a finished request with what was processed for it. Raises as ``Request.extend``."""
-        sequence = self.require_extensible(request)
-        self.scheduler.waiting.require_room(processed.params.num_initial_sequences)
+        sequence, params = self.require_extensible(request, index), processed.params
+        self.scheduler.waiting.require_room(params.num_initial_sequences)
         with self._beginning(request, sequence):
-            request.params, request.context = processed.params, processed.context
+            request.params, request.context = params, processed.context
+            if sequence.prompt_logprobs is None:
+                # Why: the first one has scored the prompt that it shares with this one.
+                sequence.prompt_logprobs = request.sequences[0].prompt_logprobs
             sequence.begin_turn(
-                processed.token_ids, processed.params, max_tokens=processed.max_tokens,
+                processed.token_ids, params, max_tokens=processed.max_tokens,
                 stop_token_ids=processed.stop_token_ids, arrival=next(self._arrivals),
                 arrival_s=request.metrics.arrival_s, constraint=processed.constraint,
             )
+            request.dropped += [one for one in request.sequences if one is not sequence]
+            request.sequences = [sequence, *(
+                sequence.branch(next(self.sequence_ids), seed=(sequence.seed + place * SEED_STRIDE) % SEED_RANGE)
+                for place in range(1, params.n)
+            )]
             self._start(request, processed)
+        # Why last: what is interrupted here is removed with the request.
+        for one in request.dropped:
+            self.scheduler.remove_sequence(one)
+            self.outputs.remove_text(one)
+        request.dropped = []
 
-    def process_turn(self, request: Request, prompt: Prompt, params: SamplingParams | None) -> ProcessedRequest:
+    def process_turn(
+        self, request: Request, prompt: Prompt, params: SamplingParams | None, index: int | None
+    ) -> ProcessedRequest:
         """Process the prompt of a request's next turn. Raises as ``Request.extend``."""
-        sequence = self.require_extensible(request)
+        sequence = self.require_extensible(request, index)
         params = params if params is not None else request.params
         return self.inputs.process(prompt, params, request.options, list(sequence.token_ids))
 
@@ -203,19 +219,17 @@ class RequestTable:
     def remove(self, request: Request) -> None:
         """Remove a finished request; a second call does nothing."""
         if request.request_id in self._by_id:
-            for sequence in request.sequences:
+            for sequence in (*request.sequences, *request.dropped):
                 self.scheduler.remove_sequence(sequence)
             self._forget(request)
 
-    def require_extensible(self, request: Request) -> Sequence:
-        """Return the one sequence of a request. Raises ``RequestStateError`` if none or several could be continued."""
+    def require_extensible(self, request: Request, index: int | None = None) -> Sequence:
+        """Return the sequence of a request that can be continued. Raises as ``Request.extend``."""
         if request.sequences[0].status is SequenceStatus.REMOVED:
             raise RequestStateError("extend", "removed", "finished and kept", "Add a new request instead.")
         if not request.is_done:
             raise RequestStateError("extend", "running", "finished", "Step until is_done, or abort it.")
-        if len(request.sequences) > 1:
-            raise RequestStateError("extend", "one with several completions", "one with n=1")
-        return request.sequences[0]
+        return request.sequences[index_of_completion(index, len(request.sequences))]
 
     @contextmanager
     def _beginning(self, request: Request, sequence: Sequence) -> Iterator[None]:
@@ -224,19 +238,21 @@ class RequestTable:
         The caller undoes what the scheduler knows.
         """
         before, num_tokens = copy(sequence), len(sequence.token_ids)
-        params, metrics = request.params, request.metrics
+        params, metrics, sequences = request.params, request.metrics, request.sequences
         try:
             request.metrics = RequestMetrics(self.clock.now())
             yield
         except BaseException:
             self.outputs.groups.by_request.pop(request.request_id, None)
+            for one in request.sequences[1:] if request.sequences is not sequences else ():
+                self.outputs.by_sequence.pop(one.sequence_id, None)
             sequence.restore(before, num_tokens)
-            request.params, request.metrics = params, metrics
-            self.outputs.reopen_text(request, sequence).finish_text()
+            request.params, request.metrics, request.sequences, request.dropped = params, metrics, sequences, []
+            self.outputs.reopen_text(request, sequence, sequences.index(sequence)).finish_text()
             raise
 
     def _forget(self, request: Request) -> None:
-        for sequence in request.sequences:
+        for sequence in (*request.sequences, *request.dropped):
             self.outputs.remove_text(sequence)
         self._labels.discard((request.options.salt, request.options.request_id))
         self._by_id.pop(request.request_id, None)

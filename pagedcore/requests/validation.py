@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from pagedcore.config.field_rules import seconds
+from pagedcore.config.field_rules import integer, seconds
 from pagedcore.config.limits import MAX_PARKING_S, MAX_RETURNED_LOGITS_BYTES, MAX_TEXT_BYTES_PER_TOKEN
 from pagedcore.errors import (
     InvalidMaxTokens,
@@ -22,6 +22,7 @@ from pagedcore.errors import (
     InvalidToken,
     PromptEmpty,
     PromptTooLong,
+    RequestStateError,
     RequestTooLarge,
     TooManySequences,
     describe,
@@ -188,6 +189,19 @@ def check_fits_pool(num_prompt_tokens: int, max_tokens: int, num_sequences: int,
             f"It is sequences x (prompt + max_tokens) = {num_sequences} x ({num_prompt_tokens} + {max_tokens}): "
             "lower max_tokens, or n, best_of or beam_width, or give the engine more kv_cache_memory.",
         )
+
+
+def index_of_completion(index: int | None, num_completions: int) -> int:
+    """Return which of a request's completions is continued.
+
+    Raises:
+        RequestStateError: there are several, and none is named.
+        InvalidRequest: there is none of this index.
+    """
+    if index is None and num_completions > 1:
+        raise RequestStateError("extend", "one with several completions", "continued from one of them",
+                                f"Give an index from 0 to {num_completions - 1}.")
+    return 0 if index is None else integer(0, num_completions - 1).check("index", index)
 
 
 def require_one_completion(params: SamplingParams | None) -> None:

@@ -25,7 +25,7 @@ from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
 from pagedcore.request_options import OptionKeywords, RequestOptions
-from pagedcore.requests.input_processor import Prompt
+from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
@@ -172,10 +172,31 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
             EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
             QueueTimeout: raised by the future; the request waited for room longer than ``queue_timeout_s``.
         """
-        sink, commands = CompletionFuture[RequestOutput](), self._commands
-        self._accept(prompt, params, RequestOptions(**options), sink, wait_for_room)
-        sink.future.add_done_callback(lambda future: commands.abort(sink) if future.cancelled() else None)
-        return sink.future
+        prepare = partial(self._input_processor.process, prompt, params, RequestOptions(**options))
+        return self._submit(prepare, prompt, params, wait_for_room)
+
+    def extend(
+        self, output: RequestOutput, prompt: Prompt, params: SamplingParams | None = None, *, index: int | None = None,
+        wait_for_room: bool = False, **options: Unpack[OptionKeywords],
+    ) -> Future[RequestOutput]:
+        """Continue a completion of a finished request with a further prompt; otherwise as ``submit``.
+
+        The engine keeps nothing for it: the conversation is in ``output``, and its KV is what the prefix cache still
+        holds under the same ``cache_salt``. Several continuations of one output may run at once, of each completion.
+
+        Args:
+            output: what ``submit`` or an earlier call has returned.
+            prompt: text, token ids, or chat messages that follow the conversation so far.
+            params: of the new turn; ``None``: greedy. Without a seed the engine derives a new one.
+            index: the completion that is continued, needed where ``output`` has several.
+
+        Raises:
+            RequestStateError: ``output`` is of a running request, or has several completions and no ``index``.
+            InvalidRequest, EngineOverloaded, EngineClosed, QueueTimeout: as ``submit``.
+        """
+        asked = RequestOptions(**options)
+        prepare = partial(self._input_processor.process_further, output, index, prompt, params, asked)
+        return self._submit(prepare, prompt, params, wait_for_room)
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> AsyncSession:
         """Open a conversation at its first use; arguments and errors as ``Engine.session``."""
@@ -274,11 +295,21 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         wait_for_room: bool,
     ) -> StreamReader:
         timeout_s, stream = validate_timeout(timeout_s), Stream()
-        self._accept(prompt, params, options, stream, wait_for_room)
+        prepare = partial(self._input_processor.process, prompt, params, options)
+        self._accept(prepare, prompt, params, stream, wait_for_room)
         return StreamReader(stream, partial(_cancel, self._commands, stream), timeout_s)
 
+    def _submit(
+        self, prepare: Callable[[], ProcessedRequest], prompt: Prompt, params: SamplingParams | None, may_wait: bool
+    ) -> Future[RequestOutput]:
+        sink, commands = CompletionFuture[RequestOutput](), self._commands
+        self._accept(prepare, prompt, params, sink, may_wait)
+        sink.future.add_done_callback(lambda future: commands.abort(sink) if future.cancelled() else None)
+        return sink.future
+
     def _accept(
-        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, sink: OutputSink, may_wait: bool
+        self, prepare: Callable[[], ProcessedRequest], prompt: Prompt, params: SamplingParams | None, sink: OutputSink,
+        may_wait: bool,
     ) -> None:
         """Send a request to the engine thread, by way of another one if preparing it takes long."""
         places = self._commands.places
@@ -287,7 +318,6 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
             # Why before the prompt is looked at: a refusal must cost next to nothing. Parameters of another type, whose
             # values mean nothing, are refused with the prompt.
             places.take(sink, params.num_initial_sequences if type(params) is SamplingParams else 1, may_wait)
-            prepare = partial(self._input_processor.process, prompt, params, options)
             if is_long(prompt) or is_structured(params):
                 self._long_prompts.send(prepare, sink)
                 return

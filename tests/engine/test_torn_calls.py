@@ -79,6 +79,8 @@ CASES = {
     "extend": Case(finished, lambda engine, request: request.extend(FURTHER), turn(FURTHER)),
     "extend with best of": Case(finished, lambda engine, request: request.extend(
         FURTHER, params(3, best_of=2, temperature=0.0)), turn(FURTHER)),
+    "extend one of several": Case(lambda engine: finished(engine, n=2), lambda engine, request: request.extend(
+        FURTHER, params(3, n=2), index=0), turn(FURTHER)),
     "remove": Case(lambda engine: finished(engine, n=2), lambda engine, request: request.remove()),
     "first turn": Case(lambda engine: engine.session(params(3)), lambda engine, session: session.extend(PAST),
                        PAST + toy_answer(PAST, 3)),
