@@ -76,11 +76,15 @@ class ModuleDecoder(PlainDecoder):
         self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused, linears: LinearFactory = FASTEST
     ) -> None:
         super().__init__(model, layers, on_unused)
-        # Why: which experts a row goes to is decided by small differences of few products.
-        routers = FASTEST if isinstance(linears, QuantizedLinears) else linears
-        of_experts = pack_experts(model, linears=linears, routers=routers, on_unused=on_unused)
+        of_experts = pack_experts(model, linears=linears, routers=router_products(linears), on_unused=on_unused)
         report = pack_linears(model, linears=linears, on_unused=on_unused)
         self.products, self.other_matrices = (*of_experts, *report.packed), report.unpacked
+
+
+def router_products(linears: LinearFactory) -> LinearFactory:
+    """Return what makes the products of routers where ``linears`` makes the others."""
+    # Why: which experts a row goes to is decided by small differences of few products.
+    return FASTEST if isinstance(linears, QuantizedLinears) else linears
 
 
 def call_model(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from pagedcore.models.blueprint import tree_of
-from pagedcore.models.cpu.fused_match import FAMILIES, recognised_activation
+from pagedcore.models.cpu.fused_match import NotFused, recognise
 from pagedcore.models.cpu.packed_experts import left_alone
 from pagedcore.models.pretrained import computing_dtype, load_config
 from pagedcore.models.quantization.checkpoint import stored_format
@@ -48,8 +48,12 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     model = tree_of(config, dtype, trust_remote_code)
     with torch.device("meta"), torch.inference_mode():
         layers, _ = redirect_attention(model)
-    is_fused, others = recognised_activation(model, layers) is not None, left_alone(model)
-    return facts | {"decoder": _decoder(str(config.model_type), is_fused), "schedule": _schedule(is_fused, others)}
+    decoder, others = "fused kernels", left_alone(model)
+    try:
+        recognise(model, layers)
+    except NotFused as why:
+        decoder = f"transformers' modules with packed products: {why}"
+    return facts | {"decoder": decoder, "schedule": _schedule(others)}
 
 
 def _reader_of_tokenizer(directory: Path) -> str:
@@ -68,15 +72,7 @@ def _format_of(stored: object, dtype: torch.dtype) -> str:
     return f"{new}, in which this processor is fastest; the files have {old}: {rounded}"
 
 
-def _decoder(model_type: str, is_fused: bool) -> str:
-    if is_fused:
-        return "fused kernels"
-    if model_type not in FAMILIES:
-        return f"transformers' modules with packed products: fused kernels know {', '.join(FAMILIES)}"
-    return "transformers' modules with packed products: its sizes or options are not those of the fused kernels"
-
-
-def _schedule(is_fused: bool, others: tuple[str, ...]) -> str:
-    if others and not is_fused:
+def _schedule(others: tuple[str, ...]) -> str:
+    if others:
         return f"results depend on it in their last bits: torch multiplies the matrices of {', '.join(others)}"
     return "results are the same bits whatever the schedule, if the probe at load confirms it"

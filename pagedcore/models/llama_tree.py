@@ -40,7 +40,8 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.rope_type = config.rope_parameters["rope_type"]
-        self.inv_freq = inverse_frequencies(config.rope_parameters, config.head_dim)
+        self.inv_freq: torch.Tensor
+        self.register_buffer("inv_freq", inverse_frequencies(config.rope_parameters, config.head_dim), persistent=False)
 
     def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [B, T, D] of ``positions`` [B, T], in the number format of ``like``."""

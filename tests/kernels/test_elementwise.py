@@ -14,6 +14,7 @@ from pagedcore_kernels.cpu.layers.elementwise import (
     KVDestination,
     RmsNorm,
     RotaryEmbedding,
+    SoftCap,
     can_compute,
     rows_at_once,
     threads_for,
@@ -75,6 +76,39 @@ def test_norm_without_addend_leaves_the_residual(dtype: torch.dtype) -> None:
     assert torch.equal(residual, before)
     assert torch.equal(out[1], torch.zeros(32, dtype=dtype))
     assert_close(out, rms_norm(double(before), double(weight), 1e-6, dtype))
+
+
+def test_a_weight_of_float32_is_rounded_once() -> None:
+    """With rows of bfloat16 and a wider weight only the product is rounded, and the norm may take its rows' place."""
+    rows, weight = random_rows(0, 9, 64, dtype=torch.bfloat16), 1 + random_rows(1, 64, dtype=torch.float32)
+    x = double(rows)
+    exact = double(weight) * (x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6))
+    RmsNorm(weight, 1e-6, torch.bfloat16)(rows, None, rows)
+    # Why a few: float32 may fall on the other side of a tie.
+    assert (double(rows) != rounded(exact, torch.bfloat16)).mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cap(dtype: torch.dtype) -> None:
+    """Logits are bounded by tanh, each step rounded; extremes are the bound, and what is no number stays none."""
+    logits = random_rows(0, 3, 9001, dtype=dtype, scale=20.0)
+    logits[0, :4] = torch.tensor([1e30, -1e30, torch.inf, 0.0])
+    logits[2, 9000] = torch.nan
+    expected = rounded(np.tanh(rounded(double(logits) / 7.0, dtype)), dtype) * 7.0
+    SoftCap(7.0, dtype)(logits)
+    assert logits[0, :4].tolist() == [7.0, -7.0, 7.0, 0.0]
+    assert logits.isnan().nonzero().tolist() == [[2, 9000]]
+    assert_close(logits[:2], expected[:2])
+
+
+def test_a_soft_cap_has_the_same_bits_at_every_place() -> None:
+    """An element is computed alike in a vector, after the last one, alone, and on any number of threads."""
+    logits = random_rows(0, 20_011, dtype=torch.float32, scale=10.0)
+    whole, parts = logits.clone(), [part.clone() for part in logits.split(7)]
+    SoftCap(30.0, torch.float32)(whole)
+    for part in parts:
+        SoftCap(30.0, torch.float32)(part)
+    assert torch.equal(torch.cat(parts), whole)
 
 
 def silu(x: Double) -> Double:
@@ -176,6 +210,34 @@ def test_rotary_embedding_without_a_pool(dtype: torch.dtype) -> None:
     assert torch.equal(qkv, other)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_of_a_part_and_norms_of_rows(dtype: torch.dtype) -> None:
+    """The first elements of a head are turned, the others stay; a norm is one of all query or all key heads."""
+    heads, kv_heads, size, turned = 4, 2, 32, 16
+    qkv, angles = random_rows(0, 5, (heads + 2 * kv_heads) * size, dtype=dtype), make_angles(9, turned, dtype)
+    weights = random_rows(1, heads * size, dtype=dtype), random_rows(2, kv_heads * size, dtype=dtype)
+    positions, before = torch.arange(5) * 2, double(qkv)
+    rotary = RotaryEmbedding(heads, kv_heads, size, dtype, norms=weights, epsilon=1e-6, rotary_size=turned)
+    rotary(qkv, positions, angles)
+    parts = np.split(before, [heads * size, (heads + kv_heads) * size], axis=1)
+    normed = [rounded(rms_norm(x, double(w), 1e-6, dtype), dtype) for x, w in zip(parts, weights, strict=False)]
+    every = np.concatenate(normed, axis=1).reshape(5, -1, size)
+    expected = np.concatenate(
+        [rotate(every[..., :turned], double(angles)[positions], dtype), every[..., turned:]], axis=-1
+    )
+    assert_close(qkv[:, : (heads + kv_heads) * size].reshape(5, -1, size), expected)
+    assert np.array_equal(double(qkv)[:, (heads + kv_heads) * size :], parts[2])
+
+
+def test_rotary_embedding_that_rounds_sums_only() -> None:
+    """With angles of float32, bfloat16 heads are rounded once."""
+    qkv, angles = random_rows(0, 50, 3 * 16, dtype=torch.bfloat16), make_angles(50, 16, torch.float32)
+    exact = rotate(double(qkv).reshape(50, 3, 16)[:, :2], double(angles), torch.float64)
+    RotaryEmbedding(1, 1, 16, torch.bfloat16, rounds=False)(qkv, torch.arange(50), angles)
+    after = double(qkv).reshape(50, 3, 16)[:, :2]
+    assert (after != rounded(exact, torch.bfloat16)).mean() < 0.01
+
+
 def test_rotary_embedding_refuses_rows_of_another_width() -> None:
     """Rows that do not hold the heads the kernel was made for are refused before it runs."""
     with pytest.raises(InternalError, match="96 elements, expected 128"):
@@ -224,7 +286,7 @@ def test_sizes_that_kernels_handle() -> None:
     fits = {"hidden_size": 64, "intermediate_size": 96, "head_size": 16, "dtype": torch.float32}
     assert can_compute(**fits)
     for change in ({"hidden_size": 65}, {"intermediate_size": 100}, {"head_size": 12}, {"head_size": 9},
-                   {"dtype": torch.float16}):
+                   {"dtype": torch.float16}, {"rotary_size": 4}):
         assert not can_compute(**{**fits, **change})
     assert [rows_at_once(n) for n in (1, 2, 64, 10_000)] == [1, 1, 8, 32]
     assert [threads_for(n, 1024) for n in (1, 32, 33)] == [1, 1, None]

@@ -20,9 +20,11 @@ from support.families import tiny_model
 CASES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "quick": ("llama", {}, True, True),
     "window": ("mistral", {}, False, True),
-    "other family": ("granite", {}, False, False),
+    "other family": ("helium", {}, False, False),
     "convolutions as linears": ("gpt2", {}, False, False),
-    "experts": ("mixtral", {}, False, False),
+    "experts": ("mixtral", {}, False, True),
+    "experts of another family": ("qwen2_moe", {}, False, False),
+    "multipliers": ("granite", {}, False, True),
     "unknown experts": ("dbrx", {}, False, False),
     "fused, but for its activation": ("llama", {"hidden_act": "gelu"}, False, False),
 }

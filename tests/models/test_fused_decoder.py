@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch import nn
 from pagedcore.errors import ModelNotSupported
 from pagedcore.execution.ragged_batch import RaggedBatch, assemble
 from pagedcore.models.cpu.fused_decoder import FusedDecoder, FusedPart, RotaryAngles, best_decoder
-from pagedcore.models.cpu.fused_match import recognised_activation
+from pagedcore.models.cpu.fused_match import NotFused, recognise
 from pagedcore.models.cpu.packed_linear import PackedLinear
 from pagedcore.models.decoder import Decoder, ModuleDecoder
+from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from pagedcore_kernels.reference import ReferenceAttention
 from support.families import VOCAB, tiny_model
 
@@ -39,6 +42,25 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
     "qwen3, linear rope": ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama, dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+}
+#: The same of architectures that differ from Llama in more than biases and norms of heads.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3, half of a head turned": ("phi3", {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "phi3, longrope": ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 64, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}}),
+    "granite": ("granite", {}),
+    "smollm3": ("smollm3", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {"final_logit_softcapping": 20.0}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "olmoe": ("olmoe", {}),
 }
 
 Piece = tuple[int, int, int]
@@ -49,6 +71,17 @@ SCHEDULE: list[list[Piece]] = [
     [(2, 5, 6)],
     [(0, 22, 40), (2, 6, 9)],
 ]
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    """Return a tiny model whose norms have random weights too."""
+    family, own = {**KNOWN, **OTHERS}[name]
+    model = tiny_model(family, **own, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += torch.randn(parameter.shape) * 0.3
+    return model
 
 
 def sequences() -> list[np.ndarray[Any, np.dtype[np.int64]]]:
@@ -97,12 +130,13 @@ def expected_logits(model: Any) -> list[torch.Tensor]:
         return [model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].float() for tokens in sequences()]
 
 
-@pytest.mark.parametrize("attention", [NumbaCpuAttention, ReferenceAttention])
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(("name", "attention"), [
+    *((name, attention) for name in KNOWN for attention in (NumbaCpuAttention, ReferenceAttention)),
+    *((name, NumbaCpuAttention) for name in OTHERS),
+])
 def test_float32_is_what_transformers_computes(name: str, attention: Any) -> None:
     """In float32 a ragged, chunked schedule gives every logit of the plain model."""
-    family, changes = KNOWN[name]
-    model = tiny_model(family, **changes)
+    model = model_of(name)
     expected = expected_logits(model)
     backend = take_over(model, attention)
     assert type(decoder_of(backend)) is FusedDecoder
@@ -111,30 +145,31 @@ def test_float32_is_what_transformers_computes(name: str, attention: Any) -> Non
         assert torch.equal(actual.argmax(-1), wanted.argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", *OTHERS])
 def test_bfloat16_is_close(name: str) -> None:
     """In bfloat16 the fused decoder is no further from the plain model than the general one."""
-    family, changes = KNOWN[name]
-    model = tiny_model(family, dtype=torch.bfloat16, **changes)
+    model = model_of(name, dtype=torch.bfloat16)
     expected = torch.cat(expected_logits(model))
     general = TransformersModel(
-        tiny_model(family, dtype=torch.bfloat16, **changes), NumbaCpuAttention, decoder_factory=ModuleDecoder
+        model_of(name, dtype=torch.bfloat16), NumbaCpuAttention, decoder_factory=ModuleDecoder
     )
     general.allocate_kv(9, BLOCK_SIZE)
+    # Why not the mean: a near tie of two experts sends a token elsewhere.
     errors = [
-        (torch.cat(run(backend, SCHEDULE)) - expected).norm() / expected.norm()
+        ((torch.cat(run(backend, SCHEDULE)) - expected).norm(dim=-1) / expected.norm(dim=-1)).median()
         for backend in (take_over(model), general)
     ]
     assert errors[0] < 0.03
     assert errors[0] < 1.2 * errors[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, dtype) for name in ("qwen2", "qwen3") for dtype in (torch.float32, torch.bfloat16)),
+    *((name, torch.bfloat16) for name in OTHERS),
+])
 def test_same_bits_under_every_schedule(name: str, dtype: torch.dtype) -> None:
     """A token's logits are the same bits alone, in chunks, among others and in another order."""
-    family, changes = KNOWN[name]
-    backend = take_over(tiny_model(family, dtype=dtype, **changes))
+    backend = take_over(model_of(name, dtype=dtype))
     assert backend.is_schedule_invariant
     whole = run(backend, [[(i, 0, length)] for i, length in enumerate(LENGTHS)])
     together = [[(2, 0, 9), (0, 0, 40), (1, 0, 23)]]
@@ -221,7 +256,8 @@ def test_changed_models_keep_their_modules(change: Callable[[Any], None]) -> Non
     ("llama", {"hidden_act": "relu"}),
     ("llama", {"intermediate_size": 100}),
     ("llama", {"head_dim": 12}),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
+    ("olmoe", {"clip_qkv": 1.0}),
 ])
 def test_other_models_keep_their_modules(family: str, changes: dict[str, Any]) -> None:
     """An architecture, activation, size or rotary embedding that the kernels do not know is left to its modules."""
@@ -235,7 +271,11 @@ def test_recognition(change: Callable[[Any], None] | None) -> None:
     layers = take_over(tiny_model("llama")).layers
     if change is not None:
         change(model)
-    assert (recognised_activation(model, layers) is not None) == (change is None)
+    if change is None:
+        assert recognise(model, layers).activation == "silu"
+        return
+    with pytest.raises(NotFused, match=r"its modules are not|do not all attend alike"):
+        recognise(model, layers)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -282,12 +322,16 @@ def test_failed_self_test_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_angles_grow_without_changing() -> None:
     """A longer table starts with the shorter one."""
-    angles = RotaryAngles(tiny_model("llama").model.rotary_emb, 16, torch.bfloat16)
-    short = angles.upto(10).clone()
-    assert len(short) >= 10
-    longer = angles.upto(len(short) + 1)
-    assert len(longer) > len(short)
-    assert torch.equal(longer[: len(short)], short)
+    angles = RotaryAngles(tiny_model("llama").model.rotary_emb, torch.bfloat16, 5000)
+    short = angles.table.clone()
+    angles.grow(len(short))
+    assert torch.equal(angles.table, short)
+    angles.grow(len(short) + 1)
+    assert len(angles.table) == 2 * len(short)
+    assert torch.equal(angles.table[: len(short)], short)
+    for _ in range(3):
+        angles.grow(len(angles.table) + 1)
+    assert len(angles.table) == 5001
 
 
 def test_angles_of_interleaved_halves_are_refused() -> None:
@@ -297,4 +341,24 @@ def test_angles_of_interleaved_halves_are_refused() -> None:
         return angles.cos(), angles.sin()
 
     with pytest.raises(ModelNotSupported, match="both halves"):
-        RotaryAngles(rotary, 16, torch.float32)
+        RotaryAngles(rotary, torch.float32, 100)
+
+
+@pytest.mark.parametrize(("name", "scheme"), list(zip(OTHERS, itertools.cycle(SCHEMES), strict=False)))
+def test_quantised_products_are_fused_too(name: str, scheme: str) -> None:
+    """With quantised weights the fused decoder computes what transformers' modules compute with the same products."""
+    if form_of_int8_product(16) is None:
+        pytest.skip("no such vectors")
+    options = {"linears": SCHEMES[scheme], "quantization": scheme}
+    fused = take_over(model_of(name), **options)
+    assert type(decoder_of(fused)) is FusedDecoder
+    assert fused.is_schedule_invariant
+    general = take_over(
+        model_of(name), **options,
+        decoder_factory=lambda model, layers, on_unused: ModuleDecoder(model, layers, on_unused, SCHEMES[scheme]),
+    )
+    actual, wanted = (torch.cat(run(backend, SCHEDULE)) for backend in (fused, general))
+    # Why far more: with rows of int8 the last bit of a sum can make a number its neighbour, and a near tie of two
+    # experts is decided elsewhere.
+    errors = (actual - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert errors.median() < (0.03 if scheme == "w8a8" else 1e-5)

@@ -1,4 +1,5 @@
-"""A faster decoder for models of the Llama type: fewer, larger matrix products and fused kernels between them.
+"""A faster decoder for the architectures of ``models/families.py``: fewer, larger matrix products, fused kernels
+between them.
 
 Owns the fused weights and the order of operations of one forward. It computes what transformers' modules compute, with
 the same rounding after every operation; only the order of additions inside a product may differ. Which models it is
@@ -21,12 +22,21 @@ from torch import nn
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention_interface import PagedStep
 from pagedcore.models.attention_layers import AttentionLayer
-from pagedcore.models.cpu.fused_match import recognised_activation
+from pagedcore.models.cpu.fused_match import NotFused, Recognised, has_experts, recognise
+from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
-from pagedcore.models.decoder import Decoder, ModuleDecoder
+from pagedcore.models.decoder import Decoder, ModuleDecoder, router_products
+from pagedcore.models.families import Family
+from pagedcore.models.model_facts import max_model_len
 from pagedcore.models.quantization.stored_weight import tensors_of
 from pagedcore.protocols import LinearFactory, ShowsKVPool
-from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, KVDestination, RmsNorm, RotaryEmbedding
+from pagedcore_kernels.cpu.layers.elementwise import (
+    GatedActivation,
+    KVDestination,
+    RmsNorm,
+    RotaryEmbedding,
+    SoftCap,
+)
 from pagedcore_kernels.layout import KVLayout
 
 
@@ -37,10 +47,11 @@ def best_decoder(
 
     ``linears`` makes the products, where it supports them.
     """
-    activation = recognised_activation(model, layers, linears)
-    if activation is None:
+    try:
+        known = recognise(model, layers, linears)
+    except NotFused:
         return ModuleDecoder(model, layers, on_unused, linears)
-    return FusedDecoder(model, layers, activation, on_unused, linears)
+    return FusedDecoder(model, layers, known, on_unused, linears)
 
 
 class FusedPart(nn.Module):
@@ -66,8 +77,6 @@ class Rows:
     """[T, hidden]: room for norms."""
     gated: torch.Tensor
     """[T, intermediate]: room for activations."""
-    angles: torch.Tensor
-    """By position; see ``RotaryAngles``."""
     destination: KVDestination | None
     """Where K and V go; ``None`` if the attention backend writes them itself."""
 
@@ -81,27 +90,40 @@ class FusedLayer:
     """The weights of one decoder layer and its two halves."""
 
     def __init__(
-        self, layer: Any, place: AttentionLayer, activation: GatedActivation, fuse: Callable[..., PackedLinear]
+        self, layer: Any, place: AttentionLayer, family: Family, activation: GatedActivation, angles: RotaryAngles,
+        multiplier: float, fuse: Callable[..., PackedLinear], pack: Callable[..., tuple[PackedLinear, ...]],
     ) -> None:
-        """Fuse the projections of ``layer``; its linear layers become parts of the fused ones."""
+        """Fuse the projections of ``layer``; its linear layers become parts of the fused ones.
+
+        Args:
+            layer: the module.
+            place: what its attention does.
+            family: what kind of layer it is.
+            activation: of its gate.
+            angles: of its positions.
+            multiplier: of all that it adds to the residual.
+            fuse: as ``_fuse``, of a parent and names of linear layers.
+            pack: as ``pack_experts``, of a module.
+        """
         attention, mlp = layer.self_attn, layer.mlp
-        self.place = place
-        self.input_norm = _norm(layer.input_layernorm)
-        self.qkv = fuse(attention, ("q_proj", "k_proj", "v_proj"))
-        self.rotary = _rotary(attention, place, layer.input_layernorm.weight.dtype)
-        self.output = fuse(attention, ("o_proj",))
-        self.inner_norm = _norm(layer.post_attention_layernorm)
-        self.gate_up = fuse(mlp, ("gate_proj", "up_proj"))
+        norms = [_norm(getattr(layer, name), family) if name else None for name in family.norms]
+        self.place, self.angles, self._multiplier = place, angles, multiplier
+        self.norm_in, self.norm_attended, self.norm_between, self.norm_out = norms
+        self.rotary = _rotary(attention, place, family, angles, attention.o_proj.weight.dtype)
+        self.qkv, self.output = fuse(attention, family.qkv), fuse(attention, ("o_proj",))
+        self.experts = mlp if has_experts(layer) else None
+        if self.experts is not None:
+            self.products: tuple[PackedLinear, ...] = (self.qkv, self.output, *pack(mlp))
+            return
+        self.gate_up, self.down = fuse(mlp, family.gate_up), fuse(mlp, ("down_proj",))
         self.activation = activation
-        self.down = fuse(mlp, ("down_proj",))
         self.products = self.qkv, self.output, self.gate_up, self.down
 
     def attend(self, step: PagedStep, rows: Rows, addend: torch.Tensor | None) -> torch.Tensor:
         """Add ``addend`` to the residual and return the attention over it, [T, H * D]."""
         place = self.place
-        self.input_norm(rows.residual, addend, rows.normed)
-        qkv = self.qkv.multiply(rows.normed)
-        self.rotary(qkv, step.positions, rows.angles, rows.destination, place.index)
+        qkv = self.qkv.multiply(self._enter(self.norm_in, rows, addend))
+        self.rotary(qkv, step.positions, self.angles.table, rows.destination, place.index)
         heads = qkv.view(len(qkv), -1, place.key_head_size)
         if rows.destination is None:
             keys, values = heads[:, place.num_heads :].chunk(2, dim=1)
@@ -114,9 +136,29 @@ class FusedLayer:
 
     def feed_forward(self, rows: Rows, attended: torch.Tensor) -> torch.Tensor:
         """Add the attention's output to the residual and return what the rest of the layer adds to it."""
-        self.inner_norm(rows.residual, self.output.multiply(attended), rows.normed)
-        self.activation(self.gate_up.multiply(rows.normed), rows.gated)
-        return self.down.multiply(rows.gated)
+        addend = self._leave(self.norm_attended, self.output.multiply(attended))
+        normed = self._enter(self.norm_between, rows, addend)
+        if self.experts is not None:
+            mixed: torch.Tensor = self.experts(normed[None])[0]
+            return self._leave(self.norm_out, mixed)
+        self.activation(self.gate_up.multiply(normed), rows.gated)
+        return self._leave(self.norm_out, self.down.multiply(rows.gated))
+
+    @staticmethod
+    def _enter(norm: RmsNorm | None, rows: Rows, addend: torch.Tensor | None) -> torch.Tensor:
+        """Add ``addend`` to the residual and return its norm, or itself."""
+        if norm is not None:
+            norm(rows.residual, addend, rows.normed)
+            return rows.normed
+        if addend is not None:
+            rows.residual += addend
+        return rows.residual
+
+    def _leave(self, norm: RmsNorm | None, product: torch.Tensor) -> torch.Tensor:
+        """Return what half a layer adds to the residual, in the memory of its last product."""
+        if norm is not None:
+            norm(product, None, product)
+        return product if self._multiplier == 1.0 else product.mul_(self._multiplier)
 
 
 class RotaryAngles:
@@ -127,35 +169,62 @@ class RotaryAngles:
     Invariant: a row never changes once it is in the table.
     """
 
-    def __init__(self, rotary: Any, head_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, rotary: Any, dtype: torch.dtype, limit: int) -> None:
         """Make the first rows.
 
         Args:
-            rotary: called with a tensor of the model's dtype and positions [1, n]; returns cosines and sines [1, n, D].
-            head_size: D.
-            dtype: number format of the model, which the angles are rounded to.
+            rotary: called with a tensor of the model's dtype and positions [1, n]; returns cosines and sines [1, n, R].
+            dtype: number format of the model.
+            limit: most positions; with more, angles may depend on more than the position.
 
         Raises:
-            ModelNotSupported: the module does not rotate the two halves of a whole head alike.
+            ModelNotSupported: the module does not rotate two halves alike.
         """
-        self._rotary, self._head_size, self._dtype = rotary, head_size, dtype
-        self._table = torch.empty(0, head_size)
-        self.upto(1024)
+        self._rotary, self._dtype, self._limit = rotary, dtype, limit
+        self.table = self._rows(0, min(1024, limit))
+        """float32 [n, R]: R / 2 cosines, then R / 2 sines."""
 
-    def upto(self, num_positions: int) -> torch.Tensor:
-        """Return float32 [n, D] with n at least ``num_positions``: D / 2 cosines, then D / 2 sines."""
-        known = len(self._table)
+    def grow(self, num_positions: int) -> None:
+        """Make the table at least ``num_positions`` long."""
+        known = len(self.table)
         if num_positions > known:
-            self._table = torch.cat([self._table, self._rows(known, max(num_positions, 2 * known))])
-        return self._table
+            end = max(num_positions, min(2 * known, self._limit))
+            self.table = torch.cat([self.table, self._rows(known, end)])
+
+    @property
+    def size(self) -> int:
+        """R."""
+        return self.table.shape[1]
 
     def _rows(self, begin: int, end: int) -> torch.Tensor:
         cosines, sines = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(begin, end)[None])
-        half = self._head_size // 2
+        half = cosines.shape[-1] // 2
         for angles in (cosines, sines):
             if angles.shape != (1, end - begin, 2 * half) or not torch.equal(angles[..., :half], angles[..., half:]):
                 raise ModelNotSupported("model: its rotary embedding does not turn both halves of a head alike.")
+        self.is_rounded = cosines.dtype == self._dtype
+        """Whether angles, and so their products, have the model's number format."""
         return torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=-1).float().contiguous()
+
+
+def _angles_by_layer(model: Any, layers: Mapping[int, AttentionLayer]) -> list[RotaryAngles]:
+    """Return the angles of each layer, made once for all layers of a kind; layers without positions turn by nothing."""
+    config, rotary = model.config, model.model.rotary_emb
+    # Rule: modules with several kinds of angles have a dictionary of their types.
+    kinds = config.layer_types if isinstance(rotary.rope_type, dict) else [None] * len(layers)
+    is_turned = config.to_dict().get("no_rope_layers") or [1] * len(layers)
+
+    def still(like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosines = like.new_ones(*positions.shape, layers[0].key_head_size)
+        return cosines, torch.zeros_like(cosines)
+
+    made: dict[Any, RotaryAngles] = {}
+    for key in (keys := list(zip(kinds, map(bool, is_turned), strict=False))):
+        kind, turns = key
+        if key not in made:
+            turned = rotary if kind is None else partial(rotary, layer_type=kind)
+            made[key] = RotaryAngles(turned if turns else still, model.dtype, max_model_len(config))
+    return [made[key] for key in keys]
 
 
 class FusedDecoder(Decoder):
@@ -165,20 +234,30 @@ class FusedDecoder(Decoder):
     """
 
     def __init__(
-        self, model: Any, layers: Mapping[int, AttentionLayer], activation: str, on_unused: OnUnused,
+        self, model: Any, layers: Mapping[int, AttentionLayer], known: Recognised, on_unused: OnUnused,
         linears: LinearFactory,
     ) -> None:
-        """Fuse the weights, one layer at a time; arguments as for ``best_decoder``, ``activation`` as recognised."""
-        fuse, body, dtype = partial(_fuse, linears, on_unused), model.model, model.dtype
-        gate = GatedActivation(activation, dtype)
+        """Fuse the weights, one layer at a time; arguments as for ``best_decoder``, ``known`` as recognised."""
+        fuse, body, config, family = partial(_fuse, linears, on_unused), model.model, model.config, known.family
+        pack = partial(pack_experts, linears=linears, routers=router_products(linears), on_unused=on_unused)
+        multiplier = float(config.residual_multiplier) if family.has_multipliers else 1.0
         self._general = partial(ModuleDecoder, model, layers, on_unused, linears)
-        self._embedding = body.embed_tokens
-        self._angles = RotaryAngles(body.rotary_emb, layers[0].key_head_size, dtype)
-        self._layers = [FusedLayer(layer, layers[number], gate, fuse) for number, layer in enumerate(body.layers)]
-        self._norm = _norm(body.norm)
+        self._embedding, self._scale = body.embed_tokens, _embedding_scale(model, family)
+        angles, gate = _angles_by_layer(model, layers), GatedActivation(known.activation, model.dtype)
+        self._angles = tuple(set(angles))
+        self._layers = [
+            FusedLayer(layer, layers[number], family, gate, angles[number], multiplier, fuse, pack)
+            for number, layer in enumerate(body.layers)
+        ]
+        self._norm = _norm(body.norm, family)
         # Why: the embedding still has a weight that is tied.
         is_tied = model.lm_head.weight is body.embed_tokens.weight
         self._head = _fuse(linears, (lambda weight: None) if is_tied else on_unused, model, ("lm_head",))
+        cap = config.final_logit_softcapping if family.is_gemma else None
+        self._cap = SoftCap(cap, model.dtype) if cap else None
+        self._divisor = float(config.logits_scaling) if family.has_multipliers else 1.0
+        dense = [layer for layer in self._layers if layer.experts is None]
+        self._gated_size = dense[0].down.in_features if dense else 0
         self.products = (*(product for layer in self._layers for product in layer.products), self._head)
 
     def fallback(self) -> Decoder:
@@ -202,17 +281,31 @@ class FusedDecoder(Decoder):
                 attended = attended[rows]
             addend = layer.feed_forward(work, attended)
         self._norm(work.residual, addend, work.normed)
-        return self._head.multiply(work.normed)
+        logits = self._head.multiply(work.normed)
+        if self._cap is not None:
+            self._cap(logits)
+        return logits if self._divisor == 1.0 else logits.div_(self._divisor)
 
     def _begin(self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor) -> Rows:
         residual = nn.functional.embedding(token_ids, self._embedding.weight)
+        if self._scale != 1.0:
+            residual *= self._scale
         attention, destination = step.attention, None
         if isinstance(attention, ShowsKVPool) and isinstance(attention.layout, KVLayout):
             destination = KVDestination(attention.layout, attention.pool, step.slots)
+        num_positions = int(positions.max()) + 1
+        for angles in self._angles:
+            angles.grow(num_positions)
         return Rows(
-            residual, torch.empty_like(residual), residual.new_empty(len(residual), self._layers[0].down.in_features),
-            self._angles.upto(int(positions.max()) + 1), destination,
+            residual, torch.empty_like(residual), residual.new_empty(len(residual), self._gated_size), destination
         )
+
+
+def _embedding_scale(model: Any, family: Family) -> float:
+    if family.has_multipliers:
+        return float(model.config.embedding_multiplier)
+    # Rule: Gemma's root is rounded to the model's number format.
+    return float(torch.tensor(model.config.hidden_size**0.5, dtype=model.dtype)) if family.is_gemma else 1.0
 
 
 def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: tuple[str, ...]) -> PackedLinear:
@@ -230,14 +323,27 @@ def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names:
     return whole
 
 
-def _norm(module: Any) -> RmsNorm:
-    return RmsNorm(module.weight, module.variance_epsilon)
+def _weight_of(norm: Any, family: Family) -> torch.Tensor:
+    """Return a norm's weight as ``RmsNorm`` reads it: in float32 where the product alone is rounded."""
+    weight: torch.Tensor = norm.weight.detach()
+    return weight.clone() if family.norm_offset is None else weight.float() + family.norm_offset
 
 
-def _rotary(attention: Any, place: AttentionLayer, dtype: torch.dtype) -> RotaryEmbedding:
-    shape = place.num_heads, place.num_kv_heads, place.key_head_size, dtype
-    if "q_norm" not in dict(attention.named_children()):
-        return RotaryEmbedding(*shape)
-    norms = attention.q_norm, attention.k_norm
-    weights = norms[0].weight.detach().clone(), norms[1].weight.detach().clone()
-    return RotaryEmbedding(*shape, norms=weights, epsilon=norms[0].variance_epsilon)
+def _epsilon_of(norm: Any) -> float:
+    return float(vars(norm).get("variance_epsilon") or norm.eps)
+
+
+def _norm(module: Any, family: Family) -> RmsNorm:
+    return RmsNorm(_weight_of(module, family), _epsilon_of(module), module.weight.dtype)
+
+
+def _rotary(
+    attention: Any, place: AttentionLayer, family: Family, angles: RotaryAngles, dtype: torch.dtype
+) -> RotaryEmbedding:
+    shape, turn = (place.num_heads, place.num_kv_heads, place.key_head_size, dtype), (angles.size, angles.is_rounded)
+    if not family.has_head_norms:
+        return RotaryEmbedding(*shape, rotary_size=turn[0], rounds=turn[1])
+    weights = _weight_of(attention.q_norm, family), _weight_of(attention.k_norm, family)
+    return RotaryEmbedding(
+        *shape, norms=weights, epsilon=_epsilon_of(attention.q_norm), rotary_size=turn[0], rounds=turn[1]
+    )

@@ -1,8 +1,8 @@
 """Everything in a decoder layer that is neither a matrix product nor attention, over all rows of a step.
 
-Owns three kernels and the objects that call them: residual add with RMS norm, gated activation, and rotary
-embedding together with the write of K and V into the pool. They compute what the modules of transformers
-compute, with the same rounding (``hidden_rows.py``); they never see a model. Read
+Owns four kernels and the objects that call them: residual add with RMS norm, gated activation, rotary embedding
+together with the write of K and V into the pool, and the soft cap of logits. They compute what the modules of
+transformers compute, with the same rounding (``hidden_rows.py``); they never see a model. Read
 ``pagedcore/models/cpu/fused_decoder.py`` for who uses them.
 
 Invariant: work is split by rows, so the bits of a row depend neither on the other rows nor on the threads.
@@ -33,14 +33,20 @@ SMALLEST_VECTOR = 4
 #: Why 32: the K of so many consecutive tokens fills the cache lines it touches, and no other thread writes them.
 _MOST_ROWS_AT_ONCE = 32
 _ROUNDS_OF_WORK = 8
+#: Logits that a thread claims together.
+_CAPPED_AT_ONCE = 8192
 #: Up to so many bytes of rows one thread is done before they have reached the cache of a second one.
 _BYTES_OF_ONE_THREAD = 2**15
 
 
-def can_compute(*, hidden_size: int, intermediate_size: int, head_size: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels handle rows of these sizes in this dtype."""
+def can_compute(
+    *, hidden_size: int, intermediate_size: int, head_size: int, dtype: torch.dtype, rotary_size: int | None = None
+) -> bool:
+    """Whether the kernels handle rows of these sizes in this dtype; ``rotary_size`` as in ``RotaryEmbedding``."""
     sizes_fit = hidden_size % LANES == 0 and intermediate_size % LANES == 0
-    heads_fit = head_size % 2 == 0 and head_size // 2 % SMALLEST_VECTOR == 0
+    heads_fit = all(
+        size % 2 == 0 and size // 2 % SMALLEST_VECTOR == 0 for size in (head_size, rotary_size or head_size)
+    )
     return sizes_fit and heads_fit and dtype in (torch.float32, torch.bfloat16)
 
 
@@ -58,20 +64,22 @@ class RmsNorm:
     """``weight * x / rms(x)`` over rows, after an optional residual add.
 
     Args:
-        weight: [hidden], float32 or bfloat16, the dtype of all rows.
+        weight: [hidden], float32 or bfloat16; with a weight of float32 the quotient is not rounded before the product.
         epsilon: added to the mean of squares.
+        dtype: of all rows; ``None``: the weight's.
     """
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+    def __init__(self, weight: torch.Tensor, epsilon: float, dtype: torch.dtype | None = None) -> None:
         self._weight = weight.detach().clone(memory_format=torch.contiguous_format)
-        self._kernels = [_norm_kernel(int(weight.dtype == torch.bfloat16), adds) for adds in (0, 1)]
+        formats = [int(one == torch.bfloat16) for one in (dtype or weight.dtype, weight.dtype)]
+        self._kernels = [_norm_kernel(*formats, adds) for adds in (0, 1)]
         self._parameters = ParameterBlock(8)
         self._parameters.set_float(7, epsilon)
 
     def __call__(self, residual: torch.Tensor, addend: torch.Tensor | None, out: torch.Tensor) -> None:
         """Add ``addend`` to ``residual`` in place, if there is one, and write the norm of the sum to ``out``.
 
-        All are [T, hidden], contiguous, of the weight's dtype; ``out`` may not be ``addend`` or ``residual``.
+        All are [T, hidden], contiguous, of one dtype; ``out`` may be ``residual`` if there is no ``addend``.
         """
         num_rows, hidden = residual.shape
         self._parameters.fill(
@@ -100,6 +108,25 @@ class GatedActivation:
         self._kernel.run(self._parameters)
 
 
+class SoftCap:
+    """``cap * tanh(x / cap)`` over logits, in place.
+
+    Args:
+        cap: a positive bound.
+        dtype: of the logits.
+    """
+
+    def __init__(self, cap: float, dtype: torch.dtype) -> None:
+        self._kernel = _cap_kernel(int(dtype == torch.bfloat16))
+        self._parameters = ParameterBlock(3)
+        self._parameters.set_float(2, cap)
+
+    def __call__(self, logits: torch.Tensor) -> None:
+        """Bound ``logits``, contiguous and of any shape."""
+        self._parameters.fill(logits.data_ptr(), logits.numel())
+        self._kernel.run(self._parameters)
+
+
 @dataclass(frozen=True, slots=True)
 class KVDestination:
     """Where the K and V of a step go: slots [T] int64 of a pool with this layout, negative for nowhere."""
@@ -112,15 +139,18 @@ class KVDestination:
 class RotaryEmbedding:
     """Rotary embedding of the queries and keys of a step, in place, and the write of its K and V to a pool.
 
-    Optionally every query head and key head is RMS-normed first.
+    Optionally every query head and key head is RMS-normed first, or all of a row's together.
 
     Args:
         num_heads: query heads H.
         num_kv_heads: key and value heads KVH.
         head_size: D, of queries, keys and values.
         dtype: of all rows and of the pool.
-        norms: weights [D] of query heads and of key heads.
+        norms: weights [D] of query heads and of key heads, or [H * D] and [KVH * D] of rows; see ``RmsNorm`` for their
+            dtype.
         epsilon: of the norms.
+        rotary_size: elements R at the beginning of a head that are rotated; ``None``: all.
+        rounds: round every product of the rotation, not only their sums.
     """
 
     def __init__(
@@ -132,12 +162,19 @@ class RotaryEmbedding:
         *,
         norms: tuple[torch.Tensor, torch.Tensor] | None = None,
         epsilon: float = 0.0,
+        rotary_size: int | None = None,
+        rounds: bool = True,
     ) -> None:
         self._heads = num_heads, num_kv_heads
         self._row_size = (num_heads + 2 * num_kv_heads) * head_size
         self._norms = norms
         self._norm_addresses = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0)
-        self._kernel = _rotary_kernel(int(dtype == torch.bfloat16), head_size, int(norms is not None))
+        is_bf16 = int(dtype == torch.bfloat16)
+        scope = 0 if norms is None else 1 if all(len(weight) == head_size for weight in norms) else 2
+        weights_bf16 = is_bf16 if norms is None else int(norms[0].dtype == torch.bfloat16)
+        self._kernel = _rotary_kernel(
+            is_bf16, head_size, scope, weights_bf16, head_size if rotary_size is None else rotary_size, int(rounds)
+        )
         self._parameters = ParameterBlock(18)
         self._parameters.set_float(17, epsilon)
 
@@ -154,7 +191,7 @@ class RotaryEmbedding:
         Args:
             qkv: [T, (H + 2 KVH) * D], contiguous: query heads, key heads, value heads; changed in place.
             positions: [T] int64, each a row of ``angles``.
-            angles: [positions, D] float32: cosines of the first half of a head, then sines.
+            angles: [positions, R] float32: cosines of the first half of R, then sines.
             destination: where keys and values are written, if anywhere.
             layer: index into the destination's layers.
         """
@@ -187,7 +224,7 @@ def _places(destination: KVDestination | None, layer: int) -> tuple[int, ...]:
 
 
 @lru_cache
-def _norm_kernel(is_bf16: int, adds: int) -> Kernel:
+def _norm_kernel(is_bf16: int, is_weight_bf16: int, adds: int) -> Kernel:
     size = 2 if is_bf16 else 4
     lanes = LANES
 
@@ -207,7 +244,9 @@ def _norm_kernel(is_bf16: int, adds: int) -> Kernel:
                 if adds:
                     hidden_rows.add_row(is_bf16, lanes, residual + distance, addend + distance, vectors)
                 scale = hidden_rows.inverse_rms(is_bf16, lanes, residual + distance, vectors, epsilon)
-                hidden_rows.scale_row(is_bf16, lanes, residual + distance, weight, out + distance, vectors, scale)
+                hidden_rows.scale_row(
+                    is_bf16, is_weight_bf16, lanes, residual + distance, weight, out + distance, vectors, scale
+                )  # fmt: skip
 
     return compile_kernel(add_rms_norm)
 
@@ -237,9 +276,35 @@ def _gated_kernel(is_bf16: int, activation: int) -> Kernel:
 
 
 @lru_cache
-def _rotary_kernel(is_bf16: int, head_size: int, norms: int) -> Kernel:
+def _cap_kernel(is_bf16: int) -> Kernel:
+    size = 2 if is_bf16 else 4
+    lanes, chunk = LANES, _CAPPED_AT_ONCE
+
+    def soft_cap(parameters: Any) -> None:
+        p = address_of(parameters)
+        counter, logits, number = load_int64(p, 0), load_int64(p, 1), load_int64(p, 2)
+        cap = load_float32(p, 6)
+        while True:
+            first = claim(counter) * chunk
+            if first >= number:
+                break
+            share = min(chunk, number - first)
+            vectors = share // lanes
+            row = logits + first * size
+            hidden_rows.cap_row(is_bf16, lanes, row, vectors, cap)
+            hidden_rows.cap_row(is_bf16, 1, row + vectors * lanes * size, share - vectors * lanes, cap)
+
+    return compile_kernel(soft_cap)
+
+
+@lru_cache
+def _rotary_kernel(
+    is_bf16: int, head_size: int, norms: int, is_weight_bf16: int, rotary_size: int, rounds: int
+) -> Kernel:
+    """``norms``: 0 for none, 1 for one of each head, 2 for one of all query heads and one of all key heads."""
     size = 2 if is_bf16 else 4
     lanes = gcd(head_size // 2, LANES)
+    rotary_lanes = gcd(rotary_size // 2, LANES)
     vectors = head_size // lanes
     head_bytes = head_size * size
 
@@ -260,14 +325,23 @@ def _rotary_kernel(is_bf16: int, head_size: int, norms: int) -> Kernel:
                 break
             for row in range(first, min(first + chunk, num_rows)):
                 queries = qkv + row * (num_heads + 2 * num_kv_heads) * head_bytes
-                cosines = angles + load_int64(positions, row) * head_size * 4
+                cosines = angles + load_int64(positions, row) * rotary_size * 4
+                if norms == 2:
+                    for part in range(2):
+                        weight = key_norm if part else query_norm
+                        address = queries + part * num_heads * head_bytes
+                        width = (num_kv_heads if part else num_heads) * vectors
+                        scale = hidden_rows.inverse_rms(is_bf16, lanes, address, width, epsilon)
+                        hidden_rows.scale_row(is_bf16, is_weight_bf16, lanes, address, weight, address, width, scale)
                 for head in range(num_heads + num_kv_heads):
                     address = queries + head * head_bytes
-                    if norms:
+                    if norms == 1:
                         weight = query_norm if head < num_heads else key_norm
                         scale = hidden_rows.inverse_rms(is_bf16, lanes, address, vectors, epsilon)
-                        hidden_rows.scale_row(is_bf16, lanes, address, weight, address, vectors, scale)
-                    hidden_rows.rotate_head(is_bf16, lanes, head_size, address, cosines, cosines + head_size * 2)
+                        hidden_rows.scale_row(is_bf16, is_weight_bf16, lanes, address, weight, address, vectors, scale)
+                    hidden_rows.rotate_head(
+                        is_bf16, rounds, rotary_lanes, rotary_size, address, cosines, cosines + rotary_size * 2
+                    )  # fmt: skip
                 if slots == 0:
                     continue
                 slot = load_int64(slots, row)

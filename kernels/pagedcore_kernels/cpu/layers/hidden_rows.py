@@ -83,27 +83,31 @@ def inverse_rms(typing: Typing, is_bf16: Any, lanes: Any, source: Any, num_vecto
 
 @intrinsic(prefer_literal=True)
 def scale_row(
-    typing: Typing, is_bf16: Any, lanes: Any, source: Any, weight: Any, target: Any, num_vectors: Any, scale: Any
+    typing: Typing, is_bf16: Any, is_weight_bf16: Any, lanes: Any, source: Any, weight: Any, target: Any,
+    num_vectors: Any, scale: Any,
 ) -> Any:
-    """``scale_row(is_bf16, lanes, source, weight, target, num_vectors, scale)``: ``weight * (source * scale)``.
+    """``scale_row(is_bf16, is_weight_bf16, lanes, source, weight, target, num_vectors, scale)``:
+    ``weight * (source * scale)``.
 
-    Both products are rounded to storage; ``target`` may be ``source``.
+    The result is rounded to storage, and so is the inner product unless the weight is wider; ``target`` may be
+    ``source``.
     """
-    bf16, width = is_bf16.literal_value, lanes.literal_value
+    bf16, weight_bf16, width = is_bf16.literal_value, is_weight_bf16.literal_value, lanes.literal_value
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        factor = simd.splat(b, args[6], width)
+        factor = simd.splat(b, args[7], width)
 
         def scale_vector(offset: Value) -> None:
-            x = _rounded(b, b.fmul(simd.load_floats(b, args[2], offset, bf16, width), factor), bf16)
-            w = simd.load_floats(b, args[3], offset, bf16, width)
-            simd.store_floats(b, b.fmul(w, x), args[4], offset, bf16)
+            x = _rounded(b, b.fmul(simd.load_floats(b, args[3], offset, bf16, width), factor), weight_bf16)
+            place = b.mul(offset, simd.int64(2)) if bf16 and not weight_bf16 else offset
+            w = simd.load_floats(b, args[4], place, weight_bf16, width)
+            simd.store_floats(b, b.fmul(w, x), args[5], offset, bf16)
 
-        _for_each_vector(b, args[5], width * simd.item_bytes(bf16), scale_vector)
+        _for_each_vector(b, args[6], width * simd.item_bytes(bf16), scale_vector)
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(is_bf16, lanes, address, address, address, types.int64, types.float32), codegen
+    return types.void(is_bf16, is_weight_bf16, lanes, address, address, address, types.int64, types.float32), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -146,29 +150,56 @@ def _gelu_tanh(b: Builder, x: Value) -> Value:
 
 
 @intrinsic(prefer_literal=True)
-def rotate_head(typing: Typing, is_bf16: Any, lanes: Any, head_size: Any, head: Any, cosines: Any, sines: Any) -> Any:
-    """``rotate_head(is_bf16, lanes, head_size, head, cosines, sines)``: rotary embedding of one head, in place.
+def rotate_head(
+    typing: Typing, is_bf16: Any, rounds: Any, lanes: Any, size: Any, head: Any, cosines: Any, sines: Any
+) -> Any:
+    """``rotate_head(is_bf16, rounds, lanes, size, head, cosines, sines)``: rotary embedding of the first ``size``
+    elements of one head, in place.
 
-    The first half of the head is paired with the second. ``cosines`` and ``sines`` are ``head_size / 2`` float32
-    that already have the precision of the storage dtype. Every product and the sum are rounded to storage.
+    Their first half is paired with the second. ``cosines`` and ``sines`` are ``size / 2`` float32. The sum is rounded
+    to storage, and if ``rounds`` is 1 so is every product.
     """
-    bf16, width, half = is_bf16.literal_value, lanes.literal_value, head_size.literal_value // 2
-    size = simd.item_bytes(bf16)
+    bf16, width, half = is_bf16.literal_value, lanes.literal_value, size.literal_value // 2
+    item, products = simd.item_bytes(bf16), bf16 and rounds.literal_value
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         for start in range(0, half, width):
-            low, high = start * size, (half + start) * size
-            x = simd.load_floats(b, args[3], low, bf16, width)
-            y = simd.load_floats(b, args[3], high, bf16, width)
-            cosine = simd.load_floats(b, args[4], start * 4, 0, width)
-            sine = simd.load_floats(b, args[5], start * 4, 0, width)
-            x_cosine, x_sine = (_rounded(b, b.fmul(x, factor), bf16) for factor in (cosine, sine))
-            y_cosine, y_sine = (_rounded(b, b.fmul(y, factor), bf16) for factor in (cosine, sine))
-            simd.store_floats(b, b.fsub(x_cosine, y_sine), args[3], low, bf16)
-            simd.store_floats(b, b.fadd(y_cosine, x_sine), args[3], high, bf16)
+            low, high = start * item, (half + start) * item
+            x = simd.load_floats(b, args[4], low, bf16, width)
+            y = simd.load_floats(b, args[4], high, bf16, width)
+            cosine = simd.load_floats(b, args[5], start * 4, 0, width)
+            sine = simd.load_floats(b, args[6], start * 4, 0, width)
+            x_cosine, x_sine = (_rounded(b, b.fmul(x, factor), products) for factor in (cosine, sine))
+            y_cosine, y_sine = (_rounded(b, b.fmul(y, factor), products) for factor in (cosine, sine))
+            simd.store_floats(b, b.fsub(x_cosine, y_sine), args[4], low, bf16)
+            simd.store_floats(b, b.fadd(y_cosine, x_sine), args[4], high, bf16)
         return context.get_dummy_value()
 
-    return types.void(is_bf16, lanes, head_size, types.int64, types.int64, types.int64), codegen
+    return types.void(is_bf16, rounds, lanes, size, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def cap_row(typing: Typing, is_bf16: Any, lanes: Any, row: Any, num_vectors: Any, cap: Any) -> Any:
+    """``cap_row(is_bf16, lanes, row, num_vectors, cap)``: ``cap * tanh(row / cap)`` in place, each step rounded.
+
+    An element's bits do not depend on the number of lanes.
+    """
+    bf16, width = is_bf16.literal_value, lanes.literal_value
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        factor = simd.splat(b, args[4], width)
+        one, two = (simd.constant(number, simd.floats(width)) for number in (1.0, 2.0))
+
+        def cap_vector(offset: Value) -> None:
+            x = _rounded(b, b.fdiv(simd.load_floats(b, args[2], offset, bf16, width), factor), bf16)
+            # Rule: tanh(x) = 1 - 2 / (1 + exp(2 x))
+            tanh = b.fsub(one, b.fdiv(two, b.fadd(one, _exp(b, b.fmul(two, x)))))
+            simd.store_floats(b, b.fmul(_rounded(b, tanh, bf16), factor), args[2], offset, bf16)
+
+        _for_each_vector(b, args[3], width * simd.item_bytes(bf16), cap_vector)
+        return context.get_dummy_value()
+
+    return types.void(is_bf16, lanes, types.int64, types.int64, types.float32), codegen
 
 
 @intrinsic(prefer_literal=True)
