@@ -39,8 +39,10 @@ class Family:
     """Whether embeddings are multiplied by the root of their size, and logits may have a soft cap."""
     has_experts: bool = False
     """Whether layers may be mixtures of experts."""
+    has_wide_angles: bool = False
+    """Whether cosines and sines stay in float32."""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """Modules by path that Llama does not have, or of other classes: ends of names of classes; "" for a dropout."""
+    """Modules by path whose classes are not called as Llama's: ends of the names."""
 
 
 _GEMMA: Final = {"model.embed_tokens": "TextScaledWordEmbedding"}
@@ -50,14 +52,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "mistral": Family(classes="Mistral"),
     "qwen2": Family(classes="Qwen2"),
     "qwen3": Family(classes="Qwen3", has_head_norms=True),
-    "phi3": Family(
-        classes="Phi3", qkv=("qkv_proj",), gate_up=("gate_up_proj",), activation="activation_fn",
-        modules={".resid_attn_dropout": "", ".resid_mlp_dropout": ""},
-    ),
+    "phi3": Family(classes="Phi3", qkv=("qkv_proj",), gate_up=("gate_up_proj",), activation="activation_fn"),
     "granite": Family(classes="Granite", has_multipliers=True),
     "smollm3": Family(classes="SmolLM3"),
-    "olmo2": Family(classes="Olmo2", norms=_AFTER, norm_offset=0.0, has_head_norms=True),
-    "olmo3": Family(classes="Olmo3", norms=_AFTER, norm_offset=0.0, has_head_norms=True),
+    "olmo2": Family(classes="Olmo2", norms=_AFTER, norm_offset=0.0, has_head_norms=True, has_wide_angles=True),
+    "olmo3": Family(classes="Olmo3", norms=_AFTER, norm_offset=0.0, has_head_norms=True, has_wide_angles=True),
     "gemma2": Family(classes="Gemma2", norms=_AROUND, norm_offset=1.0, is_gemma=True, modules=_GEMMA),
     "gemma3_text": Family(
         classes="Gemma3", norms=_AROUND, norm_offset=1.0, has_head_norms=True, is_gemma=True,

@@ -1,4 +1,5 @@
-"""The module tree of Llama, Mistral, Qwen2 and Qwen3 without transformers, for models that ``quick_start.py`` reads.
+"""The module trees of the dense architectures of ``families.py`` without transformers, for models that
+``quick_start.py`` reads.
 
 Owns the same modules under the same names, with the same operations in the same order, as transformers has for these
 architectures, so that logits are equal bit for bit; importing those takes a second and more. ``FusedDecoder`` takes
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from pagedcore.models.attention_interface import ATTENTION_KEY, paged_attention
+from pagedcore.models.families import FAMILIES, Family
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -23,31 +25,42 @@ Weights = Mapping[str, torch.Tensor]
 class RMSNorm(nn.Module):
     """Divides rows by their root mean square, in float32."""
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+    def __init__(self, weight: torch.Tensor, epsilon: float, offset: float | None) -> None:
+        """Take a weight [n], and ``Family.norm_offset``."""
         super().__init__()
         self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), epsilon
+        self._offset = offset
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` [..., n] normed and weighed."""
         wide = rows.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(rows.dtype)
+        if self._offset is None:
+            return self.weight * wide.to(rows.dtype)
+        return (wide * (self._offset + self.weight.float())).to(rows.dtype)
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of positions."""
+    """Cosines and sines of positions, of one kind, or of one for each type of layers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.rope_type = config.rope_parameters["rope_type"]
-        self.inv_freq: torch.Tensor
-        self.register_buffer("inv_freq", inverse_frequencies(config.rope_parameters, config.head_dim), persistent=False)
+        self._is_wide, rope = FAMILIES[config.model_type].has_wide_angles, config.rope_parameters
+        kinds = {"": rope} if "rope_type" in rope else {f"{kind}_": rope[kind] for kind in sorted(rope)}
+        for kind, parameters in kinds.items():
+            frequencies = inverse_frequencies(parameters, config.head_dim)
+            self.register_buffer(f"{kind}inv_freq", frequencies, persistent=False)
+        types = {kind[:-1]: parameters["rope_type"] for kind, parameters in kinds.items()}
+        self.rope_type = types.get("", types)
 
-    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [B, T, D] of ``positions`` [B, T], in the number format of ``like``."""
-        angles = positions[..., None].float() * self.inv_freq
+    def forward(
+        self, like: torch.Tensor, positions: torch.Tensor, layer_type: str = ""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [B, T, R] of ``positions`` [B, T], in the number format of ``like`` or wider."""
+        angles = positions[..., None].float() * self.get_buffer(f"{layer_type}_inv_freq" if layer_type else "inv_freq")
         both = torch.cat((angles, angles), dim=-1)
-        return both.cos().to(like.dtype), both.sin().to(like.dtype)
+        dtype = torch.float32 if self._is_wide else like.dtype
+        return both.cos().to(dtype), both.sin().to(dtype)
 
 
 class Attention(nn.Module):
@@ -57,46 +70,91 @@ class Attention(nn.Module):
 
     def __init__(self, config: Any, weights: Weights, layer_idx: int) -> None:
         super().__init__()
-        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
-        self.scaling = self.head_dim**-0.5
-        self.q_proj, self.k_proj = linear(weights, "q_proj"), linear(weights, "k_proj")
-        self.v_proj, self.o_proj = linear(weights, "v_proj"), linear(weights, "o_proj")
+        family, fields = FAMILIES[config.model_type], vars(config)
+        self.config, self.layer_idx, self.head_dim, self._names = config, layer_idx, config.head_dim, family.qkv
+        self.scaling = _attention_scale(config, family)
+        for name in (*family.qkv, "o_proj"):
+            setattr(self, name, linear(weights, name))
         norms = [
-            RMSNorm(weights[name], config.rms_norm_eps) if name in weights else None
+            RMSNorm(weights[name], config.rms_norm_eps, family.norm_offset) if name in weights else None
             for name in ("q_norm.weight", "k_norm.weight")
         ]
         self.q_norm, self.k_norm = norms
+        self._sizes = [n * self.head_dim for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        turned, types = fields.get("no_rope_layers"), fields.get("layer_types")
+        self._turns = turned is None or bool(turned[layer_idx])
+        has_window = types is None or types[layer_idx] == "sliding_attention"
+        self._window = fields.get("sliding_window") if has_window else None
+        self._softcap = fields.get("attn_logit_softcapping")
 
     def forward(self, rows: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Attend over ``rows`` [1, T, hidden]."""
-        heads = (*rows.shape[:-1], -1, self.head_dim)
-        query, key, value = (product(rows).view(heads) for product in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
-        query, key = rotate(query, angles), rotate(key, angles)
+        products = [self.get_submodule(name)(rows) for name in self._names]
+        if len(products) == 1:
+            products = list(products[0].split(self._sizes, dim=-1))
+        query, key, value = products
+        query, key, value = self._heads(query, self.q_norm), self._heads(key, self.k_norm), self._heads(value, None)
+        if self._turns:
+            query, key = rotate(query, angles), rotate(key, angles)
         if self.config._attn_implementation == ATTENTION_KEY:
-            attended = paged_attention(self, query, key, value, scaling=self.scaling)[0]
+            attended = paged_attention(
+                self, query, key, value, scaling=self.scaling, sliding_window=self._window, softcap=self._softcap
+            )[0]
         else:
-            attended = nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scaling, enable_gqa=True
-            ).transpose(1, 2)
-        output: torch.Tensor = self.o_proj(attended.reshape(*rows.shape[:-1], -1))
+            attended = self._attend(query, key, value).transpose(1, 2)
+        output: torch.Tensor = self.get_submodule("o_proj")(attended.reshape(*rows.shape[:-1], -1))
         return output
+
+    def _heads(self, product: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """Return heads [1, H, T, D] of a product [1, T, H * D], normed one by one or all of a row together."""
+        heads = (*product.shape[:-1], -1, self.head_dim)
+        if norm is not None:
+            is_of_heads = len(norm.weight) == self.head_dim
+            product = norm(product.view(heads)) if is_of_heads else norm(product)
+        return product.view(heads).transpose(1, 2)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend without a KV cache, as transformers does: by torch's function, or in single steps."""
+        num_tokens, window = query.shape[2], self._window or 0
+        is_eager = self.config._attn_implementation == "eager"
+        if not is_eager and (not window or num_tokens <= window):
+            return nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scaling, enable_gqa=True
+            )
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+        mask = create_sliding_window_causal_mask(num_tokens, window)
+        if not is_eager:
+            return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scaling)
+        scores = query @ key.transpose(2, 3) * self.scaling
+        if self._softcap:
+            scores = torch.tanh(scores / self._softcap) * self._softcap
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+class GELUTanh(nn.GELU):
+    """The activation of Gemma."""
+
+    def __init__(self) -> None:
+        super().__init__(approximate="tanh")
 
 
 class MLP(nn.Module):
     """The gated half of a layer."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, config: Any, weights: Weights) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = linear(weights, "gate_proj"), linear(weights, "up_proj")
-        self.down_proj = linear(weights, "down_proj")
-        self.act_fn = nn.SiLU()
+        family = FAMILIES[config.model_type]
+        self._names, self._activation = family.gate_up, family.activation
+        for name in (*family.gate_up, "down_proj"):
+            setattr(self, name, linear(weights, name))
+        setattr(self, family.activation, GELUTanh() if family.is_gemma else nn.SiLU())
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Compute ``rows`` [..., hidden]."""
-        output: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(rows)) * self.up_proj(rows))
+        products = [self.get_submodule(name)(rows) for name in self._names]
+        gate, up = products if len(products) == 2 else products[0].chunk(2, dim=-1)
+        output: torch.Tensor = self.get_submodule("down_proj")(self.get_submodule(self._activation)(gate) * up)
         return output
 
 
@@ -105,16 +163,29 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: Any, weights: Weights, number: int) -> None:
         super().__init__()
+        family = FAMILIES[config.model_type]
         self.self_attn = Attention(config, part(weights, "self_attn."), number)
-        self.mlp = MLP(part(weights, "mlp."))
-        self.input_layernorm = RMSNorm(weights["input_layernorm.weight"], config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(weights["post_attention_layernorm.weight"], config.rms_norm_eps)
+        self.mlp = MLP(config, part(weights, "mlp."))
+        self._norms, self._multiplier = family.norms, config.residual_multiplier if family.has_multipliers else 1.0
+        for name in filter(None, family.norms):
+            setattr(self, name, RMSNorm(weights[f"{name}.weight"], config.rms_norm_eps, family.norm_offset))
 
     def forward(self, rows: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Add both halves to ``rows`` [1, T, hidden]."""
-        rows = rows + self.self_attn(self.input_layernorm(rows), angles)
-        output: torch.Tensor = rows + self.mlp(self.post_attention_layernorm(rows))
+        before, attended, between, after = (self.get_submodule(name) if name else _same for name in self._norms)
+        rows = rows + attended(self.self_attn(before(rows), angles)) * self._multiplier
+        output: torch.Tensor = rows + after(self.mlp(between(rows))) * self._multiplier
         return output
+
+
+class TextScaledWordEmbedding(nn.Embedding):
+    """Gemma's embedding of tokens, multiplied."""
+
+    scale = 1.0
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of tokens."""
+        return super().forward(token_ids) * self.scale
 
 
 class Model(nn.Module):
@@ -122,24 +193,33 @@ class Model(nn.Module):
 
     def __init__(self, config: Any, weights: Weights) -> None:
         super().__init__()
-        self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
-            weights["embed_tokens.weight"]
-        )
+        family, weight = FAMILIES[config.model_type], weights["embed_tokens.weight"]
+        kind = TextScaledWordEmbedding if family.is_gemma else nn.Embedding
+        self.embed_tokens: nn.Embedding = kind.from_pretrained(weight)  # type: ignore[no-untyped-call]
+        self._multiplier = embedding_scale(config, weight.dtype)
+        if isinstance(self.embed_tokens, TextScaledWordEmbedding):
+            self.embed_tokens.scale, self._multiplier = self._multiplier, 1.0
         self.layers = nn.ModuleList(
             DecoderLayer(config, part(weights, f"layers.{number}."), number)
             for number in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
+        self.norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps, family.norm_offset)
         self.rotary_emb = RotaryEmbedding(config)
+        types = config.layer_types if isinstance(self.rotary_emb.rope_type, dict) else [""] * config.num_hidden_layers
+        self._layer_types: list[str] = types
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the normed rows [1, T, hidden] of tokens [1, T]."""
-        rows = self.embed_tokens(token_ids)
-        angles = self.rotary_emb(rows, positions)
-        for layer in self.layers:
-            rows = layer(rows, angles)
+        rows = self.embed_tokens(token_ids) * self._multiplier
+        angles = {kind: self.rotary_emb(rows, positions, kind) for kind in sorted(set(self._layer_types))}
+        for layer, kind in zip(self.layers, self._layer_types, strict=True):
+            rows = layer(rows, angles[kind])
         output: torch.Tensor = self.norm(rows)
         return output
+
+
+#: What transformers calls it where a model of images has the plain name.
+TextModel = Model
 
 
 class ForCausalLM(nn.Module):
@@ -189,7 +269,41 @@ class ForCausalLM(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         rows = self.model(input_ids, position_ids)
-        return SimpleNamespace(logits=self.lm_head(rows[:, logits_to_keep]))
+        return SimpleNamespace(logits=self._scaled(self.lm_head(rows[:, logits_to_keep])))
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        family = FAMILIES[self.config.model_type]
+        divisor = self.config.logits_scaling if family.has_multipliers else 1.0
+        cap: float | None = self.config.final_logit_softcapping if family.is_gemma else None
+        return logits / divisor if cap is None else torch.tanh(logits / cap) * cap
+
+
+def embedding_scale(config: Any, dtype: torch.dtype) -> float:
+    """Return what a model of an architecture in ``FAMILIES`` multiplies embeddings by; ``dtype`` is the weights'."""
+    family = FAMILIES[config.model_type]
+    if family.has_multipliers:
+        return float(config.embedding_multiplier)
+    # Rule: Gemma's root is rounded to the model's number format.
+    return float(torch.tensor(config.hidden_size**0.5, dtype=dtype)) if family.is_gemma else 1.0
+
+
+def _attention_scale(config: Any, family: Family) -> float:
+    if family.has_multipliers:
+        return float(config.attention_multiplier)
+    return float((config.query_pre_attn_scalar if family.is_gemma else config.head_dim) ** -0.5)
+
+
+def create_sliding_window_causal_mask(num_tokens: int, window: int) -> torch.Tensor:
+    """Return which positions each one sees, bool [T, T]: the last ``window`` up to itself, or with 0 all of them.
+
+    ``attention_layers.py`` knows by the name, as of transformers' modules, that windows count here.
+    """
+    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    return mask.triu(1 - window) if window else mask
+
+
+def _same(rows: torch.Tensor) -> torch.Tensor:
+    return rows
 
 
 def part(weights: Weights, prefix: str) -> dict[str, torch.Tensor]:
@@ -209,16 +323,18 @@ def linear(weights: Weights, name: str) -> nn.Linear:
 
 
 def rotate(heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate both halves of heads [1, H, T, D] by cosines and sines [1, T, D]."""
+    """Rotate the first R elements of heads [1, H, T, D], their halves paired, by cosines and sines [1, T, R]."""
     cosines, sines = (one.unsqueeze(1) for one in angles)
-    first, second = heads.chunk(2, dim=-1)
-    rotated: torch.Tensor = heads * cosines + torch.cat((-second, first), dim=-1) * sines
-    return rotated
+    turned, others = heads.tensor_split([cosines.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    rotated = (turned * cosines + torch.cat((-second, first), dim=-1) * sines).to(heads.dtype)
+    return torch.cat((rotated, others), dim=-1)
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_size: int) -> torch.Tensor:
-    """Return float32 [D / 2] for rotary embeddings of type "default", "linear" or "llama3"."""
-    plain: torch.Tensor = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_size, 2, dtype=torch.float) / head_size))
+    """Return float32 [R / 2] for rotary embeddings of type "default", "linear" or "llama3"."""
+    size = int(head_size * rope.get("partial_rotary_factor", 1.0))
+    plain: torch.Tensor = 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size))
     if rope["rope_type"] == "default":
         return plain
     if rope["rope_type"] == "linear":

@@ -1,4 +1,4 @@
-"""Reads Llama, Mistral, Qwen2 and Qwen3 from a directory without transformers, whose import takes two seconds.
+"""Reads models of dense architectures from a directory without transformers, whose import takes two seconds.
 
 Owns the decision which directories these are: those in which every field of ``config.json`` is known and every tensor
 of the safetensors files has the name, the shape and a format that the architecture has. Anything else, a damaged file
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from pagedcore.models.families import FAMILIES
 from pagedcore.models.llama_tree import ForCausalLM
 
 _Check = Callable[[Any], bool]
@@ -50,6 +52,14 @@ def _is_flag(value: Any) -> bool:
     return value is None or type(value) is bool
 
 
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _are_flags(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) in (int, bool) for one in value)
+
+
 def _is_off(value: Any) -> bool:
     return value is None or value is False
 
@@ -62,15 +72,60 @@ _QWEN: Final[Mapping[str, _Check]] = {
     "layer_types": _is_anything, "max_window_layers": _is_anything, "sliding_window": _is_anything,
     "use_mrope": _is_off, "use_sliding_window": _is_off,
 }
+def _are_types(value: Any) -> bool:
+    return isinstance(value, list) and all(one in ("full_attention", "sliding_attention") for one in value)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_positive(value) or (type(value) in (int, float) and value == 0)
+
+
+def _is_gelu(value: Any) -> bool:
+    return bool(value == "gelu_pytorch_tanh")
+
+
+def _is_cap(value: Any) -> bool:
+    return value is None or _is_positive(value)
+
+
+def _is_window(value: Any) -> bool:
+    return value is None or _is_size(value)
+
+
+_GEMMA: Final[Mapping[str, _Check]] = {
+    "attention_bias": _is_flag, "attn_logit_softcapping": _is_cap, "final_logit_softcapping": _is_cap,
+    "head_dim": _is_size, "hidden_act": _is_off, "hidden_activation": _is_gelu, "layer_types": _are_types,
+    "query_pre_attn_scalar": _is_positive, "sliding_window": _is_window, "tie_word_embeddings": _is_bool,
+    "use_bidirectional_attention": _is_off,
+}
 #: By architecture: its class, and the fields that only it has.
 _FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, _Check]]]] = {
     "llama": ("LlamaForCausalLM", {
         "attention_bias": _is_flag, "head_dim": _is_anything, "mlp_bias": _is_flag,
         "pretraining_tp": lambda value: value in (None, 1),
     }),
-    "mistral": ("MistralForCausalLM", {"head_dim": _is_anything, "sliding_window": _is_off}),
+    "mistral": ("MistralForCausalLM", {"head_dim": _is_anything, "sliding_window": _is_window}),
     "qwen2": ("Qwen2ForCausalLM", _QWEN),
     "qwen3": ("Qwen3ForCausalLM", {**_QWEN, "attention_bias": _is_flag, "head_dim": _is_size}),
+    "phi3": ("Phi3ForCausalLM", {
+        "embd_pdrop": _is_number, "original_max_position_embeddings": _is_size, "resid_pdrop": _is_number,
+        "sliding_window": _is_window,
+    }),
+    "granite": ("GraniteForCausalLM", {
+        "attention_bias": _is_flag, "mlp_bias": _is_flag, "attention_multiplier": _is_positive,
+        "embedding_multiplier": _is_positive, "logits_scaling": _is_positive, "residual_multiplier": _is_positive,
+    }),
+    "smollm3": ("SmolLM3ForCausalLM", {
+        "attention_bias": _is_flag, "layer_types": _are_types, "max_window_layers": _is_anything,
+        "mlp_bias": _is_flag, "no_rope_layer_interval": _is_size, "no_rope_layers": _are_flags,
+        "sliding_window": _is_window, "tie_word_embeddings": _is_bool, "use_sliding_window": _is_flag,
+    }),
+    "olmo2": ("Olmo2ForCausalLM", {"attention_bias": _is_flag}),
+    "olmo3": ("Olmo3ForCausalLM", {
+        "attention_bias": _is_flag, "layer_types": _are_types, "sliding_window": _is_window,
+    }),
+    "gemma2": ("Gemma2ForCausalLM", _GEMMA),
+    "gemma3_text": ("Gemma3ForCausalLM", {**_GEMMA, "_sliding_window_pattern": _is_anything}),
 }
 #: What the fields of all architectures must be, ``None`` if they are not there.
 _FIELDS: Final[Mapping[str, _Check]] = {
@@ -82,7 +137,7 @@ _FIELDS: Final[Mapping[str, _Check]] = {
                      "use_cache"), _is_anything),
     "hidden_act": lambda value: value == "silu", "rms_norm_eps": _is_positive, "tie_word_embeddings": _is_flag,
 }
-#: What is read here or by a backend.
+#: What is read here or by a backend, beside an architecture's own fields.
 _KEPT: Final = (
     "attention_bias", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "intermediate_size",
     "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_hidden_layers",
@@ -138,17 +193,34 @@ def read_config(directory: Path) -> tuple[_Config, SimpleNamespace]:
         _require(is_known, f"{name} in its configuration is not known to be harmless")
     _require({"bos_token_id", "eos_token_id"} <= raw.keys(), "its configuration does not say which tokens are special")
     _require(raw["num_attention_heads"] % raw["num_key_value_heads"] == 0, "its heads form no groups")
-    config = _Config(**{name: raw.get(name) for name in _KEPT}, rope_parameters=_rope(raw), _attn_implementation="sdpa")
+    # Why not Qwen's: transformers has other values of those than the file.
+    kept = {*_KEPT, *(own_fields.keys() - _QWEN.keys() if "use_mrope" in own_fields else own_fields)} - {"head_dim"}
+    config = _Config(**{name: raw.get(name) for name in sorted(kept)}, rope_parameters=_rope(raw))
+    # Rule: transformers' other attention of this architecture knows no soft cap.
+    config._attn_implementation = "eager" if config.model_type == "gemma2" else "sdpa"
     config.dtype = raw.get("dtype") or raw.get("torch_dtype")
     config.head_dim = raw.get("head_dim") or config.hidden_size // config.num_attention_heads
     _require(_is_size(config.head_dim) and config.head_dim % 2 == 0, "head_dim is no size")
-    if "layer_types" in own_fields:
-        config.layer_types = ["full_attention"] * config.num_hidden_layers
-        _require(raw.get("layer_types") in (None, config.layer_types), "its layers are of several types")
+    _require_layers(config, raw, own_fields)
     generation = directory / "generation_config.json"
     eos_token_id = _read_json(generation).get("eos_token_id") if generation.exists() else None
     _require(_names_tokens(eos_token_id), "its generation ends with unknown tokens")
     return config, SimpleNamespace(eos_token_id=eos_token_id)
+
+
+def _require_layers(config: _Config, raw: Mapping[str, Any], own_fields: Mapping[str, _Check]) -> None:
+    """Complete and check what the configuration says of single layers."""
+    num_layers = config.num_hidden_layers
+    if "use_mrope" in own_fields:
+        config.layer_types = ["full_attention"] * num_layers
+        _require(raw.get("layer_types") in (None, config.layer_types), "its layers are of several types")
+    for name in own_fields.keys() & {"layer_types", "no_rope_layers"}:
+        _require(len(raw.get(name) or [0] * num_layers) == num_layers, f"{name} does not have an entry for each layer")
+    if "sliding_attention" in (raw.get("layer_types") or ()):
+        is_used = raw.get("use_sliding_window", True) and raw.get("sliding_window")
+        _require(is_used, "its layers have windows of no size, or none that are used")
+    turned = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    _require(0 < turned <= config.head_dim and turned % 2 == 0, "partial_rotary_factor is no part of a head")
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,11 +228,22 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     _require(new is None or old is None, "its rotary embedding is described twice")
     given = new or old or {}
     _require(isinstance(given, dict), "its rotary embedding is no object")
+    if raw.get("model_type") in ("gemma3_text", "olmo3"):
+        kinds = ("full_attention", "sliding_attention")
+        _require(new is not None and given.keys() == {*kinds}, "its rotary embedding is not described by layer types")
+        return {kind: _rope_of_one_kind(given[kind]) for kind in kinds}
     rope = {"rope_type": "default", "rope_theta": raw.get("rope_theta"), **given}
-    is_known = isinstance(rope["rope_type"], str) and rope.keys() == _ROPE.get(rope["rope_type"])
+    if raw.get("model_type") != "phi3":
+        return _rope_of_one_kind(rope)
+    return _rope_of_one_kind({"partial_rotary_factor": 1.0, **rope}, {"partial_rotary_factor"})
+
+
+def _rope_of_one_kind(rope: Any, others: AbstractSet[str] = frozenset()) -> dict[str, Any]:
+    is_known = isinstance(rope, dict) and isinstance(rope.get("rope_type"), str)
+    is_known = is_known and rope.keys() == _ROPE.get(rope["rope_type"], set()) | others
     _require(is_known and all(_is_positive(rope[name]) for name in rope.keys() - {"rope_type"}),
              "its rotary embedding is of another kind")
-    return rope
+    return dict(rope)
 
 
 @contextmanager
@@ -199,14 +282,18 @@ def _file_names(directory: Path) -> set[str]:
 def _shapes_of(config: _Config) -> _Shapes:
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     query, kv = config.num_attention_heads * head, config.num_key_value_heads * head
+    family, size = FAMILIES[config.model_type], {"q_proj": query, "k_proj": kv, "v_proj": kv}
+    total = {"qkv_proj": query + 2 * kv, "gate_up_proj": 2 * inner}
     products = {
-        "self_attn.q_proj": (query, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, query), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        **{f"self_attn.{name}": (total.get(name) or size[name], hidden) for name in family.qkv},
+        "self_attn.o_proj": (hidden, query),
+        **{f"mlp.{name}": (total.get(name, inner), hidden) for name in family.gate_up},
         "mlp.down_proj": (hidden, inner),
     }
-    vectors = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config.model_type == "qwen3":
-        vectors |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
+    vectors = dict.fromkeys(filter(None, family.norms), hidden)
+    if family.has_head_norms:
+        is_whole = family.norm_offset == 0.0
+        vectors |= {"self_attn.q_norm": query if is_whole else head, "self_attn.k_norm": kv if is_whole else head}
     layer: _Shapes = {f"{name}.weight": shape for name, shape in products.items()}
     layer |= {f"{name}.weight": (size,) for name, size in vectors.items()}
     layer |= {f"{name}.bias": (shape[0],) for name, shape in products.items() if _has_bias(config, name)}

@@ -19,12 +19,12 @@ from support.families import tiny_model
 #: Architecture, changes of its configuration, whether its files are read without transformers, and by fused kernels.
 CASES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "quick": ("llama", {}, True, True),
-    "window": ("mistral", {}, False, True),
+    "window": ("mistral", {}, True, True),
     "other family": ("helium", {}, False, False),
     "convolutions as linears": ("gpt2", {}, False, False),
     "experts": ("mixtral", {}, False, True),
     "experts of another family": ("qwen2_moe", {}, False, False),
-    "multipliers": ("granite", {}, False, True),
+    "multipliers": ("granite", {}, True, True),
     "unknown experts": ("dbrx", {}, False, False),
     "fused, but for its activation": ("llama", {"hidden_act": "gelu"}, False, False),
 }

@@ -40,13 +40,28 @@ QUICK: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"use_sliding_window": False}),
     "qwen3, linear rope": ("qwen3", {
         "use_sliding_window": False, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "mistral, windows": ("mistral", {}),
+    "phi3": ("phi3", {}),
+    "phi3, half of a head turned": ("phi3", {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "granite": ("granite", {"attention_bias": True}),
+    "smollm3": ("smollm3", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {"final_logit_softcapping": 20.0}),
 }
 IDS = torch.arange(40)[None] * 7 % VOCAB
 
 
 def save(directory: Path, family: str = "llama", **changes: Any) -> Path:
-    """Save a tiny model."""
-    tiny_model(family, **changes).save_pretrained(directory)
+    """Save a tiny model whose norms have random weights."""
+    model = tiny_model(family, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += torch.randn(parameter.shape) * 0.3
+    model.save_pretrained(directory)
     return directory
 
 
@@ -75,7 +90,7 @@ def test_a_quick_model_is_the_one_of_transformers(tmp_path: Path, name: str, dty
     with torch.inference_mode():
         assert torch.equal(quick(IDS).logits, general(IDS).logits)
     assert model_fingerprint(quick) == model_fingerprint(general)
-    assert quick.model.layers[0].mlp.up_proj.weight.dtype == quick.dtype == dtype
+    assert quick.model.layers[0].mlp.down_proj.weight.dtype == quick.dtype == dtype
     one, other = (TransformersModel(model, NumbaCpuAttention) for model in (quick, general))
     assert (one.eos_token_ids, one.max_model_len) == (other.eos_token_ids, other.max_model_len)
     assert one.layers == other.layers
@@ -143,6 +158,30 @@ def test_an_index_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
 def test_a_configuration_with_anything_unknown_is_left_to_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     """A field that is missing, unknown, absurd or at odds with the weights makes a model that is not read here."""
     edit(save(tmp_path) / "config.json", **changes)
+    assert why_not_quick(tmp_path)
+    with pytest.raises(NotQuick):
+        read_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("gemma2", {"hidden_activation": "gelu"}), ("gemma2", {"hidden_act": "silu"}),
+    ("gemma2", {"use_bidirectional_attention": True}), ("gemma2", {"layer_types": ["full_attention"] * 2}),
+    ("gemma2", {"layer_types": ["linear_attention"] * 3}), ("gemma2", {"layer_types": 3}),
+    ("gemma2", {"sliding_window": None}), ("gemma2", {"final_logit_softcapping": 0}),
+    ("gemma2", {"tie_word_embeddings": "removed"}), ("gemma2", {"query_pre_attn_scalar": -1}),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("gemma3_text", {"rope_parameters": {"full_attention": 1, "sliding_attention": 2}}),
+    ("smollm3", {"no_rope_layers": [1, 0]}), ("smollm3", {"no_rope_layers": "removed"}),
+    ("smollm3", {"use_sliding_window": False}), ("granite", {"residual_multiplier": "removed"}),
+    ("granite", {"logits_scaling": 0}), ("olmo2", {"clip_qkv": 8.0}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.5}}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.01}}),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8}}),
+], ids=str)
+def test_fields_of_one_architecture_are_checked(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """What only one architecture has, and what its layers say one by one, must be as it is known too."""
+    assert why_not_quick(save(tmp_path, family)) == ""
+    edit(tmp_path / "config.json", **changes)
     assert why_not_quick(tmp_path)
     with pytest.raises(NotQuick):
         read_model(tmp_path, torch.float32)

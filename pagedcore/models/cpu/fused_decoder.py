@@ -27,6 +27,7 @@ from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
 from pagedcore.models.decoder import Decoder, ModuleDecoder, router_products
 from pagedcore.models.families import Family
+from pagedcore.models.llama_tree import embedding_scale
 from pagedcore.models.model_facts import max_model_len
 from pagedcore.models.quantization.stored_weight import tensors_of
 from pagedcore.protocols import LinearFactory, ShowsKVPool
@@ -242,7 +243,7 @@ class FusedDecoder(Decoder):
         pack = partial(pack_experts, linears=linears, routers=router_products(linears), on_unused=on_unused)
         multiplier = float(config.residual_multiplier) if family.has_multipliers else 1.0
         self._general = partial(ModuleDecoder, model, layers, on_unused, linears)
-        self._embedding, self._scale = body.embed_tokens, _embedding_scale(model, family)
+        self._embedding, self._scale = body.embed_tokens, embedding_scale(config, model.dtype)
         angles, gate = _angles_by_layer(model, layers), GatedActivation(known.activation, model.dtype)
         self._angles = tuple(set(angles))
         self._layers = [
@@ -299,13 +300,6 @@ class FusedDecoder(Decoder):
         return Rows(
             residual, torch.empty_like(residual), residual.new_empty(len(residual), self._gated_size), destination
         )
-
-
-def _embedding_scale(model: Any, family: Family) -> float:
-    if family.has_multipliers:
-        return float(model.config.embedding_multiplier)
-    # Rule: Gemma's root is rounded to the model's number format.
-    return float(torch.tensor(model.config.hidden_size**0.5, dtype=model.dtype)) if family.is_gemma else 1.0
 
 
 def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: tuple[str, ...]) -> PackedLinear:

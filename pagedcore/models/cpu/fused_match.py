@@ -109,8 +109,12 @@ def has_experts(layer: Any) -> bool:
 
 def _has_known_modules(model: Any, family: Family) -> bool:
     """Whether every module is of the class that the architecture has in its place, and computes as its class says."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    known = {**_MODEL, **_others(family, is_of_layer=False)}
+    # Why: a dropout of a model that is not trained does nothing.
+    modules = {
+        path: module for path, module in model.named_modules(remove_duplicate=False)
+        if type(module) is not nn.Dropout or not _is_untouched(module)
+    }
+    known = {**_MODEL, **family.modules}
     dense = _layer(family)
     sparse = {**{path: kind for path, kind in dense.items() if not path.startswith(".mlp")}, **_EXPERTS}
     for number in range(model.config.num_hidden_layers):
@@ -129,13 +133,8 @@ def _layer(family: Family) -> dict[str, str | type[nn.Module]]:
     norms += [".self_attn.q_norm", ".self_attn.k_norm"] if family.has_head_norms else []
     return {
         "": "DecoderLayer", ".self_attn": "Attention", ".mlp": "MLP", f".mlp.{family.activation}": nn.Module,
-        **dict.fromkeys(linears, nn.Linear), **dict.fromkeys(norms, "RMSNorm"), **_others(family, is_of_layer=True),
+        **dict.fromkeys(linears, nn.Linear), **dict.fromkeys(norms, "RMSNorm"),
     }
-
-
-def _others(family: Family, *, is_of_layer: bool) -> dict[str, str | type[nn.Module]]:
-    paths = [path for path in family.modules if path.startswith(".") == is_of_layer]
-    return {path: family.modules[path] or nn.Dropout for path in paths}
 
 
 def _is(module: nn.Module, kind: str | type[nn.Module], family: Family) -> bool:
