@@ -1,7 +1,7 @@
 # make demo    watch the batch answer questions        make check   lint and types
 # make test    the tests                               make slow    the long tests
 # make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a GPU
-# make formats quantised checkpoints against a library of their format, in an environment of its own
+# make formats quantised checkpoints against the libraries of their formats, in an environment of its own
 # make interop-ray  the Ray Serve application on a local Ray, in an environment of its own
 # make gpu     everything there is to measure on an NVIDIA GPU; see benchmarks/h200.md
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
@@ -69,7 +69,8 @@ kernels: $(VENV)/.stamp-test
 formats:
 	$(MAKE) VENV=build/formats build/formats/.stamp-formats
 	build/formats/bin/python -m pytest -m formats -o addopts=--import-mode=importlib \
-		tests/models/quantization/test_compressed_tensors_library.py $(PYTEST_ARGS)
+		tests/models/quantization/test_compressed_tensors_library.py \
+		tests/models/quantization/test_bitsandbytes_library.py $(PYTEST_ARGS)
 
 interop-ray:
 	$(MAKE) VENV=build/interop-ray build/interop-ray/.stamp-interop-ray

@@ -19,9 +19,12 @@ import torch
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.models.cpu.packed_linear import FASTEST
+from pagedcore.models.quantization.checkpoint import load_stored, stored_format
 from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.quantization.stored_weight import StoredLinears
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.outputs import CompletionOutput
+from pagedcore.protocols import LinearFactory
 from pagedcore.requests.candidate_groups import SEED_RANGE, SEED_STRIDE
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sessions.session import Session
@@ -29,6 +32,8 @@ from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from support.doubles import FakeClock
 from support.engine_builders import assert_all_free, run
 from support.families import VOCAB, tiny_model
+from support.quantized_checkpoints import KINDS as CHECKPOINTS
+from support.quantized_checkpoints import write_checkpoint
 from support.session_builders import Lab, Recorder
 from support.torture import first_seed, scaled
 
@@ -124,20 +129,30 @@ def alone(backend: TransformersModel, asked: list[Question]) -> list[Answer]:
 FORMATS = [(kind, dtype, "none") for kind in KINDS for dtype in ("float32", "bfloat16")]
 FORMATS += [("dense", "bfloat16", "w8a8"), ("mixture of experts", "bfloat16", "w8a8"), ("dense", "float32", "w4a16"),
             ("mixture of experts", "bfloat16", "w4a16"), ("dense", "bfloat16", "w8a16")]  # fmt: skip
+#: Checkpoints in a format of their own, by the kind of ``quantized_checkpoints``.
+FORMATS += [("dense", "bfloat16", "bnb-nf4")]
 FORMATS += [(kind, dtype, "int8 KV") for kind, dtype in zip(KINDS, ("bfloat16", "bfloat16", "float32"), strict=True)]
 
 
 @pytest.fixture(scope="module", params=FORMATS, ids=str)
-def case(request: pytest.FixtureRequest) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     kind, dtype, what = request.param
-    family, changes = KINDS[kind]
+    (family, changes), number_format, checkpoint = KINDS[kind], getattr(torch, dtype), None
     quantization, kv_cache_dtype = ("none", "int8") if what == "int8 KV" else (what, "auto")
-    linears = SCHEMES.get(quantization, FASTEST)
+    linears: LinearFactory = SCHEMES.get(quantization, FASTEST)
+    if what in CHECKPOINTS:
+        directory = str(tmp_path_factory.mktemp("checkpoint"))
+        write_checkpoint(Path(directory), what, family, **changes)
+        checkpoint = stored_format(directory)
+        assert checkpoint is not None
+        linears, quantization = StoredLinears(), checkpoint.scheme
 
     def rebuild() -> TransformersModel:
+        model = (tiny_model(family, dtype=number_format, **changes) if checkpoint is None
+                 else load_stored(directory, checkpoint, number_format, trust_remote_code=False))  # fmt: skip
         return TransformersModel(
-            tiny_model(family, dtype=getattr(torch, dtype), **changes), NumbaCpuAttention, block_size=BLOCK_SIZE,
-            linears=linears, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+            model, NumbaCpuAttention, block_size=BLOCK_SIZE, linears=linears, quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     backend = rebuild()

@@ -17,6 +17,7 @@ from kernels.test_matmul import on_another_processor
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu import features
 from pagedcore_kernels.cpu.matmul import packed_grouped
+from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul, form_of_grouped_product
 from pagedcore_kernels.cpu.matmul.tiles import PAIRS, SINGLES
 from support.products import require_same_bits_in_any_company
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, 
 #: that are filled up.
 SHAPES = [(1, 8, 1), (64, 128, 1), (63, 96, 6), (65, 256, 2), (200, 256, 8), (130, 608, 2), (70, 296, 1), (5, 13, 1)]
 each_bits = pytest.mark.parametrize("bits", [4, 8])
-each_zeros = pytest.mark.parametrize("has_zeros", [False, True], ids=["symmetric", "zeros"])
+each_kind = pytest.mark.parametrize(("bits", "kind"), [
+    (bits, kind) for kind in ("symmetric", "zeros", "nf4") for bits in (4, 8) if kind != "nf4" or bits == 4
+])
 
 
 class Weight(NamedTuple):
@@ -37,12 +40,17 @@ class Weight(NamedTuple):
     zeros: torch.Tensor | None
     bits: int
     bias: torch.Tensor
+    codebook: str = ""
+    numbers: torch.Tensor | None = None
+    """float64 [16]: what values of a codebook are, counted from zero up."""
 
     @property
     def exact(self) -> torch.Tensor:
         """Return the weight [out, in]."""
         (num_outputs, num_inputs), num_groups = self.values.shape, self.scales.shape[1]
         values, scales = self.values.numpy().astype(np.float64), self.scales.numpy().astype(np.float64)
+        if self.numbers is not None:
+            values = self.numbers.numpy()[(self.values.numpy().astype(np.int64) + 16) % 16]
         exact = np.empty((num_outputs, num_inputs))
         for i in range(num_inputs):
             group = i * num_groups // num_inputs
@@ -52,19 +60,27 @@ class Weight(NamedTuple):
 
     def product(self, dtype: torch.dtype, bias: bool = True) -> PackedGroupedMatmul:
         """Pack it."""
-        return PackedGroupedMatmul(*self[:4], self.bias if bias else None, dtype)
+        return PackedGroupedMatmul(*self[:4], self.bias if bias else None, dtype, self.codebook)
 
 
-def weight_of(bits: int, shape: tuple[int, int, int], has_zeros: bool, seed: int = 0) -> Weight:
-    """Return values and zero points of the whole range, and scales of both signs."""
+def weight_of(
+    bits: int, shape: tuple[int, int, int], kind: str, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Weight:
+    """Return values and zero points of the whole range, and scales of both signs; of a codebook the numbers that rows
+    of ``dtype`` are multiplied by."""
     num_outputs, num_inputs, num_groups = shape
     rng, half = np.random.default_rng(seed), 2 ** (bits - 1)
     values = rng.integers(-half, half, (num_outputs, num_inputs), dtype=np.int8)
     zeros = rng.integers(-half, half + (bits == 4), (num_outputs, num_groups), dtype=np.int8)
     scales = rng.uniform(1e-3, 2e-2, zeros.shape) * rng.choice([-1, 1], zeros.shape)
     bias = torch.from_numpy(rng.normal(size=num_outputs)).bfloat16().float()
-    return Weight(torch.from_numpy(values), torch.from_numpy(scales).float(),
-                  torch.from_numpy(zeros) if has_zeros else None, bits, bias)  # fmt: skip
+    weight = Weight(torch.from_numpy(values), torch.from_numpy(scales).float(),
+                    torch.from_numpy(zeros) if kind == "zeros" else None, bits, bias)  # fmt: skip
+    if kind in CODEBOOKS:
+        form = packed_grouped.form_of_grouped_product(dtype)
+        numbers = torch.tensor(CODEBOOKS[kind]).to(torch.bfloat16 if form == PAIRS else torch.float32)
+        weight = weight._replace(codebook=kind, numbers=numbers.double())
+    return weight
 
 
 def rows_of(num_rows: int, num_inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -87,12 +103,11 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     return kind  # type: ignore[no-any-return]
 
 
-@each_zeros
-@each_bits
-def test_products(dtype: torch.dtype, bits: int, has_zeros: bool) -> None:
+@each_kind
+def test_products(dtype: torch.dtype, bits: int, kind: str) -> None:
     """Each output is the float64 product within float32's error of the sum and one rounding to bfloat16."""
     for shape in SHAPES:
-        weight = weight_of(bits, shape, has_zeros)
+        weight = weight_of(bits, shape, kind, dtype=dtype)
         products = [(weight.product(dtype), weight.bias.double()), (weight.product(dtype, bias=False), torch.zeros(1))]
         for num_rows in (0, 1, 2, 3, 4, 5, 17, 64, 65, 131):
             rows = rows_of(num_rows, shape[1], dtype)
@@ -105,13 +120,12 @@ def test_products(dtype: torch.dtype, bits: int, has_zeros: bool) -> None:
                 assert ((actual.double() - expected).abs() <= rounding + 2**-20 * magnitude).all()
 
 
-@each_zeros
-@each_bits
-def test_exact_sums_are_exact(dtype: torch.dtype, bits: int, has_zeros: bool) -> None:
+@each_kind
+def test_exact_sums_are_exact(dtype: torch.dtype, bits: int, kind: str) -> None:
     """With scales that are powers of two and few small inputs nothing is lost: every weight meets its own input, scale
     and zero point."""
     for shape in SHAPES:
-        weight = weight_of(bits, shape, has_zeros)
+        weight = weight_of(bits, shape, kind, dtype=dtype)
         weight = weight._replace(scales=2.0 ** torch.randint(-1, 2, weight.scales.shape, dtype=torch.float32))
         rows = torch.zeros(shape[1], shape[1])
         rows.fill_diagonal_(1.0)
@@ -119,11 +133,21 @@ def test_exact_sums_are_exact(dtype: torch.dtype, bits: int, has_zeros: bool) ->
         assert torch.equal(weight.product(dtype, bias=False)(rows.to(dtype)), wanted)
 
 
-@each_zeros
-@each_bits
-def test_no_company_changes_bits(dtype: torch.dtype, bits: int, has_zeros: bool) -> None:
+def test_fp4_is_its_sixteen_numbers() -> None:
+    """A sign, two bits of an exponent and one of a mantissa, the largest one being 1: the formula of the format."""
+    values = torch.arange(-8, 8, dtype=torch.int8)[:, None].repeat(1, 8)
+    product = PackedGroupedMatmul(values, torch.ones(16, 1), None, 4, None, torch.float32, "fp4")
+    rows = torch.zeros(2, 8)
+    rows[1, 5] = 1.0
+    magnitudes = [0.0625, 8, 12, 4, 6, 2, 3]
+    wanted = [0.0, *(-one / 12 for one in magnitudes), 0.0, *(one / 12 for one in magnitudes)]
+    assert torch.equal(product(rows)[1], torch.tensor(wanted))
+
+
+@each_kind
+def test_no_company_changes_bits(dtype: torch.dtype, bits: int, kind: str) -> None:
     """Any number of rows, at any place, on any number of threads: sums of cancelling numbers, which nothing hides."""
-    weight = weight_of(bits, (100, 608, 2), has_zeros)
+    weight = weight_of(bits, (100, 608, 2), kind, dtype=dtype)
     rows = torch.randn(300, 304).repeat(1, 2).to(dtype)
     weight.values[:, 304:] = -1 - weight.values[:, :304]
     weight.scales[:, 1] = weight.scales[:, 0]
@@ -135,7 +159,7 @@ def test_no_company_changes_bits(dtype: torch.dtype, bits: int, has_zeros: bool)
 
 def test_sums_are_made_in_the_order_that_is_said() -> None:
     """In float32 each output has the bits of the module's formula, number by number."""
-    weight, rows = weight_of(4, (70, 320, 2), has_zeros=True), rows_of(3, 320)
+    weight, rows = weight_of(4, (70, 320, 2), "zeros"), rows_of(3, 320)
     values, zeros = weight.values.numpy().astype(np.int64), weight.zeros
     assert zeros is not None
     expected = np.zeros((3, 70), np.float32)
@@ -151,11 +175,10 @@ def test_sums_are_made_in_the_order_that_is_said() -> None:
     assert np.array_equal(weight.product(torch.float32, bias=False)(rows).numpy(), expected)
 
 
-@each_zeros
-@each_bits
-def test_a_broken_row_breaks_no_other(dtype: torch.dtype, bits: int, has_zeros: bool) -> None:
+@each_kind
+def test_a_broken_row_breaks_no_other(dtype: torch.dtype, bits: int, kind: str) -> None:
     """A row with NaN or an infinity has no finite output; a row of zeros is the bias, and others keep their bits."""
-    weight = weight_of(bits, (70, 96, 3), has_zeros)
+    weight = weight_of(bits, (70, 96, 3), kind, dtype=dtype)
     product, rows = weight.product(dtype), torch.randn(9, 96).to(dtype)
     rows[3] = 0.0
     whole, few = product(rows), product(rows[1:4])
@@ -171,7 +194,7 @@ def test_a_broken_row_breaks_no_other(dtype: torch.dtype, bits: int, has_zeros: 
 @each_bits
 def test_scales_of_zero_and_nan(dtype: torch.dtype, bits: int) -> None:
     """A group whose scale is zero adds nothing, and one whose scale is NaN makes its outputs NaN, and no others."""
-    weight = weight_of(bits, (70, 96, 3), has_zeros=False)
+    weight = weight_of(bits, (70, 96, 3), "symmetric")
     rows = torch.randn(5, 96).to(dtype)
     weight.scales[7, 1], weight.scales[9, 2] = 0.0, torch.nan
     expected = weight.product(dtype, bias=False)(rows)
@@ -191,9 +214,10 @@ from kernels.test_matmul_grouped import SHAPES, rows_of, weight_of
 from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
 
 digest = hashlib.sha256()
-for dtype, bits, has_zeros in ((torch.float32, 4, False), (torch.float32, 8, True), (torch.bfloat16, 4, True)):
+for dtype, bits, kind in ((torch.float32, 4, "symmetric"), (torch.float32, 8, "zeros"), (torch.bfloat16, 4, "zeros"),
+                          (torch.float32, 4, "nf4")):
     for shape in SHAPES[2:6]:
-        product, rows = weight_of(bits, shape, has_zeros).product(dtype), rows_of(9, shape[1], dtype)
+        product, rows = weight_of(bits, shape, kind).product(dtype), rows_of(9, shape[1], dtype)
         whole = product(rows)
         assert all(torch.equal(product(rows[:count]), whole[:count]) for count in range(1, 9))
         digest.update(whole.float().numpy().tobytes())
@@ -222,15 +246,15 @@ def test_nothing_is_read_or_written_beyond_its_end() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_take_their_bits(bits: int) -> None:
     """Half a byte or a byte for each value of a whole panel, and 4 bytes for a scale, 1 for a zero point."""
-    for has_zeros in (False, True):
-        product = weight_of(bits, (100, 256, 2), has_zeros).product(torch.bfloat16)
+    for has_zeros, kind in enumerate(("symmetric", "zeros")):
+        product = weight_of(bits, (100, 256, 2), kind).product(torch.bfloat16)
         assert product.memory[1] == 128 * 256 * bits // 8 + 128 * 2 * (4 + has_zeros)
         assert (product.weight.numel(), product.weight.dtype) == (0, torch.bfloat16)
 
 
 def test_the_original_may_change() -> None:
     """Values, scales, zero points and bias are copied."""
-    weight, rows = weight_of(4, (70, 64, 2), has_zeros=True), rows_of(3, 64)
+    weight, rows = weight_of(4, (70, 64, 2), "zeros"), rows_of(3, 64)
     product = weight.product(torch.float32)
     expected = product(rows)
     for tensor in (weight.values, weight.scales, weight.zeros, weight.bias):
@@ -244,7 +268,7 @@ def test_the_original_may_change() -> None:
 ], ids=["size", "order", "gaps", "format"])  # fmt: skip
 def test_other_rows_are_refused(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """The kernels read raw memory: another size, order or number format is an error."""
-    product = weight_of(4, (8, 32, 1), has_zeros=False).product(torch.float32)
+    product = weight_of(4, (8, 32, 1), "symmetric").product(torch.float32)
     with pytest.raises(InternalError, match="expected"):
         product(change(rows_of(32, 64)[:, :32].contiguous()))
 
@@ -264,11 +288,14 @@ def test_other_rows_are_refused(change: Callable[[torch.Tensor], torch.Tensor]) 
     ({"zeros": torch.zeros(8, 1, dtype=torch.int8)}, "zeros"),
     ({"zeros": torch.zeros(8, 2, dtype=torch.uint8)}, "zeros: torch.uint8"),
     ({"bits": 3}, "bits: got 3"),
+    ({"codebook": "nf4"}, "codebook: got 'nf4' for 4 bits, zero points"),
+    ({"codebook": "nf4", "zeros": None, "bits": 8}, "codebook: got 'nf4' for 8 bits"),
+    ({"codebook": "af4", "zeros": None}, "codebook: got 'af4'"),
     ({"bias": torch.zeros(64)}, "bias"),
 ])  # fmt: skip
 def test_other_weights_are_refused(change: dict[str, Any], message: str) -> None:
     """What would be read beyond its end, or does not fit in the bits, is an error that names it."""
-    weight = weight_of(4, (8, 64, 2), has_zeros=True)
+    weight = weight_of(4, (8, 64, 2), "zeros")
     weight.product(torch.float32)
     with pytest.raises(InternalError, match=message):
         weight._replace(**change).product(torch.float32)
@@ -278,7 +305,7 @@ def test_another_processor_gets_another_form(monkeypatch: pytest.MonkeyPatch) ->
     """Without products of bfloat16 rows are widened; without AVX2, and for float16, there is no product."""
     assert form_of_grouped_product(torch.float16) is None
     with pytest.raises(InternalError, match="float16 cannot be multiplied"):
-        weight_of(4, (8, 64, 2), has_zeros=False).product(torch.float16)
+        weight_of(4, (8, 64, 2), "symmetric").product(torch.float16)
     monkeypatch.setattr(packed_grouped, "has_instructions", lambda *names: False)
     assert form_of_grouped_product(torch.bfloat16) == SINGLES
     monkeypatch.setattr(features.config, "CPU_FEATURES", "")

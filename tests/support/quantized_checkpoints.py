@@ -21,6 +21,14 @@ from support.families import tiny_model
 Tensors = dict[str, torch.Tensor]
 GROUP = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+#: Levels that a normal distribution takes equally often, as "QLoRA" defines them: eight negative ones, zero, and seven.
+NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+], np.float32)
+#: A sign, two bits of an exponent and one of a mantissa, in parts of the largest one.
+FP4 = np.array([sign * one / 12 for sign in (1, -1) for one in (0, 0.0625, 8, 12, 4, 6, 2, 3)], np.float32)
 _WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
                             "dynamic": False}
 _ROWS: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -34,10 +42,13 @@ class Layer:
     zeros: npt.NDArray[Any]
     scales: npt.NDArray[Any]
     groups: npt.NDArray[Any]
+    codebook: npt.NDArray[np.float32] | None = None
 
     @property
     def numbers(self) -> npt.NDArray[np.float32]:
-        """float32 [out, in]: (value - zero point) * scale, the definition that all these formats share."""
+        """float32 [out, in]: (value - zero point) * scale, or what a codebook says of the value, times scale."""
+        if self.codebook is not None:
+            return self.codebook[self.values] * self.scales[:, self.groups]
         difference = self.values.astype(np.int32) - self.zeros.astype(np.int32)[:, self.groups]
         return difference.astype(np.float32) * self.scales.astype(np.float32)[:, self.groups]
 
@@ -107,6 +118,36 @@ def awq(layer: Layer) -> Tensors:
             "scales": torch.from_numpy(layer.scales.T.copy())}
 
 
+def bnb_int8(layer: Layer) -> Tensors:
+    """bitsandbytes, 8 bits: signed values as they are, and the largest magnitude of each output."""
+    return {"weight": torch.from_numpy((layer.values - 128).astype(np.int8)), "weight_format": torch.tensor(0).byte(),
+            "SCB": torch.from_numpy(layer.scales[:, 0].astype(np.float32) * 127)}  # fmt: skip
+
+
+def bnb_nf4(layer: Layer, is_nested: bool) -> Tensors:
+    """bitsandbytes, 4 bits: two values a byte, the first one in its upper half, and a scale for each 64 values, also
+    where these are of two outputs; nested scales are bytes that count another codebook. Changes the layer's scales."""
+    shape, block, generator = layer.values.shape, 64, np.random.default_rng(layer.values.size)
+    count, state = -(-layer.values.size // block), {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16"}
+    scales = generator.uniform(0.1, 0.3, count).astype(np.float32)
+    named: dict[str, npt.NDArray[Any]] = {"absmax": scales}
+    if is_nested:
+        numbers = np.sort(generator.uniform(-1, 1, 256)).astype(np.float32)
+        codes, largest = generator.integers(0, 256, count), generator.uniform(0.05, 0.1, -(-count // 256))
+        offset = np.float32(0.2)
+        scales = numbers[codes] * np.repeat(largest.astype(np.float32), 256)[:count] + offset
+        named = {"absmax": codes.astype(np.uint8), "nested_absmax": largest.astype(np.float32),
+                 "nested_quant_map": numbers}  # fmt: skip
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
+    layer.codebook = NF4
+    layer.scales = scales[np.arange(0, layer.values.size, GROUP).reshape(shape[0], -1) // block]
+    octets, text = layer.values.reshape(-1, 2), json.dumps({**state, "shape": shape}).encode()
+    named |= {"quant_map": NF4.copy(), "quant_state.bitsandbytes__nf4": np.frombuffer(text, np.uint8).copy()}
+    weight = (octets[:, :1] << 4 | octets[:, 1:]).astype(np.uint8)
+    return {"weight": torch.from_numpy(weight),
+            **{f"weight.{name}": torch.from_numpy(array) for name, array in named.items()}}  # fmt: skip
+
+
 def ct_config(layout: str, weights: dict[str, Any], rows: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     """A ``quantization_config`` of compressed-tensors as its library writes it."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": rows, "output_activations": None}
@@ -132,6 +173,8 @@ def _gptq_config(**changes: Any) -> dict[str, Any]:
 
 _CHANNEL = {**_WEIGHTS, "num_bits": 8, "strategy": "channel", "group_size": None}
 _ASYMMETRIC = {**_WEIGHTS, "symmetric": False}
+_BNB_NF4 = {"quant_method": "bitsandbytes", "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8"}  # fmt: skip
 KINDS: dict[str, Kind] = {
     "ct-w8a8": Kind(ct_config("int-quantized", _CHANNEL, _ROWS), ct_w8a8, "w8a8", {"bits": 8, "group_size": 0}),
     "ct-w4a16": Kind(ct_config("pack-quantized", _WEIGHTS, None), lambda one: ct_packed(one, 4, False)),
@@ -171,6 +214,12 @@ KINDS: dict[str, Kind] = {
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, awq,
         layer={"is_symmetric": False, "least_zero": 0},
     ),
+    "bnb-int8": Kind(
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "llm_int8_threshold": 6.0},
+        bnb_int8, "w8a16", {"bits": 8, "group_size": 0},
+    ),
+    "bnb-nf4": Kind(_BNB_NF4, lambda one: bnb_nf4(one, False)),
+    "bnb-nf4-nested": Kind({**_BNB_NF4, "bnb_4bit_use_double_quant": True}, lambda one: bnb_nf4(one, True)),
 }
 
 
@@ -220,7 +269,9 @@ def change_tensors(directory: Path, changes: dict[str, torch.Tensor | None]) -> 
 def numbers_of(weight: Any) -> torch.Tensor:
     """The numbers float32 [out, in] that a ``QuantizedWeight`` stands for."""
     (num_outputs, num_inputs), num_groups = weight.values.shape, weight.scales.shape[1]
-    difference = weight.values.float().view(num_outputs, num_groups, -1)
+    codebook = {"nf4": NF4, "fp4": FP4}.get(weight.codebook)
+    numbers = weight.values.float() if codebook is None else torch.from_numpy(codebook)[weight.values.long() % 16]
+    difference = numbers.view(num_outputs, num_groups, -1)
     if weight.zeros is not None:
         difference -= weight.zeros[..., None]
     return (difference * weight.scales[..., None]).view(num_outputs, num_inputs)

@@ -18,6 +18,7 @@ from torch import nn
 from pagedcore.models.cpu.packed_linear import can_pack
 from pagedcore.models.pretrained import as_refusals, load_config
 from pagedcore.models.quantization.awq import AWQ
+from pagedcore.models.quantization.bitsandbytes import BitsAndBytes
 from pagedcore.models.quantization.compressed_tensors import CompressedTensors
 from pagedcore.models.quantization.gptq import GPTQ
 from pagedcore.models.quantization.stored_weight import StoredWeight, refusal
@@ -41,6 +42,7 @@ class StoredFormat(Protocol):
 
 _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], StoredFormat]]] = {
     "compressed-tensors": CompressedTensors.of, "gptq": GPTQ.of, "awq": AWQ.of,
+    "bitsandbytes": BitsAndBytes.of,
 }
 
 

@@ -16,6 +16,7 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models.cpu.packed_linear import FASTEST, can_pack
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
+from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
 
 #: Least and largest value, by bits.
 _RANGES: Final = {8: (-127, 127), 4: (-8, 7)}
@@ -128,9 +129,11 @@ def _quantize(weight: torch.Tensor, size: int, bits: int) -> tuple[torch.Tensor,
 @torch.inference_mode()
 def require_right(
     product: Matmul, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, quantizes_rows: bool,
-    zeros: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None, codebook: str = "",
 ) -> None:
     """Compare a product with its weight ``scales * (values - zeros)`` [out, in], computed by torch for some outputs.
+
+    With a codebook its numbers are in the place of values, and may be rounded to bfloat16.
 
     The bound holds for every order of additions in float32, and for rows that are rounded to 255 numbers, if they are.
     Outputs that are not finite by their scales may be anything.
@@ -140,15 +143,17 @@ def require_right(
     """
     (num_outputs, num_inputs), num_groups, dtype = values.shape, scales.shape[1], product.weight.dtype
     some = torch.linspace(0, num_outputs - 1, min(num_outputs, _NUM_CHECKED_OUTPUTS)).long()
-    numbers = values[some].float().reshape(len(some), num_groups, -1)
+    numbers = torch.tensor(CODEBOOKS[codebook])[values[some].int() & 15] if codebook else values[some].float()
+    numbers = numbers.reshape(len(some), num_groups, -1)
     if zeros is not None:
         numbers = numbers - zeros[some].float()[..., None]
     weight = (numbers * scales[some][..., None]).flatten(1)
     rows = torch.randn(_NUM_CHECKED_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = rows.float() @ weight.T + (0 if bias is None else bias[some].float())
     largest = rows.float().abs() @ weight.abs().T + expected.abs()
+    relative = 2**-8 if codebook and dtype == torch.bfloat16 else 2**-14
     # The last is for numbers so small that processors may take them as zero.
-    allowed = largest * 2**-14 + expected.abs() * torch.finfo(dtype).eps + 2**-100
+    allowed = largest * relative + expected.abs() * torch.finfo(dtype).eps + 2**-100
     if quantizes_rows:
         allowed += rows.float().abs().amax(1, keepdim=True) / 250 * weight.abs().sum(1)
     error = (product(rows)[:, some].float() - expected).abs()

@@ -24,14 +24,17 @@ def refusal(found: str) -> ModelNotSupported:
     """Make the error for files that cannot be loaded here, of what was found in them."""
     return ModelNotSupported(
         f"model: its files cannot be loaded here: {found[:400]}. Supported are, beside floating numbers, "
-        "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed), GPTQ with 4 or 8 bits, and AWQ "
-        "with 4 bits."
+        "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed), GPTQ with 4 or 8 bits, AWQ with "
+        "4 bits, and bitsandbytes with 8 bits, nf4 or fp4."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight ``scales * (values - zeros)``; group ``g`` of an output is inputs ``g * in / groups`` and up."""
+    """A weight ``scales * (values - zeros)``; group ``g`` of an output is inputs ``g * in / groups`` and up.
+
+    With a codebook number ``values & 15`` of it is in the place of each value.
+    """
 
     values: torch.Tensor
     """int8 [out, in]; with 4 bits from -8 to 7."""
@@ -39,6 +42,8 @@ class QuantizedWeight:
     """float32 [out, groups]."""
     zeros: torch.Tensor | None
     """int8 [out, groups] in the numbers of the values; ``None``: all are 0."""
+    codebook: str = ""
+    """Of ``CODEBOOKS``, with 4 bits and no zero points; "": values are numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,8 +95,12 @@ class StoredWeight:
             made: Matmul = PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
         else:
             bits = 4 if self.scheme == "w4a16" else 8
-            made = PackedGroupedMatmul(weight.values, weight.scales, weight.zeros, bits, bias, self.dtype)
-        require_right(made, weight.values, weight.scales, bias, self.scheme == "w8a8", weight.zeros)
+            made = PackedGroupedMatmul(
+                weight.values, weight.scales, weight.zeros, bits, bias, self.dtype, weight.codebook
+            )
+        require_right(
+            made, weight.values, weight.scales, bias, self.scheme == "w8a8", weight.zeros, weight.codebook
+        )
         return made if self.order is None else ReorderedMatmul(made, self.order)
 
 
@@ -104,7 +113,8 @@ def _joined(weights: Sequence[StoredWeight]) -> StoredWeight:
         if any(part.zeros is not None for part in parts):
             zeros = torch.cat([torch.zeros_like(part.scales, dtype=torch.int8) if part.zeros is None else part.zeros
                                for part in parts])
-        return QuantizedWeight(torch.cat([part.values for part in parts]), torch.cat([p.scales for p in parts]), zeros)
+        values, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales"))
+        return QuantizedWeight(values, scales, zeros, parts[0].codebook)
 
     first = weights[0]
     return StoredWeight(

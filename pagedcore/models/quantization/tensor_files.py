@@ -16,7 +16,7 @@ from pagedcore.models.quantization.stored_weight import refusal
 
 _INDEX: Final = "model.safetensors.index.json"
 FLOATS: Final = ("BF16", "F16", "F32")
-"""Names of number formats in safetensors; others are I8, I32, I64."""
+"""Names of number formats in safetensors; others are I8, U8, I32, I64."""
 
 
 class TensorFiles:
@@ -65,7 +65,7 @@ class TensorFiles:
         tensor: torch.Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
-    def scales(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    def scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor of finite scales, as ``expect`` does."""
         scales = self.expect(name, shape, *FLOATS)
         if not scales.isfinite().all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def test_families_compute_their_numbers(family: str, tmp_path: Path) -> None:
     assert np.abs(scores_of(tmp_path) - wanted).max() < 2e-3
 
 
-@pytest.mark.parametrize("kind", ["ct-w8a8", "awq", "gptq-order"])
+@pytest.mark.parametrize("kind", ["ct-w8a8", "awq", "gptq-order", "bnb-nf4", "bnb-int8"])
 def test_bfloat16_is_near(kind: str, tmp_path: Path) -> None:
     """Rows in bfloat16 give nearly the same; the number format does not change the quantised weights."""
     wanted = scores_of_transformers(write_checkpoint(tmp_path, kind))
@@ -141,7 +142,7 @@ class LargestFloats(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", ["ct-w8a8", "ct-w4a16-zeros", "gptq-order", "awq"])
+@pytest.mark.parametrize("kind", ["ct-w8a8", "ct-w4a16-zeros", "gptq-order", "awq", "bnb-nf4-nested"])
 def test_no_dequantised_weight_is_made(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a checkpoint becomes an engine's model, no operation makes a float tensor larger than the embedding, which
     is smaller than every quantised product."""
@@ -184,7 +185,10 @@ TWO_SCHEMES = {"a": W4A16["config_groups"]["group_0"],
 
 
 @pytest.mark.parametrize(("config", "found"), [
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "'bitsandbytes'"),
+    (changed("bnb-nf4", bnb_4bit_quant_type="af4"), "'af4'"),
+    (changed("bnb-nf4", bnb_4bit_quant_type=["nf4"]), "'nf4'"), (changed("bnb-nf4", _load_in_8bit=True), "8bit=True"),
+    (changed("bnb-nf4", _load_in_4bit=None), "4bit=False"), (changed("bnb-int8", load_in_8bit="yes"), "8bit='yes'"),
+    (changed("bnb-nf4", bnb_4bit_quant_storage="float64"), "'float64'"),
     ({"quant_method": "fp8"}, "'fp8'"), ({}, "None"), ("gptq", "'gptq'"), ({"quant_method": ["awq"]}, r"\['awq'\]"),
     (changed("gptq", bits=3), "3 bits"), (changed("gptq", group_size=0), "groups of 0"),
     (changed("gptq", group_size=True), "groups of True"), (changed("gptq", group_size="128"), "groups of '128'"),
@@ -245,6 +249,18 @@ def like(directory: Path, name: str) -> torch.Tensor:
     ("ct-w4a16-zeros", "weight_zero_point", lambda t: t.to(torch.int8), "is I8"),
     ("ct-w8a8", "weight", lambda t: t.float(), "is F32"), ("ct-w8a8", "weight_scale", lambda t: t[:, 0], r"\[64\]"),
     ("ct-w8a8", "weight_scale", None, "weight is I8"),
+    ("bnb-int8", "SCB", None, "weight is I8"), ("bnb-int8", "SCB", lambda t: t * torch.nan, "not finite"),
+    ("bnb-int8", "weight", lambda t: t.float(), "is F32"), ("bnb-int8", "weight_format", lambda t: t + 2, "for a GPU"),
+    ("bnb-nf4", "weight.absmax", None, r"weight is U8"), ("bnb-nf4", "weight.absmax", lambda t: t[1:], r"\[63\]"),
+    ("bnb-nf4", "weight.absmax", lambda t: t * torch.inf, "not finite"),
+    ("bnb-nf4", "weight.quant_map", lambda t: t.flip(0), "quant_map"),
+    ("bnb-nf4", "weight.quant_map", lambda t: t * torch.nan, "quant_map"),
+    ("bnb-nf4", "weight", lambda t: t[1:], "2047"), ("bnb-nf4", "weight.quant_map", lambda t: t[:8], r"\[8\]"),
+    ("bnb-nf4-nested", "weight.nested_absmax", None, "is U8"),
+    ("bnb-nf4-nested", "weight.nested_absmax", lambda t: t * torch.inf, "not finite"),
+    ("bnb-nf4-nested", "weight.nested_absmax", lambda t: t.repeat(2), r"\[2\]"),
+    ("bnb-nf4-nested", "weight.nested_quant_map", lambda t: t[:16], r"\[16\]"),
+    ("bnb-nf4-nested", "weight.nested_quant_map", lambda t: t * 1e38 * t.sign() * 1e38, "not finite"),
 ])
 def test_tensors_that_do_not_fit_are_refused(
     kind: str, name: str, change: Any, found: str, tmp_path: Path
@@ -257,6 +273,36 @@ def test_tensors_that_do_not_fit_are_refused(
     message = refused(tmp_path)
     assert Q in message
     assert re.search(found, message)
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize(("changes", "found"), [
+    ({"shape": [64, 63]}, r"\[64, 63\]"), ({"shape": [2**60, 2**60]}, "of shape"), ({"shape": None}, "None"),
+    ({"quant_type": "fp4"}, "'fp4'"), ({"blocksize": 0}, "blocks of 0"), ({"blocksize": -64}, "blocks of -64"),
+    ({"blocksize": 2**70}, "blocks of"), ({"blocksize": True}, "blocks of True"),
+    ({"blocksize": 64.0}, "blocks of 64.0"),
+    ({"blocksize": 128}, r"absmax is U8 of shape \[64\]"), ({"blocksize": 4}, r"absmax is U8 of shape \[64\]"),
+    ({"nested_offset": 10**400}, "offset"), ({"nested_offset": float("nan")}, "not finite"),
+    ({"nested_offset": -float("inf")}, "not finite"), ({"nested_offset": "0.5"}, "offset of '0.5'"),
+    ({"nested_offset": None}, "offset of None"), ({"nested_blocksize": 10**30}, "blocks of"),
+    ({"nested_blocksize": None}, "blocks of None"), ({"nested_blocksize": 1}, "nested_absmax is F32"),
+    (b"", "no JSON"), (b"[]", "no JSON"), (b"\xff{}", "no JSON"), (b"[" * 4000, "no JSON"), (b"9" * 4000, "no JSON"),
+    (b" " * 5000 + b"{}", "5002 bytes"), (None, "missing"),
+], ids=lambda one: repr(one)[:30])
+def test_a_hostile_description_of_a_layer_is_refused(changes: Any, found: str, tmp_path: Path) -> None:
+    """What bitsandbytes says of a layer in JSON counts only where it fits the tensors; else there is a typed error."""
+    write_checkpoint(tmp_path, "bnb-nf4-nested", num_hidden_layers=2)
+    if isinstance(changes, dict):
+        said = json.loads(bytes(like(tmp_path, f"{Q}.{STATE}").tolist()))
+        changes = json.dumps({**said, **changes}).encode()
+    change_tensors(tmp_path, {f"{Q}.{STATE}": None if changes is None else torch.tensor(list(changes)).byte()})
+    with LargestFloats() as counted:
+        message = refused(tmp_path)
+    assert Q in message
+    assert re.search(found, message)
+    assert counted.largest < 2**20
 
 
 @pytest.mark.parametrize(("kind", "changes"), [
@@ -349,7 +395,8 @@ def test_files_may_change_after_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "name"), [
     ("gptq-order", "g_idx"), ("gptq-order", "qweight"), ("gptq-zeros", "qzeros"), ("gptq", "scales"), ("awq", "qzeros"),
     ("ct-w4a16-order", "weight_g_idx"), ("ct-w4a16-zeros", "weight_zero_point"), ("ct-w8a8", "weight_scale"),
-    ("ct-w8a8", "weight"), ("ct-w4a16", "weight_packed"),
+    ("ct-w8a8", "weight"), ("ct-w4a16", "weight_packed"), ("bnb-int8", "SCB"),
+    ("bnb-nf4-nested", "weight.nested_quant_map"), ("bnb-nf4", "weight.absmax"),
 ])
 def test_every_tensor_counts_in_the_fingerprint(kind: str, name: str, tmp_path: Path) -> None:
     """A file that differs in one tensor of one layer is another model; the same file is the same one."""

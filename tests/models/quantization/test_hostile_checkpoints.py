@@ -16,6 +16,7 @@ from pagedcore.errors import PagedcoreError
 from pagedcore.models.quantization.convert import convert
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import tiny_model
+from support.quantized_checkpoints import write_checkpoint
 from support.torture import first_seed, scaled
 
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
@@ -30,6 +31,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     tiny_model("llama").save_pretrained(folder / "none")
     for scheme in ("w8a8", "w4a16"):
         convert(str(folder / "none"), folder / scheme, quantization=scheme, dtype="float32")
+    write_checkpoint(folder / "nf4", "bnb-nf4-nested")
     return sorted(folder.iterdir())
 
 

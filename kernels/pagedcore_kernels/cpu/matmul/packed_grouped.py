@@ -1,8 +1,8 @@
 """Matrix products of float rows with weights of 4 or 8 bits that have a scale for each group of inputs ("weight only").
 
-A weight is ``scale * (value - zero)``. Rows stay what they are, float32 or bfloat16. Few rows are bound by the memory
-that weights take, so they are unpacked in registers; of many rows 64 share what is unpacked once. Read
-``grouped_tiles.py`` for the arithmetic.
+A weight is ``scale * (value - zero)``, or ``scale`` times what a codebook says of a value. Rows stay what they are,
+float32 or bfloat16. Few rows are bound by the memory that weights take, so they are unpacked in registers; of many rows
+64 share what is unpacked once. Read ``grouped_tiles.py`` for the arithmetic.
 
 Invariant: an output's bits depend on its row, its weights and its bias alone. In float32 they do not depend on the
 instructions that the processor has either; in bfloat16 there are two orders of additions, as in ``packed.py``.
@@ -18,8 +18,11 @@ import torch
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     CHUNK_STEPS,
+    KIND_OF_CODEBOOK,
     SCALE_BYTES,
     UNIT,
+    WHOLE,
+    WITH_ZEROS,
     ZERO_BYTES,
     inputs_of_step,
     multiply_few_rows,
@@ -70,6 +73,8 @@ class PackedGroupedMatmul:
         bits: 4 or 8.
         bias: [out], or ``None``; rounded to ``dtype``; not kept.
         dtype: of rows and outputs, float32 or bfloat16.
+        codebook: of ``CODEBOOKS``, by name: number ``values & 15`` of it is in the place of each value of 4 bits,
+            rounded to bfloat16 where the processor multiplies pairs of these. "": values are numbers.
 
     A group has a multiple of 8 inputs; only where there is one group for each output may ``in`` be any number.
 
@@ -79,12 +84,14 @@ class PackedGroupedMatmul:
 
     def __init__(
         self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int,
-        bias: torch.Tensor | None, dtype: torch.dtype,
+        bias: torch.Tensor | None, dtype: torch.dtype, codebook: str = "",
     ) -> None:  # fmt: skip
         form = form_of_grouped_product(dtype)
         if form is None:
             raise InternalError(f"rows: {dtype} cannot be multiplied here by weights of few bits")
         _check(values, scales, zeros, bits, bias)
+        if codebook and (codebook not in KIND_OF_CODEBOOK or bits != 4 or zeros is not None):
+            raise InternalError(f"codebook: got {codebook!r} for {bits} bits, {'no ' * (zeros is None)}zero points")
         (self._num_outputs, self._num_inputs), num_groups = values.shape, scales.shape[1]
         self._padding = -self._num_inputs % UNIT
         size = (self._num_inputs + self._padding) // num_groups
@@ -97,7 +104,9 @@ class PackedGroupedMatmul:
             self._bias[: self._num_outputs] = bias
         self._is_widened = dtype == torch.bfloat16 and form == SINGLES
         self._sizes = num_groups, size // UNIT
-        self._kernel = _kernel(form, bits, zeros is not None, dtype)
+        self._kernel = _kernel(
+            form, bits, KIND_OF_CODEBOOK.get(codebook, WHOLE if zeros is None else WITH_ZEROS), dtype
+        )
         self._parameters = ParameterBlock(11)
 
     @property
@@ -191,15 +200,13 @@ def _nibbles(units: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _kernel(form: int, bits: int, has_zeros: bool, dtype: torch.dtype) -> Kernel:
+def _kernel(form: int, bits: int, values: int, dtype: torch.dtype) -> Kernel:
     """Compile the kernel, or take it from the cache; its parameters are those that ``__call__`` fills in."""
-    is_bf16, with_zeros, is_wide, item_bytes = (
-        int(dtype == torch.bfloat16), int(has_zeros), int(has_wide_vectors()), dtype.itemsize,
-    )  # fmt: skip
+    is_bf16, is_wide, item_bytes = int(dtype == torch.bfloat16), int(has_wide_vectors()), dtype.itemsize
     most_sums = _WIDE_SUMS if is_wide else _NARROW_SUMS
     bytes_of_unit, row_unit_bytes = unit_bytes(bits), UNIT // inputs_of_step(form) * 4
     chunk_units = CHUNK_STEPS * inputs_of_step(form) // UNIT
-    header_bytes = SCALE_BYTES + with_zeros * ZERO_BYTES
+    header_bytes = SCALE_BYTES + (values == WITH_ZEROS) * ZERO_BYTES
     panel_outputs, sum_bytes, least_rows, group_rows = PANEL, SUM_BYTES, _SHARE_ROWS, _GROUP_ROWS
     few_rows, num_sums, num_weights = TILE_ROWS, _GROUP_ROWS * PANEL, CHUNK_STEPS * STEP_BYTES // 4
     ahead_bytes = _AHEAD_BYTES
@@ -239,13 +246,13 @@ def _kernel(form: int, bits: int, has_zeros: bool, dtype: torch.dtype) -> Kernel
                             ahead = next_panel + (ahead - begin - panel_bytes)
                         if count <= few_rows:
                             multiply_few_rows(
-                                form, bits, with_zeros, 1, most_sums, is_wide, source, row_bytes, count, here, group,
+                                form, bits, values, 1, most_sums, is_wide, source, row_bytes, count, here, group,
                                 units, sums, is_first, ahead,
                             )
                         else:
-                            unpack_chunk(form, bits, with_zeros, is_wide, here, group, units, buffer, ahead)
+                            unpack_chunk(form, bits, values, is_wide, here, group, units, buffer, ahead)
                             multiply_unpacked_tiles(
-                                form, bits, with_zeros, most_sums, is_wide, source, row_bytes, count, buffer, group,
+                                form, bits, values, most_sums, is_wide, source, row_bytes, count, buffer, group,
                                 units, sums, is_first,
                             )
                         source, unit, is_first = source + units * row_unit_bytes, unit + units, 0

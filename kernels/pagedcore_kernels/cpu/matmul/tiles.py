@@ -270,13 +270,14 @@ def _multiply_pairs(b: Builder, some: Value, others: Value) -> Value:
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx2.pmadd.wd")
 
     def part(vector: Value, start: int) -> Value:
-        return b.shuffle_vector(vector, vector, _numbers(start, LANES))
+        return b.shuffle_vector(vector, vector, lane_numbers(start, LANES))
 
     low, high = (b.call(function, [part(some, start), part(others, start)]) for start in (0, LANES))
-    return b.shuffle_vector(low, high, _numbers(0, LANES))
+    return b.shuffle_vector(low, high, lane_numbers(0, LANES))
 
 
-def _numbers(start: int, count: int) -> Value:
+def lane_numbers(start: int, count: int) -> Value:
+    """Return consecutive numbers, by which lanes are picked from a vector."""
     return ir.Constant(ir.VectorType(INT32, count), list(range(start, start + count)))
 
 
