@@ -93,7 +93,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             f"Leave it at 'auto', or set device={kinds[0]!r}."
         )
     layout_maker(attention, config.kv_cache_dtype)
-    stored = stored_format(_source(model)) if is_named else None
+    stored = stored_format(model_source(model)) if is_named else None
     quantization = config.quantization if stored is None else stored.scheme
     if config.quantization not in ("none", quantization):
         raise InvalidConfig(f"quantization: got {config.quantization!r} for a {quantization} checkpoint. Leave it.")

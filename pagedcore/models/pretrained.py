@@ -107,6 +107,33 @@ def load_config(
     return config
 
 
+def find_file(source: str, name: str) -> Path | None:
+    """Return where a file of a model is, in a directory or in the hub's cache; ``None`` if it is not to be had."""
+    if Path(source).is_dir():
+        return path if (path := Path(source) / name).is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(source, name)
+    except OSError:  # what transformers raises for a file, a name or a hub that is not there
+        return None
+    return None if found is None else Path(found)
+
+
+def find_directory(source: str, *patterns: str) -> str:
+    """Return a directory itself, or the snapshot of a name on the hub that has the files of ``patterns``.
+
+    Raises:
+        InvalidConfig: there is no such name, or it cannot be downloaded.
+    """
+    if Path(source).is_dir():
+        return source
+    from huggingface_hub import snapshot_download
+
+    with as_refusals(source), _no_progress_bar():
+        return snapshot_download(source, allow_patterns=[*patterns], ignore_patterns=["*/*"])
+
+
 @contextmanager
 def as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[None]:
     """Raise what libraries raise for the files of the model called ``name`` as ``InvalidConfig``, without paths."""

@@ -1,4 +1,4 @@
-"""Loads a quantised checkpoint from a directory: a model whose linear layers are read from files when they are packed.
+"""Loads a quantised checkpoint: a model whose linear layers are read from files when they are packed.
 
 Owns which format a configuration names, and the order: read the configuration, build the modules without memory,
 compare every tensor's shape with its module, then map tensors. A file per format says what its tensors mean.
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pagedcore.models.cpu.packed_linear import can_pack
-from pagedcore.models.pretrained import as_refusals, load_config
+from pagedcore.models.pretrained import as_refusals, find_directory, find_file, load_config
 from pagedcore.models.quantization.awq import AWQ
 from pagedcore.models.quantization.bitsandbytes import BitsAndBytes
 from pagedcore.models.quantization.compressed_tensors import CompressedTensors
@@ -47,15 +47,15 @@ _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], StoredFormat]]] = {
 
 
 def stored_format(source: str) -> StoredFormat | None:
-    """Return how the checkpoint of a directory is quantised; ``None``: it is not, or is in no directory.
+    """Return how the checkpoint of a directory, or of a name on the hub, is quantised; ``None``: it is not.
 
     Raises:
         ModelNotSupported: its format is not known, or is one that cannot be computed here.
     """
-    path = Path(source) / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))["quantization_config"] if path.is_file() else None
-    except (OSError, ValueError, TypeError, KeyError):
+        path = find_file(source, "config.json")
+        config = None if path is None else json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
         return None  # Why: what is wrong with a configuration, its loader says.
     if config is None:
         return None
@@ -70,7 +70,7 @@ def load_stored(source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_
     """Load a model of a directory whose linear layers have a ``StoredWeight`` where the files hold them quantised.
 
     Args:
-        source: the directory.
+        source: a directory, or a name on the hub, whose snapshot is downloaded where it is not in the cache.
         stored: as ``stored_format`` says.
         dtype: number format of all other weights, and of rows.
         trust_remote_code: whether code shipped with the model may run.
@@ -81,6 +81,7 @@ def load_stored(source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    source = find_directory(source, "*.safetensors", "*.json", *(["*.py"] if trust_remote_code else []))
     config = load_config(source, trust_remote_code=trust_remote_code, is_quantised=True)
     with as_refusals(source):
         with torch.device("meta"):

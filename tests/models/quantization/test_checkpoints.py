@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedcore import Engine, SamplingParams
+from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidConfig, InvalidSessionFile, ModelMismatch, ModelNotSupported
 from pagedcore.models.cpu.fused_decoder import FusedDecoder
 from pagedcore.models.fingerprint import model_fingerprint
@@ -435,3 +437,41 @@ def test_a_session_belongs_to_one_checkpoint(tmp_path: Path) -> None:
         for other in (directories[0], *directories[2:]):
             with pytest.raises((ModelMismatch, InvalidSessionFile)):
                 engine.import_session(paths[other])
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshot of "owner/name" in a cache of the hub, which itself cannot be reached."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "models--owner--name", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (snapshot := repository / "snapshots" / commit).mkdir(parents=True)
+    return snapshot
+
+
+@pytest.mark.parametrize("kind", ["gptq", "bnb-nf4"])
+def test_a_name_on_the_hub_is_its_snapshot(kind: str, hub: Path) -> None:
+    """A quantised checkpoint in the hub's cache is found by its name, without a network, and is the same model."""
+    write_checkpoint(hub, kind)
+    for path in DEMO_MODEL_DIR.glob("tokenizer*"):  # Why: a name has to have a tokenizer.
+        shutil.copyfile(path, hub / path.name)
+    assert np.array_equal(scores_of("owner/name"), scores_of(hub))
+
+
+def test_an_incomplete_snapshot_is_refused(hub: Path) -> None:
+    """A cache that has a configuration and no weights gives a typed error, and so does a name that it does not have."""
+    write_checkpoint(hub, "gptq")
+    (hub / "model.safetensors").unlink()
+    assert "0 safetensors files" in refused_by_name("owner/name", hub)
+    with pytest.raises(InvalidConfig, match="could not be read"):
+        engine_of("owner/other")
+
+
+def refused_by_name(name: str, hub: Path) -> str:
+    """The message with which a name is refused; it holds no path."""
+    with pytest.raises(ModelNotSupported) as caught:
+        engine_of(name)
+    assert str(hub.parents[2]) not in str(caught.value)
+    return str(caught.value)
