@@ -102,7 +102,7 @@ def load_config(
     with as_refusals(name):
         config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=trust_remote_code)
         if is_quantised:
-            del config.quantization_config
+            vars(config).pop("quantization_config", None)
         check_config(config.to_dict())
     return config
 

@@ -46,23 +46,45 @@ _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], StoredFormat]]] = {
 }
 
 
+#: Files of earlier versions of AutoGPTQ and AutoAWQ, which say what later ones write in ``config.json``.
+_FILES_BESIDE: Final[Mapping[str, str]] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+#: Fields of bitsandbytes, whose name was not written when it was the only format.
+_FIRST_FIELDS: Final = ("load_in_8bit", "load_in_4bit")
+
+
 def stored_format(source: str) -> StoredFormat | None:
     """Return how the checkpoint of a directory, or of a name on the hub, is quantised; ``None``: it is not.
 
     Raises:
         ModelNotSupported: its format is not known, or is one that cannot be computed here.
     """
-    try:
-        path = find_file(source, "config.json")
-        config = None if path is None else json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
+    main = _read(source, "config.json")
+    if not isinstance(main, dict):
         return None  # Why: what is wrong with a configuration, its loader says.
+    config, method = main.get("quantization_config"), None
+    for file, name in _FILES_BESIDE.items():
+        if config is None:
+            config, method = _read(source, file), name
     if config is None:
         return None
-    method = config.get("quant_method") if isinstance(config, dict) else config
-    if not isinstance(config, dict) or not isinstance(method, str) or method not in _FORMATS:
+    if not isinstance(config, dict):
+        raise refusal(f"its quant_method is in {config!r}")
+    if "quant_method" in config or config.keys().isdisjoint(_FIRST_FIELDS):
+        method = config.get("quant_method", method)
+    else:
+        method = "bitsandbytes"
+    if not isinstance(method, str) or method not in _FORMATS:
         raise refusal(f"its quant_method is {method!r}")
     return _FORMATS[method](config)
+
+
+def _read(source: str, name: str) -> Any:
+    """Return a JSON file of a model; ``None``: there is none, or it is damaged."""
+    try:
+        path = find_file(source, name)
+        return None if path is None else json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 @torch.no_grad()

@@ -439,6 +439,41 @@ def test_a_session_belongs_to_one_checkpoint(tmp_path: Path) -> None:
                 engine.import_session(paths[other])
 
 
+@pytest.mark.parametrize(("kind", "file", "config"), [
+    ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True,
+                                      "true_sequential": True, "model_file_base_name": "gptq_model-4bit-32g"}),
+    ("awq", "quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+    ("bnb-int8", "config.json", {"load_in_8bit": True, "llm_int8_threshold": 6.0, "llm_int8_skip_modules": None}),
+])
+def test_descriptions_of_earlier_versions_are_read(
+    kind: str, file: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """AutoGPTQ and AutoAWQ wrote a file of their own once, and bitsandbytes no name; the model is the same."""
+    write_checkpoint(tmp_path, kind)
+    wanted = scores_of(tmp_path)
+    if file == "config.json":
+        change_config(tmp_path, quantization_config=config)
+    else:
+        change_config(tmp_path, quantization_config=None)
+        (tmp_path / file).write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-32g.safetensors")
+    assert np.array_equal(scores_of(tmp_path), wanted)
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ('{"bits": 3, "group_size": 32}', "3 bits"), ("[1]", r"in \[1\]"), ('{"quant_method": "fp8"}', "'fp8'"),
+])
+def test_a_hostile_file_beside_is_refused(text: str, found: str, tmp_path: Path) -> None:
+    """What is refused in config.json is refused in a file of its own."""
+    write_checkpoint(tmp_path, "gptq")
+    change_config(tmp_path, quantization_config=None)
+    (tmp_path / "quantize_config.json").write_text(text)
+    with pytest.raises(ModelNotSupported, match=found):
+        stored_format(str(tmp_path))
+    (tmp_path / "quantize_config.json").write_text("[" * 100_000)
+    assert stored_format(str(tmp_path)) is None
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The snapshot of "owner/name" in a cache of the hub, which itself cannot be reached."""
