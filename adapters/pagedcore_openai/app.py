@@ -33,6 +33,7 @@ from pagedcore_openai.endpoints import (
     Metrics,
     Models,
     NoEmbeddings,
+    Recording,
     StoredResponse,
     Tokenize,
 )
@@ -52,7 +53,7 @@ MEMORY_SHARE: Final = 0.3
 """Share of free memory that the KV pools of several models take together when nothing is said."""
 _APP_OPTIONS: Final = frozenset({
     "api_keys", "salt_of", "hosts", "max_body_bytes", "max_open_calls", "body_s", "drain_s",
-    "metrics", "page", "origins", "max_priority", "weight_of",
+    "metrics", "page", "origins", "max_priority", "weight_of", "recordings",
 })
 _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/chat/completions", partial(Completing, kind=ChatCall)),
@@ -67,6 +68,7 @@ _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/detokenize", Detokenize),
     ("GET", "/health", Health),
     ("GET", "/metrics", Metrics),
+    ("GET", "/recording", Recording),
 )
 _PAGE_ROUTES: Final[tuple[tuple[str, Any], ...]] = (("/", Page), ("/page/{name}", Page), ("/live", Live))
 
@@ -86,9 +88,10 @@ class OpenAIApp(Starlette):
         self._owned = owned
         for one in service.models.values():
             engine_metrics(one.engine)
-        routes = [Route(prefix + path, make(service), methods=[method])
-                  for method, path, make in _ROUTES for prefix in ("", "/v1")
-                  if make is not Metrics or service.shows_metrics]
+        hidden = {Metrics: not service.shows_metrics, Recording: not service.shows_recordings}
+        routes = [Route(prefix + path, endpoint, methods=[method])
+                  for method, path, make in _ROUTES if not hidden.get(make, False)
+                  for endpoint in (make(service),) for prefix in ("", "/v1")]
         if service.page_files:
             routes += [Route(path, make(service), methods=["GET"]) for path, make in _PAGE_ROUTES]
         # Why the app's own: without these headers a browser shows a page of another site nothing of a response.
@@ -142,7 +145,7 @@ def openai_app(
     salt_of: SaltHook | None = None, hosts: Collection[str] | None = None, max_body_bytes: int | None = None,
     max_open_calls: int = MAX_OPEN_CALLS, body_s: float = BODY_S, drain_s: float = DRAIN_S,
     metrics: bool = False, page: bool = False, origins: Collection[str] | None = None,
-    max_priority: int | None = None, weight_of: Callable[[Request], float] | None = None,
+    max_priority: int | None = None, weight_of: Callable[[Request], float] | None = None, recordings: bool = False,
     owned: Collection[AsyncEngine] = (),
 ) -> OpenAIApp:
     """Make the app around engines.
@@ -164,6 +167,8 @@ def openai_app(
         metrics: whether there is ``/metrics``, which counts all tenants together; with keys it needs the admin key.
         weight_of: the weight of a call's tenant from its Starlette request, instead of from ``api_keys``.
         max_priority: the highest ``priority`` that a body may ask for; ``None``: any.
+        recordings: whether there is ``/recording``, what the flight recorders have of all tenants together, with tokens
+            if the engines keep these; with keys it needs the admin key, without them everybody who may call has it.
         owned: engines that the app closes at its end; the owner of the others does.
 
     Raises:
@@ -173,7 +178,7 @@ def openai_app(
     by_name = {name: engines} if isinstance(engines, AsyncEngine) else engines
     models = {name: ServedModel.of(name, engine) for name, engine in by_name.items()}
     service = Service(models, api_keys, salt_of, Browsers(hosts, origins), max_body_bytes, max_open_calls, body_s,
-                      metrics, page_files() if page else {}, max_priority, weight_of)
+                      metrics, page_files() if page else {}, max_priority, weight_of, recordings)
     return OpenAIApp(service, drain_s, owned)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
 from http import HTTPStatus
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from starlette.exceptions import HTTPException
@@ -14,11 +17,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagedcore import Chat
-from pagedcore.errors import InvalidPrompt
+from pagedcore.errors import InvalidPrompt, RecordingError
 from pagedcore.metrics.recorder import engine_metrics_text
 from pagedcore_http.event_stream import ClientGone, run_until_disconnect
 from pagedcore_http.events import encode
-from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, RETRY_ELSEWHERE_S
+from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, RETRY_ELSEWHERE_S, RefusedAtTheDoor
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call
 from pagedcore_openai.errors import openai_refusal
@@ -168,6 +171,45 @@ class Metrics(Endpoint):
         # Why: on threads, because the numbers are taken between two steps, which may be long.
         texts = await asyncio.gather(*(asyncio.to_thread(engine_metrics_text, engine) for engine in engines))
         return Response(join_metrics(texts), media_type="text/plain; version=0.0.4")
+
+
+class Recording(Endpoint):
+    """Sends what the flight recorder of one engine has, to admins alone where there are keys; one at a time."""
+
+    is_for_admins: ClassVar = True
+    is_counted: ClassVar = False
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._is_writing = False
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return the file that ``pagedcore replay`` reads.
+
+        Raises ``RefusedAtTheDoor`` (429) while another one is written, and ``HTTPException`` (404) if there is none.
+        """
+        served = self.service.model_of(dict(request.query_params))
+        if self._is_writing:
+            raise RefusedAtTheDoor(HTTPStatus.TOO_MANY_REQUESTS, "recordings in flight", 2, "at most 1")
+        self._is_writing = True
+        try:
+            write = await served.engine.call(lambda engine: engine.take_recording())
+            # Why on a thread: it is some ten megabytes to compress, and neither engine nor loop may wait for it.
+            content = await asyncio.to_thread(_written, write)
+        except RecordingError as error:
+            raise HTTPException(HTTPStatus.NOT_FOUND, str(error)) from None
+        finally:
+            self._is_writing = False
+        headers = {"Content-Disposition": 'attachment; filename="recording.jsonl.gz"', "Cache-Control": "no-store",
+                   "X-Content-Type-Options": "nosniff"}
+        return Response(content, headers=headers, media_type="application/gzip")
+
+
+def _written(write: Callable[[Path], None]) -> bytes:
+    # Safety: a new directory of this user alone, removed at once.
+    with TemporaryDirectory(prefix="pagedcore-recording-") as folder:
+        write(path := Path(folder) / "recording.jsonl.gz")
+        return path.read_bytes()
 
 
 class Health(Endpoint):

@@ -6,12 +6,12 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import uvicorn
 
-from pagedcore.errors import InvalidConfig
+from pagedcore.errors import InvalidConfig, describe_name
 from pagedcore_openai.app import DRAIN_S, OpenAIApp, create
 from pagedcore_openai.tenants import LOOPBACK, ApiKeys, Browsers
 
@@ -49,7 +49,8 @@ def keys_of_environment(environment: Mapping[str, str] = os.environ) -> ApiKeys 
 def serve(
     models: Mapping[str, Any], *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = DRAIN_S,
     announce: Callable[[str], None] = print, allow_hosts: Collection[str] = (), allow_origins: Collection[str] = (),
-    page: bool = True, opened: Callable[[str], None] = lambda url: None, **settings: Any,
+    page: bool = True, recordings: Literal["on", "tokens"] | None = None,
+    opened: Callable[[str], None] = lambda url: None, **settings: Any,
 ) -> None:
     """Serve models until SIGTERM or Ctrl-C; the calls in flight then have ``drain_s`` seconds to end.
 
@@ -63,6 +64,8 @@ def serve(
             other name on any address.
         allow_origins: other sites whose pages may call.
         page: whether there is a page at ``/``.
+        recordings: as ``EngineConfig.flight_recorder``; there is ``/recording`` then. It needs the admin key; without
+            any keys a loopback address may have "on".
         opened: is given the address of the page, once it answers.
         settings: as for ``create``.
 
@@ -71,6 +74,14 @@ def serve(
         RequestFailed: a model fails on its first token.
     """
     api_keys = keys_of_environment()
+    if recordings is not None:
+        settings["flight_recorder"] = recordings
+        is_own = api_keys is None and host in LOOPBACK and not allow_hosts and recordings != "tokens"
+        if not is_own and (api_keys is None or not api_keys.has_admin):
+            raise InvalidConfig(
+                f"recordings: got {describe_name(recordings)}, needed is {ADMIN_VARIABLE}, because a recording "
+                'shows all tenants together; only on a loopback address, without keys, "on" needs none.'
+            )
     # Why any on other addresses: their names are not known here.
     hosts = {*LOOPBACK, *allow_hosts} if host in LOOPBACK or allow_hosts else None
     config = uvicorn.Config("", host=host, port=port, log_config=None, log_level="warning", access_log=False,
@@ -83,7 +94,7 @@ def serve(
         if (given := settings.get("config")) is None or given.max_num_waiting is None:
             settings.setdefault("max_num_waiting", MAX_WAITING)
         app = create(models, api_keys=api_keys, hosts=hosts, origins=allow_origins, page=page, drain_s=drain_s,
-                     metrics=True, **settings)
+                     metrics=True, recordings=recordings is not None, **settings)
         config.app = app
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 

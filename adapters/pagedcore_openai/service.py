@@ -59,6 +59,7 @@ class Service:
     """The files of the page by name; empty: there is no page."""
     max_priority: int | None = None
     weight_hook: Callable[[Request], float] | None = None
+    shows_recordings: bool = False
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     live: dict[str, LiveView] = field(init=False)
     """By model."""

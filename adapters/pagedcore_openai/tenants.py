@@ -65,6 +65,11 @@ class ApiKeys:
             raise RefusedAtTheDoor(HTTPStatus.FORBIDDEN, "API key", "a tenant's key", "the admin key")
         return given
 
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is an admin key."""
+        return bool(self._admins)
+
     def is_admin(self, tenant: bytes) -> bool:
         """Whether what ``tenant_of`` returned is the admin key's."""
         return tenant in self._admins

@@ -30,6 +30,9 @@ def serve(
         list[str] | None, typer.Option(help="Another site whose pages may call, https://NAME; repeatable.")
     ] = None,
     page: Annotated[bool, typer.Option(help="The page at /: chat, and a live view of the batch.")] = True,
+    recordings: Annotated[
+        str | None, typer.Option(help='"on" or "tokens": record, and send it to admins at /recording.')
+    ] = None,
     kv_memory: Annotated[
         str | None, typer.Option(help='Memory for KV, such as "2GiB"; several models share it equally.')
     ] = None,
@@ -52,7 +55,7 @@ def serve(
     if config is not None:
         given = {"config": EngineConfig.from_file(config, **given)}
     run(_by_name(model, models or []), host=host, port=port, drain_s=drain_s, allow_hosts=allow_host or [],
-        allow_origins=allow_origin or [], page=page, **given)
+        allow_origins=allow_origin or [], page=page, recordings=recordings, **given)
 
 
 def run(by_name: Mapping[str, str], *, is_announced: bool = True, **options: Any) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -90,14 +93,23 @@ class Diagnosis:
             ForkedProcess: this process is a fork of the engine's.
             OSError: the file cannot be written; then there is none.
         """
+        self.take_recording()(path)
+
+    def take_recording(self) -> Callable[[str | os.PathLike[str]], None]:
+        """Return a function that writes the recording as it is now, once, on any thread. Raises as ``dump_recording``.
+
+        For an engine that must not wait for compression and a disk.
+        """
         recorder = self._recorder
         if recorder is None:
             raise RecordingError('the flight recorder is off; build the engine with flight_recorder="on"')
         recorder.require_owner()
         if not recorder.segments:
             raise RecordingError("nothing was recorded yet")
-        write_recording(
-            path, self._header(), recorder.segments, self.scheduler.kv_cache.device.hasher,
+        # Why copies: both lists grow with every step.
+        segments = [replace(one, events=one.events.copy()) for one in recorder.segments]
+        return partial(
+            write_recording, header=self._header(), segments=segments, hasher=self.scheduler.kv_cache.device.hasher,
             keeps_tokens=self._components.config.flight_recorder == "tokens",
         )
 

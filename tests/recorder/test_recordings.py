@@ -21,6 +21,7 @@ from pagedcore.recorder.token_rows import MAX_TOKENS
 from pagedcore.replay.decisions import replay_decisions
 from pagedcore.replay.point import find_point, settings_for
 from pagedcore.replay.what_if import compare
+from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.scheduler import Scheduler
 from support.doubles import FakeClock, ToyBackend
 from support.recordings import dumped, lines_of, run_all, toy_engine, write_lines
@@ -130,6 +131,19 @@ def test_without_it_nothing_is_tapped() -> None:
         assert type(engine.scheduler) is Scheduler
         with pytest.raises(RecordingError, match='flight_recorder="on"'):
             engine.dump_recording("nowhere")
+
+
+def test_what_was_taken_stays_as_it_was(tmp_path: Path) -> None:
+    """Written later, after further steps, a recording is the one of the moment when it was taken."""
+    engine = toy_engine()
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+    engine.step()
+    write = engine.take_recording()
+    at_once = dumped(engine, tmp_path)
+    engine.step()
+    write(tmp_path / "later.gz")
+    assert lines_of(tmp_path / "later.gz") == lines_of(tmp_path / "recording.gz")
+    assert len(dumped(engine, tmp_path).segments[0]["events"]) > len(at_once.segments[0]["events"])
 
 
 def test_only_the_owner_reads_it(tmp_path: Path) -> None:
