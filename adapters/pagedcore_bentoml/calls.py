@@ -34,6 +34,8 @@ class Call:
     cache_salt: Any = field(repr=False)
     request_id: Any
     deadline_s: Any = None
+    ttft_ms: Any = None
+    tpot_ms: Any = None
     caller: Caller = field(default_factory=Caller)
 
     @property
@@ -44,7 +46,7 @@ class Call:
     def options_with(self, label: Any) -> OptionKeywords:
         """Return the options of a prompt with this label. Raises ``InvalidRequest``."""
         return self.caller.options({"priority": self.priority, "cache_salt": self.cache_salt, "request_id": label,
-                                    "deadline_s": self.deadline_s})
+                                    "deadline_s": self.deadline_s, "ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms})
 
     def params(self) -> SamplingParams:
         """Return the parameters of the one prompt. Raises ``InvalidRequest``."""

@@ -242,9 +242,8 @@ class PagedCoreRunner:
 
     @bentoml.api(input_spec=PromptInput, output_spec=Completion)
     async def generate(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                       cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None,
-                       ctx: bentoml.Context = _NO_CONTEXT,
-                       ) -> Completion:
+                       cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
+                       tpot_ms: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
         """Complete one prompt, whole.
 
         Args:
@@ -255,47 +254,47 @@ class PagedCoreRunner:
             cache_salt: calls with different salts share no cached prompts; combined with ``salt_of``.
             request_id: the caller's own label, for hooks and logs.
             deadline_s: when it should end, in seconds, under the "deadline" policy; others refuse it.
+            ttft_ms: the longest time to the first token, in milliseconds, likewise.
+            tpot_ms: the longest mean time from token to token, in milliseconds, likewise.
             ctx: BentoML's; an endpoint of your own that calls this one passes its own on, for ``salt_of``.
         """
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s)
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
         return await self._respond(ctx, call, lambda engine, call: complete(engine, prompt, call))
 
     @bentoml.api(input_spec=ChatInput, output_spec=Completion)
     async def chat(self, messages: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                   cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, tools: Any = None,
-                   tool_choice: Any = None, parallel_tool_calls: Any = True,
+                   cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
+                   tpot_ms: Any = None, tools: Any = None, tool_choice: Any = None, parallel_tool_calls: Any = True,
                    ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
         """Complete a list of chat messages, each with "role" and "content"; otherwise as ``generate``.
 
         With ``tools``, in OpenAI's form, the model may call them as ``tool_choice`` says; its calls and its reasoning
         are beside the text.
         """
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s)
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
         of_chat = ChatTools(tools, tool_choice, parallel_tool_calls)
         return await self._respond(
             ctx, call, lambda engine, call: complete_chat(engine, _require_chat(messages), of_chat, call))
 
     @bentoml.api(input_spec=BatchInput, output_spec=BatchCompletion)
     async def batch(self, prompts: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                    cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None,
-                       ctx: bentoml.Context = _NO_CONTEXT,
-                    ) -> BatchCompletion:
+                    cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
+                    tpot_ms: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> BatchCompletion:
         """Complete several prompts, in order; ``sampling`` is for all of them, or a list with one for each.
 
         Labels are a list too. A prompt that is refused refuses the batch, and so does a full queue; later failures
         are in the completions that they concern.
         """
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s)
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
         return await self._respond(ctx, call, lambda engine, call: complete_all(engine, prompts, call))
 
     @bentoml.api(input_spec=PromptInput, output_spec=EventText)
     async def stream(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                     cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None,
-                       ctx: bentoml.Context = _NO_CONTEXT,
-                     ) -> AsyncGenerator[str, None]:
+                     cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
+                     tpot_ms: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> AsyncGenerator[str, None]:
         """Complete one prompt as server-sent events: deltas, then "done" with the usage, or "error"."""
         _raise_refusal_of_body(ctx)
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s)
+        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
         with self.open_calls.call():
             engine = self._live_engine()
             call = replace(call, caller=await self.caller(ctx))

@@ -41,6 +41,7 @@ Sampling = Annotated[Any, WithJsonSchema({"type": "object", "description": "Fiel
 SamplingOfEach = Annotated[Any, WithJsonSchema({"description": "Fields of SamplingParams, or a list, one for each."})]
 Priority = Annotated[Any, WithJsonSchema({"type": "integer"})]
 Deadline = Annotated[Any, WithJsonSchema({"type": "number", "description": "When to end, for the deadline policy."})]
+Target = Annotated[Any, WithJsonSchema({"type": "number", "description": "Milliseconds, for the deadline policy."})]
 Seconds = Annotated[Any, WithJsonSchema({"type": "number", "description": "Longest time to the last token."})]
 Salt = Annotated[Any, WithJsonSchema({
     "type": "string", "description": "Calls with different salts share no cached prompts: 1 to 64 bytes.",
@@ -97,6 +98,8 @@ class PromptInput(EndpointInput):
     cache_salt: Salt = None
     request_id: Label = None
     deadline_s: Deadline = None
+    ttft_ms: Target = None
+    tpot_ms: Target = None
 
 
 class ChatInput(EndpointInput):
@@ -109,6 +112,8 @@ class ChatInput(EndpointInput):
     cache_salt: Salt = None
     request_id: Label = None
     deadline_s: Deadline = None
+    ttft_ms: Target = None
+    tpot_ms: Target = None
     tools: Tools = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Parallel = True
@@ -124,6 +129,8 @@ class BatchInput(EndpointInput):
     cache_salt: Salt = None
     request_id: LabelOfEach = None
     deadline_s: Deadline = None
+    ttft_ms: Target = None
+    tpot_ms: Target = None
 
 
 class Logprobs(BaseModel):

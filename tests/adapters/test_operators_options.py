@@ -12,6 +12,7 @@ pytest.importorskip("bentoml")
 pytest.importorskip("langchain_core")
 
 from adapters.bentoml.asgi_caller import JSON_TYPE, App, serving
+from adapters.doors import LetterTokenizer
 from pagedcore import AsyncEngine
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig, InvalidRequest
@@ -105,6 +106,24 @@ async def test_the_salt_of_a_service_names_the_tenant(accepted: list[RequestOpti
                 assert (await app.call("/generate", {**body, "deadline_s": 5}, headers=headers)).status == 400
     assert [one.weight for one in accepted] == [2.0, 2.0]
     assert accepted[0].tenant == Caller("a").tenant != accepted[1].tenant
+
+
+async def test_targets_reach_the_engine_through_every_endpoint_of_a_service(accepted: list[RequestOptions]) -> None:
+    """The latency targets of a body, under a policy that has them; one that is no time is a 400 that names it."""
+    targets = {"deadline_s": 60, "ttft_ms": 250, "tpot_ms": 40.5}
+    with AsyncEngine(make_engine(tokenizer=LetterTokenizer(), scheduling_policy="deadline")) as engine:
+        async with serving(engine) as app:
+            for path, prompt in (("/generate", {"prompt": [1]}), ("/batch", {"prompts": [[1], [2]]}),
+                                 ("/stream", {"prompt": [1]}),
+                                 ("/chat", {"messages": [{"role": "user", "content": "ab"}]})):
+                accepted.clear()
+                body = {**prompt, "sampling": {"max_tokens": 1}}
+                assert (await app.call(path, {**body, **targets})).status == 200
+                assert {(one.deadline_s, one.ttft_ms, one.tpot_ms) for one in accepted} == {(60.0, 250.0, 40.5)}, path
+                for wrong in ({"ttft_ms": 0}, {"tpot_ms": "soon"}):
+                    refused = await app.call(path, {**body, **wrong})
+                    assert next(iter(wrong)) in refused.text
+                    assert path == "/stream" or refused.status == 400
 
 
 @pytest.mark.parametrize("kind", [ChatPagedCore, PagedCoreLLM])
