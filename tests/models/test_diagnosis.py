@@ -66,6 +66,20 @@ def test_reasons_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert facts["quantisation"] == "none"
 
 
+@pytest.mark.parametrize(("family", "changes", "reason"), [
+    ("helium", {}, "the fused kernels know llama, mistral"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv bounds"),
+    ("granite", {"hidden_act": "gelu"}, "its activation is 'gelu'"),
+    ("gemma2", {"intermediate_size": 100}, "its sizes"),
+])
+def test_why_a_model_keeps_its_own_modules(tmp_path: Path, family: str, changes: dict[str, Any], reason: str) -> None:
+    """The decoder's fact says what the fused kernels do not know."""
+    tiny_model(family, **changes).save_pretrained(tmp_path)
+    decoder = diagnose(tmp_path)["decoder"]
+    assert decoder.startswith("transformers' modules with packed products: ")
+    assert reason in decoder
+
+
 def test_the_demo_and_a_model_that_cannot_run(tmp_path: Path) -> None:
     """The command answers for a name, and gives the reason of a refusal as a fact."""
     facts = diagnosis("demo")

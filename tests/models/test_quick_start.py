@@ -97,9 +97,11 @@ def test_a_quick_model_is_the_one_of_transformers(tmp_path: Path, name: str, dty
     assert type(one._decoder) is type(other._decoder) is FusedDecoder
 
 
-def test_other_decoders_run_a_quick_model_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "smollm3", "olmo3", "gemma2"])
+def test_other_decoders_run_a_quick_model_too(tmp_path: Path, family: str) -> None:
     """Without fused kernels its own modules compute, and the self-test finds them equal to themselves unpaged."""
-    model = read_model(save(tmp_path, "qwen3", use_sliding_window=False), torch.float32)
+    changes = {"use_sliding_window": False} if family == "qwen3" else {}
+    model = read_model(save(tmp_path, family, **changes), torch.float32)
     backend = TransformersModel(model, NumbaCpuAttention, decoder_factory=ModuleDecoder)
     assert backend.is_schedule_invariant
 

@@ -20,6 +20,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 #: Dense ones, and mixtures of experts: with a shared expert behind a gate, with a router of sigmoids, with biases.
 CASES = [(family, dtype) for family in ("qwen2", "llama") for dtype in DTYPES] + [
     ("qwen2_moe", torch.float32), ("deepseek_v3", torch.float32), ("gpt_oss", torch.bfloat16),
+    # Fused, with norms around each half, soft caps and windows.
+    ("gemma2", torch.bfloat16),
 ]
 
 

@@ -81,6 +81,12 @@ class Rows:
     destination: KVDestination | None
     """Where K and V go; ``None`` if the attention backend writes them itself."""
 
+    def add(self, addend: torch.Tensor | None) -> torch.Tensor:
+        """Add ``addend`` to the residual, if there is one, and return it."""
+        if addend is not None:
+            self.residual += addend
+        return self.residual
+
     def keep(self, chosen: torch.Tensor) -> None:
         """Drop all rows but the chosen ones."""
         self.residual = self.residual[chosen]
@@ -110,6 +116,7 @@ class FusedLayer:
         norms = [_norm(getattr(layer, name), family) if name else None for name in family.norms]
         self.place, self.angles, self._multiplier = place, angles, multiplier
         self.norm_in, self.norm_attended, self.norm_between, self.norm_out = norms
+        self._finishes = multiplier != 1.0 or any(family.norms[1::2])
         self.rotary = _rotary(attention, place, family, angles, attention.o_proj.weight.dtype)
         self.qkv, self.output = fuse(attention, family.qkv), fuse(attention, ("o_proj",))
         self.experts = mlp if has_experts(layer) else None
@@ -123,7 +130,11 @@ class FusedLayer:
     def attend(self, step: PagedStep, rows: Rows, addend: torch.Tensor | None) -> torch.Tensor:
         """Add ``addend`` to the residual and return the attention over it, [T, H * D]."""
         place = self.place
-        qkv = self.qkv.multiply(self._enter(self.norm_in, rows, addend))
+        if self.norm_in is None:
+            normed = rows.add(addend)
+        else:
+            self.norm_in(rows.residual, addend, normed := rows.normed)
+        qkv = self.qkv.multiply(normed)
         self.rotary(qkv, step.positions, self.angles.table, rows.destination, place.index)
         heads = qkv.view(len(qkv), -1, place.key_head_size)
         if rows.destination is None:
@@ -137,29 +148,28 @@ class FusedLayer:
 
     def feed_forward(self, rows: Rows, attended: torch.Tensor) -> torch.Tensor:
         """Add the attention's output to the residual and return what the rest of the layer adds to it."""
-        addend = self._leave(self.norm_attended, self.output.multiply(attended))
-        normed = self._enter(self.norm_between, rows, addend)
+        addend = self.output.multiply(attended)
+        if self._finishes:
+            self._finish(self.norm_attended, addend)
+        if self.norm_between is None:
+            normed = rows.add(addend)
+        else:
+            self.norm_between(rows.residual, addend, normed := rows.normed)
         if self.experts is not None:
-            mixed: torch.Tensor = self.experts(normed[None])[0]
-            return self._leave(self.norm_out, mixed)
-        self.activation(self.gate_up.multiply(normed), rows.gated)
-        return self._leave(self.norm_out, self.down.multiply(rows.gated))
+            product: torch.Tensor = self.experts(normed[None])[0]
+        else:
+            self.activation(self.gate_up.multiply(normed), rows.gated)
+            product = self.down.multiply(rows.gated)
+        if self._finishes:
+            self._finish(self.norm_out, product)
+        return product
 
-    @staticmethod
-    def _enter(norm: RmsNorm | None, rows: Rows, addend: torch.Tensor | None) -> torch.Tensor:
-        """Add ``addend`` to the residual and return its norm, or itself."""
-        if norm is not None:
-            norm(rows.residual, addend, rows.normed)
-            return rows.normed
-        if addend is not None:
-            rows.residual += addend
-        return rows.residual
-
-    def _leave(self, norm: RmsNorm | None, product: torch.Tensor) -> torch.Tensor:
-        """Return what half a layer adds to the residual, in the memory of its last product."""
+    def _finish(self, norm: RmsNorm | None, product: torch.Tensor) -> None:
+        """Turn the last product of half a layer into what it adds to the residual, in place."""
         if norm is not None:
             norm(product, None, product)
-        return product if self._multiplier == 1.0 else product.mul_(self._multiplier)
+        if self._multiplier != 1.0:
+            product *= self._multiplier
 
 
 class RotaryAngles:
