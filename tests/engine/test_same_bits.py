@@ -130,7 +130,7 @@ FORMATS = [(kind, dtype, "none") for kind in KINDS for dtype in ("float32", "bfl
 FORMATS += [("dense", "bfloat16", "w8a8"), ("mixture of experts", "bfloat16", "w8a8"), ("dense", "float32", "w4a16"),
             ("mixture of experts", "bfloat16", "w4a16"), ("dense", "bfloat16", "w8a16")]  # fmt: skip
 #: Checkpoints in a format of their own, by the kind of ``quantized_checkpoints``.
-FORMATS += [("dense", "bfloat16", "bnb-nf4")]
+FORMATS += [("dense", "bfloat16", "bnb-nf4"), ("mixture of experts", "float32", "ct-w4a16-order")]
 FORMATS += [(kind, dtype, "int8 KV") for kind, dtype in zip(KINDS, ("bfloat16", "bfloat16", "float32"), strict=True)]
 
 

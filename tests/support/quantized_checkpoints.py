@@ -248,9 +248,32 @@ def write_checkpoint(directory: Path, kind_name: str, family: str = "llama", **c
         del tensors[f"{name}.weight"]
         tensors |= {f"{name}.{last}": tensor for last, tensor in kind.write(layer).items()}
         model.get_submodule(name).weight.data = torch.from_numpy(layer.numbers)
+    tensors |= _quantize_experts(model, tensors, kind)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     change_config(directory, quantization_config=kind.config)
     return model.float().eval()
+
+
+def _quantize_experts(model: Any, tensors: Tensors, kind: Kind) -> Tensors:
+    """Take the experts out of a model's tensors, change the model's to random layers, and return these by name."""
+    written: Tensors = {}
+    for name in [one for one in tensors if ".experts." in one]:
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        path, number = name.replace("block_sparse_moe", "mlp").split(".experts.")
+        experts, expert = model.get_submodule(f"{path}.experts"), int(number.split(".")[0])
+        weight = (experts.down_proj if part in ("down_proj", "w2") else experts.gate_up_proj).data[expert]
+        if part not in ("down_proj", "w2"):
+            weight = weight.chunk(2)[part in ("up_proj", "w3")]
+        settings = {**kind.layer, "group_size": kind.layer.get("group_size", GROUP) or weight.shape[1]}
+        layer = random_layer(np.random.default_rng(len(written)), tuple(weight.shape), **settings)
+        if kind.layer.get("is_reordered"):
+            layer.groups = np.random.default_rng(weight.shape[1]).permutation(np.sort(layer.groups))
+        del tensors[name]
+        written |= {f"{name.removesuffix('.weight')}.{last}": tensor for last, tensor in kind.write(layer).items()}
+        if kind.scheme == "w8a8":
+            layer.scales = torch.from_numpy(layer.scales).bfloat16().float().numpy()
+        weight.copy_(torch.from_numpy(layer.numbers))
+    return written
 
 
 def change_config(directory: Path, **changes: Any) -> None:

@@ -21,6 +21,7 @@ from pagedcore.models.quantization.awq import AWQ
 from pagedcore.models.quantization.bitsandbytes import BitsAndBytes
 from pagedcore.models.quantization.compressed_tensors import CompressedTensors
 from pagedcore.models.quantization.gptq import GPTQ
+from pagedcore.models.quantization.stored_experts import module_name, replace_experts
 from pagedcore.models.quantization.stored_weight import StoredWeight, refusal
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
@@ -110,24 +111,29 @@ def load_stored(source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         if (Path(source) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=True)
-        files = TensorFiles(Path(source))
-        _replace_linears(model, files, stored, dtype)
+        is_renamed = not any("block_sparse_moe" in name for name, _ in model.named_modules())
+        files = TensorFiles(Path(source), module_name if is_renamed else str)
+        _replace_weights(model, files, stored, dtype)
         _compute_buffers(model)
         _map_tensors(model, files)
     loaded: PreTrainedModel = model
     return loaded
 
 
-def _replace_linears(model: nn.Module, files: TensorFiles, stored: StoredFormat, dtype: torch.dtype) -> None:
-    num_replaced = 0
+def _replace_weights(model: nn.Module, files: TensorFiles, stored: StoredFormat, dtype: torch.dtype) -> None:
+    def weight_of(name: str, shape: tuple[int, int], has_bias: bool = False) -> StoredWeight | None:
+        if (weight := stored.weight(files, name, shape, dtype)) is not None:
+            _require_product(weight, name)
+            if f"{name}.bias" in files and not has_bias:
+                _require_no_bias(files, f"{name}.bias", shape[0])
+        return weight
+
+    num_replaced = replace_experts(model, files, weight_of)
     for name, module in model.named_modules():
         if type(module) is not nn.Linear:
             continue
-        shape = module.out_features, module.in_features
-        if (weight := stored.weight(files, name, shape, dtype)) is not None:
-            _require_product(weight, name)
-            if f"{name}.bias" in files and module.bias is None:
-                _require_no_bias(files, f"{name}.bias", shape[0])
+        weight = weight_of(name, (module.out_features, module.in_features), module.bias is not None)
+        if weight is not None:
             del module.weight
             module.weight = weight  # type: ignore[assignment]
             num_replaced += 1
@@ -172,6 +178,8 @@ def _map_tensors(model: nn.Module, files: TensorFiles) -> None:
     for name, tensor in tensors.items():
         places[id(tensor)].append(name)
     for names in places.values():
+        if not tensors[names[0]].is_meta:
+            continue
         old, stored = tensors[names[0]], next((name for name in names if name in files), names[0])
         new = files.expect(stored, tuple(old.shape), *FLOATS).to(old.dtype)
         new = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new

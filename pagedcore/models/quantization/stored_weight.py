@@ -73,7 +73,7 @@ class StoredWeight:
         """Compute; torch calls this in the place of its own functions."""
         if function is torch.nn.functional.linear:
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
-        return _joined(*args) if function is torch.cat else NotImplemented
+        return joined(*args) if function is torch.cat else NotImplemented
 
     def detach(self) -> StoredWeight:
         """Return itself."""
@@ -104,7 +104,7 @@ class StoredWeight:
         return made if self.order is None else ReorderedMatmul(made, self.order)
 
 
-def _joined(weights: Sequence[StoredWeight]) -> StoredWeight:
+def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
     """Return weights of one layout as one of all their outputs."""
 
     def read() -> QuantizedWeight:
@@ -121,6 +121,22 @@ def _joined(weights: Sequence[StoredWeight]) -> StoredWeight:
         first.scheme, (sum(weight.shape[0] for weight in weights), first.shape[1]), first.dtype, first.num_groups,
         [tensor for weight in weights for tensor in weight.tensors], read, first.order,
     )
+
+
+class StoredMatrices(tuple[StoredWeight, ...]):
+    """Weights of the experts of a layer, in the place of a parameter [experts, out, in]."""
+
+    ndim = 3
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, outputs and inputs."""
+        return (len(self), *self[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of rows and outputs."""
+        return self[0].dtype
 
 
 class ReorderedMatmul:
@@ -154,13 +170,16 @@ def can_join(weights: Iterable[Any]) -> bool:
 
 
 def tensors_of(weight: Any) -> Sequence[torch.Tensor]:
-    """Return what memory a weight of a linear layer, stored or a tensor, is in."""
+    """Return what memory a weight of a linear layer or of experts, stored or a tensor, is in."""
+    if isinstance(weight, StoredMatrices):
+        return [tensor for one in weight for tensor in one.tensors]
     return weight.tensors if isinstance(weight, StoredWeight) else (weight,)
 
 
 def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model's stored weights, by names of their own; no ``state_dict`` has them."""
     for name, module in model.named_modules():
-        if isinstance(weight := vars(module).get("weight"), StoredWeight):
-            for number, tensor in enumerate(weight.tensors):
-                yield f"{name}.{number}", tensor
+        for kind, weight in vars(module).items():
+            if isinstance(weight, StoredWeight | StoredMatrices):
+                for number, tensor in enumerate(tensors_of(weight)):
+                    yield f"{name}.{number}" if kind == "weight" else f"{name}.{kind}.{number}", tensor

@@ -7,6 +7,7 @@ made; the library has checked by then that a header describes its file and no mo
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,26 +21,26 @@ FLOATS: Final = ("BF16", "F16", "F32")
 
 
 class TensorFiles:
-    """All tensors of one directory.
+    """All tensors of one directory, by the names that ``rename`` makes of those in the files.
 
     Raises:
         ModelNotSupported: there are no such files, or they do not hold what the index says.
         SafetensorError: a file is damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, rename: Callable[[str], str] = str) -> None:
         from safetensors import safe_open
 
-        self._file_of: dict[str, Any] = {}
+        self._places: dict[str, tuple[Any, str]] = {}
         for path in _paths(directory):
             file: Any = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118, it is no dictionary
-                if name in self._file_of:
-                    raise refusal(f"{name} is in two of its files")
-                self._file_of[name] = file
+                if rename(name) in self._places:
+                    raise refusal(f"{name} is in its files twice")
+                self._places[rename(name)] = file, name
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._places
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape; nothing is read."""
@@ -62,7 +63,8 @@ class TensorFiles:
                 f"{name} is {self.format_of(name)} of shape {list(self.shape_of(name))}, needed is "
                 f"{' or '.join(formats)} of shape {list(shape)}"
             )
-        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        file, name = self._places[name]
+        tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
     def scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -73,7 +75,8 @@ class TensorFiles:
         return scales
 
     def _slice(self, name: str) -> Any:
-        return self._file_of[name].get_slice(name)
+        file, name = self._places[name]
+        return file.get_slice(name)
 
 
 def _paths(directory: Path) -> list[Path]:

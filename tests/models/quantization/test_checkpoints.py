@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedcore import Engine, SamplingParams
@@ -111,6 +112,55 @@ def test_families_compute_their_numbers(family: str, tmp_path: Path) -> None:
     """Biases, buffers that no file holds, other names of projections, and norms of heads are taken along."""
     wanted = scores_of_transformers(write_checkpoint(tmp_path, "gptq", family))
     assert np.abs(scores_of(tmp_path) - wanted).max() < 2e-3
+
+
+@pytest.mark.parametrize(("family", "kind"), [
+    ("mixtral", "gptq-order"), ("qwen3_moe", "awq"), ("olmoe", "ct-w8a8"), ("qwen2_moe", "ct-w4a16"),
+    ("mixtral", "bnb-nf4"),
+])
+def test_mixtures_of_experts_compute_their_numbers(family: str, kind: str, tmp_path: Path) -> None:
+    """Each expert's layers are read by their own names, in the names of Mixtral's files too; results do not depend on
+    the schedule."""
+    wanted = scores_of_transformers(write_checkpoint(tmp_path, kind, family))
+    actual = scores_of(tmp_path)
+    if KINDS[kind].scheme == "w8a8":
+        assert np.abs(actual - wanted).mean() < 0.05 * wanted.std()
+    else:
+        assert np.abs(actual - wanted).max() < 2e-3
+
+
+def test_experts_that_differ_are_refused(tmp_path: Path) -> None:
+    """Experts of one layer are all quantised; what is missing of one, and an order that its halves do not share, is
+    named."""
+    name = "model.layers.0.block_sparse_moe.experts.2"
+    cases: list[tuple[str, Any, str]] = [
+        ("w3.qweight", None, "2.up_proj is not quantised"), ("w2.scales", None, "scales is missing"),
+        ("w1.g_idx", lambda one: one.flip(0), "different orders"),
+        ("w2.qweight", lambda one: one[:4], "qweight is I32"),
+    ]
+    for part, change, found in cases:
+        write_checkpoint(tmp_path, "gptq-order", "mixtral")
+        tensor = None if change is None else change(like(tmp_path, f"{name}.{part}")).contiguous()
+        change_tensors(tmp_path, {f"{name}.{part}": tensor})
+        assert found in refused(tmp_path)
+    write_checkpoint(tmp_path, "gptq", "mixtral")
+    change_config(tmp_path, num_local_experts=2**40)
+    assert "experts.4" in refused(tmp_path)
+
+
+def test_experts_may_be_numbers(tmp_path: Path) -> None:
+    """A file whose attention is quantised and whose experts are not, as transformers writes bitsandbytes', is read."""
+    model = write_checkpoint(tmp_path, "bnb-nf4", "mixtral")
+    quantised = [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name]
+    numbers = {}
+    for number, layer in enumerate(model.model.layers):
+        for expert in range(4):
+            path = f"model.layers.{number}.block_sparse_moe.experts.{expert}"
+            gate, up = layer.mlp.experts.gate_up_proj.data[expert].chunk(2)
+            parts = {"w1": gate, "w3": up, "w2": layer.mlp.experts.down_proj.data[expert]}
+            numbers |= {f"{path}.{part}.weight": one.clone() for part, one in parts.items()}
+    change_tensors(tmp_path, {**dict.fromkeys(quantised), **numbers})
+    assert np.abs(scores_of(tmp_path) - scores_of_transformers(model)).max() < 2e-3
 
 
 @pytest.mark.parametrize("kind", ["ct-w8a8", "awq", "gptq-order", "bnb-nf4", "bnb-int8"])

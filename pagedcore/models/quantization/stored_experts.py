@@ -1,0 +1,87 @@
+"""Mixtures of experts in a quantised checkpoint, which holds each expert's layers under names of their own.
+
+Owns these names, and the place where transformers has a parameter [experts, out, in] of all of them: a layer
+``experts.0.gate_proj`` is the first half of the outputs that ``experts.gate_up_proj[0]`` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pagedcore.models.cpu.packed_experts import matrices_of_experts
+from pagedcore.models.quantization.stored_weight import StoredMatrices, StoredWeight, can_join, joined, refusal
+from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
+
+Shape = tuple[int, int]
+#: What Mixtral's files call what others call like its modules.
+_MIXTRAL: Final = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+
+
+def module_name(name: str) -> str:
+    """Return the name of a file's tensor in the way of its modules."""
+    if ".block_sparse_moe." in name:
+        for old, new in _MIXTRAL.items():
+            name = name.replace(old, new)
+    return name
+
+
+def replace_experts(
+    model: nn.Module, files: TensorFiles, weight_of: Callable[[str, Shape], StoredWeight | None]
+) -> int:
+    """Put what the files hold of each expert in the place of the parameters of all; return how many were replaced.
+
+    Args:
+        model: a tree without memory.
+        files: its tensors.
+        weight_of: returns a layer's weight by its name and shape, or ``None`` if the files hold it as numbers.
+
+    Raises:
+        ModelNotSupported: some experts of a layer are quantised, or parts of one expert in different ways.
+    """
+    num_replaced = 0
+    for name, module in model.named_modules():
+        matrices = matrices_of_experts(module)
+        if not matrices or module.is_transposed or module.has_bias or not module.is_concatenated:
+            continue
+        num_experts, num_outputs, num_inputs = matrices[0].shape
+        _, *of_down = matrices[1].shape
+        gate_shape = num_outputs // 2, num_inputs
+        shapes = {"gate_proj": gate_shape, "up_proj": gate_shape, "down_proj": (of_down[0], of_down[1])}
+        if weight_of(f"{name}.0.gate_proj", gate_shape) is not None:
+            experts = [_stored(f"{name}.{number}", shapes, weight_of) for number in range(num_experts)]
+            _put(module, *(StoredMatrices(kind) for kind in zip(*experts, strict=True)))
+            num_replaced += 1
+        elif f"{name}.0.gate_proj.weight" in files:
+            numbers = [_numbers(f"{name}.{number}", shapes, files) for number in range(num_experts)]
+            _put(module, *(nn.Parameter(torch.stack(kind).to(matrices[0].dtype), requires_grad=False)
+                           for kind in zip(*numbers, strict=True)))  # fmt: skip
+    return num_replaced
+
+
+def _stored(
+    name: str, shapes: dict[str, Shape], weight_of: Callable[[str, Shape], StoredWeight | None]
+) -> tuple[StoredWeight, StoredWeight]:
+    parts = []
+    for part, shape in shapes.items():
+        if (weight := weight_of(f"{name}.{part}", shape)) is None:
+            raise refusal(f"{name}.{part} is not quantised, and others of its layer are")
+        parts.append(weight)
+    if not can_join(parts[:2]):
+        raise refusal(f"{name}.gate_proj and {name}.up_proj have inputs in different orders")
+    return joined(parts[:2]), parts[2]
+
+
+def _numbers(name: str, shapes: dict[str, Shape], files: TensorFiles) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up, down = (files.expect(f"{name}.{part}.weight", shape, *FLOATS) for part, shape in shapes.items())
+    return torch.cat([gate, up]), down
+
+
+def _put(module: Any, gate_up: Any, down: Any) -> None:
+    """Replace the parameters of an experts module, which computes expert by expert from now on."""
+    del module.gate_up_proj, module.down_proj
+    module.gate_up_proj, module.down_proj = gate_up, down
+    module.config._experts_implementation = "eager"
