@@ -164,6 +164,27 @@ def test_a_quantised_model_computes_nearly_the_same(family: str, dtype: str) -> 
     assert not products["none"] & {*OURS}
 
 
+@pytest.mark.parametrize(("family", "scheme", "bound"), [
+    ("mixtral", "w8a16", 0.12), ("qwen3_moe", "w4a16", 0.7), ("olmoe", "w8a8", 0.15),
+])
+def test_experts_are_quantised(family: str, scheme: str, bound: float) -> None:
+    """Each expert's two products are of the scheme, and results do not depend on the schedule."""
+    prompt, params = [(7 * i + 3) % VOCAB for i in range(60)], SamplingParams(max_tokens=1, prompt_logprobs=1)
+    scores = {}
+    for quantization in ("none", scheme):
+        with engine_of(tiny_model(family), dtype="float32", quantization=quantization) as engine:
+            output = engine.generate([prompt], params, show_progress=False)[0]
+            scores[quantization] = np.array([one.logprob for one in (output.prompt_logprobs or ())[1:]])
+            model = engine._runner.backend._decoder  # type: ignore[attr-defined]
+            assert engine.stats().is_schedule_invariant
+            # Why: routers, of 4 experts, keep their format.
+            kinds = {type(one.multiply) for one in model.products if one.out_features != 4}
+            assert (kinds <= {*OURS}) == (quantization != "none")
+            # Shape: attention has two products or four, each of 4 experts two, of 3 layers, and one is the head.
+            assert len(model.products) >= 3 * (2 + 8) + 1
+    assert np.abs(scores["none"] - scores[scheme]).mean() < bound * scores["none"].std() + 0.05
+
+
 @each_scheme
 def test_routers_keep_their_format(scheme: str) -> None:
     """Which experts compute a row is decided in float32."""
