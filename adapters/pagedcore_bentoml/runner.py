@@ -25,7 +25,9 @@ from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.calls import Call, ChatTools, complete, complete_all, complete_chat, deltas_of
 from pagedcore_bentoml.checks import (
     before_any_worker,
+    end_on_failed_start,
     end_supervisor,
+    keep_idle_connections,
     require_model,
     require_one_worker,
     require_valid_settings,
@@ -121,6 +123,7 @@ class PagedCoreRunner:
         # Why: what a bento has packed lies where its workers are, and not here.
         if cls.model is None or not any(service.bento for service in services):
             require_model(cls.model)
+        end_on_failed_start()
 
     def __init__(self) -> None:
         self._engine: AsyncEngine | None = None
@@ -173,6 +176,7 @@ class PagedCoreRunner:
         if self.max_body_bytes is None:
             self.body_limit = body_limit((await asyncio.to_thread(engine.stats)).max_model_len)
         engine_metrics(engine)
+        keep_idle_connections()
         self._drain_signal.install()
         # Why: the present objects stay; collecting garbage among all of them stalls every stream for 0.2 s.
         gc.collect()

@@ -14,6 +14,9 @@ from pagedcore_http.refusals import NotServing
 
 CUT_AFTER_S: Final = 5
 """Seconds after the drain until connections that are still open are cut."""
+KEEP_IDLE_S: Final = 65
+"""How long a server keeps an idle connection open, in seconds: longer than clients keep theirs, or one of their calls
+would meet a connection that is being closed."""
 
 
 class OpenCalls:

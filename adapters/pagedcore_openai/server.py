@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from pagedcore.errors import InvalidConfig, describe_name
+from pagedcore_http.drain import KEEP_IDLE_S
 from pagedcore_openai.app import DRAIN_S, OpenAIApp, create
 from pagedcore_openai.tenants import LOOPBACK, ApiKeys, Browsers
 
@@ -21,9 +22,6 @@ MAX_WAITING: Final = 1024
 """Requests that may wait, for a server; an engine's own default is made for callers in its process."""
 GRACE_S: Final = 3
 """How long connections may stay open after the drain, in seconds."""
-KEEP_ALIVE_S: Final = 65
-"""How long an idle connection stays open, in seconds: longer than clients keep theirs, or one of their calls would meet
-a connection that is being closed."""
 _ADVICE: Final[Mapping[int, str]] = {
     errno.EADDRINUSE: "another program uses it; take another one with --port, or any free one with --port 0",
     errno.EACCES: "this user may not use it; take one above 1023 with --port",
@@ -85,7 +83,7 @@ def serve(
     # Why any on other addresses: their names are not known here.
     hosts = {*LOOPBACK, *allow_hosts} if host in LOOPBACK or allow_hosts else None
     config = uvicorn.Config("", host=host, port=port, log_config=None, log_level="warning", access_log=False,
-                            server_header=False, timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=KEEP_ALIVE_S,
+                            server_header=False, timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=KEEP_IDLE_S,
                             lifespan="on")
     Browsers(hosts, allow_origins)
     # Why first: a taken port is said before a model is loaded.

@@ -108,9 +108,7 @@ async def test_two_hundred_streams_for_a_minute(
     start, path, form = DOORS[door]
     wanted = answers[form in CHATS]
     questions, num_right, wrong = itertools.cycle(wanted), 0, list[tuple[str, str]]()
-    # Why: BentoML closes connections that idle for 5 seconds, as long as a busy client may take to read a stream's end.
-    num_kept = 0 if start is bento else NUM_STREAMS
-    limits = httpx.Limits(max_connections=NUM_STREAMS, max_keepalive_connections=num_kept)
+    limits = httpx.Limits(max_connections=NUM_STREAMS, max_keepalive_connections=NUM_STREAMS)
     with start(tmp_path) as url:
         async with httpx.AsyncClient(base_url=url, timeout=240.0, limits=limits) as http:
             deadline = time.monotonic() + SECONDS

@@ -18,8 +18,9 @@ from adapters.bentoml.asgi_caller import App
 from adapters.bentoml.processes import environment
 from pagedcore import AsyncEngine
 from pagedcore.errors import InvalidConfig
-from pagedcore_bentoml import EventParser, PagedCoreRunner, create_service
-from pagedcore_http.drain import CUT_AFTER_S, DrainSignal
+from pagedcore_bentoml import EventParser, PagedCoreRunner, checks, create_service
+from pagedcore_bentoml.checks import keep_idle_connections
+from pagedcore_http.drain import CUT_AFTER_S, KEEP_IDLE_S, DrainSignal
 from support.async_helpers import SlowBackend
 from support.engine_builders import make_engine
 
@@ -129,7 +130,7 @@ class Server:
     """What uvicorn's handler is a method of."""
 
     def __init__(self, limit: int | None) -> None:
-        self.config = type("Config", (), {"timeout_graceful_shutdown": limit})()
+        self.config: Any = type("Config", (), {"timeout_graceful_shutdown": limit})()
         self.limits: list[Any] = []
 
     def handle_exit(self, number: int, frame: object) -> None:
@@ -156,6 +157,26 @@ async def test_a_client_that_does_not_read_keeps_no_server(own: int | None, then
     assert server.limits == [then]
 
 
+@pytest.mark.parametrize(("words", "then"), [((), KEEP_IDLE_S), (("--timeout-keep-alive", "5"), 5)])
+def test_idle_connections_outlast_those_of_clients(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], then: int
+) -> None:
+    """A worker's server keeps them longer than BentoML's five seconds, unless its operator gave a limit; outside of a
+    worker the server is someone else's."""
+    server = Server(None)
+    server.config.timeout_keep_alive = 5
+    before = signal.signal(signal.SIGTERM, server.handle_exit)
+    try:
+        keep_idle_connections()
+        assert server.config.timeout_keep_alive == 5
+        monkeypatch.setattr(checks, "_is_worker", lambda: True)
+        monkeypatch.setattr(sys, "argv", ["service.py", *words])
+        keep_idle_connections()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert server.config.timeout_keep_alive == then
+
+
 NO_MODEL = 'from pagedcore_bentoml import create_service\n\nLLM = create_service({model!r}, num_kv_blocks=64)\n'
 
 
@@ -169,7 +190,8 @@ def test_a_path_to_nothing_is_refused_before_any_worker(model: Any) -> None:
 
 
 def test_a_start_that_fails_in_the_worker_ends_bentoml_serve(tmp_path: Path) -> None:
-    """A directory without a model is seen by the worker only: it says so once, and no further worker is started."""
+    """A directory without a model is seen by the worker only: it says so once, no further worker is started, and the
+    exit status tells the program that started the service."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "service.py").write_text(NO_MODEL.format(model=str(tmp_path / "empty")), encoding="utf-8")
     done = subprocess.run([sys.executable, "-m", "bentoml", "serve", "service:LLM", "--port", "0"], cwd=tmp_path,
@@ -177,3 +199,4 @@ def test_a_start_that_fails_in_the_worker_ends_bentoml_serve(tmp_path: Path) -> 
     said = done.stdout + done.stderr
     assert said.count("the service cannot start and ends: InvalidConfig: ") == 1, said
     assert "Application startup failed" in said
+    assert done.returncode == 1, said

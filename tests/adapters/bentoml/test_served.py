@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,18 @@ async def test_a_server_that_is_told_to_end_sends_new_calls_elsewhere_and_finish
             assert (names[-1], tokens) == ("done", toy_answer([1], 100))
             assert EventParser().feed((await endless).text)[-1].data["error"]["type"] == "EngineClosed"
         await asyncio.to_thread(psutil.Process(served.pid).wait, 60.0)
+
+
+@pytest.mark.slow
+def test_an_idle_connection_stays_open(served: Served) -> None:
+    """Longer than the five seconds for which clients keep one."""
+    connection = HTTPConnection(*served.url.removeprefix("http://").split(":"))  # type: ignore[arg-type]
+    for pause_s in (0.0, 7.0):
+        time.sleep(pause_s)
+        connection.request("GET", "/livez")
+        assert connection.getresponse().read() is not None
+        connection.auto_open = False
+    connection.close()
 
 
 async def call_until_refused(url: str) -> httpx.Response:

@@ -234,6 +234,7 @@ async def test_without_keys_everything_is_shown() -> None:
         frame = await until(view, lambda one: any(ended[6] == "abort" for ended in one["ended"]))
         assert {"1"} == {ended[1] for ended in frame["ended"] if ended[6] == "abort"}
         await until(view, lambda one: (0, "3") in [(lane, label) for lane, label, *_ in one["rows"]])
+        await calls[1].until_text("cmpl-")
         for call in calls[1:]:
             await call.leave()
         await view.leave()
