@@ -6,19 +6,20 @@ A step of your engine takes ``try_form_batch``'s requests; which of them run how
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from pagedcore.config.engine_config import EngineConfig
-from pagedcore.config.field_rules import COUNT, PRIORITY, integer, invalid_setting
+from pagedcore.config.field_rules import COUNT, integer, invalid_setting
 from pagedcore.errors import InvalidRequest
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.batch_gate import BatchGate
+from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.scheduler.policy_guard import make_policy
-from pagedcore.scheduler.waiting_queue import WaitingQueue
+from pagedcore.scheduler.policy_queues import PolicyQueues
 from pagedcore.sequence import Sequence
 
 
@@ -37,11 +38,22 @@ class BatchRequest:
     max_new_tokens: int = 1
     priority: int = 0
     """Higher starts first under a policy that has priorities; others refuse any but 0."""
+    tenant: str = ""
+    """Who is served, under a policy that looks at tenants: its tokens, prompt and longest completion, count for it when
+    it is taken."""
+    weight: float = 1.0
+    """Share of its tenant beside others, under such a policy; others refuse any but 1."""
+    deadline_s: float | None = None
+    """When it has to end, in seconds from ``add``, under a policy that has deadlines; others refuse any. How long your
+    engine takes is not known here: two requests are compared as if each token took as long as on a small model."""
+    options: RequestOptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         COUNT.check("input_tokens", self.input_tokens)
         COUNT.check("max_new_tokens", self.max_new_tokens)
-        PRIORITY.check("priority", self.priority)
+        object.__setattr__(self, "options", RequestOptions(
+            priority=self.priority, tenant=self.tenant, weight=self.weight, deadline_s=self.deadline_s
+        ))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +92,20 @@ class ContinuousBatcher:
     """
 
     def __init__(self, config: EngineConfig | None = None, *, clock: Clock | None = None) -> None:
-        """Take the settings, and the clock that waits are measured by. Raises ``InvalidConfig``: no such policy, or a
-        dynamic one."""
+        """Take the settings, and the clock that waits are measured by.
+
+        Raises ``InvalidConfig``: no such policy, or one that looks at what runs: with caps on tenants, or that sheds.
+        """
         self.config = config if config is not None else EngineConfig()
         self._clock: Clock = clock if clock is not None else MonotonicClock()
         make = create_plugin_manager().registry.schedulers.load(self.config.scheduling_policy)
-        self._policy = make_policy(make, self.config.policy_options)
-        if self._policy.is_dynamic:
-            raise invalid_setting("scheduling_policy", self._policy.name, "a static policy: what your engine computes, "
-                                  "and how long it takes, is not known here")
+        policy = make_policy(make, self.config.policy_options)
+        if policy.sheds_late or policy.max_tenant_rows is not None or policy.max_tenant_share is not None:
+            raise invalid_setting("policy_options", policy.name, "a policy without caps and shedding: what runs in "
+                                  "your engine, and how long it takes, is not known here")
         self._gate = BatchGate(self.config.min_batch_size, self.config.max_wait_s)
-        self._waiting = WaitingQueue(self._policy.order, self.config.waiting_limit)
+        self._queues = PolicyQueues(policy, self.config.waiting_limit, gates_new=False)
+        self._waiting = self._queues.waiting
         self._added: dict[int, tuple[BatchRequest, float]] = {}
         self._by_id: dict[Hashable, Sequence] = {}
         self._ids = count()
@@ -102,20 +117,21 @@ class ContinuousBatcher:
         """Let a request wait.
 
         Raises:
-            InvalidRequest: its prompt is larger than a batch, its id waits already, or it has a priority and the
-                policy has none.
+            InvalidRequest: its prompt is larger than a batch, its id waits already, or it has a priority, a weight or a
+                deadline that the policy does not look at.
             EngineOverloaded: as many wait as ``max_num_waiting`` allows.
         """
         integer(1, self.config.max_num_batched_tokens).check("input_tokens", request.input_tokens)
         if request.request_id in self._by_id:
             raise InvalidRequest("request_id", request.request_id, "an id that does not wait")
-        if request.priority and not self._policy.has_priorities:
-            raise InvalidRequest("priority", request.priority, f"0 under the policy {self._policy.name!r}")
+        for name, neutral in self._queues.policy.unread_options.items():
+            if (given := getattr(request.options, name)) != neutral:
+                raise InvalidRequest(name, given, f"{neutral} under the policy {self._queues.policy.name!r}")
         number, now_s = next(self._ids), self._clock.now()
         sequence = Sequence(
             number, [0] * request.input_tokens, SamplingParams(max_tokens=request.max_new_tokens),
             max_tokens=request.max_new_tokens, seed=0, arrival=number, arrival_s=now_s,
-            options=RequestOptions(priority=request.priority),
+            options=request.options,
         )
         self._waiting.push(sequence)
         self._added[number], self._by_id[request.request_id] = (request, now_s), sequence
@@ -140,12 +156,16 @@ class ContinuousBatcher:
         """
         if self.gated_s() != 0.0:
             return None
+        self._queues.renew_view(self._clock.now(), lambda _: 0)
+        self._queues.demote_failed()
         budget, chosen = self.config.max_num_batched_tokens, list[Sequence]()
         for sequence in self._waiting.sequences[: self.config.max_num_seqs]:
             budget -= sequence.num_prompt_tokens
             if budget < 0:
                 break
             chosen.append(sequence)
+        if self._queues.ledger is not None:
+            self._queues.ledger.charge([ScheduledRow(one, 0, one.max_total_tokens) for one in chosen])
         now_s, taken = self._clock.now(), [self._take(sequence) for sequence in chosen]
         return Batch(tuple(one for one, _ in taken), tuple(now_s - since_s for _, since_s in taken))
 

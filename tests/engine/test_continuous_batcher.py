@@ -118,3 +118,51 @@ def test_every_request_is_in_one_batch(seed: int) -> None:
     while len(batcher):
         seen += ids(batcher)
     assert sorted(seen) == list(range(num_added))  # type: ignore[type-var]
+
+
+def test_tenants_are_served_by_their_weights() -> None:
+    """Under "fair", with a full queue of each, tokens are taken as the weights; in a tenant in the order of arrival."""
+    batcher, _ = make(scheduling_policy="fair", max_batch_size=2, max_num_waiting=600)
+    for number in range(150):
+        for tenant, weight in (("a", 1.0), ("b", 2.0), ("c", 4.0)):
+            batcher.add(BatchRequest((tenant, number), 6, 4, tenant=tenant, weight=weight))
+    taken = [one for _ in range(105) for one in ids(batcher)]
+    counts = {tenant: sum(one[0] == tenant for one in taken) for tenant in "abc"}  # type: ignore[index]
+    assert counts == {"a": pytest.approx(30, abs=1), "b": pytest.approx(60, abs=1), "c": pytest.approx(120, abs=1)}
+    for tenant in "abc":
+        own = [one[1] for one in taken if one[0] == tenant]  # type: ignore[index]
+        assert own == sorted(own)
+
+
+def test_the_least_slack_starts_first() -> None:
+    """Under "deadline", by the time that is left when the batch is formed; late requests come behind the others."""
+    batcher, clock = make(scheduling_policy="deadline", max_batch_size=2)
+    batcher.add(BatchRequest("late", 3, deadline_s=1.0))
+    batcher.add(BatchRequest("soon", 3, deadline_s=9.0))
+    clock.advance(5.0)
+    batcher.add(BatchRequest("sooner", 3, deadline_s=3.0))
+    batcher.add(BatchRequest("some time", 3))
+    assert [ids(batcher), ids(batcher)] == [["sooner", "soon"], ["some time", "late"]]
+
+
+@pytest.mark.parametrize("given", [
+    {"scheduling_policy": "fair", "policy_options": {"max_rows": 2}},
+    {"scheduling_policy": "deadline", "policy_options": {"sheds": True}},
+])
+def test_policies_that_look_at_what_runs_are_refused(given: dict[str, Any]) -> None:
+    """A batcher does not know what runs, so that caps and shedding would be promises without effect."""
+    with pytest.raises(InvalidConfig, match="caps and shedding"):
+        make(**given)
+
+
+def test_an_option_that_the_policy_does_not_look_at_is_refused() -> None:
+    """Weights need "fair", deadlines "deadline"; a value out of range is refused when the request is made."""
+    batcher, _ = make()
+    with pytest.raises(InvalidRequest, match="weight"):
+        batcher.add(BatchRequest("a", 1, weight=2.0))
+    with pytest.raises(InvalidRequest, match="deadline_s"):
+        batcher.add(BatchRequest("a", 1, deadline_s=1.0))
+    for wrong in ({"tenant": "\n"}, {"weight": 0.0}, {"deadline_s": -1.0}, {"priority": 1.5}):
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            BatchRequest("a", 1, **wrong)  # type: ignore[arg-type]
+    assert len(batcher) == 0
