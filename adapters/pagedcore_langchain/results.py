@@ -11,7 +11,6 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, GenerationChunk
 
 from pagedcore import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
-from pagedcore.outputs import RequestMetrics
 from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore.tool_calls.events import ArgumentsDelta, ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 
@@ -38,7 +37,7 @@ def chat_result(output: RequestOutput, model: str, spell: Spell, turn: ChatTurn)
     """
     generations = [_chat_generation(one, model, spell, turn) for one in output.outputs]
     for generation, one in zip(generations, output.outputs, strict=True):
-        generation.generation_info = (generation.generation_info or {}) | _times(output.metrics, one.itl_s)
+        generation.generation_info = (generation.generation_info or {}) | _times(output, one.itl_s)
     generations[0].generation_info = (generations[0].generation_info or {}) | _prompt_info(output, spell)
     usage = usage_metadata(output.usage)
     first = generations[0].message
@@ -88,7 +87,7 @@ def text_generations(output: RequestOutput, model: str, spell: Spell) -> list[Ge
     """Return one generation per completion; the first one's info has the usage of all, and the prompt's."""
     generations = [
         Generation(text=one.text, generation_info=_info(one.finish_reason, one.logprobs or (), spell)
-                   | _times(output.metrics, one.itl_s))
+                   | _times(output, one.itl_s))
         for one in output.outputs
     ]
     generations[0].generation_info = {
@@ -136,7 +135,7 @@ class Chunks:
         if not is_due and reason is None:
             return None
         logprobs, self._logprobs = self._logprobs, ()
-        times = {} if delta.metrics is None else _times(delta.metrics, delta.itl_s)
+        times = _times(delta, delta.itl_s)
         return _info(reason, logprobs, self._spell) | _prompt_info(delta, self._spell) | times
 
 
@@ -197,7 +196,9 @@ def _info(finish_reason: str | None, logprobs: Iterable[TokenLogprobs], spell: S
     return info
 
 
-def _times(metrics: RequestMetrics, itl_s: Iterable[float]) -> dict[str, Any]:
+def _times(output: RequestOutput | Delta, itl_s: Iterable[float]) -> dict[str, Any]:
+    if (metrics := output.metrics) is None:
+        return {}
     return {"queue_s": metrics.queue_s, "ttft_s": metrics.ttft_s, "itl_s": list(itl_s)}
 
 
