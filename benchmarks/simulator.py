@@ -12,15 +12,18 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from dataclasses import replace
 
 from door_measuring import SIZES, model_of
 from rich.console import Console
 from rich.table import Table
 
 from pagedcore import Engine, EngineConfig, SamplingParams
+from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.plugins.manager import PluginManager
+from pagedcore.requests.stats import StepStats
 from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.simulation.calibration import calibrate
+from pagedcore.simulation.costs import LoadTimes, prompt_work_of
 from pagedcore.simulation.replica import SimulatedModel
 from pagedcore.simulation.results import Targets
 from pagedcore.simulation.simulator import SimulatedEngine, simulate
@@ -40,20 +43,53 @@ def workloads(capacity: float, num_requests: int) -> dict[str, list[SimulatedReq
     }
 
 
-def run(engine: Engine, requests: list[SimulatedRequest]) -> tuple[float, float]:
+class Steps:
+    """What the steps of a run computed, and how long those took that computed prompts, and those that did not."""
+
+    def __init__(self, costs: LoadTimes) -> None:
+        self.costs, self.count, self.measured_s, self.predicted_s = costs, 0, [0.0, 0.0], [0.0, 0.0]
+        self._work: tuple[int, ...] | None = None
+
+    @hookimpl
+    def pagedcore_step(self, stats: StepStats) -> None:
+        """Note the work of a step."""
+        self._work = (stats.num_prefill_tokens, stats.num_decode_tokens, stats.num_kv_tokens,
+                      *prompt_work_of(stats.plan))
+
+    def note(self, seconds: float) -> None:
+        """Note that the step took so long."""
+        if self._work is not None:
+            has_prompt = self._work[0] > 0
+            self.count += 1
+            self.measured_s[has_prompt] += seconds
+            self.predicted_s[has_prompt] += (
+                self.costs.seconds(*self._work[:3]) + self.costs.prompt_seconds(*self._work[3:]))
+        self._work = None
+
+    def __str__(self) -> str:
+        errors = [predicted / max(measured, 1e-9) - 1
+                  for predicted, measured in zip(self.predicted_s, self.measured_s, strict=True)]
+        return (f"{self.count} steps; costs off by {errors[0]:+.1%} in the {self.measured_s[0]:.1f} s of those that "
+                f"only decode, {errors[1]:+.1%} in the {self.measured_s[1]:.1f} s of those with prompts")
+
+
+def run(engine: Engine, requests: list[SimulatedRequest], steps: Steps) -> tuple[float, float]:
     """Let requests arrive in real time; return generated tokens per second and the mean latency in seconds."""
     rng, waiting, open_, latencies = random.Random(0), list(reversed(requests)), [], []
+    prompts = [[rng.randrange(256) for _ in range(one.num_input)] for one in waiting]
     start_s = time.perf_counter()
     while waiting or open_:
         now_s = time.perf_counter() - start_s
         while waiting and waiting[-1].arrival_s <= now_s:
             one = waiting.pop()
-            prompt = [rng.randrange(256) for _ in range(one.num_input)]
             params = SamplingParams(max_tokens=one.num_output, ignore_eos=True, temperature=0.0)
-            open_.append((one, engine.add_request(prompt, params)))
+            open_.append((one, engine.add_request(prompts.pop(), params)))
         if open_:
+            before_s = time.perf_counter()
             engine.step_pending()
-            now_s = time.perf_counter() - start_s
+            after_s = time.perf_counter()
+            steps.note(after_s - before_s)
+            now_s = after_s - start_s
             done = [pair for pair in open_ if pair[1].is_done]
             for one, handle in done:
                 latencies.append(now_s - one.arrival_s)
@@ -85,21 +121,22 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200, help="requests of each workload")
     given = parser.parse_args()
     table = Table("workload", "tokens/s", "simulated", "error", "mean latency", "simulated", "error")
-    with model_of(given) as directory:
-        with Engine.from_pretrained(directory, **SETTINGS) as engine:
-            found = calibrate(engine, "model", seconds=given.seconds)
+    # Why one engine: what a new one tries out to choose its threads is no cost of a load.
+    with model_of(given) as directory, Engine.from_pretrained(directory, **SETTINGS) as engine:
+        found = calibrate(engine, "model", seconds=given.seconds)
         print(f"{found.num_steps} steps measured, mean error {found.mean_error:.0%}: {found.times}")
         simulated = found.engine(EngineConfig(**SETTINGS))
-        capacity = _capacity(simulated)
-        for name, requests in workloads(capacity, given.requests).items():
-            with Engine.from_pretrained(directory, **SETTINGS) as engine:
-                run(engine, [replace(one, arrival_s=0.0) for one in requests[:8]])
-                real = run(engine, requests)
+        for name, requests in workloads(_capacity(simulated), given.requests).items():
+            steps, manager = Steps(found.times), PluginManager()
+            manager.add(steps, "steps")
+            engine.hooks.add(manager)
+            real = run(engine, requests, steps)
             summary = simulate(simulated, requests).summary(Targets())
             pairs = zip(real, (summary.output_tokens_per_s, summary.latency.mean_s), (1, 1e3), strict=True)
             cells = [cell for measured, predicted, unit in pairs for cell in (
                 f"{unit * measured:.1f}", f"{unit * predicted:.1f}", f"{predicted / measured - 1:+.1%}")]
             table.add_row(name, *cells)
+            print(f"{name}: {steps}; simulated {summary.num_steps}")
     Console().print(table)
     speed, rows = steps_per_second()
     print(f"{speed:,.0f} simulated steps per second of CPU time, {rows:.0f} rows in the mean")

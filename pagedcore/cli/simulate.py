@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcore.cli import common
-from pagedcore.errors import InvalidConfig
+from pagedcore.errors import InvalidConfig, describe
 
 if TYPE_CHECKING:
     from pagedcore.simulation.calibration import Calibration
@@ -35,6 +35,7 @@ def simulate(
     length_spread: Annotated[float, typer.Option(help="Standard deviation of lengths over their mean.")] = 0.5,
     prefix_tokens: Annotated[int, typer.Option(help="Tokens before each prompt that it shares with others.")] = 0,
     prefixes: Annotated[int, typer.Option(help="How many different shared beginnings there are.")] = 1,
+    tenant: Annotated[list[str] | None, typer.Option(help="NAME or NAME=WEIGHT, once for each tenant.")] = None,
     seed: Annotated[int, typer.Option(help="Of random requests.")] = 0,
     replicas: Annotated[int, typer.Option(help="How many engines.")] = 1,
     route: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affinity.")] = "least-loaded",
@@ -68,7 +69,7 @@ def simulate(
     calibration, engine = _engine(step_times, config, settings)
     load = _arrivals(trace, rate, speed, requests, burstiness=burstiness, input_tokens=input_tokens,
                      output_tokens=output_tokens, length_spread=length_spread, prefix_tokens=prefix_tokens,
-                     num_prefixes=prefixes, seed=seed)
+                     num_prefixes=prefixes, seed=seed, tenants=tuple(map(_tenant, tenant or ())))
     targets = Targets(ttft_ms=ttft_ms, tpot_ms=tpot_ms)
     if find_replicas:
         result = _find(engine, load, targets, share=share, most=max_replicas, route=route)
@@ -125,6 +126,14 @@ def _arrivals(
     if trace is None and rate is not None:
         return RandomLoad(rate=rate, num_requests=requests, **lengths).requests()
     raise InvalidConfig("arrivals: give either --trace FILE or --rate REQUESTS_PER_SECOND.")
+
+
+def _tenant(text: str) -> tuple[str, float]:
+    name, _, weight = text.partition("=")
+    try:
+        return name, float(weight or 1.0)
+    except ValueError:
+        raise InvalidConfig(f"tenant: got {describe(text)}, allowed is NAME or NAME=WEIGHT.") from None
 
 
 def _find(

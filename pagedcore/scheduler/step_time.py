@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedcore.errors import InvalidConfig, describe
 from pagedcore.scheduler.plan import SchedulePlan
@@ -28,6 +29,7 @@ _NUM_FIRST: Final = 16
 """Steps at the start that are taken as they are, because nothing is known to compare them with."""
 _NUM_AT_ONCE: Final = 64
 """Steps at the start each of which corrects the costs; from then on every eighth does."""
+Floats = npt.NDArray[np.float64]
 _LEAST_S: Final = 1e-9
 _MOST_S: Final = 1e5
 
@@ -140,15 +142,20 @@ class StepTimeModel:
         products, known = sums[:4, :4] / scale[:, None] / scale, np.array(astuple(self.times)) * scale
         products += 1e-6 * np.eye(4)
         right = sums[:4, 4] / scale + 1e-6 * known
-        costs, kept = np.zeros(4), [0, 1, 2, 3]
-        # Active sets: the most negative cost becomes 0, and the others are solved for anew.
-        while kept:
-            solution = np.linalg.solve(products[np.ix_(kept, kept)], right[kept])
-            if solution.min() >= 0.0:
-                costs[kept] = solution / scale[kept]
-                break
-            del kept[int(solution.argmin())]
-        self.times = StepTimes(*costs.tolist())
+        self.times = StepTimes(*(non_negative(products, right) / scale).tolist())
+
+
+def non_negative(products: Floats, right: Floats) -> Floats:
+    """Solve least squares for numbers that are not negative, from the sums of products ``products @ x = right``."""
+    solved, kept = np.zeros(len(right)), list(range(len(right)))
+    # Active sets: the most negative one becomes 0, and the others are solved for anew.
+    while kept:
+        solution = np.linalg.solve(products[np.ix_(kept, kept)], right[kept])
+        if solution.min() >= 0.0:
+            solved[kept] = solution
+            break
+        del kept[int(solution.argmin())]
+    return solved
 
 
 def work_of(plan: SchedulePlan) -> tuple[int, int, int]:

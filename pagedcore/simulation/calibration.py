@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedcore.config import field_rules as rules
@@ -17,7 +17,7 @@ from pagedcore.errors import InvalidConfig, describe
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.scheduler.step_time import StepTimeModel, StepTimes
+from pagedcore.simulation.costs import LoadTimes, Step, fit_costs, prompt_work_of
 from pagedcore.simulation.replica import SimulatedModel
 from pagedcore.simulation.simulator import SimulatedEngine
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _VERSION: Final = 1
 _LONGEST_PROMPT: Final = 512
 _LONGEST_COMPLETION: Final = 48
+_TIMES_STEADY: Final = 4
 _NUM_TOKEN_IDS: Final = 256
 _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "model": rules.NAME, "num_steps": rules.integer(0, 2**53), "mean_error": rules.number(0),
@@ -45,7 +46,7 @@ class Calibration:
     """
 
     model: str
-    times: StepTimes
+    times: LoadTimes
     num_steps: int
     """Steps that were measured."""
     mean_error: float
@@ -82,23 +83,26 @@ class Calibration:
             InvalidConfig: the file cannot be read, or is no calibration; the message names the field.
         """
         data = read_settings(path)
-        names, costs = {one.name for one in fields(cls)}, {one.name for one in fields(StepTimes)}
+        names, costs = {one.name for one in fields(cls)}, {one.name for one in fields(LoadTimes)}
         if data.pop("version", None) != _VERSION or not isinstance(data.get("times"), dict):
             raise InvalidConfig("step times: got another kind of file, allowed is one that "
                                 "`pagedcore simulate --calibrate` has written.")
+        # Why: a file that was written by hand may leave out what prompts cost on top.
+        data["times"] = {one.name: 0.0 for one in fields(LoadTimes)[4:]} | data["times"]
         for wanted, found in ((names, set(data)), (costs, set(data["times"]))):
             if wanted != found:
                 raise InvalidConfig(f"step times: got {len(found)} fields, allowed are {', '.join(sorted(wanted))}.")
-        return cls(**{**data, "times": StepTimes(**data["times"])})
+        return cls(**{**data, "times": LoadTimes(**data["times"])})
 
 
 class _Observer:
     def __init__(self) -> None:
-        self.stats: StepStats | None = None
+        self.work: tuple[int, int, int, int, int] | None = None
 
     @hookimpl
     def pagedcore_step(self, stats: StepStats) -> None:
-        self.stats = stats
+        self.work = (stats.num_prefill_tokens, stats.num_decode_tokens, stats.num_kv_tokens,
+                     *prompt_work_of(stats.plan))
 
 
 def calibrate(
@@ -107,8 +111,9 @@ def calibrate(
 ) -> Calibration:
     """Measure the steps of an idle engine that this call has for itself, and fit their costs.
 
-    Batches of one to ``max_num_seqs`` requests of random lengths run until the time is over, so that steps have every
-    number of rows, with and without prompts, early and late in a sequence.
+    One to ``max_num_seqs`` requests of random lengths run at a time until the time is over: all at once, or a new one
+    whenever one has ended, as under a steady load. So steps have every number of rows, with a prompt, with several and
+    with none, early and late in a sequence.
 
     Args:
         engine: what is measured; its requests are withdrawn afterwards.
@@ -118,67 +123,71 @@ def calibrate(
         on_progress: called after each step with the seconds it took.
     """
     rules.number(0.1, 3600).check("seconds", seconds, rules.invalid_setting)
-    observer, rng, steps = _Observer(), random.Random(seed), list[tuple[int, int, int, float]]()
+    observer, rng, steps = _Observer(), random.Random(seed), list[Step]()
     manager = PluginManager()
     manager.add(observer, "calibration")
     engine.hooks.add(manager)
-    stats, deadline_s, is_warm = engine.stats(), time.perf_counter() + seconds, False
-    sizes = list[int]()
+    stats, deadline_s = engine.stats(), time.perf_counter() + seconds
+    loads, accepts_s = list[tuple[int, int]](), list[float]()
+    longest, is_warm = min(stats.max_model_len, stats.num_blocks * stats.block_size), False
     while time.perf_counter() < deadline_s:
-        sizes = sizes or _batch_sizes(stats.max_num_seqs, rng)
-        _submit(engine, sizes.pop(), min(stats.max_model_len, stats.num_blocks * stats.block_size), rng)
-        while engine.has_pending_requests() and (start_s := time.perf_counter()) < deadline_s:
-            observer.stats = None
+        loads = loads or _loads(stats.max_num_seqs, rng)
+        size, num_left = loads.pop()
+        while (num_left or engine.has_pending_requests()) and time.perf_counter() < deadline_s:
+            if num_left and len(list(engine.requests)) < size and engine.can_accept():
+                num_left -= 1
+                _submit(engine, longest, rng, accepts_s)
+                continue
+            observer.work = None
+            start_s = time.perf_counter()
             engine.step_pending()
-            elapsed_s, done = time.perf_counter() - start_s, observer.stats
-            if done is not None and is_warm:
-                steps.append((done.num_prefill_tokens, done.num_decode_tokens, done.num_kv_tokens, elapsed_s))
+            elapsed_s = time.perf_counter() - start_s
+            if observer.work is not None and is_warm:
+                steps.append((*observer.work, elapsed_s))
             on_progress(elapsed_s)
-        for request in engine.requests:
+            for request in list(engine.requests):
+                if request.is_done:
+                    request.remove()
+        for request in list(engine.requests):
             engine.abort_request(request.request_id)
             request.remove()
-        is_warm = True
-    times, error = fit(steps, rng)
+        accepts_s, is_warm = accepts_s if is_warm else [], True
+    times, error = fit(steps)
     return Calibration(
-        model=name, times=times, num_steps=len(steps), mean_error=error, max_model_len=stats.max_model_len,
+        model=name, times=replace(times, request_s=sum(accepts_s) / max(1, len(accepts_s))), num_steps=len(steps),
+        mean_error=error, max_model_len=stats.max_model_len,
         block_size=stats.block_size, num_kv_blocks=stats.num_blocks,
         is_schedule_invariant=stats.is_schedule_invariant,
     )
 
 
-def fit(steps: list[tuple[int, int, int, float]], rng: random.Random) -> tuple[StepTimes, float]:
-    """Fit costs to measured steps (prefill tokens, decode rows, KV tokens, seconds); return them and their error.
-
-    The costs are scaled so that all steps together take as long as they did, slow ones that fitted no cost among them.
+def fit(steps: list[Step]) -> tuple[LoadTimes, float]:
+    """Fit costs to measured steps; return them and the mean error, as ``Calibration.mean_error``.
 
     Raises:
         InvalidConfig: there are fewer than 50 steps.
     """
     if len(steps) < 50:
         raise InvalidConfig(f"steps: got {describe(len(steps))}, allowed is 50 or more; measure for longer.")
-    model, order = StepTimeModel(forgetting=1.0), list(steps)
-    # Why: in their own order the first ones would decide what counts as an outlier.
-    rng.shuffle(order)
-    for step in order:
-        model.observe(*step)
-    measured_s = sum(seconds for *_, seconds in steps)
-    factor = measured_s / max(sum(model.predict(*work) for *work, _ in steps), 1e-9)
-    times = StepTimes(*[factor * cost for cost in astuple(model.times)])
-    return times, sum(abs(seconds - times.seconds(*work)) for *work, seconds in steps) / measured_s
+    times = fit_costs(steps)
+    errors_s = [abs(one[5] - times.seconds(*one[:3]) - times.prompt_seconds(*one[3:5])) for one in steps]
+    return times, sum(errors_s) / sum(one[5] for one in steps)
 
 
-def _batch_sizes(most: int, rng: random.Random) -> list[int]:
-    sizes = sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
-    rng.shuffle(sizes)
-    return sizes
+def _loads(most: int, rng: random.Random) -> list[tuple[int, int]]:
+    """Return pairs (requests at a time, requests in all): all at once, or a new one whenever one has ended."""
+    sizes = {min(1 << power, most) for power in range(most.bit_length() + 1)}
+    loads = sorted((size, times * size) for size in sizes for times in (1, _TIMES_STEADY))
+    rng.shuffle(loads)
+    return loads
 
 
-def _submit(engine: Engine, count: int, longest: int, rng: random.Random) -> None:
-    num_ids = min(_NUM_TOKEN_IDS, engine.input_processor.vocab_size)
-    for _ in range(count):
-        if not engine.can_accept():
-            return
-        num_prompt = rng.randint(1, max(1, min(_LONGEST_PROMPT, longest // 2)))
-        num_output = rng.randint(1, max(1, min(_LONGEST_COMPLETION, longest - num_prompt)))
-        prompt = [rng.randrange(num_ids) for _ in range(num_prompt)]
-        engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True))
+def _submit(engine: Engine, longest: int, rng: random.Random, accepts_s: list[float]) -> None:
+    """Add a request, and note how long that took. Every other prompt is short, drawn by its logarithm."""
+    num_ids, most = min(_NUM_TOKEN_IDS, engine.input_processor.vocab_size), max(1, min(_LONGEST_PROMPT, longest // 2))
+    num_prompt = rng.choice((rng.randint(1, most), int(most ** rng.random())))
+    num_output = rng.randint(1, max(1, min(_LONGEST_COMPLETION, longest - num_prompt)))
+    prompt = [rng.randrange(num_ids) for _ in range(num_prompt)]
+    start_s = time.perf_counter()
+    engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True))
+    accepts_s.append(time.perf_counter() - start_s)

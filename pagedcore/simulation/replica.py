@@ -10,7 +10,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import takewhile
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
 from pagedcore.scheduler.step_time import StepTimes, work_of
 from pagedcore.sequence import Sequence
+from pagedcore.simulation.costs import LoadTimes, prompt_work_of
 from pagedcore.simulation.workload import SimulatedRequest
 
 _PARAMS: Final = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -72,6 +73,7 @@ class Outcome:
     replica: int
     num_input: int
     num_output: int
+    tenant: str = ""
     accepted_s: float = 0.0
     """When the engine took it: at once if it was idle, else at the end of the step in which it arrived."""
     started_s: float | None = None
@@ -111,7 +113,7 @@ class Timeline:
 class Replica:
     """One simulated engine.
 
-    Invariant: ``now_s`` is the end of the last step, or the last arrival if the replica was idle then.
+    Invariant: ``now_s`` is the end of the last step or of the acceptance of what arrived since, whichever is later.
     """
 
     def __init__(self, number: int, model: SimulatedModel, config: EngineConfig, times: StepTimes) -> None:
@@ -132,7 +134,8 @@ class Replica:
         """Seconds of steps, and their sum over all positions whose keys and values a step has read."""
         self._blocks = components.kv_cache.device
         self.num_positions = self._blocks.num_blocks * self._blocks.block_size
-        self._config, self._times, self._max_model_len = config, times, components.info.max_model_len
+        self._config, self._max_model_len = config, components.info.max_model_len
+        self._times = times if isinstance(times, LoadTimes) else LoadTimes(*astuple(times))
         # Why: who waits may start before those that run do end, under other policies.
         self._is_plain = config.scheduling_policy in ("fcfs", "static") and config.queue_timeout_s is None
         self._open: dict[int, Outcome] = {}
@@ -152,7 +155,7 @@ class Replica:
         """Let a request arrive; arrivals come in order, and after ``run_until`` their time. It may be refused."""
         self._num_added += 1
         outcome = Outcome(arrival_s=request.arrival_s, replica=self.number, num_input=request.num_input,
-                          num_output=request.num_output)
+                          num_output=request.num_output, tenant=request.options.tenant)
         if not self._open:
             self.now_s = max(self.now_s, request.arrival_s)
         outcome.accepted_s = max(self.now_s, request.arrival_s)
@@ -162,6 +165,7 @@ class Replica:
         try:
             self.scheduler.add_sequences(self._sequence(request))
             self._open[self._num_added] = outcome
+            self.now_s += self._times.request_s
         except RequestTooLarge:
             outcome.refusal = "too long"
         except EngineOverloaded:
@@ -188,8 +192,11 @@ class Replica:
     def _sequence(self, request: SimulatedRequest) -> Sequence:
         number, hasher = self._num_added, self._blocks.hasher
         own = {} if self._config.enable_prefix_caching else {"request": str(number).encode()}
-        return Sequence(number, request.token_ids(), _PARAMS, max_tokens=request.num_output, seed=0, arrival=number,
-                        arrival_s=max(self.now_s, request.arrival_s), cache_root=hasher.root({"salt": b"", **own}))
+        return Sequence(
+            number, request.token_ids(), _PARAMS, max_tokens=request.num_output, seed=0, options=request.options,
+            arrival=number, arrival_s=max(self.now_s, request.arrival_s),
+            cache_root=hasher.root({"salt": request.options.salt, **own}),
+        )
 
     def _expire(self) -> None:
         limit_s = self._config.queue_timeout_s
@@ -221,15 +228,18 @@ class Replica:
             if (outcome := self._open[sequence.sequence_id]).started_s is None:
                 outcome.started_s = self.now_s
         before_s = self.now_s
-        self._pass(plan.num_tokens, *work_of(plan), len(plan.rows))
+        self._pass(plan.num_tokens, *work_of(plan), len(plan.rows), *prompt_work_of(plan))
         self.scheduler.queues.observe(plan, self.now_s - before_s)
         news = self.scheduler.commit(plan, _tokens(plan))
         self._note_tokens([new.sequence.sequence_id for new in news])
         self._note_ends(news)
 
-    def _pass(self, num_tokens: int, prefill: int, decode: int, kv: int, num_rows: int) -> None:
+    def _pass(
+        self, num_tokens: int, prefill: int, decode: int, kv: int, num_rows: int, chunks: int = 0, pairs: int = 0,
+    ) -> None:
         """Let the time of a step pass, and the scheduler learn it as an engine's does."""
         seconds, line = self._times.seconds(prefill, decode, kv), self.timeline
+        seconds += self._times.prompt_seconds(chunks, pairs)
         self.now_s += seconds
         self.busy_s += seconds
         self.position_seconds += seconds * kv

@@ -56,6 +56,7 @@ _ROWS: Final[tuple[tuple[str, Callable[[Summary], str]], ...]] = (
 
 def as_table(title: str, summary: Summary) -> Table:
     """Lay out one simulation, a row for each number."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=title)
@@ -63,6 +64,9 @@ def as_table(title: str, summary: Summary) -> Table:
     table.add_column(str(summary.num_replicas), justify="right")
     for label, cell in _ROWS:
         table.add_row(label, cell(summary))
+    for name, one in summary.tenants.items():
+        table.add_row(f"tenant {escape(name) or '(none)'}", f"{one.num_completed} of {one.num_requests}, "
+                      f"{one.computed_tokens_per_s:.0f} tokens/s, first token {1e3 * one.ttft.mean_s:.1f} ms")
     return table
 
 

@@ -70,6 +70,18 @@ class Latencies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSummary:
+    """What one tenant got."""
+
+    num_requests: int
+    num_completed: int
+    computed_tokens_per_s: float
+    """Prompt tokens that were not cached, and generated ones, of completed requests."""
+    ttft: Latencies
+    latency: Latencies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A simulation in numbers; rates are per second of the virtual clock, from 0 to the last token."""
 
@@ -102,6 +114,8 @@ class Summary:
     cached_share: float
     """Share of prompt tokens that were found in the cache."""
     num_preemptions: int
+    tenants: dict[str, TenantSummary]
+    """By name; empty if no request names one."""
 
 
 class SimulationResult:
@@ -137,12 +151,30 @@ class SimulationResult:
             kv_utilisation=_ratio(self._position_share_s, self._busy_s),
             cached_share=_ratio(sum(one.num_cached for one in done), num_input),
             num_preemptions=sum(one.num_preemptions for one in self.outcomes),
+            tenants=self._tenants(duration_s),
         )
+
+    def _tenants(self, duration_s: float) -> dict[str, TenantSummary]:
+        by_name = dict[str, list[Outcome]]()
+        for one in self.outcomes:
+            by_name.setdefault(one.tenant, []).append(one)
+        names = sorted(by_name) if set(by_name) - {""} else []
+        return {name: _tenant_summary(by_name[name], duration_s) for name in names}
 
     def requests(self) -> list[dict[str, Any]]:
         """Return every request as plain data, in the order of arrivals."""
         names = Outcome.__slots__
         return [{name: getattr(one, name) for name in names} for one in self.outcomes]
+
+
+def _tenant_summary(outcomes: ListOf[Outcome], duration_s: float) -> TenantSummary:
+    done = [one for one in outcomes if one.finished_s is not None]
+    return TenantSummary(
+        num_requests=len(outcomes), num_completed=len(done),
+        computed_tokens_per_s=_ratio(sum(one.num_input - one.num_cached + one.num_output for one in done), duration_s),
+        ttft=Latencies.of(one.ttft_s for one in done if one.ttft_s is not None),
+        latency=Latencies.of(one.finished_s - one.arrival_s for one in done if one.finished_s is not None),
+    )
 
 
 def _ratio(part: float, whole: float) -> float:

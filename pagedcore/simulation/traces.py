@@ -2,7 +2,8 @@
 
 Azure: columns ``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``; prompts share nothing. Mooncake: objects with
 ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``, one for each 512 tokens of the
-prompt; equal ids are equal contents. A completion without tokens counts as one of a single token.
+prompt; equal ids are equal contents. A completion without tokens counts as one of a single token. Both may say whose a
+request is: columns ``Tenant`` and ``Weight``, or ``tenant`` and ``weight``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Final
 
 from pagedcore.config import field_rules as rules
-from pagedcore.errors import InvalidConfig, describe
+from pagedcore.errors import InvalidConfig, InvalidRequest, describe
+from pagedcore.request_options import NO_OPTIONS, RequestOptions
 from pagedcore.simulation.workload import MAX_REQUESTS, MAX_TOKENS, SimulatedRequest, own_segment
 
 HASHED_TOKENS: Final = 512
@@ -62,7 +65,7 @@ def read_trace(path: str | os.PathLike[str], most: int = MAX_REQUESTS) -> list[S
         raise _refused("no request", "one row at least")
     requests.sort(key=lambda one: one.arrival_s)
     first_s = requests[0].arrival_s
-    return [SimulatedRequest(one.arrival_s - first_s, one.prompt, one.num_output) for one in requests]
+    return [replace(one, arrival_s=one.arrival_s - first_s) for one in requests]
 
 
 def _lines(file: IO[str]) -> Iterator[str]:
@@ -87,9 +90,11 @@ def _parse_azure(file: IO[str]) -> Iterator[SimulatedRequest]:
             if len(fields) != len(names):
                 raise _refused(f"{len(fields)} columns in row {row}", f"the {len(names)} of row 1")
             time, num_input, num_output = (fields[place] for place in places)
+            given = dict(zip(names, fields, strict=True))
             yield SimulatedRequest(
                 _timestamp_s(row, time), (own_segment(index, _count(row, "ContextTokens", num_input, _PROMPT)),),
                 max(1, _count(row, "GeneratedTokens", num_output, _COMPLETION)),
+                _options(row, given.get("Tenant", ""), given.get("Weight") or 1.0),
             )
     except csv.Error:
         raise _refused(f"no CSV in row {reader.line_num}", "comma-separated values") from None
@@ -109,7 +114,8 @@ def _parse_mooncake(file: IO[str]) -> Iterator[SimulatedRequest]:
         num_input = int(_checked(row, "input_length", fields.get("input_length"), _PROMPT))
         num_output = int(_checked(row, "output_length", fields.get("output_length"), _COMPLETION))
         prompt = _segments(row, num_input, fields.get("hash_ids"))
-        yield SimulatedRequest(time_ms / 1e3, prompt, max(1, num_output))
+        options = _options(row, fields.get("tenant", ""), fields.get("weight", 1.0))
+        yield SimulatedRequest(time_ms / 1e3, prompt, max(1, num_output), options)
 
 
 def _segments(row: int, num_input: int, hash_ids: Any) -> tuple[tuple[int, int], ...]:
@@ -121,6 +127,17 @@ def _segments(row: int, num_input: int, hash_ids: Any) -> tuple[tuple[int, int],
     sizes = [HASHED_TOKENS] * (needed - 1) + [num_input - (needed - 1) * HASHED_TOKENS]
     return tuple((int(_checked(row, "hash_ids", one, _HASH_ID)), size)
                  for one, size in zip(hash_ids, sizes, strict=True))
+
+
+def _options(row: int, tenant: Any, weight: Any) -> RequestOptions:
+    """Return what a row says of its tenant; a weight may be text."""
+    if tenant == "" and weight == 1.0:
+        return NO_OPTIONS
+    try:
+        return RequestOptions(tenant=tenant, weight=float(weight) if isinstance(weight, str) else weight)
+    except (InvalidRequest, ValueError):
+        raise _refused(f"tenant {describe(tenant)}, weight {describe(weight)} in row {row}",
+                       "a name of 1 to 128 printable characters, and a weight from 0.001 to 1,000") from None
 
 
 def _timestamp_s(row: int, text: str) -> float:

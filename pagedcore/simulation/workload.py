@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pagedcore.config import field_rules as rules
 from pagedcore.config.field_rules import invalid_setting
+from pagedcore.request_options import NO_OPTIONS, RequestOptions
 
 MAX_REQUESTS: Final = 1_000_000
 MAX_TOKENS: Final = 2**20
@@ -24,6 +25,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "output_tokens": rules.integer(1, MAX_TOKENS), "prefix_tokens": rules.integer(0, MAX_TOKENS),
     "num_prefixes": rules.integer(1, MAX_REQUESTS), "seed": rules.integer(0, 2**63 - 1),
 }
+_TENANTS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class SimulatedRequest:
     prompt: tuple[tuple[int, int], ...]
     """Segments (id, number of tokens). Prompts that begin with the same segments share their KV blocks."""
     num_output: int
+    options: RequestOptions = NO_OPTIONS
+    """Tenant, weight and whatever else policies look at."""
 
     @property
     def num_input(self) -> int:
@@ -55,7 +59,7 @@ class RandomLoad:
     """Requests drawn at random, the same ones for the same seed.
 
     Raises:
-        InvalidConfig: a field is out of its range.
+        InvalidConfig: a field is out of its range; ``InvalidRequest``: a tenant or its weight is.
     """
 
     rate: float
@@ -74,21 +78,30 @@ class RandomLoad:
     """Tokens at the beginning of each prompt that it shares with others."""
     num_prefixes: int = 1
     """How many different shared beginnings there are; each is as likely as the others."""
+    tenants: tuple[tuple[str, float], ...] = ()
+    """Names and weights, up to 1024; each request is one tenant's, and each is as likely as the others."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
             rule.check(name, getattr(self, name), invalid_setting)
+        rules.integer(0, _TENANTS).check("tenants", len(self.tenants), invalid_setting)
+        self._options()
 
     def requests(self) -> list[SimulatedRequest]:
         """Draw the requests, in the order of their arrivals; the first one arrives after the first interval."""
         rng, now_s, drawn = random.Random(self.seed), 0.0, []
+        options = self._options()
         for index in range(self.num_requests):
             now_s += self._interval_s(rng)
             prefix = ((rng.randrange(self.num_prefixes), self.prefix_tokens),) if self.prefix_tokens else ()
             prompt = (*prefix, own_segment(index, self._length(rng, self.input_tokens)))
-            drawn.append(SimulatedRequest(now_s, prompt, self._length(rng, self.output_tokens)))
+            length = self._length(rng, self.output_tokens)
+            drawn.append(SimulatedRequest(now_s, prompt, length, rng.choice(options) if options else NO_OPTIONS))
         return drawn
+
+    def _options(self) -> list[RequestOptions]:
+        return [RequestOptions(tenant=name, weight=weight) for name, weight in self.tenants]
 
     def _interval_s(self, rng: random.Random) -> float:
         if self.burstiness == 0.0:

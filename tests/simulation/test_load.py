@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedcore.errors import InvalidConfig
+from pagedcore.errors import InvalidConfig, InvalidRequest
 from pagedcore.simulation import traces
 from pagedcore.simulation.results import Latencies
 from pagedcore.simulation.traces import read_trace
@@ -59,6 +59,46 @@ def test_prompts_share_what_was_asked_for() -> None:
     assert len(beginnings) == 4
     assert len({one.token_ids()[32] for one in requests}) == 200
     assert all(len(one.token_ids()) == one.num_input for one in requests)
+
+
+def test_a_trace_names_tenants(tmp_path: Path) -> None:
+    """Columns of either format say whose a request is, and with which weight; without them it has no tenant."""
+    rows = AZURE.replace("GeneratedTokens", "GeneratedTokens,Tenant,Weight").replace(",8\n", ",8,ann,2.5\n")
+    first, second = read_trace(written(tmp_path / "a.csv", rows.replace(",0\n", ",0,bob,\n")))
+    assert (first.options.tenant, first.options.weight) == ("bob", 1.0)
+    assert (second.options.tenant, second.options.weight) == ("ann", 2.5)
+    lines = [MOONCAKE[0] | {"tenant": "ann", "weight": 3}, MOONCAKE[1]]
+    first, second = read_trace(written(tmp_path / "m.jsonl", "\n".join(map(json.dumps, lines))))
+    assert (first.options.tenant, first.options.weight, second.options.tenant) == ("ann", 3.0, "")
+
+
+@pytest.mark.parametrize(("tenant", "weight"), [
+    ("ann", "nan"), ("ann", "inf"), ("ann", "-1"), ("ann", "1e9"), ("ann", "two"), ("a" * 129, "1"), ("a\x07b", "1"),
+    ("ann", "9" * 400),
+])
+def test_another_tenant_or_weight_is_refused(tmp_path: Path, tenant: str, weight: str) -> None:
+    """The row is named, in both formats, and at a random load."""
+    rows = f"TIMESTAMP,ContextTokens,GeneratedTokens,Tenant,Weight\n2023-11-16 18:17:04,5,8,{tenant},{weight}\n"
+    with pytest.raises(InvalidConfig, match="row 2, allowed is a name of 1 to 128"):
+        read_trace(written(tmp_path / "a.csv", rows))
+    with pytest.raises(InvalidConfig, match="row 1, allowed is a name of 1 to 128"):
+        read_trace(written(tmp_path / "m.jsonl", json.dumps(MOONCAKE[0] | {"tenant": tenant, "weight": weight})))
+
+
+@pytest.mark.parametrize("value", [None, 3, [], {}, True])
+def test_a_tenant_of_another_type_is_refused(tmp_path: Path, value: object) -> None:
+    """JSON that is no text is no tenant, and what is no number is no weight."""
+    with pytest.raises(InvalidConfig, match="row 1, allowed is a name"):
+        read_trace(written(tmp_path / "m.jsonl", json.dumps(MOONCAKE[0] | {"tenant": value})))
+
+
+def test_random_requests_are_shared_among_tenants() -> None:
+    """Each tenant gets about as many, with its weight; without tenants the load is what it was."""
+    options = [one.options for one in RandomLoad(rate=1, num_requests=300, tenants=(("a", 1.0), ("b", 4.0))).requests()]
+    assert {one.tenant: one.weight for one in options} == {"a": 1.0, "b": 4.0}
+    assert 100 < sum(one.tenant == "a" for one in options) < 200
+    with pytest.raises(InvalidRequest, match="weight: got"):
+        RandomLoad(rate=1, tenants=(("a", 0.0),))
 
 
 def test_a_seed_gives_one_load() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig
 from pagedcore.protocols import FloatArray, RaggedRows
+from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.simulation import report
+from pagedcore.simulation.costs import LoadTimes
 from pagedcore.simulation.replica import SimulatedModel
 from pagedcore.simulation.results import Targets
 from pagedcore.simulation.simulator import ROUTES, SimulatedEngine, find_replicas, simulate
@@ -135,6 +138,52 @@ def test_one_request_takes_the_sum_of_its_steps() -> None:
     prompt_s = TIMES.seconds(8, 0, 8) + TIMES.seconds(2, 0, 10)
     assert outcome.ttft_s == pytest.approx(prompt_s)
     assert outcome.finished_s == pytest.approx(1.0 + prompt_s + TIMES.seconds(0, 1, 11) + TIMES.seconds(0, 1, 12))
+
+
+def test_chunks_pairs_and_requests_cost_what_they_cost() -> None:
+    """A prompt in chunks of 8 and 2 attends 36 and 19 pairs, and a request that comes meanwhile delays what follows."""
+    times = LoadTimes(*astuple(TIMES), chunk_s=0.01, pair_s=0.001, request_s=0.1)
+    requests = [SimulatedRequest(1.0, (own_segment(0, 10),), 2), SimulatedRequest(1.11, (own_segment(1, 4000),), 90)]
+    outcome, refused = simulate(replace(engine_of(), times=times), requests).outcomes
+    first_s = 0.1 + TIMES.seconds(8, 0, 8) + 0.01 + 0.036 + TIMES.seconds(2, 0, 10) + 0.01 + 0.019
+    assert outcome.ttft_s == pytest.approx(first_s)
+    assert outcome.finished_s == pytest.approx(1.0 + first_s + TIMES.seconds(0, 1, 11))
+    assert refused.refusal == "too long"
+
+
+def test_a_request_that_comes_during_a_step_delays_the_next() -> None:
+    """The second request is taken after the step in which it came, and both wait for that."""
+    times = LoadTimes(*astuple(TIMES), request_s=0.1)
+    requests = [SimulatedRequest(1.0, (own_segment(0, 8),), 2), SimulatedRequest(1.101, (own_segment(1, 4),), 1)]
+    one, other = simulate(replace(engine_of(), times=times), requests).outcomes
+    first_s = 0.1 + TIMES.seconds(8, 0, 8)
+    assert (one.ttft_s, other.accepted_s) == (pytest.approx(first_s), pytest.approx(1.0 + first_s))
+    assert one.finished_s == other.finished_s == pytest.approx(1.0 + first_s + 0.1 + TIMES.seconds(4, 1, 13))
+
+
+def test_tenants_get_their_shares_and_a_crowd_pushes_no_other_out() -> None:
+    """Under "fair", while all have requests, tokens go by weight; under "fcfs" a tenant waits behind a crowd."""
+    crowd, small = RequestOptions(tenant="crowd", weight=2.0), RequestOptions(tenant="small")
+    requests = [SimulatedRequest(0.0, (own_segment(number, 8),), 12, crowd) for number in range(32)]
+    requests += [SimulatedRequest(0.0, (own_segment(32 + number, 8),), 12, small) for number in range(8)]
+
+    def starts(policy: str) -> dict[str, list[float]]:
+        outcomes = simulate(engine_of(scheduling_policy=policy), requests).outcomes
+        return {name: sorted(one.started_s for one in outcomes if one.tenant == name and one.started_s is not None)
+                for name in ("crowd", "small")}
+
+    fair, fcfs = starts("fair"), starts("fcfs")
+    assert fcfs["small"][0] >= fcfs["crowd"][-1]
+    half_s = fair["small"][-1]
+    assert 13 <= sum(one <= half_s for one in fair["crowd"]) <= 19  # 2:1 of 8
+    summary = simulate(engine_of(scheduling_policy="fair"), requests).summary(Targets())
+    assert {name: one.num_completed for name, one in summary.tenants.items()} == {"crowd": 32, "small": 8}
+    assert "tenant crowd" in str(_columns(report.as_table("x", summary)))
+    assert simulate(engine_of(), load()).summary(Targets()).tenants == {}
+
+
+def _columns(table: Any) -> list[list[str]]:
+    return [list(column.cells) for column in table.columns]
 
 
 def test_what_cannot_be_served_is_refused_and_counted() -> None:
