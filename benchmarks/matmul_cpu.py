@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import torch
 
-from pagedcore.execution.memory_pages import move_to_huge_pages
 from pagedcore.models.cpu.packed_linear import OneDnnMatmul
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
+from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
 
 #: Outputs and inputs: attention's projections in and out, the two halves of the feed-forward part, the output layer.
 LAYER = ((1152, 896), (896, 896), (9728, 896), (896, 4864))

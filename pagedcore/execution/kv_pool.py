@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore.execution.memory_pages import populate, use_huge_pages
+from pagedcore_kernels.cpu.runtime.huge_pages import populate, use_huge_pages
 
 if TYPE_CHECKING:
     import numpy as np

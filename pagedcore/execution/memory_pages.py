@@ -1,17 +1,14 @@
-"""Pages of memory: huge ones for weights and KV blocks, and those of weight files that are mapped into memory.
+"""Files that are mapped into memory: what a process holds of weight files.
 
-Reading a gigabyte of weights in every step costs a tenth of the time in address translation alone where pages are of
-4 KiB. Weights loaded from safetensors are views of the mapped file: ``FileMappings`` gives the pages of a weight back
+Weights loaded from safetensors are views of the mapped file: ``FileMappings`` gives the pages of a weight back
 once it has been rearranged, so that they do not count twice, and moves the others into memory of their own, so that a
-file replaced on disk cannot change a running model. Where the kernel declines, nothing changes: contents and addresses
-stay.
+file replaced on disk cannot change a running model.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from bisect import bisect_right
 from pathlib import Path
 from typing import Final
@@ -19,37 +16,9 @@ from typing import Final
 import torch
 from torch import nn
 
-_HUGE_PAGE: Final = 2**21
+from pagedcore_kernels.cpu.runtime.huge_pages import use_huge_pages
+
 _MADV_DONTNEED: Final = 4
-_MADV_HUGEPAGE: Final = 14
-_MADV_POPULATE_WRITE: Final = 23
-_MADV_COLLAPSE: Final = 25
-
-
-def use_huge_pages(tensor: torch.Tensor) -> None:
-    """Back a tensor on the CPU with huge pages where it is touched later; moves nothing now."""
-    _advise(tensor.data_ptr(), tensor.nbytes, _MADV_HUGEPAGE)
-
-
-def populate(tensor: torch.Tensor) -> None:
-    """Allocate a tensor's pages now, not when each is first written to; contents stay."""
-    _advise(tensor.data_ptr(), tensor.nbytes, _MADV_POPULATE_WRITE)
-
-
-def move_to_huge_pages(address: int, num_bytes: int) -> None:
-    """Move memory into huge pages now; contents stay."""
-    _advise(address, num_bytes, _MADV_HUGEPAGE)
-    _advise(address, num_bytes, _MADV_COLLAPSE)
-
-
-def _advise(address: int, num_bytes: int, advice: int) -> None:
-    """Give the same advice for every huge page that overlaps a range; the kernel refuses those it cannot serve."""
-    if sys.platform != "linux" or num_bytes < _HUGE_PAGE:
-        return
-    libc = ctypes.CDLL(None)
-    for page in range(address // _HUGE_PAGE * _HUGE_PAGE, address + num_bytes, _HUGE_PAGE):
-        # Safety: no advice changes what any address holds, so a page shared with other memory does no harm.
-        libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), ctypes.c_int(advice))
 
 
 class FileMappings:
@@ -90,4 +59,6 @@ class FileMappings:
         """Copy every parameter and buffer that lives in a mapped file; tied ones stay tied."""
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type == "cpu" and self.holds(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes):
-                tensor.data = tensor.data.clone()
+                copy = torch.empty_like(tensor.data)
+                use_huge_pages(copy)
+                tensor.data = copy.copy_(tensor.data)

@@ -102,12 +102,13 @@ class Attention(nn.Module):
             )[0]
         else:
             attended = self._attend(query, key, value).transpose(1, 2)
-        output: torch.Tensor = self.get_submodule("o_proj")(attended.reshape(*rows.shape[:-1], -1))
+        output: torch.Tensor = self.get_submodule("o_proj")(attended.flatten(-2))
         return output
 
     def _heads(self, product: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         """Return heads [1, H, T, D] of a product [1, T, H * D], normed one by one or all of a row together."""
-        heads = (*product.shape[:-1], -1, self.head_dim)
+        # Why not -1: there may be no token.
+        heads = (*product.shape[:-1], product.shape[-1] // self.head_dim, self.head_dim)
         if norm is not None:
             is_of_heads = len(norm.weight) == self.head_dim
             product = norm(product.view(heads)) if is_of_heads else norm(product)

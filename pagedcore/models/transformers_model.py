@@ -7,8 +7,8 @@ models come from, ``decoder.py`` for the part a faster implementation replaces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from pagedcore.models.cpu.fused_decoder import best_decoder
 from pagedcore.models.cpu.packed_linear import FASTEST, probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
+from pagedcore.models.llama_tree import ForCausalLM
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
 from pagedcore.protocols import (
     AttentionBackend,
@@ -35,10 +36,10 @@ from pagedcore.protocols import (
     RaggedRows,
     StoresInt8,
 )
-from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
-from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
+from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
@@ -109,7 +110,11 @@ class TransformersModel:
         self.fingerprint = model_fingerprint(model, quantization)
         factory = decoder_factory or (partial(best_decoder, linears=linears) if device.kind == "cpu" else PlainDecoder)
         with torch.inference_mode():
-            self._take_over(device.take(model.eval()), factory, is_private, runs_self_test)
+            # Why: to compare logits with those of the weights in files takes a second for each gigabyte, and products
+            # were compared with their weights one by one. Quantised ones do not compute what those weights would.
+            is_known = isinstance(model, ForCausalLM) and linears is FASTEST and decoder_factory is None
+            compares_products = self._is_quantized or (is_known and device.kind == "cpu")
+            self._take_over(device.take(model.eval()), factory, is_private, runs_self_test, compares_products)
 
     @property
     def computes_in_torch(self) -> bool:
@@ -173,28 +178,31 @@ class TransformersModel:
             return logits[: len(wanted)].float().contiguous().cpu()
 
     def _take_over(
-        self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool
+        self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool,
+        compares_products: bool,
     ) -> None:
-        is_quantized, own_attention = self._is_quantized, model.config._attn_implementation
-        test = SelfTest(model, self.block_size, self._tolerance) if runs_self_test and not is_quantized else None
+        own_attention = model.config._attn_implementation
+        test = SelfTest(model, self.block_size, self._tolerance) if runs_self_test and not compares_products else None
         ownership.take(model)
         self.layers, self.vocab_size = redirect_attention(model)
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
         mappings = FileMappings()
         on_unused = mappings.free_pages if is_private else lambda weight: None
-        self._decoder: Decoder = decoder_factory(model, self.layers, on_unused)
+        with _kernels_compute() if self._device.kind == "cpu" and can_multiply(self.dtype, 2) else nullcontext():
+            self._decoder: Decoder = decoder_factory(model, self.layers, on_unused)
         mappings.detach(model)
         self._weights = ownership.TakenWeights(model)
         for product in self._decoder.products:
             product.use_huge_pages()
-        if runs_self_test and is_quantized:
-            # Why now: what is expected of the model is what its own modules compute with the quantised products.
-            model.set_attn_implementation(own_attention)
-            test = SelfTest(model, self.block_size, self._tolerance)
-            model.set_attn_implementation(ATTENTION_KEY)
-        is_reproducible = test is None or self._settle_decoder(test)
-        self.variable_part = self._find_variable_part(is_reproducible)
-        """What makes results depend on the schedule, or nothing."""
+        with nullcontext() if self.computes_in_torch or self._device.kind != "cpu" else _kernels_compute():
+            if runs_self_test and compares_products:
+                # Why now: what is expected of the model is what its own modules compute with these products.
+                model.set_attn_implementation(own_attention)
+                test = SelfTest(model, self.block_size, self._tolerance)
+                model.set_attn_implementation(ATTENTION_KEY)
+            is_reproducible = test is None or self._settle_decoder(test)
+            self.variable_part = self._find_variable_part(is_reproducible)
+            """What makes results depend on the schedule, or nothing."""
 
     @property
     def is_schedule_invariant(self) -> bool:
@@ -222,6 +230,13 @@ class TransformersModel:
                 raise
             self._decoder = fallback
             return self._settle_decoder(test)
+
+
+@contextmanager
+def _kernels_compute() -> Iterator[None]:
+    """Let kernels have the cores that torch would use; its helpers would spin on them."""
+    with Computing(num_threads()), torch_beside_kernels():
+        yield
 
 
 class _PlainRequirements:
@@ -264,9 +279,10 @@ def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
     model.set_attn_implementation(ATTENTION_KEY)
     supported_models.check_attention_was_taken(model.config)
     step = RecordingStep()
+    # Why none: a tree of ours computes no tokens too, and reads no weight for them.
+    tokens = torch.arange(0 if isinstance(model, ForCausalLM) else 2, device=model.device)
     with attention_step(step):
-        two = torch.arange(2, device=model.device)
-        logits = call_model(model, two, two, two)
+        logits = call_model(model, tokens, tokens, tokens)
     layers = layers_of(step.calls, model.config)
     supported_models.check_num_attention_layers(model.config, len(layers))
     return layers, logits.shape[-1]

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pagedcore.execution import memory_pages
-from pagedcore.execution.memory_pages import FileMappings, populate, use_huge_pages
+from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models.cpu.packed_linear import PackedLinear
+from pagedcore_kernels.cpu.runtime import huge_pages
+from pagedcore_kernels.cpu.runtime.huge_pages import populate, use_huge_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -41,8 +42,8 @@ def test_tensors_keep_their_contents(num_floats: int, advise: Callable[[torch.Te
 
 def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no such advice, no library is called."""
-    monkeypatch.setattr(memory_pages.sys, "platform", "darwin")
-    monkeypatch.setattr(memory_pages.ctypes, "CDLL", None)
+    monkeypatch.setattr(huge_pages.sys, "platform", "darwin")
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", None)
     use_huge_pages(torch.zeros(2**21))
 
 
@@ -69,7 +70,7 @@ def test_advice_covers_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
             pages.append(address.value)  # type: ignore[attr-defined]
             return 0
 
-    monkeypatch.setattr(memory_pages.ctypes, "CDLL", lambda name: Library)
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", lambda name: Library)
     tensor = torch.zeros(2**20)
     use_huge_pages(tensor)
     first = tensor.data_ptr() // 2**21 * 2**21

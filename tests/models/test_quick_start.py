@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.demo_model import DEMO_MODEL_DIR
-from pagedcore.errors import InvalidConfig, PagedcoreError
+from pagedcore.errors import InvalidConfig, ModelNotSupported, PagedcoreError
 from pagedcore.models import quick_start
 from pagedcore.models.cpu.fused_decoder import FusedDecoder
 from pagedcore.models.decoder import ModuleDecoder
@@ -25,6 +25,7 @@ from pagedcore.models.pretrained import load_pretrained
 from pagedcore.models.quick_start import NotQuick, read_model, why_not_quick
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from support.families import VOCAB, tiny_model
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -278,3 +279,49 @@ print(sorted(set(heavy) & set(sys.modules)))
 def test_the_demo_is_quick() -> None:
     """What comes with pagedcore is read without transformers."""
     assert why_not_quick(DEMO_MODEL_DIR) == ""
+
+
+def start(directory: Path, **settings: Any) -> Engine:
+    return Engine.from_pretrained(directory, num_kv_blocks=16, max_num_seqs=2, **settings)
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros": torch.zeros_like, "another order": lambda out: out.roll(1, 1),
+    "one output": lambda out: torch.cat([out[:, :7], 2 * out[:, 7:8], out[:, 8:]], 1),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_products_of_a_quick_model_are_refused(
+    tmp_path: Path, wrong: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every product is compared with its weight, since the self-test of such a model computes with the products."""
+    right = PackedMatmul.__call__
+    monkeypatch.setattr(PackedMatmul, "__call__", lambda product, rows: WRONG[wrong](right(product, rows)))
+    with pytest.raises(ModelNotSupported, match=r"self-test failed\. A product of \d+ inputs"):
+        start(save(tmp_path), dtype=dtype)
+
+
+def test_a_quick_model_that_pages_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits over paged attention are compared with those of its own modules, packed products and all."""
+    attend = NumbaCpuAttention.attend
+    monkeypatch.setattr(NumbaCpuAttention, "attend", lambda *given, **options: 0.7 * attend(*given, **options))
+    with pytest.raises(ModelNotSupported, match=r"self-test failed\. Logits of"):
+        start(save(tmp_path))
+
+
+def test_a_start_multiplies_nothing_with_weights_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are read for packing alone: torch is given no row to multiply with them."""
+    num_rows: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def counted(rows: torch.Tensor, *weights: Any) -> torch.Tensor:
+        num_rows.append(rows.numel())
+        return linear(rows, *weights)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    with start(save(tmp_path)) as engine:
+        assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))[0].outputs[0].token_ids
+    assert num_rows
+    assert not any(num_rows)

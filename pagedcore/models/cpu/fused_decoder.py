@@ -316,8 +316,7 @@ def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names:
     """Pack linear layers of one parent as one product and put its parts in their places."""
     linears = [getattr(parent, name) for name in names]
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    whole = PackedLinear(weight, None if biases[0] is None else torch.cat(biases), factory)
+    whole = PackedLinear(weights, None if biases[0] is None else torch.cat(biases), factory)
     end = 0
     for name, linear in zip(names, linears, strict=True):
         begin, end = end, end + linear.out_features

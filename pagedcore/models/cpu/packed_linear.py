@@ -11,16 +11,17 @@ AVX-512, oneDNN elsewhere, or an entry of the plugin table ``linears``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from pagedcore.execution.memory_pages import move_to_huge_pages
+from pagedcore.errors import ModelNotSupported
 from pagedcore.protocols import LinearFactory, Matmul
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
+from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
 
 OnUnused = Callable[[torch.Tensor], None]
 """Called with a weight that was packed and that no module needs any more."""
@@ -33,6 +34,9 @@ _WIDE: Final = 32768
 _NUM_ROWS_WIDE: Final = (2, 3, 8, 17, 33, 64)
 #: Most elements that a loop of torch takes at a time with vectors.
 VECTOR: Final = 64
+#: Rows and most outputs that ``require_right`` computes again.
+_NUM_CHECKED_ROWS: Final = 5
+_NUM_CHECKED_OUTPUTS: Final = 256
 
 
 class OneDnnMatmul:
@@ -69,17 +73,28 @@ class OneDnnMatmul:
 
 
 class _Fastest:
-    """Our product where this processor has it, else oneDNN's."""
+    """Our product where this processor has it, else oneDNN's; each is compared with its weight."""
 
     def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
         return can_pack(dtype, num_inputs)
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
-        is_ours = can_multiply(weight.dtype, weight.shape[1])
-        return PackedMatmul(weight, bias) if is_ours else OneDnnMatmul(weight, bias)
+        return self.join([weight], bias)
+
+    def join(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        """Return the product of weights one below the other, which are read from where they are."""
+        is_ours = can_multiply(parts[0].dtype, parts[0].shape[1])
+        product: Matmul = PackedMatmul(parts, bias) if is_ours else OneDnnMatmul(torch.cat(list(parts)), bias)
+        chosen = checked_outputs(sum(len(part) for part in parts))
+        owners, begin = list[torch.Tensor](), 0
+        for part in parts:
+            owners.append(part[chosen[(begin <= chosen) & (chosen < begin + len(part))] - begin])
+            begin += len(part)
+        require_right(product, torch.cat(owners).float(), chosen, bias)
+        return product
 
 
-FASTEST: Final[LinearFactory] = _Fastest()
+FASTEST: Final = _Fastest()
 """What ``linear_backend="auto"`` means."""
 
 
@@ -90,12 +105,22 @@ class PackedLinear(nn.Module):
     result does not depend on whether it was alone.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, factory: LinearFactory = FASTEST) -> None:
-        """Pack a weight [out, in], in a format of the factory's and any strides, and a bias [out]; neither is kept."""
+    def __init__(
+        self, weight: torch.Tensor | Sequence[torch.Tensor], bias: torch.Tensor | None, factory: LinearFactory = FASTEST
+    ) -> None:
+        """Pack a weight [out, in], in a format of the factory's and any strides, and a bias [out]; neither is kept.
+
+        Several weights of one ``in`` become the parts of one.
+        """
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        parts = [part.detach() for part in (weight if isinstance(weight, Sequence) else [weight])]
+        self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        bias = None if bias is None else bias.detach()
         #: What computes; may be called directly with two rows or more, [M, in] and contiguous.
-        self.multiply: Matmul = factory(weight.detach(), None if bias is None else bias.detach())
+        self.multiply: Matmul = (
+            factory.join(parts, bias) if isinstance(factory, _Fastest)
+            else factory(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+        )  # fmt: skip
 
     @property
     def weight(self) -> torch.Tensor:
@@ -192,6 +217,41 @@ def holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
             for name, parameter in module.named_parameters(recurse=False)
         ):
             yield module
+
+
+def checked_outputs(num_outputs: int) -> torch.Tensor:
+    """Return the numbers of the outputs that ``require_right`` computes again, spread over all."""
+    return torch.linspace(0, num_outputs - 1, min(num_outputs, _NUM_CHECKED_OUTPUTS)).long()
+
+
+@torch.inference_mode()
+def require_right(
+    product: Matmul, weight: torch.Tensor, outputs: torch.Tensor, bias: torch.Tensor | None,
+    quantizes_rows: bool = False, relative: float = 2**-14,
+) -> None:
+    """Compare ``outputs`` of a product with their float32 weight [outputs, in] and the bias [out], computed by torch.
+
+    The bound holds for every order of additions in float32, with ``relative`` the error of a weight, and for rows that
+    are rounded to 255 numbers, if they are.
+    Outputs that are not finite by their weights may be anything.
+
+    Raises:
+        ModelNotSupported: an output is further away.
+    """
+    num_inputs, dtype = weight.shape[1], product.weight.dtype
+    rows = torch.randn(_NUM_CHECKED_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = rows.float() @ weight.T + (0 if bias is None else bias[outputs].float())
+    largest = rows.float().abs() @ weight.abs().T + expected.abs()
+    # The last is for numbers so small that processors may take them as zero.
+    allowed = largest * relative + expected.abs() * torch.finfo(dtype).eps + 2**-100
+    if quantizes_rows:
+        allowed += rows.float().abs().amax(1, keepdim=True) / 250 * weight.abs().sum(1)
+    error = (product(rows)[:, outputs].float() - expected).abs()
+    if not ((error <= allowed) | ~expected.isfinite()).all():
+        raise ModelNotSupported(
+            f"model: self-test failed. A product of {num_inputs} inputs differs from its weight by up to "
+            f"{(error / allowed).nan_to_num(torch.inf).max().item():.3g} times what rounding explains."
+        )
 
 
 @torch.inference_mode()

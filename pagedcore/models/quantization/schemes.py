@@ -12,8 +12,7 @@ from typing import Final
 
 import torch
 
-from pagedcore.errors import ModelNotSupported
-from pagedcore.models.cpu.packed_linear import FASTEST, can_pack
+from pagedcore.models.cpu.packed_linear import FASTEST, can_pack, checked_outputs, require_right
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
 from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
@@ -24,8 +23,6 @@ _RANGES: Final = {8: (-127, 127), 4: (-8, 7)}
 _GROUP_SIZES: Final = (128, 64, 32, *range(120, 8, -8))
 #: Numbers that are converted to float32 at a time, so that quantising a matrix takes 16 MiB besides it.
 _AT_ONCE: Final = 2**22
-#: Rows and most outputs that ``require_right`` computes again.
-_NUM_CHECKED_ROWS, _NUM_CHECKED_OUTPUTS = 5, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class QuantizedLinears:
             packed_int8.PackedInt8Matmul(values, scales[:, 0], bias, weight.dtype) if self.quantizes_rows
             else packed_grouped.PackedGroupedMatmul(values, scales, None, self.bits, bias, weight.dtype)
         )  # fmt: skip
-        require_right(product, values, scales, bias, self.quantizes_rows)
+        require_quantized(product, values, scales, bias, self.quantizes_rows)
         return product
 
     def weight_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
@@ -126,39 +123,19 @@ def _quantize(weight: torch.Tensor, size: int, bits: int) -> tuple[torch.Tensor,
     return values, scales
 
 
-@torch.inference_mode()
-def require_right(
+def require_quantized(
     product: Matmul, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, quantizes_rows: bool,
     zeros: torch.Tensor | None = None, codebook: str = "",
 ) -> None:
-    """Compare a product with its weight ``scales * (values - zeros)`` [out, in], computed by torch for some outputs.
+    """Compare a product with its weight ``scales * (values - zeros)`` [out, in]; see ``require_right``.
 
     With a codebook its numbers are in the place of values, and may be rounded to bfloat16.
-
-    The bound holds for every order of additions in float32, and for rows that are rounded to 255 numbers, if they are.
-    Outputs that are not finite by their scales may be anything.
-
-    Raises:
-        ModelNotSupported: an output is further away.
     """
-    (num_outputs, num_inputs), num_groups, dtype = values.shape, scales.shape[1], product.weight.dtype
-    some = torch.linspace(0, num_outputs - 1, min(num_outputs, _NUM_CHECKED_OUTPUTS)).long()
+    some, num_groups = checked_outputs(len(values)), scales.shape[1]
     numbers = torch.tensor(CODEBOOKS[codebook])[values[some].int() & 15] if codebook else values[some].float()
     numbers = numbers.reshape(len(some), num_groups, -1)
     if zeros is not None:
         numbers = numbers - zeros[some].float()[..., None]
+    is_rounded = bool(codebook) and product.weight.dtype == torch.bfloat16
     weight = (numbers * scales[some][..., None]).flatten(1)
-    rows = torch.randn(_NUM_CHECKED_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = rows.float() @ weight.T + (0 if bias is None else bias[some].float())
-    largest = rows.float().abs() @ weight.abs().T + expected.abs()
-    relative = 2**-8 if codebook and dtype == torch.bfloat16 else 2**-14
-    # The last is for numbers so small that processors may take them as zero.
-    allowed = largest * relative + expected.abs() * torch.finfo(dtype).eps + 2**-100
-    if quantizes_rows:
-        allowed += rows.float().abs().amax(1, keepdim=True) / 250 * weight.abs().sum(1)
-    error = (product(rows)[:, some].float() - expected).abs()
-    if not ((error <= allowed) | ~expected.isfinite()).all():
-        raise ModelNotSupported(
-            f"model: self-test failed. A product of a quantised weight [{num_outputs}, {num_inputs}] differs from the "
-            f"weight by up to {(error / allowed).nan_to_num(torch.inf).max().item():.3g} times what rounding explains."
-        )
+    require_right(product, weight, some, bias, quantizes_rows, relative=2**-8 if is_rounded else 2**-14)

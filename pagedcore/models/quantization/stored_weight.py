@@ -14,7 +14,7 @@ import torch
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.cpu.packed_linear import FASTEST, can_pack
-from pagedcore.models.quantization.schemes import require_right
+from pagedcore.models.quantization.schemes import require_quantized
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
@@ -98,7 +98,7 @@ class StoredWeight:
             made = PackedGroupedMatmul(
                 weight.values, weight.scales, weight.zeros, bits, bias, self.dtype, weight.codebook
             )
-        require_right(
+        require_quantized(
             made, weight.values, weight.scales, bias, self.scheme == "w8a8", weight.zeros, weight.codebook
         )
         return made if self.order is None else ReorderedMatmul(made, self.order)

@@ -126,7 +126,7 @@ def test_a_wrong_product_is_refused(scheme: str, wrong: str, monkeypatch: pytest
     kind = PackedInt8Matmul if scheme == "w8a8" else PackedGroupedMatmul
     right = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda product, rows: WRONG[wrong](right(product, rows)))
-    with pytest.raises(ModelNotSupported, match=r"self-test failed\. A product of a quantised weight"):
+    with pytest.raises(ModelNotSupported, match=r"self-test failed\. A product of \d+ inputs"):
         engine_of(tiny_model("llama"), quantization=scheme)
 
 

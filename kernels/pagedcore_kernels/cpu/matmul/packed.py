@@ -11,6 +11,7 @@ the number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from pagedcore_kernels.cpu.matmul.amx import (
     release_tiles,
     rows_of_blocks,
 )
+from pagedcore_kernels.cpu.matmul.packing import INPUT_BYTES, panels_of
 from pagedcore_kernels.cpu.matmul.tiles import (
     PAIRS,
     PANEL,
@@ -55,8 +57,6 @@ MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_S
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
 #: The form of a product on matrix units, beside those of ``tiles.py``.
 MATRIX_UNITS = 3
-#: Bytes of a row's inputs in a step, in the weight's format.
-_INPUT_BYTES = 4
 #: Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
 _WIDE_SUMS, _NARROW_SUMS = 16, 4
 #: Fewest rows of a work item, where a panel is cut into several.
@@ -94,19 +94,21 @@ class PackedMatmul:
     """``rows @ weight.T + bias`` with a weight that was rearranged once.
 
     Args:
-        weight: float32 or bfloat16 [out, in], any strides; not kept.
+        weight: float32 or bfloat16 [out, in], any strides, or several such, one below the other; not kept.
         bias: [out] of the same format, or ``None``; not kept.
     """
 
     supports = staticmethod(can_multiply)
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._num_outputs, self._num_inputs = weight.shape
+    def __init__(self, weight: torch.Tensor | Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+        parts = [weight] if isinstance(weight, torch.Tensor) else weight
+        weight = parts[0]
+        self._num_outputs, self._num_inputs = sum(len(part) for part in parts), weight.shape[1]
         form = form_of_product(weight.dtype, self._num_inputs)
         if form is None:
             raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
         self._num_panels = -(-self._num_outputs // PANEL)
-        self.weight = panels_of(weight, self._num_panels)
+        self.weight = panels_of(parts)
         self._bias = weight.new_zeros(self._num_panels * PANEL)
         if bias is not None:
             self._bias[: self._num_outputs] = bias
@@ -146,20 +148,6 @@ def work_items(num_panels: int, num_rows: int) -> tuple[int, int]:
     return num_panels - num_cut, most_shares
 
 
-def panels_of(weight: torch.Tensor, num_panels: int) -> torch.Tensor:
-    """Return [num_panels, steps, PANEL, inputs of a step], filled up with zeros."""
-    num_outputs, num_inputs = weight.shape
-    inputs = _INPUT_BYTES // weight.dtype.itemsize
-    num_whole, num_steps = num_outputs // PANEL, num_inputs // inputs
-    panels = weight.new_empty(num_panels, num_steps, PANEL, inputs)
-    steps = weight.reshape(num_outputs, num_steps, inputs)
-    panels[:num_whole] = steps[: num_whole * PANEL].reshape(num_whole, PANEL, num_steps, inputs).transpose(1, 2)
-    if num_whole < num_panels:
-        rest = steps[num_whole * PANEL :].transpose(0, 1)
-        panels[num_whole, :, : rest.shape[1]], panels[num_whole, :, rest.shape[1] :] = rest, 0
-    return panels
-
-
 @cache
 def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
     """Compile the kernel that writes outputs of a number format, or take it from the cache; its parameters are those
@@ -173,7 +161,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
     single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS
     group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
     least_rows, num_sums, num_words = _SHARE_ROWS, group_rows * PANEL, CONFIGURATION_WORDS
-    item_bytes, input_bytes = dtype.itemsize, _INPUT_BYTES
+    item_bytes, input_bytes = dtype.itemsize, INPUT_BYTES
 
     def matmul(parameters: Any) -> None:
         p = address_of(parameters)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
-from pagedcore_kernels.cpu.matmul.packed import matmul_kernel, panels_of, work_items
+from pagedcore_kernels.cpu.matmul.packed import matmul_kernel, work_items
+from pagedcore_kernels.cpu.matmul.packing import panels_of
 from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
 from pagedcore_kernels.cpu.matmul.tiles import BYTES, PANEL, WIDENED_BYTES
 from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
@@ -55,7 +56,7 @@ class PackedInt8Matmul:
         self._num_panels = -(-self._num_outputs // PANEL)
         if self._padding:
             weight = torch.nn.functional.pad(weight, (0, self._padding))
-        self._panels = panels_of(weight, self._num_panels)
+        self._panels = panels_of([weight])
         self.weight = torch.empty(0, dtype=dtype)
         """Empty, in the format of rows and outputs, which is what modules ask a weight for."""
         offset = UNSIGNED_OFFSET if form == BYTES else 0
