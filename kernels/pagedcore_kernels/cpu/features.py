@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import llvmlite.binding
 from numba.core import config
 
@@ -11,7 +13,7 @@ def has_instructions(*names: str) -> bool:
 
     Why both: with ``NUMBA_CPU_FEATURES`` set, LLVM knows the instructions that are named there and no others.
     """
-    host = llvmlite.binding.get_host_cpu_features()
+    host = _host()
     if config.CPU_FEATURES is None:
         return all(host.get(name, False) for name in names)
     given = {part.strip() for part in config.CPU_FEATURES.split(",")}
@@ -26,3 +28,9 @@ def has_wide_vectors() -> bool:
 def has_fused_vectors() -> bool:
     """Whether an x86 processor multiplies and adds vectors of 256 bits or more in one instruction."""
     return has_wide_vectors() or has_instructions("avx2", "fma")
+
+
+@cache
+def _host() -> dict[str, bool]:
+    """Ask LLVM once: it looks at the processor anew, and a model of many layers asks hundreds of times."""
+    return dict(llvmlite.binding.get_host_cpu_features())
