@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, VOCABULARY = 24, 896, 14, 2, 4864, 151936
 SPECIAL = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
@@ -38,6 +38,7 @@ def corpus(lines: int = 30000) -> Iterator[str]:
 def write_tokenizer(out: pathlib.Path) -> None:
     """Train and write a byte-level BPE tokenizer with the special tokens at the model's ids."""
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
