@@ -1,0 +1,186 @@
+"""Which share of a workload's time is the limit of the hardware, and where the rest goes.
+
+    python benchmarks/hardware_share.py --model MODEL_DIR [--dtype bfloat16] [--quantization w8a8]
+        [--workloads w3,w2,w1]
+
+Takes a model of ``peers/make_model.py``; with the shape of Qwen2.5-0.5B about two minutes on two cores. Peaks are
+measured in the same run, before and after the workloads, and the better ones count: products by the fastest of ours and
+torch's over 512 rows, memory by the faster of a sum and of a product of two rows, each over more than the caches hold.
+
+The limit of a step is, for the layers and for the output layer, the longer of the time that their products take at the
+peak and the time that their weights take at the memory's rate, and the time for reading the KV of its rows. That of a
+workload is the sum over its steps. Beside it is where the time went, each part with its own limit: the cause of what is
+missing. Take the table on a machine with nothing else on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import markdown
+from matmul_cpu import HEAD, LAYER
+
+from pagedcore import Engine, SamplingParams
+from pagedcore.execution.sampler import Sampler
+from pagedcore.models.cpu.packed_linear import OneDnnMatmul
+from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.requests.stats import StepStats
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
+from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
+from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+from workloads import Workload, workload
+
+PARTS = ("layers", "output layer", "attention", "sampling", "rest")
+#: Rows of a product that is bound by arithmetic.
+MANY_ROWS = 512
+
+
+def best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Return the shortest of some times."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+class Peaks:
+    """The best that this machine was seen to do."""
+
+    def __init__(self, dtype: torch.dtype, quantization: str) -> None:
+        """Make the weights that are multiplied: the widest product of a layer, and an output layer."""
+        self.operations = self.bytes = 0.0
+        """Per second."""
+        weight = torch.randn(LAYER[2]).to(dtype)
+        self._rows = torch.randn(MANY_ROWS, weight.shape[1]).to(dtype)
+        products: list[Any] = [PackedMatmul(weight, None), lambda rows: torch.nn.functional.linear(rows, weight)]
+        products += [OneDnnMatmul(weight, None)] if OneDnnMatmul.supports(dtype, weight.shape[1]) else []
+        products += [SCHEMES[quantization](weight, None)] if quantization != "none" else []
+        self._products, self._num_operations = products, 2 * MANY_ROWS * weight.numel()
+        self._wide, self._numbers = PackedMatmul(torch.zeros(HEAD, dtype=dtype), None), torch.ones(2**28)
+
+    @torch.inference_mode()
+    def measure(self) -> None:
+        """Measure once more."""
+        for product in self._products:
+            seconds = best_seconds(lambda product=product: product(self._rows))  # type: ignore[misc]
+            self.operations = max(self.operations, self._num_operations / seconds)
+        two = self._rows[:2].contiguous()
+        seconds_of_sum, seconds_of_two = best_seconds(self._numbers.sum), best_seconds(lambda: self._wide(two))
+        self.bytes = max(self.bytes, self._numbers.nbytes / seconds_of_sum, self._wide.memory[1] / seconds_of_two)
+
+
+class Clock:
+    """Seconds by part, of everything that runs while it is on."""
+
+    def __init__(self, num_outputs_of_head: int) -> None:
+        self.seconds: Counter[str] = Counter()
+        for kind in (PackedMatmul, PackedInt8Matmul, PackedGroupedMatmul):
+            self._time(kind, "__call__", lambda it: PARTS[it._num_outputs == num_outputs_of_head])
+        self._time(NumbaCpuAttention, "attend", lambda it: "attention")
+        self._time(Sampler, "sample", lambda it: "sampling")
+
+    def _time(self, kind: type, method: str, part: Callable[[Any], str]) -> None:
+        plain = getattr(kind, method)
+
+        def timed(it: Any, *arguments: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return plain(it, *arguments, **options)
+            finally:
+                self.seconds[part(it)] += time.perf_counter() - begin
+
+        setattr(kind, method, timed)
+
+
+class Steps:
+    """Notes of each step how many tokens, rows of logits and positions of KV it had."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int, int]] = []
+
+    @hookimpl
+    def pagedcore_step(self, stats: StepStats) -> None:
+        """Note one step."""
+        num_sampled = sum(row.is_sampled for row in stats.plan.rows)
+        self.sizes.append((stats.num_tokens, num_sampled, stats.num_kv_tokens))
+
+
+def limits(engine: Engine, steps: Steps, peaks: Peaks) -> Counter[str]:
+    """Return the least seconds that the parts of the steps take."""
+    backend: Any = engine._components.runner.backend
+    products = backend._decoder.products
+    least: Counter[str] = Counter()
+    sizes = dict.fromkeys(PARTS[:2], (0, 0))
+    for product in products:
+        part = PARTS[product.out_features == backend.vocab_size]
+        num_weights, num_bytes = sizes[part]
+        sizes[part] = num_weights + product.out_features * product.in_features, num_bytes + product.multiply.memory[1]
+    for num_tokens, num_sampled, num_kv_tokens in steps.sizes:
+        for part, num_rows in zip(PARTS, (num_tokens, num_sampled), strict=False):
+            if num_rows:
+                num_weights, num_bytes = sizes[part]
+                least[part] += max(2 * num_rows * num_weights / peaks.operations, num_bytes / peaks.bytes)
+        least["attention"] += num_kv_tokens * backend.kv_bytes_per_token / peaks.bytes
+    return least
+
+
+def answer(engine: Engine, work: Workload) -> float:
+    """Answer all prompts greedily; return the seconds."""
+    params = [SamplingParams(temperature=0.0, max_tokens=n, min_tokens=n, ignore_eos=True) for n in work.outputs]
+    begin = time.perf_counter()
+    engine.generate(work.prompts, params)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--workloads", default="w3,w2,w1")
+    given = parser.parse_args()
+    steps, peaks = Steps(), Peaks(getattr(torch, given.dtype), given.quantization)
+    peaks.measure()
+    engine = Engine.from_pretrained(
+        given.model, dtype=given.dtype, quantization=given.quantization, max_model_len=1024, max_num_seqs=32,
+        plugins=[steps],
+    )
+    clock = Clock(engine._components.runner.backend.vocab_size)
+    answer(engine, workload("warm"))
+    measured = []
+    for name in given.workloads.split(","):
+        steps.sizes, clock.seconds = [], Counter()
+        seconds = answer(engine, workload(name))
+        clock.seconds["rest"] = seconds - sum(clock.seconds.values())
+        measured.append((name, seconds, Counter(clock.seconds), list(steps.sizes)))
+    peaks.measure()
+    rows = []
+    for name, seconds, parts, sizes in measured:
+        steps.sizes = sizes
+        least = limits(engine, steps, peaks)
+        shown = [f"{parts[part]:.2f} ({least[part]:.2f})" if least[part] else f"{parts[part]:.2f}" for part in PARTS]
+        missing = max(PARTS, key=lambda part: parts[part] - least[part])
+        share = (parts[missing] - least[missing]) / seconds
+        rows.append([name, f"{seconds:.2f}", f"{sum(least.values()) / seconds:.0%}", *shown, f"{missing}, {share:.0%}"])
+    rates = f"{peaks.operations / 1e9:.0f} GFLOP/s, {peaks.bytes / 1e9:.1f} GB/s"
+    print(f"Peaks: {rates}; {torch.get_num_threads()} threads\n")
+    print(markdown(["workload", "s", "limit", *(f"{part}, s (limit)" for part in PARTS), "largest part beyond"], rows))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
