@@ -28,7 +28,9 @@ pytestmark = pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, 
 SHAPES = [(1, 8, 1), (64, 128, 1), (63, 96, 6), (65, 256, 2), (200, 256, 8), (130, 608, 2), (70, 296, 1), (5, 13, 1)]
 each_bits = pytest.mark.parametrize("bits", [4, 8])
 each_kind = pytest.mark.parametrize(("bits", "kind"), [
-    (bits, kind) for kind in ("symmetric", "zeros", "nf4") for bits in (4, 8) if kind != "nf4" or bits == 4
+    (bits, kind) for kind in ("symmetric", "zeros", "nf4", "least") for bits in (4, 8)
+    # Why: what is alike with 8 bits, the tests of GGUF multiply.
+    if bits == 4 or kind not in ("nf4", "least")
 ])
 
 
@@ -55,7 +57,9 @@ class Weight(NamedTuple):
         for i in range(num_inputs):
             group = i * num_groups // num_inputs
             zero = 0 if self.zeros is None else self.zeros[:, group].numpy().astype(np.float64)
-            exact[:, i] = (values[:, i] - zero) * scales[:, group]
+            is_least = self.zeros is not None and self.zeros.is_floating_point()
+            in_values, in_weights = (0, zero) if is_least else (zero, 0)
+            exact[:, i] = (values[:, i] - in_values) * scales[:, group] - in_weights
         return torch.from_numpy(exact)
 
     def product(self, dtype: torch.dtype, bias: bool = True) -> PackedGroupedMatmul:
@@ -66,16 +70,18 @@ class Weight(NamedTuple):
 def weight_of(
     bits: int, shape: tuple[int, int, int], kind: str, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Weight:
-    """Return values and zero points of the whole range, and scales of both signs; of a codebook the numbers that rows
-    of ``dtype`` are multiplied by."""
+    """Return values and zero points of the whole range, and scales and least weights of both signs; of a codebook the
+    numbers that rows of ``dtype`` are multiplied by."""
     num_outputs, num_inputs, num_groups = shape
     rng, half = np.random.default_rng(seed), 2 ** (bits - 1)
     values = rng.integers(-half, half, (num_outputs, num_inputs), dtype=np.int8)
     zeros = rng.integers(-half, half + (bits == 4), (num_outputs, num_groups), dtype=np.int8)
     scales = rng.uniform(1e-3, 2e-2, zeros.shape) * rng.choice([-1, 1], zeros.shape)
     bias = torch.from_numpy(rng.normal(size=num_outputs)).bfloat16().float()
-    weight = Weight(torch.from_numpy(values), torch.from_numpy(scales).float(),
-                    torch.from_numpy(zeros) if kind == "zeros" else None, bits, bias)  # fmt: skip
+    if kind == "least":
+        values += 8 * (bits == 4)
+    given = {"zeros": torch.from_numpy(zeros), "least": torch.from_numpy(zeros / 64).float()}.get(kind)
+    weight = Weight(torch.from_numpy(values), torch.from_numpy(scales).float(), given, bits, bias)
     if kind in CODEBOOKS:
         form = packed_grouped.form_of_grouped_product(dtype)
         numbers = torch.tensor(CODEBOOKS[kind]).to(torch.bfloat16 if form == PAIRS else torch.float32)
@@ -149,7 +155,7 @@ def test_no_company_changes_bits(dtype: torch.dtype, bits: int, kind: str) -> No
     """Any number of rows, at any place, on any number of threads: sums of cancelling numbers, which nothing hides."""
     weight = weight_of(bits, (100, 608, 2), kind, dtype=dtype)
     rows = torch.randn(300, 304).repeat(1, 2).to(dtype)
-    weight.values[:, 304:] = -1 - weight.values[:, :304]
+    weight.values[:, 304:] = (15 if kind == "least" else -1) - weight.values[:, :304]
     weight.scales[:, 1] = weight.scales[:, 0]
     if weight.zeros is not None:
         weight.zeros[:, 1] = weight.zeros[:, 0] = 0
@@ -157,21 +163,25 @@ def test_no_company_changes_bits(dtype: torch.dtype, bits: int, kind: str) -> No
     require_same_bits_in_any_company(product, rows)
 
 
-def test_sums_are_made_in_the_order_that_is_said() -> None:
+@pytest.mark.parametrize("kind", ["zeros", "least"])
+def test_sums_are_made_in_the_order_that_is_said(kind: str) -> None:
     """In float32 each output has the bits of the module's formula, number by number."""
-    weight, rows = weight_of(4, (70, 320, 2), "zeros"), rows_of(3, 320)
-    values, zeros = weight.values.numpy().astype(np.int64), weight.zeros
-    assert zeros is not None
+    weight, rows = weight_of(4, (70, 320, 2), kind), rows_of(3, 320)
+    assert weight.zeros is not None
+    values, besides = weight.values.numpy().astype(np.int64), weight.zeros.numpy().astype(np.float64)
+    zeros, least = (besides, 0 * besides) if kind == "zeros" else (0 * besides, besides)
     expected = np.zeros((3, 70), np.float32)
     for group in range(2):
         for start in (0, 64, 128):
-            total = np.zeros((3, 70), np.float32)
+            total, inputs = np.zeros((3, 70), np.float32), np.zeros((3, 1), np.float32)
             for i in range(group * 160 + start, group * 160 + min(start + 64, 160)):
-                number = (values[:, i] - zeros[:, group].numpy()).astype(np.float64)
+                number = values[:, i] - zeros[:, group]
+                inputs += rows[:, i, None].numpy()
                 # The product has 29 bits, so that float64 rounds nothing before the sum is rounded to float32.
                 total = (rows[:, i, None].numpy().astype(np.float64) * number + total).astype(np.float32)
             scale = weight.scales[:, group].numpy().astype(np.float64)
             expected = (total.astype(np.float64) * scale + expected).astype(np.float32)
+            expected = (expected - inputs.astype(np.float64) * least[:, group]).astype(np.float32)
     assert np.array_equal(weight.product(torch.float32, bias=False)(rows).numpy(), expected)
 
 
@@ -214,7 +224,7 @@ from kernels.test_matmul_grouped import SHAPES, rows_of, weight_of
 from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
 
 digest = hashlib.sha256()
-for dtype, bits, kind in ((torch.float32, 4, "symmetric"), (torch.float32, 8, "zeros"), (torch.bfloat16, 4, "zeros"),
+for dtype, bits, kind in ((torch.float32, 4, "least"), (torch.float32, 8, "zeros"), (torch.bfloat16, 4, "zeros"),
                           (torch.float32, 4, "nf4")):
     for shape in SHAPES[2:6]:
         product, rows = weight_of(bits, shape, kind).product(dtype), rows_of(9, shape[1], dtype)
@@ -245,10 +255,11 @@ def test_nothing_is_read_or_written_beyond_its_end() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_take_their_bits(bits: int) -> None:
-    """Half a byte or a byte for each value of a whole panel, and 4 bytes for a scale, 1 for a zero point."""
-    for has_zeros, kind in enumerate(("symmetric", "zeros")):
+    """Half a byte or a byte for each value of a whole panel, 4 bytes for a scale, 1 for a zero point, 4 for a least
+    weight."""
+    for kind, besides in (("symmetric", 0), ("zeros", 1), ("least", 4)):
         product = weight_of(bits, (100, 256, 2), kind).product(torch.bfloat16)
-        assert product.memory[1] == 128 * 256 * bits // 8 + 128 * 2 * (4 + has_zeros)
+        assert product.memory[1] == 128 * 256 * bits // 8 + 128 * 2 * (4 + besides)
         assert (product.weight.numel(), product.weight.dtype) == (0, torch.bfloat16)
 
 

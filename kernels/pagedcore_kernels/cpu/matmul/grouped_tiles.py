@@ -3,15 +3,18 @@
 A weight is ``scale * (value - zero)``. The difference is a whole number below 256, which float32 and bfloat16 hold, so
 it is multiplied as it is, and a scale is applied to the sum of a chunk: ``CHUNK_STEPS`` steps at most, all of one
 group. Or a weight is ``scale`` times one of the sixteen numbers of a codebook, which are rounded to bfloat16 where
-pairs of them are multiplied. A few rows unpack weights into registers while they come from memory; for more rows a
-chunk is unpacked once, into a buffer of 16 KiB. Both multiply the same numbers in the same order.
+pairs of them are multiplied. Or it is ``scale * value - least``, with a float for each group, which the sum of the
+chunk's inputs is multiplied with; values of 4 bits are from 0 to 15 then. A few rows unpack weights into registers
+while they come from memory; for more rows a chunk is unpacked once, into a buffer of 16 KiB. Both multiply the same
+numbers in the same order.
 
 Weights come in units of ``UNIT`` inputs by ``PANEL`` outputs. Of 4 bits: 32 bits for each output, input ``j`` from bit
 ``4 * (j // 2) + 16 * (j % 2)`` on, so that a shift brings a pair of inputs to the low ends of two words. Of 8 bits: the
 outputs of an input side by side.
 
-Invariant: an output is, over the chunks in order, ``fma(sum over the chunk's steps in order, scale, sum before)``. How
-many rows a tile has and where its weights are unpacked changes the speed and never a bit.
+Invariant: an output is, over the chunks in order, ``fma(sum over the chunk's steps in order, scale, sum before)``, then
+``fma(sum over the chunk's inputs in order, -least, that)``. How many rows a tile has and where its weights are unpacked
+changes the speed and never a bit.
 """
 
 from __future__ import annotations
@@ -64,11 +67,12 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
     "fp4": tuple(sign * number / 12 for sign in (1, -1) for number in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
 }  # fmt: skip
 #: What packed values stand for, as a literal of the functions below: themselves; themselves less the zero point of
-#: their group; and, from the next number on, the numbers of a codebook.
-WHOLE, WITH_ZEROS = 0, 1
-KIND_OF_CODEBOOK = {name: number for number, name in enumerate(CODEBOOKS, 2)}
-#: Bytes of a group's scales, which come before its weights, and of its zero points, which come between.
-SCALE_BYTES, ZERO_BYTES = 4 * PANEL, PANEL
+#: their group; themselves, counted from 0, with a least weight; and, from the next number on, numbers of a codebook.
+WHOLE, WITH_ZEROS, WITH_LEAST = 0, 1, 2
+KIND_OF_CODEBOOK = {name: number for number, name in enumerate(CODEBOOKS, 3)}
+#: Bytes of a group's scales, which come before its weights, and of its zero points or (negated) least weights, which
+#: come between.
+SCALE_BYTES, OFFSET_BYTES = 4 * PANEL, {WITH_ZEROS: PANEL, WITH_LEAST: 4 * PANEL}
 
 _VECTORS = PANEL // LANES
 _WHOLE = ir.VectorType(INT32, LANES)
@@ -77,6 +81,8 @@ _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _LINE = 64
 #: What numbers of 4 and of 5 bits are in two's complement.
 _SIGNED = {bits: [*range(2 ** (bits - 1)), *range(-(2 ** (bits - 1)), 0)] for bits in (4, 5)}
+#: A pair of bfloat16 that are 1.
+_ONES = 0x3F803F80
 
 
 def unit_bytes(bits: int) -> int:
@@ -155,8 +161,8 @@ def multiply_grouped_tile(
 
     Literal: form, bits, values, is_packed (weights are units of a panel, else what ``unpack_chunk`` makes of them),
     most_sums (vectors of sums in registers at once), is_wide (vectors of 512 bits are there), num_rows. ``group`` is
-    the address of the group's scales and zero points; as many bytes from ``ahead`` on as packed weights have are asked
-    for.
+    the address of the group's scales and what comes with them; as many bytes from ``ahead`` on as packed weights have
+    are asked for.
     """
     literals = (form, bits, values, is_packed, most_sums, is_wide, num_rows)
     kind, num_bits, stand_for, packed, most, wide, count = (literal.literal_value for literal in literals)
@@ -171,6 +177,8 @@ def multiply_grouped_tile(
         def multiply(vectors: range) -> None:
             places = [(m, v) for m in range(count) for v in vectors]
             totals = {place: cgutils.alloca_once_value(b, constant(0.0)) for place in places}
+            num_sums = count if stand_for == WITH_LEAST else 0
+            of_inputs = [cgutils.alloca_once_value(b, constant(0.0)) for _ in range(num_sums)]
             zeros = {v: _load_zeros(b, scales, v) if stand_for == WITH_ZEROS else None for v in vectors}
             with cgutils.for_range(b, units) as loop:
                 place = b.mul(loop.index, int64(bytes_of_unit))
@@ -189,11 +197,16 @@ def multiply_grouped_tile(
                         for v in vectors:
                             added = add_products(b, kind, b.load(totals[m, v]), weight[v], inputs)
                             b.store(added, totals[m, v])
+                        for total in of_inputs[m : m + 1]:
+                            b.store(add_products(b, kind, b.load(total), _ones(b, kind), inputs), total)
             for m, v in places:
                 place = m * SUM_BYTES + v * 64
                 before = b.select(starts_anew, constant(0.0), load(b, target, place, floats(), 4))
                 scale = load(b, scales, v * 64, floats(), 4)
-                store(b, fma(b, b.load(totals[m, v]), scale, before), target, place, 4)
+                after = fma(b, b.load(totals[m, v]), scale, before)
+                for total in of_inputs[m : m + 1]:
+                    after = fma(b, b.load(total), load(b, scales, SCALE_BYTES + v * 64, floats(), 4), after)
+                store(b, after, target, place, 4)
 
         for start in range(0, _VECTORS, width):
             multiply(range(start, min(start + width, _VECTORS)))
@@ -312,7 +325,12 @@ class _Unit:
 
 def _numbers(values: int) -> list[float]:
     """Return what four bits without a zero point stand for, from 0b0000 on; see ``WHOLE``."""
-    return [float(number) for number in (_SIGNED[4], _SIGNED[4], *CODEBOOKS.values())[values]]
+    return [float(number) for number in (_SIGNED[4], _SIGNED[4], range(16), *CODEBOOKS.values())[values]]
+
+
+def _ones(b: Builder, form: int) -> Value:
+    """Return the weights of a step that are all 1."""
+    return b.bitcast(integer_constant(_ONES, _WHOLE), floats()) if form == PAIRS else constant(1.0)
 
 
 def _bfloat16(number: float) -> int:

@@ -1,8 +1,8 @@
 """Matrix products of float rows with weights of 4 or 8 bits that have a scale for each group of inputs ("weight only").
 
-A weight is ``scale * (value - zero)``, or ``scale`` times what a codebook says of a value. Rows stay what they are,
-float32 or bfloat16. Few rows are bound by the memory that weights take, so they are unpacked in registers; of many rows
-64 share what is unpacked once. Read ``grouped_tiles.py`` for the arithmetic.
+A weight is ``scale * (value - zero)``, ``scale * value - least``, or ``scale`` times what a codebook says of a value.
+Rows stay what they are, float32 or bfloat16. Few rows are bound by the memory that weights take, so they are unpacked
+in registers; of many rows 64 share what is unpacked once. Read ``grouped_tiles.py`` for the arithmetic.
 
 Invariant: an output's bits depend on its row, its weights and its bias alone. In float32 they do not depend on the
 instructions that the processor has either; in bfloat16 there are two orders of additions, as in ``packed.py``.
@@ -19,11 +19,12 @@ from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, 
 from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     CHUNK_STEPS,
     KIND_OF_CODEBOOK,
+    OFFSET_BYTES,
     SCALE_BYTES,
     UNIT,
     WHOLE,
+    WITH_LEAST,
     WITH_ZEROS,
-    ZERO_BYTES,
     inputs_of_step,
     multiply_few_rows,
     multiply_unpacked_tiles,
@@ -56,10 +57,10 @@ def form_of_grouped_product(dtype: torch.dtype) -> int | None:
     return PAIRS if dtype == torch.bfloat16 and has_instructions("avx512bf16", "avx512bw") else SINGLES
 
 
-def packed_bytes(num_outputs: int, num_inputs: int, num_groups: int, bits: int) -> int:
-    """Return the bytes of a packed weight without zero points."""
-    num_units = -(-num_inputs // UNIT)
-    return -(-num_outputs // PANEL) * (num_groups * SCALE_BYTES + num_units * unit_bytes(bits))
+def packed_bytes(num_outputs: int, num_inputs: int, num_groups: int, bits: int, has_least: bool = False) -> int:
+    """Return the bytes of a packed weight without zero points, with least weights if it has them."""
+    num_units, header = -(-num_inputs // UNIT), SCALE_BYTES + has_least * OFFSET_BYTES[WITH_LEAST]
+    return -(-num_outputs // PANEL) * (num_groups * header + num_units * unit_bytes(bits))
 
 
 class PackedGroupedMatmul:
@@ -69,7 +70,8 @@ class PackedGroupedMatmul:
         values: int8 [out, in]; with 4 bits from -8 to 7, which are packed into half a byte each. Not kept.
         scales: float32 [out, groups], of any sign; group ``g`` is inputs ``g * in / groups`` and up. Not kept.
         zeros: int8 [out, groups] in the numbers of the values, or ``None`` for zeros; with 4 bits from -8 to 8. Formats
-            that count values from 0 to 15 subtract 8 from both. Not kept.
+            that count values from 0 to 15 subtract 8 from both. Or float32 [out, groups], which is subtracted from
+            ``scales * values`` instead; values of 4 bits are from 0 to 15 then. Not kept.
         bits: 4 or 8.
         bias: [out], or ``None``; rounded to ``dtype``; not kept.
         dtype: of rows and outputs, float32 or bfloat16.
@@ -104,9 +106,7 @@ class PackedGroupedMatmul:
             self._bias[: self._num_outputs] = bias
         self._is_widened = dtype == torch.bfloat16 and form == SINGLES
         self._sizes = num_groups, size // UNIT
-        self._kernel = _kernel(
-            form, bits, KIND_OF_CODEBOOK.get(codebook, WHOLE if zeros is None else WITH_ZEROS), dtype
-        )
+        self._kernel = _kernel(form, bits, KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros)), dtype)
         self._parameters = ParameterBlock(11)
 
     @property
@@ -139,7 +139,8 @@ def _check(
     """Refuse what the kernel would read beyond its end, or what a weight of so few bits cannot hold."""
     if bits not in _RANGES:
         raise InternalError(f"bits: got {bits}, expected 4 or 8")
-    least, largest, largest_zero = _RANGES[bits]
+    is_float = _kind_of(zeros) == WITH_LEAST
+    least, largest, largest_zero = (0, 15, 0) if is_float and bits == 4 else _RANGES[bits]
     if values.ndim != 2 or values.dtype != torch.int8 or not values.numel() or not _within(values, least, largest):
         raise InternalError(f"values: {values.dtype} of shape {tuple(values.shape)}, expected int8 [out, in] "
                             f"from {least} to {largest}")  # fmt: skip
@@ -151,12 +152,17 @@ def _check(
     if num_groups > 1 and num_inputs % (num_groups * UNIT):
         raise InternalError(f"values: {num_inputs} inputs are not {num_groups} groups of a multiple of {UNIT}")
     if zeros is not None and (
-        zeros.dtype != torch.int8 or zeros.shape != scales.shape or not _within(zeros, least, largest_zero)
+        zeros.dtype not in (torch.int8, torch.float32) or zeros.shape != scales.shape
+        or not (is_float or _within(zeros, least, largest_zero))
     ):
         raise InternalError(f"zeros: {zeros.dtype} of shape {tuple(zeros.shape)}, expected int8 {tuple(scales.shape)} "
-                            f"from {least} to {largest_zero}")  # fmt: skip
+                            f"from {least} to {largest_zero}, or float32")  # fmt: skip
     if bias is not None and bias.shape != (num_outputs,):
         raise InternalError(f"bias: shape {tuple(bias.shape)}, expected [{num_outputs}]")
+
+
+def _kind_of(zeros: torch.Tensor | None) -> int:
+    return WHOLE if zeros is None else WITH_LEAST if zeros.dtype == torch.float32 else WITH_ZEROS
 
 
 def _within(values: torch.Tensor, least: int, largest: int) -> bool:
@@ -166,12 +172,12 @@ def _within(values: torch.Tensor, least: int, largest: int) -> bool:
 def _panels(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, num_panels: int, size: int
 ) -> torch.Tensor:
-    """Return uint8 [num_panels, groups, scales, zero points and units of a group of ``size`` inputs].
+    """Return uint8 [num_panels, groups, scales, zero points or least weights, units of a group of ``size`` inputs].
 
     Outputs and inputs that are filled up have values and scales of zero.
     """
     num_groups, num_units = scales.shape[1], size // UNIT
-    header = SCALE_BYTES + (0 if zeros is None else ZERO_BYTES)
+    header = SCALE_BYTES + OFFSET_BYTES.get(_kind_of(zeros), 0)
     panels = torch.zeros(num_panels, num_groups, header + num_units * unit_bytes(bits), dtype=torch.uint8)
     for start in range(0, num_panels, _PANELS_AT_ONCE):
         target = panels[start : start + _PANELS_AT_ONCE]
@@ -179,7 +185,8 @@ def _panels(
         outputs = slice(start * PANEL, start * PANEL + count)
         target[:, :, :SCALE_BYTES] = _by_panel(scales[outputs], count).view(torch.uint8)
         if zeros is not None:
-            target[:, :, SCALE_BYTES:header] = _by_panel(zeros[outputs], count).view(torch.uint8)
+            some = -zeros[outputs] if zeros.is_floating_point() else zeros[outputs]
+            target[:, :, SCALE_BYTES:header] = _by_panel(some, count).view(torch.uint8)
         part = values.new_zeros(count, num_groups * size)
         part[: len(values[outputs]), : values.shape[1]] = values[outputs]
         units = part.view(len(target), PANEL, num_groups, num_units, UNIT).permute(0, 2, 3, 1, 4)
@@ -206,7 +213,7 @@ def _kernel(form: int, bits: int, values: int, dtype: torch.dtype) -> Kernel:
     most_sums = _WIDE_SUMS if is_wide else _NARROW_SUMS
     bytes_of_unit, row_unit_bytes = unit_bytes(bits), UNIT // inputs_of_step(form) * 4
     chunk_units = CHUNK_STEPS * inputs_of_step(form) // UNIT
-    header_bytes = SCALE_BYTES + (values == WITH_ZEROS) * ZERO_BYTES
+    header_bytes = SCALE_BYTES + OFFSET_BYTES.get(values, 0)
     panel_outputs, sum_bytes, least_rows, group_rows = PANEL, SUM_BYTES, _SHARE_ROWS, _GROUP_ROWS
     few_rows, num_sums, num_weights = TILE_ROWS, _GROUP_ROWS * PANEL, CHUNK_STEPS * STEP_BYTES // 4
     ahead_bytes = _AHEAD_BYTES
