@@ -463,6 +463,19 @@ def test_every_tensor_counts_in_the_fingerprint(kind: str, name: str, tmp_path: 
     assert found[0] == found[1] != found[2]
 
 
+def test_every_expert_counts_in_the_fingerprint(tmp_path: Path) -> None:
+    """So is a file that differs in one expert."""
+    write_checkpoint(tmp_path, "awq", "mixtral")
+    stored, found = stored_format(str(tmp_path)), set()
+    assert stored is not None
+    for _ in range(2):
+        model = load_stored(str(tmp_path), stored, torch.float32, trust_remote_code=False)
+        found.add(model_fingerprint(model, stored.scheme))
+        name = "model.layers.1.block_sparse_moe.experts.3.w2.scales"
+        change_tensors(tmp_path, {name: like(tmp_path, name) * 2})
+    assert len(found) == 2
+
+
 def test_a_session_belongs_to_one_checkpoint(tmp_path: Path) -> None:
     """The float original, the same numbers in another format, and other scales are other models: exports are refused,
     and signed KV of one is not used by another."""
