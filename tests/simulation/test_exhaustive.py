@@ -98,7 +98,7 @@ class Life:
         for name, index in events:
             getattr(self, f"_{name}")(index)
 
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> tuple[Any, ...]:
         """What decisions depend on."""
         of_sequences = tuple(
             None if self._is_over(s)
@@ -224,13 +224,15 @@ def explore(world: World, formation: Mapping[str, Any], *, is_calm: bool = False
     """Visit every reachable state; return how many there are."""
     first = Life(world, (), formation, is_calm=is_calm).key()
     seen, after = {first}, dict[object, object]()
-    queue: deque[tuple[tuple[Event, ...], object]] = deque([((), first)])
+    queue: deque[tuple[tuple[Event, ...], tuple[Any, ...]]] = deque([((), first)])
     while queue:
         events, before = queue.popleft()
         for event in Life(world, events, formation, is_calm=is_calm).next_events():
             life = Life(world, (*events, event), formation, is_calm=is_calm)
             if event[0] == "step":
                 after[before] = life.key()
+                is_held_up = bool(before[2] or before[6][0])  # a transfer is in flight, or the gate is closed
+                assert is_held_up or life.key() != before, "a step changes nothing"
             if life.key() not in seen:
                 seen.add(life.key())
                 queue.append(((*events, event), life.key()))
