@@ -100,4 +100,4 @@ def _by_name(model: str | None, models: list[str]) -> dict[str, str]:
 def _name_of(model: str) -> str:
     from pathlib import Path
 
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(model).resolve().name if Path(model).exists() else model

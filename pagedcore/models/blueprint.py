@@ -18,9 +18,11 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models import model_facts, supported_models
 from pagedcore.models.cpu.packed_experts import matrices_of_experts
 from pagedcore.models.cpu.packed_linear import can_pack, matrix_of
-from pagedcore.models.pretrained import computing_dtype, load_config
-from pagedcore.models.quantization.checkpoint import stored_format
+from pagedcore.models.pretrained import computing_dtype
+from pagedcore.models.quantization.checkpoint import config_of, replace_weights, stored_format
+from pagedcore.models.quantization.gguf import GGUF
 from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.quantization.stored_weight import StoredWeight
 from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
 from pagedcore_kernels.layout import BlockLayout
@@ -45,7 +47,7 @@ def read_blueprint(
     """Read a model's configuration, build its tree without memory, and see what its attention keeps.
 
     Args:
-        source: a directory, or a name on the hub if there is no such directory.
+        source: a directory, a GGUF file, or a name on the hub if there is no such directory.
         attention_factory: its preferred block size counts, unless ``settings`` have one.
         settings: number formats, block size, and trust.
 
@@ -55,7 +57,7 @@ def read_blueprint(
     """
     make_layout = layout_maker(attention_factory, settings.kv_cache_dtype)
     stored, dtype = stored_format(os.fspath(source)), computing_dtype(settings.dtype)
-    config = load_config(source, trust_remote_code=settings.trust_remote_code, is_quantised=stored is not None)
+    config = config_of(os.fspath(source), stored, settings.trust_remote_code)
     model = tree_of(config, dtype, settings.trust_remote_code)
     try:
         with torch.device("meta"), torch.inference_mode():
@@ -66,11 +68,14 @@ def read_blueprint(
             "show its size. Start an engine and look at Engine.stats().kv_bytes."
         ) from error
     needs, parameters = requirements_of(attention_factory), list(model.parameters())
+    quantization = settings.quantization if stored is None or stored.scheme == "none" else stored.scheme
+    if isinstance(stored, GGUF):
+        replace_weights(model, stored, stored, dtype)
     return Blueprint(
         layout=make_layout(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
         max_model_len=model_facts.max_model_len(config),
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=_weight_bytes(model, settings.quantization if stored is None else stored.scheme) if can_pack(dtype)
+        weight_bytes=_weight_bytes(model, quantization) if can_pack(dtype)
                      else sum(parameter.nbytes for parameter in parameters),
     )
 
@@ -78,6 +83,8 @@ def read_blueprint(
 def _weight_bytes(model: Any, quantization: str) -> int:
     """Sum up what the modules hold, each its own, after linear layers and experts were quantised."""
     total = sum(int(one.nbytes) for module in model.modules() for one in module.parameters(recurse=False))
+    total += sum(weight.num_bytes for module in model.modules()
+                 if isinstance(weight := vars(module).get("weight"), StoredWeight))
     if (scheme := SCHEMES.get(quantization)) is None:
         return total
     for module in model.modules():

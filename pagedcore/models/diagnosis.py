@@ -14,8 +14,10 @@ import torch
 from pagedcore.models.blueprint import tree_of
 from pagedcore.models.cpu.fused_match import NotFused, recognise
 from pagedcore.models.cpu.packed_experts import left_alone
-from pagedcore.models.pretrained import computing_dtype, load_config
-from pagedcore.models.quantization.checkpoint import stored_format
+from pagedcore.models.model_path import is_gguf
+from pagedcore.models.pretrained import computing_dtype
+from pagedcore.models.quantization.checkpoint import config_of, stored_format
+from pagedcore.models.quantization.gguf import GGUF
 from pagedcore.models.quick_start import why_not_quick
 from pagedcore.models.transformers_model import redirect_attention
 from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
@@ -25,7 +27,7 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     """Return what happens to a model with default settings, as one sentence for each question.
 
     Args:
-        source: a directory, or a name on the hub; no weight is read.
+        source: a directory, a GGUF file, or a name on the hub; no weight is read.
         trust_remote_code: whether code shipped with the model may run.
 
     Raises:
@@ -34,15 +36,17 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     """
     name, directory = os.fspath(source), Path(source)
     stored = stored_format(name)
-    config = load_config(name, trust_remote_code=trust_remote_code, is_quantised=stored is not None)
+    config = config_of(name, stored, trust_remote_code)
     dtype = computing_dtype("auto")
     reason = why_not_quick(directory) if directory.is_dir() else "names on the hub are its to find"
+    reason = "modules only, GGUF is read here" if isinstance(stored, GGUF) else reason
+    quantisation = "none" if stored is None else f"{stored.scheme}, as the files have it"
     # Why before the tree is built: building it makes the configuration's format the tree's.
     facts = {
         "architecture": str(config.model_type),
         "files": "read without transformers" if not reason else f"loaded by transformers: {reason}",
         "tokenizer": _reader_of_tokenizer(directory),
-        "quantisation": "none" if stored is None else f"{stored.scheme}, as the files have it",
+        "quantisation": f"{stored.scheme}: {stored.described}" if isinstance(stored, GGUF) else quantisation,
         "number format": _format_of(config.dtype, dtype),
     }
     model = tree_of(config, dtype, trust_remote_code)
@@ -57,6 +61,8 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
 
 
 def _reader_of_tokenizer(directory: Path) -> str:
+    if is_gguf(directory):
+        return "made of the file's metadata, where their kind is known"
     if not directory.is_dir():
         return "loaded by transformers"
     if not any(directory.glob("tokenizer*")):

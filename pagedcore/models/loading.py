@@ -1,7 +1,8 @@
 """Turns what a user calls a model into a ``ModelBackend``, and finds the tokenizer that goes with it.
 
-Owns the distinction between a name, a directory, "demo", a loaded model and a backend of one's own. transformers is
-imported only when one of the first four is given. Read ``models/pretrained.py`` and ``models/transformers_model.py``.
+Owns the distinction between a name, a directory, a GGUF file, "demo", a loaded model and a backend of one's own.
+transformers is imported only when one of the first five is given. Read ``models/pretrained.py`` and
+``models/transformers_model.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InternalError, InvalidConfig, describe
+from pagedcore.models.model_path import gguf_in, is_gguf
 from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend, Tokenizer
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     """Return a backend for a model of transformers; the entry "transformers" of the plugin table ``models``.
 
     Args:
-        model: "demo", a directory, a hub name, or a loaded ``PreTrainedModel``, which is taken over.
+        model: "demo", a directory, a GGUF file, a hub name, or a loaded ``PreTrainedModel``, which is taken over.
         config: number format, device, block size, attention and linear backend, and trust.
         load: as for ``resolve_backend``, whose errors are raised.
     """
@@ -75,12 +77,12 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     transformers = sys.modules.get("transformers")
     if not is_named and (transformers is None or not isinstance(model, transformers.PreTrainedModel)):
         raise InvalidConfig(
-            f'model: got {describe(model)}, allowed is "demo", a directory, a hub name, a causal language model of '
-            "transformers, or an object with the members of ModelBackend."
+            f'model: got {describe(model)}, allowed is "demo", a directory, a GGUF file, a hub name, a causal language '
+            "model of transformers, or an object with the members of ModelBackend."
         )
     from pagedcore.execution import devices
     from pagedcore.models.quantization.checkpoint import stored_format
-    from pagedcore.models.quantization.stored_weight import stored_tensors
+    from pagedcore.models.quantization.stored_weight import has_unpacked
     from pagedcore.models.transformers_model import TransformersModel, layout_maker, requirements_of
 
     # Why: all that can be refused without the model is, before it is loaded.
@@ -94,17 +96,18 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         )
     layout_maker(attention, config.kv_cache_dtype)
     stored = stored_format(model_source(model)) if is_named else None
-    quantization = config.quantization if stored is None else stored.scheme
+    is_quantized = stored is not None and stored.scheme != "none"
+    quantization = stored.scheme if stored is not None and is_quantized else config.quantization
     if config.quantization not in ("none", quantization):
         raise InvalidConfig(f"quantization: got {config.quantization!r} for a {quantization} checkpoint. Leave it.")
-    linears = _linears(config, device, load, quantization, stored is not None)
+    linears = _linears(config, device, load, quantization, is_quantized)
     model = _load(model, stored, config, device)
     backend = TransformersModel(
         model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
         linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
         device=device,
     )
-    if stored is not None and any(True for _ in stored_tensors(model)):
+    if stored is not None and has_unpacked(model):
         raise InternalError("a quantised layer was not packed")
     return backend
 
@@ -150,10 +153,12 @@ def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
     from pagedcore.tokenizer.tokenizer import HFTokenizer
 
     if config.tokenizer is not None:
-        return HFTokenizer.from_directory(model_source(config.tokenizer, "tokenizer"), config.trust_remote_code)
+        return _tokenizer_of(model_source(config.tokenizer, "tokenizer"), config.trust_remote_code)
     if not isinstance(model, str | os.PathLike):
         return None
     source = _source(model)
+    if is_gguf(source):
+        return _tokenizer_of(source, config.trust_remote_code)
     # A backend of a third party has models that only it can find.
     is_local = Path(source).is_dir() or config.model_backend not in ("auto", DEFAULT_MODEL_BACKEND)
     if is_local and not any(Path(source).glob("tokenizer*")):
@@ -161,23 +166,36 @@ def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
     return HFTokenizer.from_directory(source, config.trust_remote_code)
 
 
+def _tokenizer_of(source: str, trust_remote_code: bool) -> Tokenizer | None:
+    from pagedcore.tokenizer.tokenizer import HFTokenizer
+
+    if not is_gguf(source):
+        return HFTokenizer.from_directory(source, trust_remote_code)
+    from pagedcore.models.quantization.gguf_file import GGUFFile
+    from pagedcore.tokenizer.gguf_tokenizer import gguf_tokenizer
+
+    return gguf_tokenizer(GGUFFile(source).metadata, Path(source).parent)
+
+
 def model_name(model: Any) -> str:
     """Return a short name for people: never a path beyond its last part."""
     if isinstance(model, str | os.PathLike):
         path = Path(os.fspath(model))
-        return path.name if path.is_dir() else os.fspath(model)
+        return path.name if path.exists() else os.fspath(model)
     return type(model).__name__
 
 
 def _source(model: str | os.PathLike[str]) -> str:
-    return os.fspath(DEMO_MODEL_DIR) if model == "demo" else os.fspath(model)
+    return os.fspath(DEMO_MODEL_DIR) if model == "demo" else gguf_in(os.fspath(model))
 
 
 def model_source(model: str | os.PathLike[str], what: str = "model") -> str:
-    """Return the directory or the hub id that a user means; refuse what can be neither."""
+    """Return the directory, the GGUF file or the hub id that a user means; refuse what can be none of them."""
     name = _source(model)
+    if is_gguf(name):
+        return name
     if Path(name).is_file():
-        raise InvalidConfig(f"{what}: got a file, needed is the directory that it is in.")
+        raise InvalidConfig(f"{what}: got a file, needed is the directory that it is in, or a GGUF file.")
     if _HUB_ID.fullmatch(name) or (name and Path(name).is_dir()):
         return name
     advice = "~ is not expanded, Path.expanduser() does it" if name.startswith("~") else "check the path"

@@ -27,6 +27,7 @@ from pagedcore.models.cpu.packed_linear import FASTEST, probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.llama_tree import ForCausalLM
+from pagedcore.models.quantization.stored_weight import JoinedMatmul
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
 from pagedcore.protocols import (
     AttentionBackend,
@@ -45,7 +46,7 @@ from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul
+_OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul | JoinedMatmul
 MakeLayout = Callable[[int, torch.dtype, tuple[LayerShape, ...]], BlockLayout]
 """``(block_size, dtype, shapes) -> layout``, of a model in ``dtype``."""
 

@@ -27,7 +27,7 @@ _NEUTRAL: Final = frozenset({
     "padding_side", "stride", "tokenizer_class", "truncation_side", "truncation_strategy",
 })
 #: What the class of Qwen2 builds; vocabulary, merges and added tokens are the file's.
-_QWEN_SPLIT: Final = (
+QWEN_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN_END: Final = "<|endoftext|>"
@@ -139,7 +139,7 @@ def _is_of_qwen(backend: Tokenizer) -> bool:
         part = getattr(backend, name)
         described[name] = None if part is None else json.loads(part.__getstate__())
     steps = (described["pre_tokenizer"] or {}).get("pretokenizers", [])
-    split = {"type": "Split", "pattern": {"Regex": _QWEN_SPLIT}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": QWEN_SPLIT}, "behavior": "Isolated", "invert": False}
     return (
         isinstance(model, models.BPE) and not any((
             model.dropout, model.unk_token, model.continuing_subword_prefix, model.end_of_word_suffix, model.fuse_unk,

@@ -241,7 +241,7 @@ def test_a_name_that_can_be_no_model_is_refused_by_itself(
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     """A path to a file of a model names what is needed instead."""
-    with pytest.raises(InvalidConfig, match=r"^model: got a file, needed is the directory that it is in\.$"):
+    with pytest.raises(InvalidConfig, match=r"^model: got a file, needed is the directory .*, or a GGUF file\.$"):
         resolve_backend(save(tmp_path) / "config.json", EngineConfig(), use_reference)
 
 

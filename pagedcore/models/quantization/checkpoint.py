@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from pagedcore.models.cpu.packed_linear import can_pack
+from pagedcore.models.model_path import is_gguf
 from pagedcore.models.pretrained import as_refusals, find_directory, find_file, load_config
 from pagedcore.models.quantization.awq import AWQ
 from pagedcore.models.quantization.bitsandbytes import BitsAndBytes
 from pagedcore.models.quantization.compressed_tensors import CompressedTensors
+from pagedcore.models.quantization.gguf import GGUF
 from pagedcore.models.quantization.gptq import GPTQ
 from pagedcore.models.quantization.stored_experts import module_name, replace_experts
 from pagedcore.models.quantization.stored_weight import StoredWeight, refusal
@@ -35,10 +37,10 @@ class StoredFormat(Protocol):
 
     @property
     def scheme(self) -> str:
-        """Name of the scheme, as in ``EngineConfig.quantization``."""
+        """Name of the scheme, as in ``EngineConfig.quantization``, or "gguf"."""
 
-    def weight(self, files: TensorFiles, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
-        """Return the weight of a layer by its name, or ``None`` if the files hold it as numbers."""
+    def weight(self, files: Any, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
+        """Return the weight of a layer by its name, or ``None`` if ``files``, a ``TensorFiles``, hold it as numbers."""
 
 
 _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], StoredFormat]]] = {
@@ -54,11 +56,14 @@ _FIRST_FIELDS: Final = ("load_in_8bit", "load_in_4bit")
 
 
 def stored_format(source: str) -> StoredFormat | None:
-    """Return how the checkpoint of a directory, or of a name on the hub, is quantised; ``None``: it is not.
+    """Return how a model of a directory, of a GGUF file or of a name on the hub is stored; ``None``: it is not
+    quantised.
 
     Raises:
         ModelNotSupported: its format is not known, or is one that cannot be computed here.
     """
+    if is_gguf(source):
+        return GGUF(source)
     main = _read(source, "config.json")
     if not isinstance(main, dict):
         return None  # Why: what is wrong with a configuration, its loader says.
@@ -88,12 +93,20 @@ def _read(source: str, name: str) -> Any:
         return None
 
 
+def config_of(source: str, stored: StoredFormat | None, trust_remote_code: bool) -> Any:
+    """Return a model's configuration as transformers has it; arguments and errors as of ``load_stored``."""
+    if isinstance(stored, GGUF):
+        return stored.config()
+    return load_config(source, trust_remote_code=trust_remote_code, is_quantised=stored is not None)
+
+
 @torch.no_grad()
 def load_stored(source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
     """Load a model of a directory whose linear layers have a ``StoredWeight`` where the files hold them quantised.
 
     Args:
-        source: a directory, or a name on the hub, whose snapshot is downloaded where it is not in the cache.
+        source: a directory, a GGUF file, or a name on the hub, whose snapshot is downloaded where it is not in the
+            cache.
         stored: as ``stored_format`` says.
         dtype: number format of all other weights, and of rows.
         trust_remote_code: whether code shipped with the model may run.
@@ -104,23 +117,31 @@ def load_stored(source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    source = find_directory(source, "*.safetensors", "*.json", *(["*.py"] if trust_remote_code else []))
-    config = load_config(source, trust_remote_code=trust_remote_code, is_quantised=True)
+    if not isinstance(stored, GGUF):
+        source = find_directory(source, "*.safetensors", "*.json", *(["*.py"] if trust_remote_code else []))
+    config = config_of(source, stored, trust_remote_code)
     with as_refusals(source):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         if (Path(source) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=True)
         is_renamed = not any("block_sparse_moe" in name for name, _ in model.named_modules())
-        files = TensorFiles(Path(source), module_name if is_renamed else str)
-        _replace_weights(model, files, stored, dtype)
+        files = stored if isinstance(stored, GGUF) else TensorFiles(Path(source), module_name if is_renamed else str)
+        replace_weights(model, files, stored, dtype)
         _compute_buffers(model)
         _map_tensors(model, files)
+        if isinstance(stored, GGUF):
+            stored.scale_angles(model)
     loaded: PreTrainedModel = model
     return loaded
 
 
-def _replace_weights(model: nn.Module, files: TensorFiles, stored: StoredFormat, dtype: torch.dtype) -> None:
+def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredFormat, dtype: torch.dtype) -> None:
+    """Put a ``StoredWeight`` in the place of every weight that files hold quantised; nothing is read.
+
+    Raises:
+        ModelNotSupported: the files hold other tensors than the model has, or there is no product for one.
+    """
     def weight_of(name: str, shape: tuple[int, int], has_bias: bool = False) -> StoredWeight | None:
         if (weight := stored.weight(files, name, shape, dtype)) is not None:
             _require_product(weight, name)
@@ -128,8 +149,12 @@ def _replace_weights(model: nn.Module, files: TensorFiles, stored: StoredFormat,
                 _require_no_bias(files, f"{name}.bias", shape[0])
         return weight
 
-    num_replaced = replace_experts(model, files, weight_of)
+    if isinstance(stored, GGUF):
+        stored.require_names(model.state_dict())
+    num_replaced = 0 if isinstance(files, GGUF) else replace_experts(model, files, weight_of)
     for name, module in model.named_modules():
+        if isinstance(stored, GGUF) and type(module) is nn.Embedding:
+            stored.replace_embedding(name, module, dtype)
         if type(module) is not nn.Linear:
             continue
         weight = weight_of(name, (module.out_features, module.in_features), module.bias is not None)
@@ -137,7 +162,7 @@ def _replace_weights(model: nn.Module, files: TensorFiles, stored: StoredFormat,
             del module.weight
             module.weight = weight  # type: ignore[assignment]
             num_replaced += 1
-    if not num_replaced:
+    if not num_replaced and stored.scheme != "none":
         raise refusal("its files hold no linear layer in the format that its configuration names")
 
 
@@ -153,7 +178,7 @@ def _require_product(weight: StoredWeight, name: str) -> None:
         )
 
 
-def _require_no_bias(files: TensorFiles, name: str, size: int) -> None:
+def _require_no_bias(files: TensorFiles | GGUF, name: str, size: int) -> None:
     """Refuse a bias that the architecture would ignore; AutoGPTQ writes zeros there."""
     if files.expect(name, (size,), *FLOATS).any():
         raise refusal(f"{name} is not zero, and the architecture has none")
@@ -171,7 +196,7 @@ def _compute_buffers(model: Any) -> None:
             model._init_weights(module)
 
 
-def _map_tensors(model: nn.Module, files: TensorFiles) -> None:
+def _map_tensors(model: nn.Module, files: TensorFiles | GGUF) -> None:
     """Map every parameter and buffer that is left, converted where its number format differs; tied ones stay tied."""
     places: dict[int, list[str]] = defaultdict(list)
     tensors = model.state_dict(keep_vars=True)

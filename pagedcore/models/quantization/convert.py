@@ -27,6 +27,7 @@ from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models import supported_models
 from pagedcore.models.cpu.packed_linear import can_pack
+from pagedcore.models.model_path import gguf_in, is_gguf
 from pagedcore.models.pretrained import as_refusals, load_config, resolve_dtype
 from pagedcore.models.quantization.packed_integers import num_words, pack
 from pagedcore.models.quantization.schemes import SCHEMES
@@ -80,6 +81,8 @@ def convert(
             f"quantization: got {quantization!r} with dtype {dtype!r}, allowed are {', '.join(SCHEMES)} with dtype "
             "'float32' or 'bfloat16'."
         )
+    if is_gguf(gguf_in(source)):
+        raise ModelNotSupported("model: GGUF files are not converted; they load as they are.")
     if not Path(source).is_dir():
         raise InvalidConfig(f"model: got {describe(model)}, needed is a directory. Download it first.")
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):

@@ -123,19 +123,40 @@ def _quantize(weight: torch.Tensor, size: int, bits: int) -> tuple[torch.Tensor,
     return values, scales
 
 
+def dequantize(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, codebook: str = ""
+) -> torch.Tensor:
+    """Return float32 [out, in]: ``scales * (values - zeros)``, or ``scales * values - zeros`` with zeros in float32.
+
+    Args:
+        values: int8 [out, in].
+        scales: float32 [out, groups].
+        zeros: int8 or float32 [out, groups]; ``None``: 0.
+        codebook: whose numbers are in the place of values; "": none.
+    """
+    numbers = torch.tensor(CODEBOOKS[codebook])[values.int() & 15] if codebook else values.float()
+    numbers, offsets = numbers.reshape(*scales.shape, -1), None if zeros is None else zeros[..., None]
+    if offsets is not None and not offsets.is_floating_point():
+        numbers = numbers - offsets
+    numbers = numbers * scales[..., None]
+    if offsets is not None and offsets.is_floating_point():
+        numbers = numbers - offsets
+    return numbers.flatten(1)
+
+
+@torch.inference_mode()
 def require_quantized(
     product: Matmul, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, quantizes_rows: bool,
     zeros: torch.Tensor | None = None, codebook: str = "",
 ) -> None:
-    """Compare a product with its weight ``scales * (values - zeros)`` [out, in]; see ``require_right``.
+    """Compare a product with its weight [out, in], as ``dequantize`` has it; see ``require_right``.
 
     With a codebook its numbers are in the place of values, and may be rounded to bfloat16.
     """
-    some, num_groups = checked_outputs(len(values)), scales.shape[1]
-    numbers = torch.tensor(CODEBOOKS[codebook])[values[some].int() & 15] if codebook else values[some].float()
-    numbers = numbers.reshape(len(some), num_groups, -1)
-    if zeros is not None:
-        numbers = numbers - zeros[some].float()[..., None]
+    some = checked_outputs(len(values))
+    weight = dequantize(values[some], scales[some], None if zeros is None else zeros[some], codebook)
     is_rounded = bool(codebook) and product.weight.dtype == torch.bfloat16
-    weight = (numbers * scales[some][..., None]).flatten(1)
-    require_right(product, weight, some, bias, quantizes_rows, relative=2**-8 if is_rounded else 2**-14)
+    # Why more with a least weight: products of scales and values may be larger than what is left of them.
+    has_least = zeros is not None and zeros.is_floating_point()
+    relative = 2**-8 if is_rounded else 2**-12 if has_least else 2**-14
+    require_right(product, weight, some, bias, quantizes_rows, relative=relative)

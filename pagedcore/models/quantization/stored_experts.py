@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pagedcore.models.cpu.packed_experts import matrices_of_experts
-from pagedcore.models.quantization.stored_weight import StoredMatrices, StoredWeight, can_join, joined, refusal
+from pagedcore.models.quantization.stored_weight import StoredMatrices, StoredWeight, joined, refusal
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
 
 Shape = tuple[int, int]
@@ -70,7 +70,7 @@ def _stored(
         if (weight := weight_of(f"{name}.{part}", shape)) is None:
             raise refusal(f"{name}.{part} is not quantised, and others of its layer are")
         parts.append(weight)
-    if not can_join(parts[:2]):
+    if parts[0].layout != parts[1].layout:
         raise refusal(f"{name}.gate_proj and {name}.up_proj have inputs in different orders")
     return joined(parts[:2]), parts[2]
 

@@ -14,10 +14,11 @@ import torch
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.cpu.packed_linear import FASTEST, can_pack
-from pagedcore.models.quantization.schemes import require_quantized
+from pagedcore.models.quantization.schemes import dequantize, require_quantized
 from pagedcore.protocols import Matmul
-from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
+from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul, packed_bytes
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
+from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
 
 
 def refusal(found: str) -> ModelNotSupported:
@@ -25,33 +26,40 @@ def refusal(found: str) -> ModelNotSupported:
     return ModelNotSupported(
         f"model: its files cannot be loaded here: {found[:400]}. Supported are, beside floating numbers, "
         "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed), GPTQ with 4 or 8 bits, AWQ with "
-        "4 bits, and bitsandbytes with 8 bits, nf4 or fp4."
+        "4 bits, bitsandbytes with 8 bits, nf4 or fp4, and GGUF of the architectures llama, qwen2 and qwen3 with q4_0, "
+        "q4_1, q5_0, q5_1, q8_0, q4_k, q5_k and q6_k."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight ``scales * (values - zeros)``; group ``g`` of an output is inputs ``g * in / groups`` and up.
+    """A weight ``scales * (values - zeros)``, or ``scales * values - zeros`` with zeros in float32; group ``g`` of an
+    output is inputs ``g * in / groups`` and up.
 
     With a codebook number ``values & 15`` of it is in the place of each value.
     """
 
     values: torch.Tensor
-    """int8 [out, in]; with 4 bits from -8 to 7."""
+    """int8 [out, in]; with 4 bits from -8 to 7, or from 0 to 15 with zeros in float32."""
     scales: torch.Tensor
     """float32 [out, groups]."""
     zeros: torch.Tensor | None
-    """int8 [out, groups] in the numbers of the values; ``None``: all are 0."""
+    """int8 [out, groups] in the numbers of the values, or float32 in those of the weight; ``None``: all are 0."""
     codebook: str = ""
     """Of ``CODEBOOKS``, with 4 bits and no zero points; "": values are numbers."""
+
+    def numbers(self) -> torch.Tensor:
+        """Return the weight, float32 [out, in]."""
+        return dequantize(self.values, self.scales, self.zeros, self.codebook)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredWeight:
     """A weight [out, in] that a product is made of.
 
-    Of torch's functions it knows ``torch.cat`` over outputs, and ``F.linear``, whose results are zeros: what calls a
-    model before it is packed looks at the way of its tensors, not at numbers. All others raise ``TypeError``.
+    Of torch's functions it knows ``torch.cat`` over outputs, ``F.embedding`` where there is ``look_up``, and
+    ``F.linear``, whose results are zeros: what calls a model before it is packed looks at the way of its tensors, not
+    at numbers. All others raise ``TypeError``.
     """
 
     scheme: str
@@ -65,6 +73,12 @@ class StoredWeight:
     read: Callable[[], QuantizedWeight]
     order: torch.Tensor | None = None
     """int64 [in]: which input each column of the values belongs to; ``None``: its own."""
+    has_least: bool = False
+    """Whether zeros are in float32."""
+    look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """``token ids -> rows [..., in]`` of an embedding, in ``dtype``."""
+    parts: Sequence[StoredWeight] = ()
+    """Weights of several layouts whose outputs are this one's; ``read`` is of no use then."""
 
     device = torch.device("cpu")
 
@@ -73,6 +87,8 @@ class StoredWeight:
         """Compute; torch calls this in the place of its own functions."""
         if function is torch.nn.functional.linear:
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
+        if function is torch.nn.functional.embedding and (look_up := args[1].look_up) is not None:
+            return look_up(args[0])
         return joined(*args) if function is torch.cat else NotImplemented
 
     def detach(self) -> StoredWeight:
@@ -81,8 +97,16 @@ class StoredWeight:
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What weights have in common that may be parts of one product."""
-        return self.scheme, self.num_groups, None if self.order is None else self.order.numpy().tobytes()
+        """What weights have in common whose values are packed side by side."""
+        order = None if self.order is None else self.order.numpy().tobytes()
+        return self.scheme, self.num_groups, self.has_least, order
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its product, or of an embedding; of zeros only those in float32 are counted."""
+        if self.look_up is not None:
+            return sum(tensor.nbytes for tensor in self.tensors)
+        return packed_bytes(*self.shape, self.num_groups, 4 if self.scheme == "w4a16" else 8, self.has_least)
 
     def product(self, bias: torch.Tensor | None) -> Matmul:
         """Pack the weight with its bias [out].
@@ -90,6 +114,8 @@ class StoredWeight:
         Raises:
             ModelNotSupported: the product is not what the weight says.
         """
+        if self.parts:
+            return JoinedMatmul(self.parts, bias)
         weight = self.read()
         if self.scheme == "w8a8":
             made: Matmul = PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
@@ -105,7 +131,7 @@ class StoredWeight:
 
 
 def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
-    """Return weights of one layout as one of all their outputs."""
+    """Return weights as one of all their outputs."""
 
     def read() -> QuantizedWeight:
         parts = [weight.read() for weight in weights]
@@ -116,11 +142,31 @@ def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
         values, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales"))
         return QuantizedWeight(values, scales, zeros, parts[0].codebook)
 
-    first = weights[0]
+    first, is_uniform = weights[0], len({weight.layout for weight in weights}) == 1
     return StoredWeight(
         first.scheme, (sum(weight.shape[0] for weight in weights), first.shape[1]), first.dtype, first.num_groups,
-        [tensor for weight in weights for tensor in weight.tensors], read, first.order,
+        [tensor for weight in weights for tensor in weight.tensors], read, first.order, first.has_least,
+        parts=() if is_uniform else weights,
     )
+
+
+class JoinedMatmul:
+    """Products of one row with weights of several layouts, side by side."""
+
+    def __init__(self, parts: Sequence[StoredWeight], bias: torch.Tensor | None) -> None:
+        """Pack weights [out, in] with their share of a bias of all outputs."""
+        sizes = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if bias is None else torch.split(bias, sizes)
+        self._products = [part.product(share) for part, share in zip(parts, biases, strict=True)]
+        for product in self._products:
+            move_to_huge_pages(*product.memory)
+        self.weight = self._products[0].weight
+        self.memory = 0, 0
+        """None of its own."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply; see ``Matmul``."""
+        return torch.cat([product(rows) for product in self._products], dim=1)
 
 
 class StoredMatrices(tuple[StoredWeight, ...]):
@@ -165,8 +211,8 @@ class StoredLinears:
 
 
 def can_join(weights: Iterable[Any]) -> bool:
-    """Return whether weights of linear layers, stored or tensors, may be parts of one product."""
-    return len({weight.layout if isinstance(weight, StoredWeight) else None for weight in weights}) == 1
+    """Return whether weights of linear layers are all stored ones, or all tensors, and so may be parts of a product."""
+    return len({isinstance(weight, StoredWeight) for weight in weights}) == 1
 
 
 def tensors_of(weight: Any) -> Sequence[torch.Tensor]:
@@ -174,6 +220,13 @@ def tensors_of(weight: Any) -> Sequence[torch.Tensor]:
     if isinstance(weight, StoredMatrices):
         return [tensor for one in weight for tensor in one.tensors]
     return weight.tensors if isinstance(weight, StoredWeight) else (weight,)
+
+
+def has_unpacked(model: torch.nn.Module) -> bool:
+    """Return whether a stored weight is left that is no embedding's."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return any(isinstance(value, StoredMatrices) or (isinstance(value, StoredWeight) and value.look_up is None)
+               for value in values)
 
 
 def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,242 @@
+"""Tiny GGUF files, written with NumPy from the format's description, and the numbers of their tensors.
+
+Nothing of ``pagedcore`` is used, so that what it reads can be compared with what was written.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from support.families import tiny_model
+
+Array = npt.NDArray[Any]
+#: Number, numbers of a block, bytes of a block.
+TYPES = {
+    "f32": (0, 1, 4), "f16": (1, 1, 2), "q4_0": (2, 32, 18), "q4_1": (3, 32, 20), "q5_0": (6, 32, 22),
+    "q5_1": (7, 32, 24), "q8_0": (8, 32, 34), "q4_k": (12, 256, 144), "q5_k": (13, 256, 176), "q6_k": (14, 256, 210),
+    "bf16": (30, 1, 2),
+}
+QUANTISED = [name for name, (_, size, _) in TYPES.items() if size > 1]
+#: Where the float16 of a block are, and the largest integer of a number.
+_HALVES = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2),
+           "q6_k": (208,)}
+_LARGEST = {"q4_0": 8, "q4_1": 15, "q5_0": 16, "q5_1": 31, "q8_0": 127, "q4_k": 15 * 63, "q5_k": 31 * 63,
+            "q6_k": 32 * 127}
+
+
+@dataclass
+class Tensor:
+    """A tensor as a file has it."""
+
+    kind: str
+    shape: tuple[int, ...]
+    """Inputs last."""
+    content: bytes
+
+
+def random_blocks(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> Tensor:
+    """Return blocks of random bits, with scales that make numbers of about a trained weight's size."""
+    _, size, num_bytes = TYPES[kind]
+    blocks = rng.integers(0, 256, (shape[0] * shape[1] // size, num_bytes), dtype=np.uint8)
+    for number, place in enumerate(_HALVES[kind]):
+        # Least numbers are half of the largest ones, so that weights have both signs.
+        sign = -1.0 if number and kind in ("q4_1", "q5_1") else 1.0
+        top = 0.3 / _LARGEST[kind] if not number else 0.15 / (63 if kind.endswith("k") else 1)
+        scales = (sign * rng.uniform(0.5, 1.0, len(blocks)) * top).astype(np.float16)
+        blocks[:, place : place + 2] = scales[:, None].view(np.uint8)
+    return Tensor(kind, shape, blocks.tobytes())
+
+
+def floats(kind: str, numbers: Array) -> Tensor:
+    """Return numbers as they are, rounded."""
+    if kind == "bf16":
+        content = (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    else:
+        content = numbers.astype({"f32": np.float32, "f16": np.float16}[kind]).tobytes()
+    return Tensor(kind, numbers.shape, content)
+
+
+def numbers_of_blocks(tensor: Tensor) -> Array:
+    """Return float32 of the tensor's shape, number by number as the format defines them."""
+    _, size, num_bytes = TYPES[tensor.kind]
+    if size == 1:
+        kind = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}[tensor.kind]
+        read = np.frombuffer(tensor.content, kind)
+        wide = (read.astype(np.uint32) << 16).view(np.float32) if tensor.kind == "bf16" else read.astype(np.float32)
+        return wide.reshape(tensor.shape)
+    blocks = np.frombuffer(tensor.content, np.uint8).reshape(-1, num_bytes)
+    return np.stack([_number(tensor.kind, blocks, i) for i in range(size)], axis=1).reshape(tensor.shape)
+
+
+def _number(kind: str, blocks: Array, i: int) -> Array:
+    """Return number ``i`` of every block."""
+    d, octets = _half(blocks, _HALVES[kind][0]), blocks.T.astype(np.int32)
+    if kind == "q8_0":
+        return d * blocks[:, 2 + i].view(np.int8).astype(np.float32)
+    if kind == "q6_k":
+        return d * blocks[:, 192 + i // 16].view(np.int8).astype(np.float32) * _six_bits(octets, i).astype(np.float32)
+    if kind.endswith("k"):
+        return _of_two_levels(kind, blocks, octets, i)
+    begin = {"q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}[kind]
+    value = octets[begin + i % 16] >> 4 * (i // 16) & 15
+    if kind.startswith("q5"):
+        value |= (octets[begin - 4 + i // 8] >> i % 8 & 1) << 4
+    if kind.endswith("1"):
+        return d * value.astype(np.float32) + _half(blocks, 2)
+    return d * (value - (16 if kind == "q5_0" else 8)).astype(np.float32)
+
+
+def _half(blocks: Array, place: int) -> Array:
+    return np.ascontiguousarray(blocks[:, place : place + 2]).view(np.float16)[:, 0].astype(np.float32)
+
+
+def _six_bits(octets: Array, i: int) -> Array:
+    half, place = divmod(i, 128)
+    low = octets[64 * half + place % 64] >> 4 * (place // 64) & 15
+    high = octets[128 + 32 * half + place % 32] >> 2 * (place // 32) & 3
+    return (low | high << 4) - 32
+
+
+def _of_two_levels(kind: str, blocks: Array, octets: Array, i: int) -> Array:
+    group, scales = i // 32, octets[4:16]
+    if group < 4:
+        scale, least = scales[group] & 63, scales[group + 4] & 63
+    else:
+        scale = scales[group + 4] & 15 | (scales[group - 4] >> 6) << 4
+        least = scales[group + 4] >> 4 | (scales[group] >> 6) << 4
+    begin = 16 if kind == "q4_k" else 48
+    value = octets[begin + 32 * (i // 64) + i % 32] >> 4 * (i // 32 % 2) & 15
+    if kind == "q5_k":
+        value |= (octets[16 + i % 32] >> group & 1) << 4
+    product = _half(blocks, 0) * scale.astype(np.float32) * value.astype(np.float32)
+    return product - _half(blocks, 2) * least.astype(np.float32)
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _value(value: Any) -> bytes:
+    """Return type and value as the format has them."""
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    kind = 8 if isinstance(value[0], str) else 6 if isinstance(value[0], float) else 5
+    elements = [_string(one) if kind == 8 else struct.pack("<f" if kind == 6 else "<i", one) for one in value]
+    return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(elements)
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int = 3) -> None:
+    """Write a file; metadata that are ``None`` are left out."""
+    given = {name: value for name, value in metadata.items() if value is not None}
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(given))
+    head += b"".join(_string(name) + _value(value) for name, value in given.items())
+    offset, content = 0, b""
+    for name, tensor in tensors.items():
+        head += _string(name) + struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
+        head += struct.pack("<IQ", TYPES[tensor.kind][0], offset)
+        padded = tensor.content + b"\0" * (-len(tensor.content) % 32)
+        content, offset = content + padded, offset + len(padded)
+    path.write_bytes(head + b"\0" * (-len(head) % 32) + content)
+
+
+_LAYER = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+_OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def name_in_file(name: str) -> str:
+    """Return llama.cpp's name of a tensor of transformers."""
+    module, _, last = name.rpartition(".")
+    if module in _OTHERS:
+        return f"{_OTHERS[module]}.{last}"
+    _, _, number, rest = module.split(".", 3)
+    return f"blk.{number}.{_LAYER[rest]}.{last}"
+
+
+def _permuted(numbers: Array, head_size: int) -> Array:
+    """Return rows as llama.cpp turns them: those of both halves of a head alternate."""
+    halves = numbers.reshape(-1, 2, head_size // 2, *numbers.shape[1:])
+    return halves.swapaxes(1, 2).reshape(numbers.shape)
+
+
+def _unpermuted(numbers: Array, head_size: int) -> Array:
+    pairs = numbers.reshape(-1, head_size // 2, 2, *numbers.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(numbers.shape)
+
+
+def metadata_of(config: Any, **more: Any) -> dict[str, Any]:
+    """Return what llama.cpp's converter writes of a configuration."""
+    name = str(config.model_type)
+    fields = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "attention.key_length": config.head_dim,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    return {"general.architecture": name, **{f"{name}.{field}": value for field, value in fields.items()}, **more}
+
+
+#: What a model's matrices are in, in turn: as in files that are called Q4_K_M, of several types.
+MIXED = ("q4_k", "q4_k", "q6_k")
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
+                         "num_key_value_heads": 2}
+
+
+def write_model(
+    path: Path, family: str = "llama", kinds: Sequence[str] = MIXED, metadata: Mapping[str, Any] | None = None,
+    more_tensors: Mapping[str, Tensor] | None = None, **changes: Any,
+) -> Any:
+    """Write a tiny model whose matrices are random blocks; return transformers' float32 model of the same numbers.
+
+    Args:
+        path: of the file.
+        family: architecture.
+        kinds: types of matrices, in turn.
+        metadata: more of them, or others.
+        more_tensors: that the model does not have.
+        **changes: of the configuration.
+    """
+    import torch
+
+    # Why: llama.cpp's qwen2 and qwen3 have no windows.
+    windows = {} if family == "llama" else {"use_sliding_window": False, "sliding_window": None}
+    model = tiny_model(family, **{**SIZES, **windows, **changes})
+    if not hasattr(model.config, "head_dim"):
+        model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
+    rng, tensors = np.random.default_rng(0), dict(more_tensors or {})
+    state = model.state_dict(keep_vars=True)
+    is_tied = model.config.tie_word_embeddings
+    for number, (name, parameter) in enumerate(state.items()):
+        if name == "lm_head.weight" and is_tied:
+            continue
+        numbers, is_rotated = parameter.detach().numpy(), family == "llama" and (".q_proj" in name or ".k_proj" in name)
+        if numbers.ndim == 1:
+            numbers = rng.normal(1.0 if "norm" in name else 0.0, 0.1, numbers.shape).astype(np.float32)
+            tensor = floats("f32", _permuted(numbers, model.config.head_dim) if is_rotated else numbers)
+        else:
+            kind = kinds[number % len(kinds)]
+            tensor = random_blocks(rng, kind, numbers.shape) if kind in QUANTISED else floats(kind, numbers)
+            numbers = numbers_of_blocks(tensor)
+            numbers = _unpermuted(numbers, model.config.head_dim) if is_rotated else numbers
+        parameter.data = torch.from_numpy(np.ascontiguousarray(numbers))
+        tensors[name_in_file(name)] = tensor
+    write_gguf(path, metadata_of(model.config, **(metadata or {})), tensors)
+    return model.float().eval()
