@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from pagedcore import Engine, Request
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help='A model directory, a hub id, or "demo", which comes with pagedcore.')
+    str, typer.Option(
+        "--model", "-m", help='A model directory, a GGUF file, a hub id, or "demo", which comes with pagedcore.'
+    )
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
 KVDtypeOption = Annotated[str | None, typer.Option(help="auto, which is that of the weights, or int8.")]

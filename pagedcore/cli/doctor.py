@@ -23,7 +23,10 @@ _PACKAGES: Final = ("torch", "transformers", "tokenizers", "safetensors", "numpy
 
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help='A model directory, a hub id, or "demo", to ask about; no weights are read.')
+        str | None,
+        typer.Argument(
+            help='A model directory, a GGUF file, a hub id, or "demo", to ask about; no weights are read.'
+        ),
     ] = None,
 ) -> None:
     """Report the machine, the versions, the plugins and the choices of "auto", or how a model would be computed."""

@@ -13,7 +13,10 @@ from pagedcore.errors import InvalidConfig
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help='A model directory, a hub id, or "demo", which comes with pagedcore.')
+        str | None,
+        typer.Argument(
+            help='A model directory, a GGUF file, a hub id, or "demo", which comes with pagedcore.'
+        ),
     ] = None,
     models: Annotated[
         list[str] | None, typer.Option("--model", "-m", help="NAME=MODEL, for a name of its own or for several models.")

@@ -166,7 +166,9 @@ def size_model(
 
 
 def size(
-    model: Annotated[str, typer.Argument(help='A model directory, a hub id, or "demo"; no weights are read.')],
+    model: Annotated[
+        str, typer.Argument(help='A model directory, a GGUF file, a hub id, or "demo"; no weights are read.')
+    ],
     context: Annotated[
         int | None, typer.Option(help="Tokens of each sequence, prompt and completion; else the most the model can.")
     ] = None,

@@ -39,12 +39,12 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     config = config_of(name, stored, trust_remote_code)
     dtype = computing_dtype("auto")
     reason = why_not_quick(directory) if directory.is_dir() else "names on the hub are its to find"
-    reason = "modules only, GGUF is read here" if isinstance(stored, GGUF) else reason
+    files = "read without transformers" if not reason else f"loaded by transformers: {reason}"
     quantisation = "none" if stored is None else f"{stored.scheme}, as the files have it"
     # Why before the tree is built: building it makes the configuration's format the tree's.
     facts = {
         "architecture": str(config.model_type),
-        "files": "read without transformers" if not reason else f"loaded by transformers: {reason}",
+        "files": "mapped, for the modules of transformers" if isinstance(stored, GGUF) else files,
         "tokenizer": _reader_of_tokenizer(directory),
         "quantisation": f"{stored.scheme}: {stored.described}" if isinstance(stored, GGUF) else quantisation,
         "number format": _format_of(config.dtype, dtype),

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagedcore import Engine, SamplingParams
+from pagedcore import Engine, EngineConfig, SamplingParams
 from pagedcore.cli.size import size_model
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.cpu.fused_decoder import FusedDecoder
 from pagedcore.models.cpu.packed_linear import pack_linears
 from pagedcore.models.diagnosis import diagnose
-from pagedcore.models.loading import model_source
+from pagedcore.models.loading import load_tokenizer, model_source
 from pagedcore.models.quantization.checkpoint import load_stored, stored_format
 from pagedcore.models.quantization.convert import convert
 from pagedcore.models.quantization.gguf import GGUF
@@ -197,6 +197,25 @@ def test_doctor_says_what_the_file_holds(tmp_path: Path) -> None:
     assert facts["quantisation"] == "gguf: 11 matrices in q4_k, 5 matrices in q6_k"
     assert facts["decoder"] == "fused kernels"
     assert "metadata" in facts["tokenizer"]
+    assert facts["files"] == "mapped, for the modules of transformers"
+
+
+def test_a_file_brings_its_tokenizer(tmp_path: Path) -> None:
+    """Text goes in and comes out by the file's own tokens, and its end token ends completions."""
+    tokens = [bytes([octet]).decode("latin-1") for octet in range(33, 127)] + ["Ġ", "ab", "abc", "<end>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": ["a b", "ab c"], "tokenizer.ggml.token_type": [1] * 97 + [3],
+        "tokenizer.ggml.eos_token_id": 97,
+    }
+    write_model(tmp_path / "model.gguf", "qwen2", metadata=metadata, vocab_size=98, num_hidden_layers=1)
+    tokenizer = load_tokenizer(tmp_path, EngineConfig())
+    assert tokenizer is not None
+    assert tokenizer.encode("abc ab<end>") == [96, 94, 95, 97]
+    with engine_of(tmp_path) as engine:
+        output = engine.generate(["abc"], SamplingParams(max_tokens=5, ignore_eos=True), show_progress=False)[0]
+        assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+        assert engine._runner.backend.eos_token_ids == frozenset({97})
 
 
 def test_directories(tmp_path: Path) -> None:
