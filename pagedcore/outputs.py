@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from pagedcore_kernels.interface import FloatArray
@@ -87,6 +87,39 @@ class RequestMetrics:
     def ttft_s(self) -> float | None:
         """Seconds from the arrival to the first token; ``None`` before it."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+class Interval(NamedTuple):
+    """An estimate of a moment, in seconds from the estimate on."""
+
+    low: float
+    likely: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quote:
+    """When a request would start and end if it came now, and what the estimate rests on.
+
+    Each interval is meant to hold for 95 of 100 requests; its bounds come from the errors of the engine's own earlier
+    quotes. With fewer than 50 of these (``num_quotes``) they are wide: from 0 to twice the worst case so far.
+    """
+
+    start: Interval
+    """When the first step computes a part of it."""
+    first_token: Interval
+    end: Interval
+    """Of the last of its completions."""
+    is_length_known: bool
+    """Whether each completion has exactly ``max_tokens`` tokens; if not, its length was learnt from others."""
+    num_steps: int
+    """Steps that the cost of a step was fitted to."""
+    num_lengths: int
+    """Finished completions that lengths were learnt from; with none, each counts as ``max_tokens`` long."""
+    num_quotes: int
+    """Earlier quotes whose errors the intervals come from."""
+    is_exact: bool = False
+    """Whether a dry run of the scheduler gave it, step by step, instead of a formula."""
 
 
 @dataclass(frozen=True, slots=True)

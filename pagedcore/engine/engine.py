@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from pagedcore.engine.calibration import calibrate
-from pagedcore.engine.diagnosis import Diagnosis
+from pagedcore.engine.quoting import Quoting
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
 from pagedcore.errors import EngineClosed, InternalError
@@ -45,7 +45,7 @@ _MOST_SLEEP_S: Final = 0.01
 """The longest that one step sleeps for a gate, so that its caller may bring further requests meanwhile."""
 
 
-class Engine(Diagnosis):
+class Engine(Quoting):
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
 
     For one thread at a time: a call while another thread is in one raises ``EngineInUse``. Use ``AsyncEngine`` for

@@ -197,8 +197,7 @@ class StepRunner:
             self._ctrl_c.hold()
         seconds = self._clock.now() - before_s
         self._scheduler.costs.step.observe(plan.num_tokens, seconds)
-        if self._scheduler.queues.step_times is not None:
-            self._scheduler.queues.observe(plan, seconds)
+        self._scheduler.queues.observe(plan, seconds)
         return sampled
 
     def _next_plan(self, most_tokens: int | None) -> SchedulePlan:

@@ -29,6 +29,7 @@ from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
+from pagedcore.scheduler.quotes import QuoteBook
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
 from pagedcore.tokenizer.incremental_text import IncrementalText
@@ -69,6 +70,7 @@ class OutputProcessor:
         """By sequence id, from the time that the request was accepted until it is removed."""
         self.groups = CandidateGroups(scheduler, sequence_ids, self.open_text, self.remove_text)
         self.counters = Counters()
+        self.quotes: QuoteBook | None = None
         self.untold: list[PendingOutput] = []
         """What complete steps have given output that no caller has been told of, each once."""
         self._of_step: list[PendingOutput] = []
@@ -391,6 +393,9 @@ class OutputProcessor:
             if request.is_done:
                 request.metrics = replace(request.metrics, finished_s=self._clock.now())
                 self.counters.num_finished += 1
+                if self.quotes is not None:
+                    is_whole = request.error is None and not request.was_aborted
+                    self.quotes.note_ended(request.request_id, request.metrics, is_whole=is_whole)
                 if request.options.has_targets and not request.was_aborted:
                     self.counters.num_targeted += 1
                     self.counters.num_on_target += request.is_on_target

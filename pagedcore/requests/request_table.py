@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Final
 
 from pagedcore.errors import InvalidMaxTokens, InvalidRequest, RequestStateError
 from pagedcore.outputs import FinishReason, RequestMetrics, TokenLogprobs
@@ -25,6 +26,9 @@ from pagedcore.requests.validation import index_of_completion
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
+
+_AFTER_ALL: Final = 2**62
+"""Id and arrival of what is only asked about: later than all that came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,20 +107,16 @@ class RequestTable:
         arrival, request_id = next(self._arrivals), secrets.token_hex(16)
         seed = params.seed if params.seed is not None else self.seed + arrival * SEED_STRIDE
         root = self._root(options.salt, request_id, self.shares_prefixes)
-        arrival_s, sequences, seen = self.clock.now(), list[Sequence](), options.without_salt()
-        for index in range(params.n):
-            sequences.append(Sequence(
-                next(self.sequence_ids), processed.token_ids, params, max_tokens=processed.max_tokens,
-                seed=(seed + index * SEED_STRIDE) % SEED_RANGE, stop_token_ids=processed.stop_token_ids,
-                options=seen, arrival=arrival, arrival_s=arrival_s, cache_root=root,
-                constraint=processed.constraint.branch() if processed.constraint is not None else None,
-            ))
+        arrival_s = self.clock.now()
+        sequences = self._new_sequences(processed, params.n, self.sequence_ids, (arrival, arrival_s), root, seed)
         if params.prompt_logprobs is not None:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.
             sequences[0].prompt_logprobs = []
         request = Request(request_id, sequences, params, options, self.owner, arrival_s)
         request.context = processed.context
         try:
+            if self.outputs.quotes is not None and not processed.has_candidates:
+                self.outputs.quotes.watch(request_id, sequences)
             self._start(request, processed)
             if options.request_id is not None:
                 self._labels.add(label)
@@ -254,6 +254,8 @@ class RequestTable:
     def _forget(self, request: Request) -> None:
         for sequence in (*request.sequences, *request.dropped):
             self.outputs.remove_text(sequence)
+        if self.outputs.quotes is not None:
+            self.outputs.quotes.note_ended(request.request_id, request.metrics, is_whole=False)
         self._labels.discard((request.options.salt, request.options.request_id))
         self._by_id.pop(request.request_id, None)
 
@@ -266,6 +268,29 @@ class RequestTable:
         for index, sequence in enumerate(request.sequences):
             self.outputs.open_text(request, sequence, index)
         self.outputs.counters.num_prompt_tokens += len(processed.token_ids)
+
+    def sequences_of_quote(self, processed: ProcessedRequest) -> list[Sequence]:
+        """Make the sequences that a request would have if it came now, as the latest of all; nothing knows them."""
+        options = processed.options
+        root = self._root(options.salt, "", self.shares_prefixes)
+        latest = _AFTER_ALL, self.clock.now()
+        return self._new_sequences(processed, processed.params.num_sequences, count(_AFTER_ALL), latest, root)
+
+    @staticmethod
+    def _new_sequences(
+        processed: ProcessedRequest, num: int, ids: Iterator[int], arrival: tuple[int, float], root: bytes,
+        seed: int = 0,
+    ) -> list[Sequence]:
+        seen = processed.options.without_salt()
+        return [
+            Sequence(
+                next(ids), processed.token_ids, processed.params, max_tokens=processed.max_tokens,
+                seed=(seed + index * SEED_STRIDE) % SEED_RANGE, stop_token_ids=processed.stop_token_ids, options=seen,
+                arrival=arrival[0], arrival_s=arrival[1], cache_root=root,
+                constraint=processed.constraint.branch() if processed.constraint is not None else None,
+            )
+            for index in range(num)
+        ]
 
     def _root(self, salt: bytes, request_id: str, is_shared: bool) -> bytes:
         # Why: without sharing, a request's completions and turns still share with each other.

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.plan_state import PlanningRules
@@ -19,6 +19,16 @@ from pagedcore.sequence import Sequence
 _LENGTH_RATE: Final = 0.05
 """Weight of one more completion's length: about the last 20 count."""
 _log = logging.getLogger("pagedcore")
+
+
+class LearnsFromSteps(Protocol):
+    """What else learns from steps and ends, while there is one."""
+
+    def observe(self, plan: SchedulePlan, seconds: float) -> None:
+        """Learn how long a step took."""
+
+    def note_length(self, sequence: Sequence) -> None:
+        """Learn how long a completion is that has ended by itself."""
 
 
 class PolicyQueues:
@@ -38,6 +48,8 @@ class PolicyQueues:
         """``None`` unless a dynamic policy looks at tenants."""
         self.step_times = StepTimeModel() if is_dynamic else None
         """``None`` under a static policy."""
+        self.quotes: LearnsFromSteps | None = None
+        """``None`` until the first quote is asked for."""
         self._length_share = 1.0
         self.most_tokens: int | None = None
         """What a step may compute so that running requests keep their ``tpot_ms``; ``None``: as much as allowed."""
@@ -63,6 +75,8 @@ class PolicyQueues:
             num_decode = sum([row.is_decode for row in plan.rows])
             num_read = sum([row.end for row in plan.rows])
             self.step_times.observe(plan.num_tokens - num_decode, num_decode, num_read, seconds)
+        if self.quotes is not None:
+            self.quotes.observe(plan, seconds)
 
     def bounded(self, rules: PlanningRules, most_tokens: int | None) -> PlanningRules:
         """Return rules with a token budget of ``most_tokens`` and this object's own, as far as there are any."""
@@ -73,15 +87,30 @@ class PolicyQueues:
         """Learn how long completions are, of one that has ended by itself."""
         if sequence.finish_reason not in ("stop", "length"):
             return
+        if self.quotes is not None:
+            self.quotes.note_length(sequence)
         share = sequence.num_output_tokens / sequence.max_tokens
         self._length_share += _LENGTH_RATE * (share - self._length_share)
+
+    def place_of_new(self, sequence: Sequence) -> int:
+        """Return where in the waiting queue a new sequence would come.
+
+        Among equals it comes last, and it comes after all of its tenant if the policy looks at tenants.
+        """
+        waiting = self.waiting.sequences
+        place = self.waiting.place_for(sequence)
+        if self.policy.has_tenants:
+            tenant = sequence.options.tenant
+            own = [index + 1 for index, one in enumerate(waiting) if one.options.tenant == tenant]
+            place = max(place, own[-1] if own else 0)
+        return place
 
     def late_ones(self, now_s: float) -> list[Sequence]:
         """List what was not started and cannot end in time any more, at the last view's costs."""
         view = self.view
         return [
             one for one in self.waiting.never_started()
-            if one.deadline_s < math.inf and one.deadline_s < now_s + view.remaining_s(one, _least_tokens(one))
+            if one.deadline_s < math.inf and one.deadline_s < now_s + view.remaining_s(one, least_tokens(one))
         ]
 
     def demote_failed(self) -> bool:
@@ -125,7 +154,8 @@ def most_tokens_of(running: Iterable[Sequence], times: StepTimes) -> int | None:
     return len(decoding) + 1 + int((min(kept) - base_s) / times.prefill_token_s)
 
 
-def _least_tokens(sequence: Sequence) -> int:
+def least_tokens(sequence: Sequence) -> int:
+    """Return how many tokens a completion has at least."""
     params = sequence.params
     is_fixed = params.ignore_eos and not params.stop and not params.stop_token_ids
     return sequence.max_tokens if is_fixed else max(1, params.min_tokens)

@@ -394,7 +394,6 @@ class Scheduler:
     def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
-        if self.queues.step_times is not None:
-            self.queues.note_length(sequence)
+        self.queues.note_length(sequence)
         # Why: a step in flight has not filled all blocks of the table, so they cannot be copied to the host.
         self.moves.free_finished(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)

@@ -86,6 +86,15 @@ class PolicyOrder:
         for sequence in sequences:
             self.add_sequence(sequence)
 
+    def place_for(self, sequence: Sequence) -> int:
+        """Return the index that a sequence would have that is not in the queue; the last one, if its key fails."""
+        try:
+            return bisect_left(self._keys, (self._key(sequence), sequence.sequence_id))
+        except MemoryError:
+            raise
+        except Exception:  # as in add_sequence
+            return len(self.sequences)
+
     def _place_of(self, sequence: Sequence) -> int:
         try:
             place = bisect_left(self._keys, self._key_of[sequence.sequence_id])
