@@ -1,6 +1,6 @@
 """Do quotes hold, and are promises kept? On a virtual clock, with the noise of step times that were recorded.
 
-    python benchmarks/quotes.py [--requests 6000] [--promises 10000] [--load 1.5] [--out TABLE.md]
+    python benchmarks/quotes.py [--requests 6000] [--promises 15000] [--load 1.5] [--out TABLE.md]
     python benchmarks/quotes.py --record     # measures the demo model's steps again, for benchmarks/step_noise.json
     python benchmarks/quotes.py --cost       # what a quote takes with 256 running, in milliseconds
 
@@ -30,15 +30,13 @@ from interleaved import markdown
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.engine.builder import build_components
-from pagedcore.errors import EngineOverloaded
+from pagedcore.errors import EngineOverloaded, InvalidRequest
 from pagedcore.outputs import Interval, Quote
 from pagedcore.requests.request import Request
+from pagedcore.requests.stats import EngineStats
 from pagedcore.scheduler.step_time import StepTimeModel, StepTimes, work_of
 
 NOISE: Final = Path(__file__).with_name("step_noise.json")
-import os
-
-NOISE_KIND=os.environ.get("NOISE","cpu")
 TIMES: Final = StepTimes(2e-3, 5e-5, 1e-4, 1e-7)
 EOS: Final = 0
 MOST_TOKENS: Final = 1023
@@ -152,7 +150,7 @@ def serve(
             quote = engine.quote(following.prompt(), params, **options) if quotes else None
             try:
                 one = Served(following, engine.add_request(following.prompt(), params, **options), quote)
-            except EngineOverloaded as error:
+            except (EngineOverloaded, InvalidRequest) as error:
                 one = Served(following, None, quote, error)
             served.append(one)
             following = next(coming, None)
@@ -170,6 +168,11 @@ def known(asked: Asked) -> SamplingParams:
 def learnt(asked: Asked) -> SamplingParams:
     """Ask for as many tokens as any completion has at most."""
     return SamplingParams(max_tokens=400, temperature=0.0)
+
+
+def bounded(asked: Asked) -> SamplingParams:
+    """Ask for half as much again as it will be."""
+    return SamplingParams(max_tokens=-(-3 * asked.num_output // 2), temperature=0.0)
 
 
 def capacity(num: int = 400) -> float:
@@ -198,6 +201,32 @@ def quotes_table(load: float, num: int, seed: int = 1, noise_of: str = "cpu") ->
         for place, moment in enumerate(("start", "first_token", "end")):
             held, width = share_held(served, moment, place)
             rows.append([f"lengths {name}", moment, f"{held:.1%}", f"{width:.2f}"])
+    return rows
+
+
+def promises_of(
+    load: float, num: int, seed: int, params_of: Callable[[Asked], SamplingParams], **options: Any
+) -> EngineStats:
+    """Serve requests with deadlines under the policy "deadline" with options; return the engine's statistics."""
+    engine, clock = paced_engine(seed, scheduling_policy="deadline", policy_options=options)
+    serve(engine, clock, load_of(load * capacity(), num, seed), params_of, deadlines=True)
+    return engine.stats()
+
+
+def promises_table(load: float, num: int, seed: int = 1) -> list[list[str]]:
+    """Promise until so many requests have come; compare with what the policy completes in time without promises.
+
+    The comparison has the first 1,500 requests, because a step without promises takes longer.
+    """
+    rows = list[list[str]]()
+    for name, params_of in (("known", known), ("learnt", bounded)):
+        kept = promises_of(load, num, seed, params_of, promises=True)
+        some = promises_of(load, 1500, seed, params_of, promises=True)
+        alone = [promises_of(load, 1500, seed, params_of, sheds=sheds).num_on_target for sheds in (False, True)]
+        share = kept.num_promises_broken / max(1, kept.num_promises)
+        in_time = some.num_promises_kept
+        rows.append([f"lengths {name}", str(kept.num_promises), str(kept.num_promises_broken), f"{share:.2%}",
+                     f"{in_time} / {alone[0]} / {alone[1]}", f"{in_time / max(alone):.0%}"])
     return rows
 
 
@@ -260,6 +289,7 @@ def main() -> None:
     """Measure, and print or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--promises", type=int, default=15_000)
     parser.add_argument("--load", type=float, default=1.5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -275,6 +305,9 @@ def main() -> None:
         return
     rows = quotes_table(options.load, options.requests, options.seed)
     table = markdown(["quotes of", "moment", "hold", "median width / value"], rows)
+    header = ["promises of", "made", "broken", "share", "in time of 1,500: promised / deadline / shedding",
+              "of the best"]
+    table += "\n\n" + markdown(header, promises_table(options.load, options.promises, options.seed))
     print(table)
     if options.out is not None:
         options.out.write_text(table + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported  ModelTakenOver  DeviceUnavailable  MissingDependency  MemoryBudgetExceeded
       * EngineOverloaded  TooManySessions capacity: try again later, or close sessions first
-          - GrammarsBusy
+          - GrammarsBusy  PromiseRefused
       * RequestFailed                     one accepted request ended with finish_reason "error"
           - StepFailed  InvalidLogits  ProcessorFailed  GrammarFailed  TextFailed  QueueTimeout
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
@@ -208,6 +208,20 @@ class EngineOverloaded(PagedcoreError):
             f"waiting queue: {num_waiting} requests wait, the limit is {limit}. "
             "Run some steps or retry later, or raise max_num_waiting."
         )
+
+
+class PromiseRefused(EngineOverloaded):
+    """A deadline cannot be promised now, or the request would break one that was promised to others.
+
+    Ask again in ``retry_after_s`` seconds: if nothing else comes until then, it will be accepted. ``deadline_s`` is
+    what was asked for, ``None`` for a request without one.
+    """
+
+    def __init__(self, deadline_s: float | None, retry_after_s: float) -> None:
+        self.num_waiting = self.limit = 0
+        self.deadline_s, self.retry_after_s = deadline_s, retry_after_s
+        what = "it would break promises to others" if deadline_s is None else f"{deadline_s:g} s cannot be promised now"
+        PagedcoreError.__init__(self, f"deadline_s: {what}. Ask again in {retry_after_s:.3g} seconds.")
 
 
 class GrammarsBusy(EngineOverloaded):

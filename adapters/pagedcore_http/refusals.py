@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -22,6 +23,7 @@ from pagedcore.errors import (
     EngineOverloaded,
     InvalidRequest,
     PagedcoreError,
+    PromiseRefused,
     QueueTimeout,
     RequestTimeout,
 )
@@ -82,6 +84,8 @@ def refusal_of(error: Exception) -> Refusal:
     fields: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
     if isinstance(error, InvalidRequest):
         fields |= {"what": error.what, "given": error.given, "limit": error.limit}
+    elif isinstance(error, PromiseRefused):
+        fields |= {"what": "deadline_s", "given": str(error.deadline_s), "limit": "what can be promised"}
     elif isinstance(error, EngineOverloaded):
         fields |= {"what": "waiting queue", "given": str(error.num_waiting), "limit": str(error.limit)}
     if retry_after_s is None:
@@ -92,6 +96,9 @@ def refusal_of(error: Exception) -> Refusal:
 def _status_of(error: Exception) -> tuple[int, int | None]:
     if isinstance(error, RefusedAtTheDoor):
         return error.status, RETRY_AFTER_S if error.status == HTTPStatus.TOO_MANY_REQUESTS else None
+    if isinstance(error, PromiseRefused):
+        # Safety: whole seconds. A finer time would say more of what others have to do.
+        return HTTPStatus.TOO_MANY_REQUESTS, max(RETRY_AFTER_S, math.ceil(error.retry_after_s))
     for kind, status, retry_after_s in _STATUSES:
         if isinstance(error, kind):
             return status, retry_after_s

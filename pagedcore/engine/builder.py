@@ -29,6 +29,8 @@ from pagedcore.protocols import DecodesTokens, HasFingerprint, ModelFingerprint,
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.policy_guard import make_policy
+from pagedcore.scheduler.promises import PromiseBook
+from pagedcore.scheduler.quotes import QuoteBook
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.structured.grammars import Grammars
 from pagedcore.tool_calls.chat_format import ChatFormat
@@ -66,6 +68,8 @@ class EngineComponents:
     """As ``Engine.chat_format``."""
     laws: InvariantChecker | None = None
     """What is checked after every step, with ``check_invariants`` only."""
+    promises: PromiseBook | None = None
+    """With a policy that promises only."""
 
 
 def build_components(
@@ -122,6 +126,10 @@ def _assemble(
         gate=BatchGate(config.min_batch_size, config.max_wait_s), phases=config.phases,
         prefill_share=config.prefill_share,
     )
+    promises = None
+    if policy.promises:
+        scheduler.queues.quotes = quotes = QuoteBook(scheduler)
+        scheduler.queues.promises = promises = PromiseBook(scheduler, quotes)
     store, laws, form = memory.store, None, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
@@ -134,6 +142,7 @@ def _assemble(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
         memory.num_bytes, store, backend_fingerprint(backend), form,
         _identity(backend, form, info.max_model_len, tokenizer), _chat_format(manager.registry, config, text), laws,
+        promises,
     )
 
 

@@ -320,7 +320,7 @@ class Engine(Quoting):
         block_bytes = kv_bytes // info.num_blocks
         return EngineStats(
             **asdict(self.scheduler.stats()),
-            **asdict(self._outputs.counters),
+            **asdict(self._outputs.counters), **self.quote_counters(),
             block_size=info.block_size,
             kv_bytes=kv_bytes,
             swapped_out_bytes=moved.num_blocks_swapped_out * block_bytes,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Unpack
+from dataclasses import asdict
+from typing import Any, Final, Unpack
 
 from pagedcore.engine.diagnosis import Diagnosis
 from pagedcore.outputs import Quote
@@ -24,6 +25,7 @@ from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.quotes import Moments, QuoteBook
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.stats import PromiseCounters
 from pagedcore.scheduler.step_time import StepTimes, work_of
 
 MAX_DRY_STEPS: Final = 100_000
@@ -72,8 +74,17 @@ class Quoting(Diagnosis):
     def begin_quotes(self) -> QuoteBook:
         """Learn from now on what quotes need, and return what was learnt."""
         if self._outputs.quotes is None:
-            self._outputs.quotes = self.scheduler.queues.quotes = QuoteBook(self.scheduler)
+            promises = self._components.promises
+            book = promises.quotes if promises is not None else QuoteBook(self.scheduler)
+            self._outputs.quotes = self.scheduler.queues.quotes = book
         return self._outputs.quotes
+
+    def quote_counters(self) -> dict[str, Any]:
+        """Return what became of promises and of own quotes, for the statistics."""
+        promises, book = self._components.promises, self._outputs.quotes
+        counters = asdict(promises.counters if promises is not None else PromiseCounters())
+        num_quotes, num_held = (0, 0) if book is None else (book.num_quotes, book.num_held)
+        return {**counters, "num_quotes": num_quotes, "num_quotes_held": num_held}
 
 
 class DryRun:

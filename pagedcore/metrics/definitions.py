@@ -93,6 +93,12 @@ SCALARS: Final = (
     Scalar("generation_tokens", "counter", "Tokens generated.", lambda s: s.num_generated_tokens, "generation_tokens"),
     Scalar("preemptions", "counter", "Times a completion was preempted.", lambda s: s.num_preemptions,
            "num_preemptions"),
+    Scalar("promises", "counter", "Deadlines that were promised.", lambda s: s.num_promises),
+    Scalar("promises_kept", "counter", "Promised deadlines that were kept.", lambda s: s.num_promises_kept),
+    Scalar("promises_broken", "counter", "Promised deadlines that were not.", lambda s: s.num_promises_broken),
+    Scalar("promises_refused", "counter", "Deadlines that could not be promised.", lambda s: s.num_promises_refused),
+    Scalar("quotes", "counter", "Own quotes whose requests have ended.", lambda s: s.num_quotes),
+    Scalar("quotes_held", "counter", "Those of them whose interval held.", lambda s: s.num_quotes_held),
 )
 
 REQUEST_HISTOGRAMS: Final = (

@@ -25,6 +25,7 @@ from pagedcore.outputs import FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
 from pagedcore.requests.candidate_groups import CandidateGroup, CandidateGroups
+from pagedcore.requests.ended import note_ended
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
@@ -265,6 +266,8 @@ class OutputProcessor:
             lambda sequence: self.by_sequence[sequence.sequence_id].request.metrics.arrival_s < latest,
             self._scheduler.waiting.never_started(),
         ))
+        if self._scheduler.rules.policy.promises:
+            self._expiring = [one for one in self._expiring if one.options.deadline_s is None]
         if self._expiring:
             self._of_step += self._end_all(self._expiring, "error", QueueTimeout(limit_s))
 
@@ -392,12 +395,6 @@ class OutputProcessor:
         for request in dict.fromkeys(one.request for one in pending if one.sequence.finish_reason is not None):
             if request.is_done:
                 request.metrics = replace(request.metrics, finished_s=self._clock.now())
-                self.counters.num_finished += 1
-                if self.quotes is not None:
-                    is_whole = request.error is None and not request.was_aborted
-                    self.quotes.note_ended(request.request_id, request.metrics, is_whole=is_whole)
-                if request.options.has_targets and not request.was_aborted:
-                    self.counters.num_targeted += 1
-                    self.counters.num_on_target += request.is_on_target
+                note_ended(request, self._scheduler, self.quotes, self.counters)
                 if self._observer.observes_requests:
                     self._observer.request_finished(self.output_of(request), request.context)

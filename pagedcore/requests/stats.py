@@ -29,6 +29,18 @@ class EngineStats(SchedulerStats):
     """Those of them with a ``deadline_s``, ``ttft_ms`` or ``tpot_ms``, except aborted ones."""
     num_on_target: int
     """Those of these that ended by themselves and kept all of it."""
+    num_promises: int
+    """Requests whose ``deadline_s`` was promised; 0 unless the policy promises."""
+    num_promises_kept: int
+    num_promises_broken: int
+    """Promised ones that ended late, or failed; aborted ones are neither kept nor broken."""
+    num_promises_refused: int
+    """Requests with a deadline that could not be promised."""
+    num_quotes: int
+    """Quotes that the engine made to itself, of requests that it accepted and that have ended; 0 before the first
+    quote was asked for."""
+    num_quotes_held: int
+    """Those of them whose end lay in the interval."""
     swapped_out_bytes: int
     swapped_in_bytes: int
     max_num_seqs: int

@@ -60,6 +60,9 @@ class Policy:
     """Whether it looks at ``deadline_s``, ``ttft_ms`` and ``tpot_ms`` of ``RequestOptions``."""
     sheds_late: bool = False
     """Whether requests end with ``DeadlineMissed`` that were not started and cannot end in time any more."""
+    promises: bool = False
+    """Whether a request with a ``deadline_s`` is accepted only if it will end in time, and no other one if it would
+    make such a request late."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What ``make_policy`` made it with."""
     max_tenant_rows: int | None = None
@@ -71,8 +74,9 @@ class Policy:
     @property
     def unread_options(self) -> dict[str, Any]:
         """The request options that the policy does not look at, with the values that mean nothing."""
-        reads = {"priority": self.has_priorities, "weight": self.has_tenants,
-                 **dict.fromkeys(("deadline_s", "ttft_ms", "tpot_ms"), self.has_deadlines)}
+        has_targets = self.has_deadlines and not self.promises
+        reads = {"priority": self.has_priorities, "weight": self.has_tenants, "deadline_s": self.has_deadlines,
+                 "ttft_ms": has_targets, "tpot_ms": has_targets}
         return {name: {"priority": 0, "weight": 1.0}.get(name) for name, is_read in reads.items() if not is_read}
 
 
@@ -107,7 +111,7 @@ def priority(ageing_s: float | None = None, preemption_gap: float | None = None)
     )
 
 
-def deadline(default_s: float = 60.0, sheds: bool = False) -> Policy:
+def deadline(default_s: float = 60.0, sheds: bool = False, promises: bool = False) -> Policy:
     """Least slack first: the time left until a request has to end, less what it needs until then.
 
     Requests that cannot end in time any more come behind all that can, first come first served, and the first of these
@@ -120,8 +124,15 @@ def deadline(default_s: float = 60.0, sheds: bool = False) -> Policy:
         default_s: what a request without a deadline is ordered by, as if it had this one.
         sheds: whether a request that was not started ends with ``DeadlineMissed`` once it cannot end in time, however
             short its completion.
+        promises: whether a request with a deadline is accepted only if it will end in time. What was accepted then
+            runs without a break, the earliest deadline first, and requests without one last; not beside ``sheds``.
     """
     default_s = _check("default_s", default_s, _SECONDS)
+    if _check("promises", promises, BOOLEAN):
+        if sheds:
+            raise invalid_setting("policy_options.promises", promises, "False beside sheds: what is promised is kept")
+        return Policy("deadline", lambda one: (one.deadline_s, one.arrival), cache_bonus=0, has_deadlines=True,
+                      promises=True)
 
     def slack_s(sequence: Sequence, view: PolicyView) -> float:
         options = sequence.options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -31,6 +32,16 @@ class LearnsFromSteps(Protocol):
         """Learn how long a completion is that has ended by itself."""
 
 
+class ChecksArrivals(Protocol):
+    """What may refuse a request at the door."""
+
+    def require(self, sequences: ListOf[Sequence]) -> None:
+        """Take new sequences of one request, or raise."""
+
+    def note_ended(self, sequences: Iterable[Sequence], now_s: float, *, is_whole: bool | None) -> None:
+        """Learn what became of them."""
+
+
 class PolicyQueues:
     """Waiting and running sequences under one policy.
 
@@ -50,6 +61,8 @@ class PolicyQueues:
         """``None`` under a static policy."""
         self.quotes: LearnsFromSteps | None = None
         """``None`` until the first quote is asked for."""
+        self.promises: ChecksArrivals | None = None
+        """``None`` unless the policy promises deadlines."""
         self._length_share = 1.0
         self.most_tokens: int | None = None
         """What a step may compute so that running requests keep their ``tpot_ms``; ``None``: as much as allowed."""
@@ -91,6 +104,13 @@ class PolicyQueues:
             self.quotes.note_length(sequence)
         share = sequence.num_output_tokens / sequence.max_tokens
         self._length_share += _LENGTH_RATE * (share - self._length_share)
+
+    def push(self, *sequences: Sequence) -> None:
+        """Accept new sequences of one request, or none. Raises as ``WaitingQueue.push``, and as ``PromiseBook``."""
+        self.waiting.require_room(len(sequences))
+        if self.promises is not None:
+            self.promises.require(sequences)
+        self.waiting.push(*sequences)
 
     def place_of_new(self, sequence: Sequence) -> int:
         """Return where in the waiting queue a new sequence would come.

@@ -34,6 +34,7 @@ MAX_WATCHED: Final = 8
 _NUM_ERRORS: Final = 400
 _NUM_NEAR: Final = 150
 """Errors that an interval is made of: of the forecasts that were most like it."""
+_NUM_FIRST_STEPS: Final = 64
 _NUM_LENGTHS: Final = 400
 _RATE: Final = 0.002
 """Weight of one more step in what is usual."""
@@ -106,7 +107,7 @@ class QuoteBook:
 
     def quote_of(self, raw: Moments, sequence: Sequence, *, is_exact: bool = False) -> Quote:
         """Make intervals of forecast moments."""
-        is_known, unit_s = least_tokens(sequence) == sequence.max_tokens, self._unit_s
+        is_known, unit_s = least_tokens(sequence) == sequence.max_tokens, self.unit_s
         errors = self._errors[is_known]
         intervals = [one.interval(moment_s, unit_s) for one, moment_s in zip(errors, raw, strict=True)]
         return Quote(
@@ -117,9 +118,9 @@ class QuoteBook:
 
     def watch(self, request_id: str, sequences: ListOf[Sequence]) -> None:
         """Quote a request to itself that is about to wait."""
-        if len(self._watched) < MAX_WATCHED:
+        if self.is_learnt and len(self._watched) < MAX_WATCHED:
             raw = self.forecast(sequences)
-            self._watched[request_id] = Watched(self.quote_of(raw, sequences[0]), raw, self._unit_s)
+            self._watched[request_id] = Watched(self.quote_of(raw, sequences[0]), raw, self.unit_s)
 
     def note_ended(self, request_id: str, metrics: RequestMetrics, *, is_whole: bool) -> None:
         """Learn how far off the quote of a request was that has ended; not of one that did not come to its own end."""
@@ -170,7 +171,9 @@ class QuoteBook:
             num_left, row = self.tokens_left(sequence), rows.get(number)
             is_waiting = sequence.status.value == "waiting"
             if row is None:
-                job = Job(number, num_known - sequence.num_computed_tokens, num_left, num_known)
+                num_prefill = num_known - sequence.num_computed_tokens
+                is_decoding = not is_waiting and num_prefill == 1 and sequence.num_output_tokens > 0
+                job = Job(number, 0 if is_decoding else num_prefill, num_left, num_known)
                 (behind if is_waiting else started).append(job)
                 continue
             if is_waiting:
@@ -189,7 +192,12 @@ class QuoteBook:
         return started, behind
 
     @property
-    def _unit_s(self) -> float:
+    def is_learnt(self) -> bool:
+        """Whether enough steps were seen for forecasts to be more than a guess."""
+        return self.model.num_observed >= _NUM_FIRST_STEPS
+
+    @property
+    def unit_s(self) -> float:
         """One step: what errors of moments that are near are compared with."""
         return max(self.usual_s, self.model.times.fixed_s)
 

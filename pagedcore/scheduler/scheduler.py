@@ -70,8 +70,8 @@ class Scheduler:
         self.costs = CostModel()
         preemption_rules = PreemptionRules(preemption, self.costs, self._blocks.block_size)
         self.rules = PlanningRules(
-            max_num_seqs, max_num_batched_tokens, admission == "guaranteed", policy, preemption_rules,
-            max_scored_tokens, prefill_share,
+            max_num_seqs, max_num_batched_tokens, admission == "guaranteed" or policy.promises, policy,
+            preemption_rules, max_scored_tokens, prefill_share,
         )
         self._phases = ("prefill", "decode") if phases == "separate" else ("mixed",)
         """In the order in which they are planned until one can do something."""
@@ -154,14 +154,14 @@ class Scheduler:
 
         Raises:
             RequestTooLarge: one could not fit the pool even if it were alone; nothing changed.
-            EngineOverloaded: the waiting queue has no room for all; nothing changed.
+            EngineOverloaded: the waiting queue has no room for all, or promises forbid it; nothing changed.
             InternalError: its status is not WAITING, or it waits already.
         """
         for sequence in sequences:
             if sequence.status is not _WAITING:
                 raise InternalError(f"add_sequences: sequence {sequence.sequence_id} is {sequence.status.value}")
             self._require_fit(sequence.num_prompt_tokens + sequence.max_tokens)
-        self.waiting.push(*sequences)
+        self.queues.push(*sequences)
         # Why: a session's turn whose blocks are pinned on the host keeps them from others while it waits.
         if self.waiting.gated and (pinned := [one for one in sequences if one.sequence_id in self.kv_cache.host.pins]):
             self.waiting.open_gate(*pinned)

@@ -20,8 +20,8 @@ from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.config.limits import MAX_TIMEOUT_S
 from pagedcore.engine.engine import Engine
 from pagedcore.engine.explanation import Explanation
-from pagedcore.errors import EngineClosed, EngineOverloaded, ForkedProcess
-from pagedcore.outputs import Delta, Quote, RequestOutput, TokenText
+from pagedcore.errors import EngineClosed, ForkedProcess
+from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
 from pagedcore.request_options import OptionKeywords, RequestOptions
@@ -30,6 +30,7 @@ from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.serving.async_quoting import AsyncQuoting
 from pagedcore.serving.async_session import AsyncSession
 from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
@@ -44,14 +45,12 @@ _DEAD_AFTER: Final = seconds(0, MAX_TIMEOUT_S, above_low=True)
 DEAD_AFTER_S: Final = 300.0
 """How long a step may take before the engine is given up, in seconds. Unlike a verdict of ``health``, which a late step
 takes back, that is final; so it is longer than any step should be, of a large model on a small machine too."""
-MAX_QUOTING: Final = 8
-"""Quotes that are made at a time."""
 QUEUE_TIMEOUT_S: Final = 300.0
 """The longest wait for a first start unless the engine has its own ``queue_timeout_s``, in seconds."""
 _T = TypeVar("_T")
 
 
-class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]):
+class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]):
     """Continuous batching for concurrent callers.
 
     ``generate`` is a real async generator function: leaving it early in any way (``aclose``, cancellation, an
@@ -85,9 +84,9 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         """As ``Engine.identity``."""
         self.chat_format = engine.chat_format
         """How the model writes calls of tools and reasoning, for those who read its chats."""
+        super().__init__()
         self._input_processor = engine.input_processor
         self._read_session = engine.sessions.read
-        self._quoting = threading.BoundedSemaphore(MAX_QUOTING)
         scheduler = engine.scheduler
         self._commands = Commands(Places(engine.input_processor.max_num_waiting, lambda: scheduler.num_unstarted))
         self._long_prompts = LongPrompts(self._commands)
@@ -249,31 +248,6 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"], AbstractAsyncContextMan
         result = CompletionFuture[Explanation]()
         self._commands.put(lambda worker: result.complete(worker.explain(request_id)), result)
         return await asyncio.wrap_future(result.future)
-
-    async def quote(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, exact: bool = False,
-        **options: Unpack[OptionKeywords],
-    ) -> Quote:
-        """Say when a request would start, have its first token and end if it came now; as ``Engine.quote``.
-
-        The prompt is prepared before the engine thread is asked, and a dry run (``exact``) has a thread of its own. At
-        most eight quotes at a time, so that they cannot keep steps from being made.
-
-        Raises:
-            InvalidRequest: as ``generate``.
-            EngineOverloaded: as many quotes are being made as may be.
-            EngineClosed: the engine is closed.
-        """
-        if not self._quoting.acquire(blocking=False):
-            raise EngineOverloaded(MAX_QUOTING, MAX_QUOTING)
-        try:
-            prepare = partial(self._input_processor.process, prompt, params, RequestOptions(**options))
-            is_slow = is_long(prompt) or is_structured(params)
-            processed = await asyncio.to_thread(prepare) if is_slow else prepare()
-            make = await self.call(lambda engine: engine.prepare_quote(processed, exact=exact))
-            return await asyncio.to_thread(make) if exact else make()
-        finally:
-            self._quoting.release()
 
     def observe(self, plugin: object) -> None:
         """Call the observing hooks of ``plugin`` from now on, on the engine thread; they must not block.
