@@ -102,7 +102,8 @@ class InputProcessor:
         if params.max_tokens is None:
             longest = max(min(longest, self.num_pool_tokens), num_prompt + 1)
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
-        validation.check_returned_logits(params, max_tokens, self.vocab_size)
+        if params.return_logits:
+            validation.check_returned_logits(params, max_tokens, self.vocab_size)
         validation.check_fits_pool(num_prompt, max_tokens, num_sequences, self.num_pool_tokens)
         return ProcessedRequest(
             token_ids, params, options, max_tokens, stop_token_ids, has_candidates, self.constraint_of(params),

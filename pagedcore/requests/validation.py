@@ -170,9 +170,9 @@ def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_returned_logits(params: SamplingParams, max_tokens: int, vocab_size: int) -> None:
-    """Raise ``RequestTooLarge`` if the logits that a request asks for take more memory than one may."""
+    """Raise ``RequestTooLarge`` if the logits of a request that asks for them take more memory than one may."""
     cost = 4 * params.num_sequences * max_tokens * vocab_size
-    if params.return_logits and cost > MAX_RETURNED_LOGITS_BYTES:
+    if cost > MAX_RETURNED_LOGITS_BYTES:
         raise RequestTooLarge(
             "return_logits", cost, f"at most {MAX_RETURNED_LOGITS_BYTES} bytes",
             f"It is 4 x sequences x tokens x vocabulary = 4 x {params.num_sequences} x {max_tokens} x {vocab_size}: "

@@ -199,7 +199,7 @@ def test_no_dequantised_weight_is_made(kind: str, tmp_path: Path, monkeypatch: p
     """While a checkpoint becomes an engine's model, no operation makes a float tensor larger than the embedding, which
     is smaller than every quantised product."""
     # Why: it computes 256 outputs of a product again.
-    monkeypatch.setattr("pagedcore.models.quantization.schemes._NUM_CHECKED_OUTPUTS", 16)
+    monkeypatch.setattr("pagedcore.models.cpu.packed_linear._NUM_CHECKED_OUTPUTS", 16)
     # Why: it multiplies 512 rows.
     monkeypatch.setattr("pagedcore.models.transformers_model.probe_invariance", lambda products: ())
     write_checkpoint(tmp_path, kind, hidden_size=128, intermediate_size=512, num_hidden_layers=2)
