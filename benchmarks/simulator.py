@@ -1,17 +1,20 @@
 """The simulator beside the machine: three workloads for real and simulated, and how fast it simulates.
 
-    python benchmarks/simulator.py [--model demo | --model-size 80m] [--seconds 30] [--requests 200]
+    python benchmarks/simulator.py [--model demo | --model-size 80m] [--seconds 15] [--requests 200] [--rounds 5]
 
-Calibrates on the model, then runs each workload twice: on an engine whose requests arrive in real time, and simulated
-with the same arrivals and lengths. Prints the errors of throughput and of the mean latency, which are to be within
-10 % on a quiet machine, and the steps per second of a simulation with 32 rows, to be at least 10,000.
+Each round calibrates on the model, then runs each workload twice: on an engine whose requests arrive in real time, and
+simulated with the same arrivals and lengths. Prints the errors of throughput and of the mean latency, the median of the
+rounds and their range, of which the medians are to be within 10 % on a quiet machine; beside them how far the rounds'
+measurements lie apart. Then the steps per second of a simulation with 32 rows, to be at least 10,000.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
+from collections import defaultdict
 
 from door_measuring import SIZES, model_of
 from rich.console import Console
@@ -30,6 +33,9 @@ from pagedcore.simulation.simulator import SimulatedEngine, simulate
 from pagedcore.simulation.workload import RandomLoad, SimulatedRequest
 
 SETTINGS = {"max_num_seqs": 32, "max_num_waiting": 4096, "num_kv_blocks": 1024}
+
+Round = tuple[tuple[float, float], tuple[float, float]]
+"""Tokens per second and mean latency in seconds, measured and simulated."""
 
 
 def workloads(capacity: float, num_requests: int) -> dict[str, list[SimulatedRequest]]:
@@ -117,29 +123,42 @@ def main() -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="demo", help="a directory with a model and its tokenizer")
     model.add_argument("--model-size", choices=sorted(SIZES), help="random weights of this size instead")
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long to calibrate")
+    parser.add_argument("--seconds", type=float, default=15.0, help="how long to calibrate in each round")
     parser.add_argument("--requests", type=int, default=200, help="requests of each workload")
+    parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    table = Table("workload", "tokens/s", "simulated", "error", "mean latency", "simulated", "error")
+    loads: dict[str, list[SimulatedRequest]] = {}
+    rounds = defaultdict[str, list[Round]](list)
     # Why one engine: what a new one tries out to choose its threads is no cost of a load.
     with model_of(given) as directory, Engine.from_pretrained(directory, **SETTINGS) as engine:
-        found = calibrate(engine, "model", seconds=given.seconds)
-        print(f"{found.num_steps} steps measured, mean error {found.mean_error:.0%}: {found.times}")
-        simulated = found.engine(EngineConfig(**SETTINGS))
-        for name, requests in workloads(_capacity(simulated), given.requests).items():
-            steps, manager = Steps(found.times), PluginManager()
-            manager.add(steps, "steps")
-            engine.hooks.add(manager)
-            real = run(engine, requests, steps)
-            summary = simulate(simulated, requests).summary(Targets())
-            pairs = zip(real, (summary.output_tokens_per_s, summary.latency.mean_s), (1, 1e3), strict=True)
-            cells = [cell for measured, predicted, unit in pairs for cell in (
-                f"{unit * measured:.1f}", f"{unit * predicted:.1f}", f"{predicted / measured - 1:+.1%}")]
-            table.add_row(name, *cells)
-            print(f"{name}: {steps}; simulated {summary.num_steps}")
+        for seed in range(given.rounds):
+            found = calibrate(engine, "model", seconds=given.seconds, seed=seed)
+            print(f"{found.num_steps} steps measured, mean error {found.mean_error:.0%}: {found.times}")
+            simulated = found.engine(EngineConfig(**SETTINGS))
+            loads = loads or workloads(_capacity(simulated), given.requests)
+            for name, requests in loads.items():
+                steps, manager = Steps(found.times), PluginManager()
+                manager.add(steps, "steps")
+                forget = engine.hooks.add(manager)
+                real = run(engine, requests, steps)
+                forget()
+                summary = simulate(simulated, requests).summary(Targets())
+                rounds[name].append((real, (summary.output_tokens_per_s, summary.latency.mean_s)))
+                print(f"{name}: {steps}; simulated {summary.num_steps}", flush=True)
+    table = Table("workload", "tokens/s", "error", "mean latency, ms", "error")
+    for name, done in rounds.items():
+        table.add_row(name, *(cell for what, unit in ((0, 1.0), (1, 1e3)) for cell in _cells(done, what, unit)))
     Console().print(table)
     speed, rows = steps_per_second()
     print(f"{speed:,.0f} simulated steps per second of CPU time, {rows:.0f} rows in the mean")
+
+
+def _cells(rounds: list[Round], what: int, unit: float) -> tuple[str, str]:
+    """Return what was measured and how far the simulations were off: medians, and the least and the most."""
+    measured = sorted(unit * real[what] for real, _ in rounds)
+    errors = sorted(simulated[what] / real[what] - 1 for real, simulated in rounds)
+    return (f"{statistics.median(measured):.1f} ({measured[0]:.1f} to {measured[-1]:.1f})",
+            f"{statistics.median(errors):+.1%} ({errors[0]:+.1%} to {errors[-1]:+.1%})")
 
 
 def _capacity(engine: SimulatedEngine) -> float:

@@ -126,7 +126,7 @@ def calibrate(
     observer, rng, steps = _Observer(), random.Random(seed), list[Step]()
     manager = PluginManager()
     manager.add(observer, "calibration")
-    engine.hooks.add(manager)
+    forget = engine.hooks.add(manager)
     stats, deadline_s = engine.stats(), time.perf_counter() + seconds
     loads, accepts_s = list[tuple[int, int]](), list[float]()
     longest, is_warm = min(stats.max_model_len, stats.num_blocks * stats.block_size), False
@@ -152,6 +152,7 @@ def calibrate(
             engine.abort_request(request.request_id)
             request.remove()
         accepts_s, is_warm = accepts_s if is_warm else [], True
+    forget()
     times, error = fit(steps)
     return Calibration(
         model=name, times=replace(times, request_s=sum(accepts_s) / max(1, len(accepts_s))), num_steps=len(steps),
