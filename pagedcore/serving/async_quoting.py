@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Unpack
 
@@ -45,12 +46,28 @@ class AsyncQuoting:
         """
         if not self._quoting.acquire(blocking=False):
             raise EngineOverloaded(MAX_QUOTING, MAX_QUOTING)
+        is_running = False
         try:
             prepare = partial(self._input_processor.process, prompt, params, RequestOptions(**options))
             is_slow = is_long(prompt) or is_structured(params)
             processed = await asyncio.to_thread(prepare) if is_slow else prepare()
-            make = await self.call(lambda engine: engine.prepare_quote(processed, exact=exact))
-            quote: Quote = await asyncio.to_thread(make) if exact else make()
-            return quote
+            make: Callable[[], Quote] = await self.call(lambda engine: engine.prepare_quote(processed, exact=exact))
+            if not exact:
+                return make()
+            # Why: a dry run goes on when its caller is cancelled, and counts until it ends.
+            quote = Future[Quote]()
+            quote.set_running_or_notify_cancel()
+            threading.Thread(target=self._finish, args=(make, quote), name="pagedcore-quote", daemon=True).start()
+            is_running = True
+            return await asyncio.wrap_future(quote)
+        finally:
+            if not is_running:
+                self._quoting.release()
+
+    def _finish(self, make: Callable[[], Quote], quote: Future[Quote]) -> None:
+        try:
+            quote.set_result(make())
+        except Exception as error:
+            quote.set_exception(error)
         finally:
             self._quoting.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -189,6 +190,32 @@ def test_an_async_engine_quotes_between_steps() -> None:
             await engine.quote([1], params)
 
     asyncio.run(ask())
+
+
+async def test_a_dry_run_whose_caller_is_cancelled_counts_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelling makes no room for a ninth dry run beside eight that still compute."""
+    may_end, begun = threading.Event(), threading.Semaphore(0)
+
+    def moments_of(run: DryRun) -> tuple[float, float, float]:
+        begun.release()
+        assert may_end.wait(60.0)
+        return 1.0, 1.0, 1.0
+
+    monkeypatch.setattr(DryRun, "moments", moments_of)
+    with AsyncEngine(make_engine()) as engine:
+        tasks = [asyncio.create_task(engine.quote([1], exactly(3), exact=True)) for _ in range(8)]
+        for _ in range(8):
+            assert await asyncio.to_thread(begun.acquire, timeout=60.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(EngineOverloaded):
+            await engine.quote([1], exactly(3))
+        may_end.set()
+        async with asyncio.timeout(60.0):
+            while engine._quoting._value < 8:
+                await asyncio.sleep(0.001)
+        assert type(await engine.quote([1], exactly(3), exact=True)) is Quote
 
 
 def test_quotes_are_refused_like_requests() -> None:
