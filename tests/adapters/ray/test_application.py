@@ -164,6 +164,38 @@ async def test_a_killed_replica_loses_only_its_streams(replicas: Any) -> None:
         assert again.choices[0].text == expected[lost[0]]
 
 
+async def test_a_queue_adds_a_replica(replicas: Any) -> None:
+    """While more calls are open than one engine runs at a time Ray starts a second replica, which answers too; no call
+    fails meanwhile."""
+    from ray import serve
+
+    from pagedcore_ray import llm_app
+
+    scaled = llm_app("demo", num_cpus=0.5, max_replicas=2, max_num_seqs=2, **SETTINGS)
+    await asyncio.to_thread(serve.run, scaled, name="scaled", route_prefix="/scaled")
+    handle = serve.get_deployment_handle("EngineReplica", "scaled")
+    is_over, pids = asyncio.Event(), {await handle.pid.remote()}
+
+    async def keep_asking(client: openai.AsyncOpenAI, number: int) -> None:
+        while not is_over.is_set():
+            await client.completions.create(model="demo", prompt=f"Count to {number}:", max_tokens=200,
+                                            extra_body={"ignore_eos": True})
+
+    url = f"http://127.0.0.1:{PORT}/scaled/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=240.0) as client:
+        asking = [asyncio.create_task(keep_asking(client, number)) for number in range(8)]
+        try:
+            # Why so long: Ray adds a replica when the load has lasted for 30 seconds.
+            async with asyncio.timeout(240):
+                while len(pids) < 2:
+                    pids.add(await handle.pid.remote())
+                    await asyncio.sleep(0.2)
+        finally:
+            is_over.set()
+            await asyncio.gather(*asking)
+    await asyncio.to_thread(serve.delete, "scaled")
+
+
 def test_the_page_on_scaling(replicas: Any) -> None:
     """Its snippets run as they stand."""
     snippets = blocks(ROOT / "docs" / "scaling.md", "py")
