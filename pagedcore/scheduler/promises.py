@@ -15,7 +15,7 @@ from typing import Final
 
 from pagedcore.errors import InvalidRequest, InvalidSampling, PromiseRefused
 from pagedcore.scheduler.forecast import Forecast, Job
-from pagedcore.scheduler.quotes import QuoteBook, bounds_of
+from pagedcore.scheduler.quotes import QuoteBook, bounds_of, job_of
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.stats import PromiseCounters
 from pagedcore.sequence import Sequence
@@ -121,8 +121,4 @@ class PromiseBook:
 
 
 def _longest(sequence: Sequence) -> Job:
-    num_known = len(sequence.token_ids)
-    num_prefill = num_known - sequence.num_computed_tokens
-    is_decoding = num_prefill == 1 and sequence.num_output_tokens > 0
-    num_left = max(1, sequence.max_tokens - sequence.num_output_tokens)
-    return Job(sequence.sequence_id, 0 if is_decoding else num_prefill, num_left, num_known)
+    return job_of(sequence, max(1, sequence.max_tokens - sequence.num_output_tokens))

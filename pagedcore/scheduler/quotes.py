@@ -171,10 +171,7 @@ class QuoteBook:
             num_left, row = self.tokens_left(sequence), rows.get(number)
             is_waiting = sequence.status.value == "waiting"
             if row is None:
-                num_prefill = num_known - sequence.num_computed_tokens
-                is_decoding = not is_waiting and num_prefill == 1 and sequence.num_output_tokens > 0
-                job = Job(number, 0 if is_decoding else num_prefill, num_left, num_known)
-                (behind if is_waiting else started).append(job)
+                (behind if is_waiting else started).append(job_of(sequence, num_left))
                 continue
             if is_waiting:
                 forecast.start_s[number] = 0.0
@@ -214,6 +211,13 @@ class QuoteBook:
         num_longer = len(self._sorted_shares) - bisect_right(self._sorted_shares, num_output / most)
         share = self._sums[num_longer] / num_longer if num_longer else 1.0
         return max(1, least - num_output, round(share * most) - num_output)
+
+
+def job_of(sequence: Sequence, num_left: int) -> Job:
+    """Return what is left of a sequence that gets so many tokens."""
+    num_prefill = len(sequence.token_ids) - sequence.num_computed_tokens
+    is_decoding = sequence.status.value != "waiting" and num_prefill == 1 and sequence.num_output_tokens > 0
+    return Job(sequence.sequence_id, 0 if is_decoding else num_prefill, num_left, len(sequence.token_ids))
 
 
 def bounds_of(scheduler: Scheduler) -> Bounds:

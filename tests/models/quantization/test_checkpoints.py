@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagedcore import Engine, SamplingParams
+from pagedcore import SamplingParams
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidConfig, InvalidSessionFile, ModelMismatch, ModelNotSupported
 from pagedcore.models.cpu.fused_decoder import FusedDecoder
@@ -33,34 +33,10 @@ from support.quantized_checkpoints import (
     numbers_of,
     write_checkpoint,
 )
+from support.scores import PROMPTS, engine_of, scores_of, scores_of_transformers
 
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
-PROMPTS = [[(7 * i + n) % VOCAB for i in range(n)] for n in (5, 19, 33)]
-SCORES = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-
-
-def engine_of(model: Any, **settings: Any) -> Engine:
-    settings = {"num_kv_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32", **settings}
-    return Engine.from_pretrained(model, **settings)
-
-
-def scores_of(model: Any, **settings: Any) -> np.ndarray[Any, Any]:
-    """Log-probabilities of every token of the prompts."""
-    with engine_of(model, **settings) as engine:
-        assert engine.stats().is_schedule_invariant
-        outputs = engine.generate(PROMPTS, SCORES, show_progress=False)
-    return np.array([one.logprob for output in outputs for one in (output.prompt_logprobs or ())[1:]])
-
-
-@torch.inference_mode()
-def scores_of_transformers(model: Any) -> np.ndarray[Any, Any]:
-    """The same by transformers' own forward."""
-    parts = []
-    for prompt in PROMPTS:
-        logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
-        parts += [logprobs[place - 1, token].item() for place, token in enumerate(prompt) if place]
-    return np.array(parts)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagedcore import Engine, EngineConfig, SamplingParams
+from pagedcore import EngineConfig, SamplingParams
 from pagedcore.cli.size import size_model
 from pagedcore.errors import InvalidConfig, ModelNotSupported
-from pagedcore.models.cpu.fused_decoder import FusedDecoder
 from pagedcore.models.cpu.packed_linear import pack_linears
 from pagedcore.models.diagnosis import diagnose
 from pagedcore.models.loading import load_tokenizer, model_source
@@ -24,39 +23,13 @@ from pagedcore.models.quantization.gguf_blocks import OTHER_TYPES, TYPES
 from pagedcore.models.quantization.stored_weight import JoinedMatmul, StoredLinears, StoredWeight
 from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
 from support import gguf_files
-from support.families import VOCAB
 from support.gguf_files import QUANTISED, Tensor, floats, numbers_of_blocks, random_blocks, write_gguf, write_model
 from support.products import require_same_bits_in_any_company
+from support.scores import PROMPTS, SCORES, engine_of, scores_of, scores_of_transformers
 
 pytestmark = pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, reason="no such vectors")
-PROMPTS = [[(7 * i + n) % VOCAB for i in range(n)] for n in (5, 19, 33)]
-SCORES = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
 SMALL: dict[str, Any] = {"num_hidden_layers": 2}
-
-
-def engine_of(model: Any, **settings: Any) -> Engine:
-    settings = {"num_kv_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32", **settings}
-    return Engine.from_pretrained(model, **settings)
-
-
-def scores_of(model: Any, **settings: Any) -> np.ndarray[Any, Any]:
-    """Log-probabilities of every token of the prompts, by the fused decoder."""
-    with engine_of(model, **settings) as engine:
-        assert engine.stats().is_schedule_invariant
-        assert isinstance(engine._runner.backend._decoder, FusedDecoder)  # type: ignore[attr-defined]
-        outputs = engine.generate(PROMPTS, SCORES, show_progress=False)
-    return np.array([one.logprob for output in outputs for one in (output.prompt_logprobs or ())[1:]])
-
-
-@torch.inference_mode()
-def scores_of_transformers(model: Any) -> np.ndarray[Any, Any]:
-    """The same by transformers' own forward."""
-    parts = []
-    for prompt in PROMPTS:
-        logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
-        parts += [logprobs[place - 1, token].item() for place, token in enumerate(prompt) if place]
-    return np.array(parts)
 
 
 def stored_of(tensor: Tensor, dtype: torch.dtype = torch.float32) -> StoredWeight:
@@ -111,14 +84,14 @@ def test_a_model_computes_its_numbers(
             outputs = engine.generate(PROMPTS, SCORES, show_progress=False)
         actual = np.array([one.logprob for output in outputs for one in (output.prompt_logprobs or ())[1:]])
     else:
-        actual = scores_of(tmp_path)
+        actual = scores_of(tmp_path, must_fuse=True)
     assert np.abs(actual - scores_of_transformers(model)).max() < 1e-4
 
 
 def test_bfloat16_is_near(tmp_path: Path) -> None:
     """Rows in bfloat16 give nearly the same."""
     wanted = scores_of_transformers(write_model(tmp_path / "model.gguf", **SMALL))
-    assert np.abs(scores_of(tmp_path, dtype="bfloat16") - wanted).mean() < 0.1 * wanted.std()
+    assert np.abs(scores_of(tmp_path, must_fuse=True, dtype="bfloat16") - wanted).mean() < 0.1 * wanted.std()
 
 
 def test_factors_of_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
@@ -134,7 +107,7 @@ def test_factors_of_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
     factors = {"rope_freqs.weight": floats("f32", plain / wanted)}
     assert factors["rope_freqs.weight"].content != np.ones(32, np.float32).tobytes()
     model = write_model(tmp_path / "model.gguf", more_tensors=factors, rope_parameters=rope, **SMALL)
-    assert np.abs(scores_of(tmp_path / "model.gguf") - scores_of_transformers(model)).max() < 1e-4
+    assert np.abs(scores_of(tmp_path / "model.gguf", must_fuse=True) - scores_of_transformers(model)).max() < 1e-4
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     write_model(tmp_path / "linear.gguf", metadata=linear, **SMALL)
     assert GGUF(str(tmp_path / "linear.gguf")).config().rope_parameters == {
@@ -145,7 +118,7 @@ def test_factors_of_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
 def test_a_file_of_numbers_is_a_model_like_any_other(quantization: str, tmp_path: Path) -> None:
     """A file without quantised tensors may be quantised at load."""
     wanted = scores_of_transformers(write_model(tmp_path / "model.gguf", kinds=("f16", "bf16", "f32"), **SMALL))
-    difference = np.abs(scores_of(tmp_path, quantization=quantization) - wanted)
+    difference = np.abs(scores_of(tmp_path, must_fuse=True, quantization=quantization) - wanted)
     assert difference.max() < 1e-4 if quantization == "none" else difference.mean() < 0.1 * wanted.std()
 
 
