@@ -12,6 +12,7 @@ from pagedcore import SamplingParams
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineOverloaded, InvalidConfig, InvalidRequest, InvalidSampling, PromiseRefused
+from pagedcore.requests.request import Request
 from pagedcore.scheduler.step_time import StepTimes
 from pagedcore_http.refusals import refusal_of
 from support.engine_builders import run
@@ -149,6 +150,25 @@ def test_aborted_promises_are_neither_kept_nor_broken() -> None:
     stats = engine.stats()
     assert stats.num_promises == before.num_promises + 2
     assert (stats.num_promises_kept, stats.num_promises_broken) == (before.num_promises_kept + 1, 0)
+
+
+def test_hoarded_promises_are_free_again_when_they_are_aborted() -> None:
+    """Another tenant then gets as many as the hoarder had, though the hoarder was refused, and no block is held."""
+    engine, _ = steady()
+
+    def promised(tenant: str) -> list[Request]:
+        taken = list[Request]()
+        with pytest.raises(PromiseRefused):
+            while len(taken) < 100:
+                taken.append(engine.add_request([1000], exactly(50), deadline_s=8.0, tenant=tenant))
+        return taken
+
+    hoarded = promised("hoarder")
+    assert 0 < len(hoarded) < 100
+    for request in hoarded:
+        request.abort()
+    assert engine.stats().num_blocks_used == 0
+    assert len(promised("other")) == len(hoarded)
 
 
 def test_over_http_a_refused_promise_is_429_with_whole_seconds() -> None:
