@@ -120,6 +120,19 @@ class CacheStore(Protocol):
 
 
 @runtime_checkable
+class PopulatesBlocks(Protocol):
+    """A ``CacheStore`` of memory whose first use takes time, so that it had better be used before a step does.
+
+    Blocks that were never used are used in the order of their numbers.
+    """
+
+    def populate(self, num_blocks: int) -> bool:
+        """Use a piece of the first ``num_blocks`` device blocks that was never used, a few milliseconds' worth at most;
+        contents stay. Return whether there is another one.
+        """
+
+
+@runtime_checkable
 class MovesKVBlocks(Protocol):
     """A model backend whose KV blocks can be copied. Without it they are shared only, and there is no host tier."""
 

@@ -96,8 +96,7 @@ class Engine(Quoting):
             config.session_secret,
         )
         """The open sessions."""
-        self._is_closed, self._closing_reason = False, "this engine is closed"
-        self._laws = components.laws
+        self._is_closed, self._closing_reason, self._laws = False, "this engine is closed", components.laws
         self.hooks.engine_started(components.info)
 
     def _calibrate(self, most_tokens: int) -> None:
@@ -351,9 +350,10 @@ class Engine(Quoting):
         """Whether the waiting queue has room for a request with this many initial sequences."""
         return self.scheduler.waiting.num_free_slots >= num_sequences
 
-    def idle(self) -> None:
-        """Free what only steps need of the calling thread: its helpers slow down other engines of this process."""
+    def idle(self) -> bool:
+        """Use a moment without work: end helper threads, take memory ahead; return whether there is more of it."""
         self._runner.idle()
+        return self._transfers.populate(self.scheduler.kv_cache.device)
 
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""

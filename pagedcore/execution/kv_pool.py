@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagedcore.errors import InternalError, InvalidConfig
-from pagedcore_kernels.cpu.runtime.huge_pages import populate, use_huge_pages
+from pagedcore_kernels.cpu.runtime.huge_pages import HUGE_PAGE, populate, use_huge_pages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +38,7 @@ class KVPool:
         self.num_bytes = num_blocks * layout.block_bytes
         self.pool: torch.Tensor = _allocate(layout, num_blocks, device, "num_kv_blocks", "kv_cache_memory")
         self._host: torch.Tensor | None = None
+        self._num_populated = 0
         self._ended: list[tuple[int, bool]] = []
 
     def allocate_host(self, num_blocks: int) -> None:
@@ -50,6 +51,16 @@ class KVPool:
         # Why: the first touch of a page takes several times as long as a transfer; it would make transfers look slow,
         # and happen between two steps.
         populate(self._host)
+
+    def populate(self, num_blocks: int) -> bool:
+        """Let the kernel clear the next huge page of the first ``num_blocks`` blocks, instead of in the step that first
+        writes to it; contents stay. Return whether there is another one. On a GPU there is nothing to do.
+        """
+        end = min(num_blocks * self.block_bytes, self.num_bytes) if self.pool.device.type == "cpu" else 0
+        if self._num_populated + HUGE_PAGE <= end:
+            populate(self.pool.view(-1)[self._num_populated : self._num_populated + HUGE_PAGE])
+            self._num_populated += HUGE_PAGE
+        return self._num_populated + HUGE_PAGE <= end
 
     def close(self) -> None:
         """Free all memory, also while this object is referenced; no block can be read or moved afterwards."""

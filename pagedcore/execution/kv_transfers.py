@@ -13,8 +13,10 @@ from typing import Final
 
 from pagedcore.config.limits import MAX_TRANSFER_S
 from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.kv_cache.host_cache import Direction, Transfer
-from pagedcore.protocols import CacheStore, Clock
+from pagedcore.kv_cache.prefix_cache import BlockMemory
+from pagedcore.protocols import CacheStore, Clock, PopulatesBlocks
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.swapping import Swapping
 
@@ -22,6 +24,9 @@ _log = logging.getLogger("pagedcore")
 
 _CALIBRATION_BLOCKS: Final = (1, 8)
 _PAUSE_S: Final = 0.001
+#: The most memory that is taken before it is used, and how many times as much must be free for it.
+_MOST_AHEAD_BYTES: Final = 2**28
+_LEAVES_FREE: Final = 4
 
 
 class KVTransfers:
@@ -44,6 +49,17 @@ class KVTransfers:
         """Copy device blocks before the next step computes."""
         if pairs and self._store is not None:
             self._store.copy_blocks(pairs)
+
+    def populate(self, device: BlockMemory) -> bool:
+        """Let the store clear a piece of memory for blocks to come; return whether there is another piece.
+
+        Why as many blocks again as hold something: a burst like those before finds its memory ready, and an engine that
+        does little takes little.
+        """
+        store, num_used = self._store, device.num_used_blocks + device.num_cached_blocks
+        if not isinstance(store, PopulatesBlocks) or free_memory_bytes() < _LEAVES_FREE * _MOST_AHEAD_BYTES:
+            return False
+        return store.populate(num_used + min(num_used, _MOST_AHEAD_BYTES // store.block_bytes))
 
     def advance(self) -> None:
         """Book the transfers that have ended, and start those that are due."""

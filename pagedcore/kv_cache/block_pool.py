@@ -23,7 +23,7 @@ class BlockPool:
         self.num_available = num_blocks
         """Blocks without a reference: the free and the idle ones."""
         self.free_blocks = list(range(num_blocks - 1, -1, -1))
-        """What ``allocate`` can give now; the order means nothing to callers."""
+        """What ``allocate`` can give now: last what was used before, and below it the others, lowest number next."""
         self.idle_blocks: set[int] = set()
         self.reference_counts = [0] * num_blocks
 

@@ -119,7 +119,7 @@ class EngineLoop:
         self._held: OrderedDict[OutputSink, tuple[ProcessedRequest, float]] = OrderedDict()
         self._num_finished = engine.num_finished
         self._present: Command | None = None
-        self._is_stopping = False
+        self._is_stopping = self._has_idle_work = False
 
     def run(self) -> None:
         """Serve until ``stop``; whatever happens, every sink gets its end and the engine is closed."""
@@ -239,11 +239,10 @@ class EngineLoop:
     def _take_commands(self) -> None:
         if not self.engine.has_pending_requests():
             self.progress.is_idle = True
-            command = self._commands.wait(IDLE_CHECK_S)
+            command = self._commands.wait(0.0 if self._has_idle_work else IDLE_CHECK_S)
             self.progress.is_idle = False
-            if command is None:
-                self.engine.idle()
-            else:
+            self._has_idle_work = command is None and self.engine.idle()
+            if command is not None:
                 self._carry_out(command)
                 self._gather()
         elif ((gated_s := self.engine.gated_s) > 0.0

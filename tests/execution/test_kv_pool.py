@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+
+import psutil
 import pytest
 import torch
 
@@ -50,3 +53,39 @@ def test_a_copy_that_breaks_off_has_ended(monkeypatch: pytest.MonkeyPatch) -> No
             pool.start_swap_out(1, [(0, 0)])
     pool.start_swap_out(2, [(0, 0)])
     assert pool.poll_transfers(wait=True) == [(1, False), (2, True)]
+
+
+def test_a_pool_takes_its_memory_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One huge page a call, each once, in the order of the blocks, whole pages of the blocks asked for only."""
+    pieces: list[tuple[int, int]] = []
+    monkeypatch.setattr(kv_pool, "populate", lambda memory: pieces.append((memory.data_ptr(), memory.nbytes)))
+    storage = KVPool(LAYOUT, 1000)
+    page, first = 2**21, storage.pool.data_ptr()
+    blocks_of_3_pages = -(-3 * page // storage.block_bytes)
+    assert [storage.populate(blocks_of_3_pages) for _ in range(4)] == [True, True, False, False]
+    assert pieces == [(first + number * page, page) for number in range(3)]
+    assert not storage.populate(10)
+    assert len(pieces) == 3
+    while storage.populate(10**9):
+        pass
+    assert len(pieces) == storage.num_bytes // page, "and nothing beyond the pool"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux for memory")
+def test_memory_that_was_taken_early_is_there() -> None:
+    """The kernel counts the pages as this process's before anything is written; contents stay."""
+    storage = KVPool(LAYOUT, 2000)
+    storage.pool[:100].fill_(7)
+    before = psutil.Process().memory_info().rss
+    while storage.populate(2000):
+        pass
+    assert psutil.Process().memory_info().rss - before > storage.num_bytes // 2
+    assert bool((storage.pool[:100] == 7).all())
+
+
+def test_a_closed_pool_takes_no_memory() -> None:
+    """A call after the end touches nothing."""
+    storage = KVPool(LAYOUT, 500)
+    storage.close()
+    storage.populate(500)
+    assert storage.pool.numel() == 0

@@ -18,6 +18,7 @@ from pagedcore_kernels.cpu.layers.elementwise import (
     can_compute,
     rows_at_once,
     threads_for,
+    tokens_at_once,
 )
 from pagedcore_kernels.layout import KVLayout, LayerShape
 
@@ -289,4 +290,5 @@ def test_sizes_that_kernels_handle() -> None:
                    {"dtype": torch.float16}, {"rotary_size": 4}):
         assert not can_compute(**{**fits, **change})
     assert [rows_at_once(n) for n in (1, 2, 64, 10_000)] == [1, 1, 8, 32]
+    assert [tokens_at_once(n) for n in (1, 31, 32, 64, 10_000)] == [1, 3, 32, 32, 32]
     assert [threads_for(n, 1024) for n in (1, 32, 33)] == [1, 1, None]

@@ -378,3 +378,28 @@ def test_losing_the_engine_stops_its_thread() -> None:
     del engine
     gc.collect()
     wait_until(lambda: not thread.is_alive())
+
+
+
+def test_an_idle_engine_takes_memory_for_as_many_blocks_as_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piece after piece while no request comes, each for the blocks that hold something and as many again; an engine
+    that has done nothing takes nothing, and a store that takes none is left alone.
+    """
+    monkeypatch.setattr(engine_loop, "IDLE_CHECK_S", 0.01)
+    backend, asked = ToyBackend(), list[int]()
+
+    def populate(num_blocks: int) -> bool:
+        asked.append(num_blocks)
+        return len(asked) % 5 > 0
+
+    with AsyncEngine(make_engine(backend, check_invariants=False)) as engine:
+        assert asyncio.run(engine.call(Engine.idle)) is False, "this store has no such verb"
+        backend.cache_store.populate = populate  # type: ignore[attr-defined]
+        wait_until(lambda: len(asked) >= 2)
+        assert set(asked) == {0}
+        asyncio.run(complete(engine, [1] * 9, 3))
+        num_filled = engine.stats().num_blocks_cached
+        del asked[:]
+        wait_until(lambda: len(asked) >= 20)
+        assert num_filled > 0
+        assert set(asked) == {2 * num_filled}

@@ -12,7 +12,8 @@ from typing import Final
 
 import torch
 
-_HUGE_PAGE: Final = 2**21
+HUGE_PAGE: Final = 2**21
+"""Bytes."""
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
@@ -36,9 +37,9 @@ def move_to_huge_pages(address: int, num_bytes: int) -> None:
 
 def _advise(address: int, num_bytes: int, advice: int) -> None:
     """Give the same advice for every huge page that overlaps a range; the kernel refuses those it cannot serve."""
-    if sys.platform != "linux" or num_bytes < _HUGE_PAGE:
+    if sys.platform != "linux" or num_bytes < HUGE_PAGE:
         return
     libc = ctypes.CDLL(None)
-    for page in range(address // _HUGE_PAGE * _HUGE_PAGE, address + num_bytes, _HUGE_PAGE):
+    for page in range(address // HUGE_PAGE * HUGE_PAGE, address + num_bytes, HUGE_PAGE):
         # Safety: no advice changes what any address holds, so a page shared with other memory does no harm.
-        libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), ctypes.c_int(advice))
+        libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), ctypes.c_int(advice))
