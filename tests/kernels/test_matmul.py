@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import llvmlite.binding
@@ -229,10 +229,16 @@ print(products_here(), digest.hexdigest())
 """
 
 
-def on_another_processor(cpu_name: str, *missing: str, program: str = OTHER_PROCESSOR) -> str:
-    """Run a program as if instruction sets whose names begin so were missing, and return what it prints."""
+def on_another_processor(
+    cpu_name: str, *missing: str, added: Sequence[str] = (), program: str = OTHER_PROCESSOR
+) -> str:  # fmt: skip
+    """Run a program as if instruction sets whose names begin so were missing, and return what it prints.
+
+    For those that are added, it may compile, and run nothing that it compiled.
+    """
     host = llvmlite.binding.get_host_cpu_features()
     names = [name for name, is_there in host.items() if is_there and not name.startswith(missing)]
+    names += added
     processor = {"NUMBA_CPU_NAME": cpu_name, "NUMBA_CPU_FEATURES": ",".join("+" + name for name in sorted(names))}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=os.environ | processor, check=True, capture_output=True, text=True).stdout
@@ -250,10 +256,10 @@ def test_processors_without_bfloat16_compute_the_same_bits() -> None:
 @pytest.fixture
 def no_system_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the system refuse everything."""
-    amx.may_use_tiles.cache_clear()
+    amx._is_permitted.cache_clear()
     monkeypatch.setattr(amx.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=lambda *arguments: -1))
     yield
-    amx.may_use_tiles.cache_clear()
+    amx._is_permitted.cache_clear()
 
 
 @pytest.mark.usefixtures("no_system_call")
@@ -267,7 +273,7 @@ def test_without_the_systems_leave_vectors_multiply() -> None:
     torch.testing.assert_close(product(rows), rows @ weight.T)
 
 
-@pytest.mark.skipif(not amx.may_use_tiles(), reason="no matrix units")
+@pytest.mark.skipif(not amx.may_use_tiles(amx.MATRIX_UNITS), reason="no matrix units")
 def test_matrix_units_multiply_whole_tiles_of_inputs() -> None:
     """The number of inputs alone decides, and float32 has no such unit."""
     units, pairs, singles = packed.MATRIX_UNITS, packed.PAIRS, packed.SINGLES

@@ -23,16 +23,16 @@ def test_kv_of_another_version_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -
 def test_kv_of_other_products_is_not_trusted(monkeypatch: pytest.MonkeyPatch, is_permitted: bool) -> None:
     """Of two processes on one machine one may have been refused its matrix units: their bits differ."""
     monkeypatch.setattr(packed, "has_fused_vectors", lambda: True)
-    monkeypatch.setattr(packed, "may_use_tiles", lambda: not is_permitted)
+    monkeypatch.setattr(packed, "may_use_tiles", lambda form: not is_permitted)
     before = kv_format(ToyBackend(), 4)
-    monkeypatch.setattr(packed, "may_use_tiles", lambda: is_permitted)
+    monkeypatch.setattr(packed, "may_use_tiles", lambda form: is_permitted)
     assert kv_format(ToyBackend(), 4) != before
 
 
 def test_kv_of_widened_pairs_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba may be configured to do without the instructions for bfloat16: products then have other bits."""
     monkeypatch.setattr(packed, "has_fused_vectors", lambda: True)
-    monkeypatch.setattr(packed, "may_use_tiles", lambda: False)
+    monkeypatch.setattr(packed, "may_use_tiles", lambda form: False)
     formats = set()
     for has_pairs in (True, False):
         monkeypatch.setattr(packed, "has_instructions", lambda name, has_pairs=has_pairs: has_pairs)

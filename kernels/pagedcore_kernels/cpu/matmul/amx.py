@@ -1,11 +1,15 @@
 """The inner part of a matrix product on the matrix units of Intel's processors (AMX): rows by one panel of weights.
 
-The units multiply tiles: eight registers of up to sixteen rows of 64 bytes. An instruction multiplies 32 inputs of up
-to sixteen rows by sixteen outputs. A panel as ``tiles.py`` describes it is such tiles already: sixteen steps of
-sixteen outputs. ``packed.py`` makes a product of it.
+The units multiply tiles: eight registers of up to sixteen rows of 64 bytes. An instruction multiplies 32 inputs in
+bfloat16, or 64 in int8, of up to sixteen rows by sixteen outputs. A panel as ``tiles.py`` describes it is such tiles
+already: sixteen steps of sixteen outputs. ``packed.py`` makes a product of it.
 
-Invariant: an output is the sum over 32 inputs at a time, in order, and of those over the even and the odd ones apart,
-in order. The processor does so for every row of a tile, however many it has.
+The products in bfloat16 have run on a Xeon. Those in int8 have **not run on hardware**: tests execute their tile
+instructions one by one in Python (``tests/support/emulated_tiles.py``) and read the machine code that LLVM makes for
+such a processor, and ``packed_int8.py`` compares them with vectors there before it uses them.
+
+Invariant: an output in bfloat16 is the sum over 32 inputs at a time, in order, and of those over the even and the odd
+ones apart, in order. The processor does so for every row of a tile, however many it has. Sums of int8 are exact.
 """
 
 from __future__ import annotations
@@ -22,7 +26,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagedcore_kernels.cpu.features import has_instructions
-from pagedcore_kernels.cpu.matmul.tiles import STEP_BYTES, SUM_BYTES
+from pagedcore_kernels.cpu.matmul.tiles import (
+    BYTE_MATRIX_UNITS,
+    BYTES,
+    MATRIX_UNITS,
+    STEP_BYTES,
+    SUM_BYTES,
+    multiply_tiles,
+)
 from pagedcore_kernels.cpu.simd import Builder, Typing, Value, int64, pointer, prefetch_line, store_int64
 
 #: Most rows of a block: two tiles of them, so that each tile of weights that is loaded meets two.
@@ -40,16 +51,22 @@ _REGISTERS, _SUMS = 8, 4
 _BYTE = ir.IntType(8)
 #: The system call of Linux by which a process asks for a part of the processor's state, and the tiles among its parts.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILES = 158, 0x1023, 18
+#: By form: the instruction set, and its instruction, which takes the tiles of sums, of rows and of weights.
+_INSTRUCTIONS = {MATRIX_UNITS: ("amx-bf16", "tdpbf16ps"), BYTE_MATRIX_UNITS: ("amx-int8", "tdpbusd")}
+
+
+def may_use_tiles(form: int) -> bool:
+    """Whether the processor has matrix units for a form and the system lets this process use them, now that it asks."""
+    has_units = sys.platform == "linux" and has_instructions("amx-tile", _INSTRUCTIONS[form][0])
+    return has_units and _is_permitted()
 
 
 @cache
-def may_use_tiles() -> bool:
-    """Whether the processor has matrix units for bfloat16 and the system lets this process use them, now that it asks.
+def _is_permitted() -> bool:
+    """Ask Linux for the registers.
 
-    Why it has to ask: tiles are large, and Linux keeps room for them only where they are used.
+    Why it has to be asked: tiles are large, and it keeps room for them only where they are used.
     """
-    if sys.platform != "linux" or not has_instructions("amx-tile", "amx-bf16"):
-        return False
     request = [ctypes.c_long(number) for number in (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILES)]
     return bool(ctypes.CDLL(None).syscall(*request) == 0)
 
@@ -104,13 +121,13 @@ def rows_of_blocks(num_rows: int) -> int:
 
 @njit(inline="always")
 def multiply_blocks(
-    rows: int, row_bytes: int, num_rows: int, block_rows: int, weights: int, num_steps: int, sums: int, is_first: int,
-    ahead: int, ahead_bytes: int,
+    form: int, rows: int, row_bytes: int, num_rows: int, block_rows: int, weights: int, num_steps: int, sums: int,
+    is_first: int, ahead: int, ahead_bytes: int,
 ) -> None:  # fmt: skip
     """sums[blocks, block_rows, PANEL] = (nothing if ``is_first``, else sums) + rows[num_rows, num_steps] @ weights.
 
-    The last block ends with the last row, and may begin before the block before it ends. Meanwhile ``ahead_bytes`` of
-    memory from ``ahead`` are asked for, each block asking for its share of them.
+    ``num_steps`` is a multiple of ``TILE_STEPS``. The last block ends with the last row, and may begin before the block
+    before it ends. Meanwhile ``ahead_bytes`` of memory from ``ahead`` are asked for, each block asking for its share.
     """
     row_tiles = 2 if block_rows > _TILE_ROWS else 1
     num_blocks, num_tiles = (num_rows + block_rows - 1) // block_rows, num_steps // TILE_STEPS
@@ -120,14 +137,32 @@ def multiply_blocks(
         source = rows + min(block * block_rows, num_rows - block_rows) * row_bytes
         target, share = sums + block * block_rows * SUM_BYTES, ahead + block * num_turns * lines * _LINE
         if row_tiles == 2:
-            multiply_block(2, source, row_bytes, weights, num_tiles, target, is_first, share, lines)
+            multiply_block(form, 2, source, row_bytes, weights, num_tiles, target, is_first, share, lines)
         else:
-            multiply_block(1, source, row_bytes, weights, num_tiles, target, is_first, share, lines)
+            multiply_block(form, 1, source, row_bytes, weights, num_tiles, target, is_first, share, lines)
+
+
+@njit(inline="always")
+def multiply_last_steps(
+    most_sums: int, rows: int, row_bytes: int, num_rows: int, block_rows: int, weights: int, num_steps: int, sums: int,
+    is_first: int, ahead: int,
+) -> None:  # fmt: skip
+    """``multiply_blocks`` of int8 for fewer than ``TILE_STEPS`` steps, by vectors.
+
+    Why not by smaller tiles: the registers would have to be configured again for every panel.
+    """
+    for block in range((num_rows + block_rows - 1) // block_rows):
+        source = rows + min(block * block_rows, num_rows - block_rows) * row_bytes
+        target = sums + block * block_rows * SUM_BYTES
+        multiply_tiles(
+            BYTES, most_sums, source, row_bytes, block_rows, weights, num_steps, target, is_first, ahead, 0
+        )  # fmt: skip
 
 
 @intrinsic(prefer_literal=True)
 def multiply_block(
     typing: Typing,
+    form: Any,
     row_tiles: Any,
     rows: Any,
     row_bytes: Any,
@@ -138,16 +173,19 @@ def multiply_block(
     ahead: Any,
     lines: Any,
 ) -> Any:
-    """``multiply_blocks`` for one block of one or two tiles of rows (literal) and ``num_tiles`` * ``TILE_STEPS`` steps.
+    """``multiply_blocks`` for one block and ``num_tiles`` * ``TILE_STEPS`` steps.
+
+    Literal: form, row_tiles (of the block, 1 or 2).
 
     Why so many outputs at once: four tiles of sums fill the registers, and two by two of them need the fewest loads.
     With every tile that is taken from a tile of rows, the next ``lines`` cache lines from ``ahead`` are asked for.
     """
-    count = row_tiles.literal_value
+    literals = (form, row_tiles)
+    kind, count = (literal.literal_value for literal in literals)
     width = _SUMS // count
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        _, x, stride, w, steps, target, first, next_memory, num_lines = args
+        x, stride, w, steps, target, first, next_memory, num_lines = args[len(literals) :]
         row_tile_bytes = b.mul(stride, int64(_TILE_ROWS))
         starts_anew = b.icmp_signed("!=", first, int64(0))
         for turn in range(count):
@@ -160,14 +198,14 @@ def multiply_block(
             with cgutils.for_range(b, steps) as loop:
                 weight = b.add(w, b.add(int64(left), b.mul(loop.index, int64(TILE_STEPS * STEP_BYTES))))
                 inputs = b.add(x, b.mul(loop.index, int64(_LINE)))
-                _add_products(b, count, width, inputs, stride, row_tile_bytes, weight)
+                _add_products(b, kind, count, width, inputs, stride, row_tile_bytes, weight)
                 number = b.add(loop.index, b.mul(steps, int64(turn)))
                 _ask_for(b, b.add(next_memory, b.mul(number, b.mul(num_lines, int64(_LINE)))), num_lines)
             for register, place in enumerate(places):
                 _move(b, "tilestored64", register, place, int64(SUM_BYTES))
         return context.get_dummy_value()
 
-    return types.void(row_tiles, *[types.int64] * 8), codegen
+    return types.void(*literals, *[types.int64] * 8), codegen
 
 
 def _begin_sums(b: Builder, starts_anew: Value, places: Sequence[Value]) -> None:
@@ -181,7 +219,7 @@ def _begin_sums(b: Builder, starts_anew: Value, places: Sequence[Value]) -> None
 
 
 def _add_products(
-    b: Builder, count: int, width: int, rows: Value, row_bytes: Value, row_tile_bytes: Value, weights: Value
+    b: Builder, form: int, count: int, width: int, rows: Value, row_bytes: Value, row_tile_bytes: Value, weights: Value
 ) -> None:
     """Add to ``count`` * ``width`` sums, column by column."""
     num_free = _REGISTERS - _SUMS - count
@@ -193,7 +231,7 @@ def _add_products(
             row = _SUMS + i
             if j == 0:
                 _move(b, "tileloadd64", row, b.add(rows, b.mul(row_tile_bytes, int64(i))), row_bytes)
-            _emit(b, "tdpbf16ps", j * count + i, row, weight)
+            _emit(b, _INSTRUCTIONS[form][1], j * count + i, row, weight)
 
 
 def _ask_for(b: Builder, address: Value, num_lines: Value) -> None:

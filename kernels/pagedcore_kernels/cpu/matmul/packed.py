@@ -24,11 +24,14 @@ from pagedcore_kernels.cpu.matmul.amx import (
     configure_tiles,
     may_use_tiles,
     multiply_blocks,
+    multiply_last_steps,
     release_tiles,
     rows_of_blocks,
 )
 from pagedcore_kernels.cpu.matmul.packing import INPUT_BYTES, panels_of
 from pagedcore_kernels.cpu.matmul.tiles import (
+    BYTE_MATRIX_UNITS,
+    MATRIX_UNITS,
     PAIRS,
     PANEL,
     SINGLES,
@@ -55,8 +58,6 @@ MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_S
 #: Rows that pass while a chunk stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
 #: level brings weights, 128 KiB.
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
-#: The form of a product on matrix units, beside those of ``tiles.py``.
-MATRIX_UNITS = 3
 #: Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
 _WIDE_SUMS, _NARROW_SUMS = 16, 4
 #: Fewest rows of a work item, where a panel is cut into several.
@@ -74,7 +75,7 @@ def form_of_product(dtype: torch.dtype, num_inputs: int) -> int | None:
         return SINGLES
     if dtype != torch.bfloat16 or num_inputs % 2:
         return None
-    if num_inputs % (TILE_STEPS * 2) == 0 and may_use_tiles():
+    if num_inputs % (TILE_STEPS * 2) == 0 and may_use_tiles(MATRIX_UNITS):
         return MATRIX_UNITS
     return PAIRS if has_instructions("avx512bf16") else WIDENED_PAIRS
 
@@ -153,7 +154,8 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
     """Compile the kernel that writes outputs of a number format, or take it from the cache; its parameters are those
     that ``PackedMatmul`` fills in, and three more that ``PackedInt8Matmul`` has.
     """
-    is_bf16, uses_matrix_units, is_scaled = int(dtype == torch.bfloat16), int(form == MATRIX_UNITS), is_of_bytes(form)
+    is_bf16, is_scaled = int(dtype == torch.bfloat16), is_of_bytes(form)
+    uses_matrix_units = int(form in (MATRIX_UNITS, BYTE_MATRIX_UNITS))
     weight_bytes = 1 if is_scaled else dtype.itemsize
     most_sums = _WIDE_SUMS if has_wide_vectors() else _NARROW_SUMS
     panel_outputs, step_bytes, row_bytes_of_step, sum_bytes = PANEL, STEP_BYTES, row_step_bytes(form), SUM_BYTES
@@ -161,7 +163,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
     single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS
     group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
     least_rows, num_sums, num_words = _SHARE_ROWS, group_rows * PANEL, CONFIGURATION_WORDS
-    item_bytes, input_bytes = dtype.itemsize, INPUT_BYTES
+    item_bytes, input_bytes, tile_steps = dtype.itemsize, INPUT_BYTES, TILE_STEPS if uses_matrix_units else 1
 
     def matmul(parameters: Any) -> None:
         p = address_of(parameters)
@@ -170,6 +172,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
         num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * weight_bytes // input_bytes
         num_panels, num_whole, num_shares = load_int64(p, 8), load_int64(p, 9), load_int64(p, 10)
         row_bytes, panel_bytes = num_steps * row_bytes_of_step, num_steps * step_bytes
+        num_whole_steps = num_steps // tile_steps * tile_steps
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
         num_items = num_whole + (num_panels - num_whole) * num_shares
         sums, configuration, configured_rows = stack_floats(num_sums), stack_int64(num_words), 0
@@ -196,20 +199,30 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
                         configure_tiles(configuration, size)
                         configured_rows = size
                 start = 0
-                while start < num_steps:
-                    steps = min(chunk, num_steps - start)
+                while start < num_whole_steps:
+                    steps = min(chunk, num_whole_steps - start)
                     here = weight + panel * panel_bytes + start * step_bytes
                     ahead, ahead_bytes = here + steps * step_bytes, steps * step_bytes
-                    if start + chunk >= num_steps:
+                    if start + chunk >= num_whole_steps:
                         ahead, ahead_bytes = next_panel, min(chunk, num_steps) * step_bytes
                     source, is_first = rows + first_row * row_bytes + start * row_bytes_of_step, int(start == 0)
                     if uses_matrix_units:
-                        multiply_blocks(source, row_bytes, count, size, here, steps, sums, is_first, ahead, ahead_bytes)
+                        multiply_blocks(
+                            form, source, row_bytes, count, size, here, steps, sums, is_first, ahead, ahead_bytes
+                        )
                     else:
                         multiply_tiles(
                             form, most_sums, source, row_bytes, count, here, steps, sums, is_first, ahead, ahead_bytes
                         )
                     start += chunk
+                if uses_matrix_units and is_scaled and num_whole_steps < num_steps:
+                    source = rows + first_row * row_bytes + num_whole_steps * row_bytes_of_step
+                    here = weight + panel * panel_bytes + num_whole_steps * step_bytes
+                    rest = num_steps - num_whole_steps
+                    is_first = int(num_whole_steps == 0)
+                    multiply_last_steps(
+                        most_sums, source, row_bytes, count, size, here, rest, sums, is_first, next_panel
+                    )
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes

@@ -4,23 +4,38 @@ The weight is symmetric with one scale for each output; a row's scale follows fr
 output is ``float(sum) * row scale * output scale + bias``, each operation rounded in float32, in this order.
 
 Invariant: an output's bits depend on its row, its weights and its bias alone, and not on the instructions that the
-processor has: an int32 sum of up to ``MOST_INPUTS`` products cannot overflow.
+processor has: an int32 sum of up to ``MOST_INPUTS`` products cannot overflow. So the number of rows may choose between
+vectors and matrix units, which take the same rows, weights and corrections.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+from functools import cache
+
 import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
+from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
 from pagedcore_kernels.cpu.matmul.packed import matmul_kernel, work_items
 from pagedcore_kernels.cpu.matmul.packing import panels_of
 from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
-from pagedcore_kernels.cpu.matmul.tiles import BYTES, PANEL, WIDENED_BYTES
+from pagedcore_kernels.cpu.matmul.tiles import BYTE_MATRIX_UNITS, BYTES, PANEL, WIDENED_BYTES
 from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
 from pagedcore_kernels.errors import InternalError
 
 #: Most inputs of a product: 128 * 127 times as many is below 2**31, and so is 128 * 255 with rows as uint8.
 MOST_INPUTS = 2**16
+#: Fewest rows that matrix units multiply: a whole tile of them. Not measured, as no such processor was at hand.
+FEWEST_TILE_ROWS = 16
+#: More rows than any product has: vectors multiply all.
+NEVER = sys.maxsize
+#: What the two kernels are compared by: outputs, inputs, and numbers of rows. One panel and several, fewer steps than a
+#: tile, several chunks and a rest; one tile of rows and two, blocks that overlap, more than one group.
+_COMPARED = ((64, 48, (1, 17)), (130, 2000, (1, 9, 16, 17, 32, 33, 70, 600)))
+
+_log = logging.getLogger("pagedcore")
 
 
 def form_of_int8_product(num_inputs: int) -> int | None:
@@ -28,6 +43,49 @@ def form_of_int8_product(num_inputs: int) -> int | None:
     if not has_fused_vectors() or not 0 < num_inputs <= MOST_INPUTS:
         return None
     return BYTES if has_wide_vectors() and has_instructions("avx512vnni") else WIDENED_BYTES
+
+
+@cache
+def fewest_tile_rows(dtype: torch.dtype) -> int:
+    """Return how many rows of a number format matrix units multiply here at least; ``NEVER`` if none.
+
+    Where there are such units, they are first compared with vectors: if one bit differs they are not used, and a
+    warning is logged.
+    """
+    # Why VNNI too: vectors multiply the last inputs, and fewer rows, in the same form of rows.
+    if form_of_int8_product(1) != BYTES or not may_use_tiles(BYTE_MATRIX_UNITS):
+        return NEVER
+    if _tiles_agree(dtype):
+        return FEWEST_TILE_ROWS
+    _log.warning("int8 products of %s rows differ between matrix units (AMX) and vectors (AVX-512 VNNI) on this "
+                 "processor; vectors compute all of them. Please report it.", dtype)  # fmt: skip
+    return NEVER
+
+
+def describe_int8_products() -> str:
+    """Say in words what multiplies int8 here."""
+    form = form_of_int8_product(1)
+    if form != BYTES:
+        return "needs an x86 processor with AVX2" if form is None else "AVX2"
+    if not may_use_tiles(BYTE_MATRIX_UNITS):
+        return "AVX-512 VNNI"
+    if NEVER in (fewest_tile_rows(torch.float32), fewest_tile_rows(torch.bfloat16)):
+        return "AVX-512 VNNI; AMX gave other bits and is not used, please report it"
+    return f"AMX from {FEWEST_TILE_ROWS} rows on, compared here with AVX-512 VNNI: the same bits"
+
+
+def _tiles_agree(dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for num_outputs, num_inputs, numbers_of_rows in _COMPARED:
+        weight = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
+        weight[0], weight[1] = 127, -128
+        rows = torch.randn(max(numbers_of_rows), num_inputs, generator=generator).to(dtype)
+        rows[-1] = 1.0
+        scales = torch.rand(num_outputs, generator=generator)
+        tiles, vectors = (PackedInt8Matmul(weight, scales, scales, dtype, tiles_from) for tiles_from in (1, NEVER))
+        if not all(torch.equal(tiles(rows[-count:]), vectors(rows[-count:])) for count in numbers_of_rows):
+            return False
+    return True
 
 
 def packed_bytes(num_outputs: int, num_inputs: int) -> int:
@@ -43,11 +101,13 @@ class PackedInt8Matmul:
         scales: float32 [out]; not kept.
         bias: [out], or ``None``; not kept.
         dtype: of rows and outputs, float32 or bfloat16.
+        tiles_from: fewest rows that matrix units multiply; ``None``: as ``fewest_tile_rows`` says.
     """
 
     def __init__(
-        self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> None:
+        self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype,
+        tiles_from: int | None = None,
+    ) -> None:  # fmt: skip
         self._num_outputs, self._num_inputs = weight.shape
         form = form_of_int8_product(self._num_inputs)
         if form is None or weight.dtype != torch.int8 or dtype not in (torch.float32, torch.bfloat16):
@@ -64,7 +124,9 @@ class PackedInt8Matmul:
         corrections = offset * weight.sum(dim=1, dtype=torch.int32)
         self._corrections, self._scales = self._filled(corrections), self._filled(scales.float())
         self._bias = self._filled(scales.new_zeros(0) if bias is None else bias.float())
+        self._tiles_from = fewest_tile_rows(dtype) if tiles_from is None else tiles_from
         self._quantize, self._kernel = RowQuantizer(dtype, offset), matmul_kernel(form, dtype)
+        self._tiles_kernel = self._kernel if self._tiles_from == NEVER else matmul_kernel(BYTE_MATRIX_UNITS, dtype)
         self._parameters = ParameterBlock(13)
 
     def _filled(self, values: torch.Tensor) -> torch.Tensor:
@@ -93,5 +155,6 @@ class PackedInt8Matmul:
             self._num_outputs, size + self._padding, self._num_panels, *work_items(self._num_panels, num_rows),
             scales.data_ptr(), self._scales.data_ptr(), self._corrections.data_ptr(),
         )  # fmt: skip
-        self._kernel.run(self._parameters)
+        kernel = self._kernel if num_rows < self._tiles_from else self._tiles_kernel
+        kernel.run(self._parameters)
         return out

@@ -54,6 +54,8 @@ STEP_BYTES = 4 * PANEL
 SINGLES, PAIRS, WIDENED_PAIRS = 0, 1, 2
 #: The same for int8: four of them in one instruction, which takes the row's as uint8; four widened to int16.
 BYTES, WIDENED_BYTES = 4, 5
+#: On matrix units, see ``amx.py``: pairs of bfloat16; four int8, the row's as uint8.
+MATRIX_UNITS, BYTE_MATRIX_UNITS = 3, 6
 #: Bytes of one row of a panel's sums.
 SUM_BYTES = 4 * PANEL
 
@@ -211,7 +213,7 @@ def store_scaled_sums(
 
 def is_of_bytes(form: int) -> bool:
     """Whether a form multiplies int8, and its sums are int32."""
-    return form in (BYTES, WIDENED_BYTES)
+    return form in (BYTES, WIDENED_BYTES, BYTE_MATRIX_UNITS)
 
 
 def row_step_bytes(form: int) -> int:
