@@ -15,8 +15,14 @@ def convert(
     quantization: Annotated[str, typer.Option(help="w8a8, w8a16 or w4a16; see the documentation on quantisation.")],
     out: Annotated[Path, typer.Option(help="Directory to write, which is not there yet.")],
     dtype: DtypeOption = None,
+    calibration: Annotated[Path | None, typer.Option(
+        help="Prompts that stand for the model's use, one a line, text or .jsonl: w8a8 loses less then."
+    )] = None,
 ) -> None:
-    """Write a model with quantised weights, which loads like any other and computes the same as with --quantization."""
+    """Write a model with quantised weights, which loads like any other and computes the same as with --quantization.
+
+    With --calibration, outliers of activations are moved into weights first, as far as the model allows.
+    """
     from rich.progress import Progress
     from transformers.utils import logging
 
@@ -24,9 +30,12 @@ def convert(
 
     logging.disable_progress_bar()
     with Progress(console=error_console(), transient=True) as progress:
-        task = progress.add_task("tensors", total=None)
-        write_converted(
-            model, out, quantization=quantization, dtype=dtype or "auto",
+        task = progress.add_task("converting", total=None)
+        unsmoothed = write_converted(
+            model, out, quantization=quantization, dtype=dtype or "auto", calibration=calibration,
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     console().print(f"{out}: {quantization}, {sum(path.stat().st_size for path in out.iterdir()):,} bytes")
+    if calibration is not None:
+        kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in unsmoothed))
+        console().print(f"not smoothed, without a norm right before them: {kinds}" if kinds else "all products smoothed")

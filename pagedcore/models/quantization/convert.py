@@ -15,6 +15,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,11 +28,15 @@ from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models import supported_models
 from pagedcore.models.cpu.packed_linear import can_pack
+from pagedcore.models.model_facts import max_model_len
 from pagedcore.models.model_path import gguf_in, is_gguf
 from pagedcore.models.pretrained import as_refusals, load_config, resolve_dtype
+from pagedcore.models.quantization.calibration_set import read_calibration_set
 from pagedcore.models.quantization.packed_integers import num_words, pack
 from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.quantization.smoothing import Smoothing, find_smoothing
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
+from pagedcore.tokenizer.tokenizer import HFTokenizer
 
 #: What goes along: everything about text, and how to generate. Code does not.
 _OTHER_FILES: Final = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*_map.json", "added_tokens.json",
@@ -58,21 +63,28 @@ class Part:
 
 def convert(
     model: str, out: str | os.PathLike[str], *, quantization: str, dtype: str = "auto",
+    calibration: str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
+) -> tuple[str, ...]:
     """Write the model of a directory to another one, such that loading it computes the same bits as loading the first
-    with ``quantization``, in the number format ``dtype``.
+    with ``quantization``, in the number format ``dtype``, unless there is a calibration set.
 
     Args:
         model: a directory, or "demo".
         out: a directory that is not there, or is empty.
         quantization: a scheme, as in ``EngineConfig``.
         dtype: number format of what is not quantised, and of what is before that.
-        on_progress: called with the number of tensors written and of all.
+        calibration: a file of prompts, over which the scales of ``smoothing.py`` are found first; w8a8 only.
+        on_progress: called with the number of prompts computed and of all, if there are any, then with the number of
+            tensors written and of all.
+
+    Returns:
+        The names of quantised layers that the calibration set could not smooth; () without one.
 
     Raises:
         InvalidConfig: an argument is not allowed, weights are missing or not finite, or ``out`` cannot be written.
-        ModelNotSupported: the architecture cannot run here, or has matrices that are no linear layers.
+        ModelNotSupported: the architecture cannot run here, or has matrices that are no linear layers, or is none that
+            can be smoothed.
     """
     EngineConfig(quantization=quantization, dtype=dtype)
     source, target = os.fspath(DEMO_MODEL_DIR) if model == "demo" else model, Path(out)
@@ -80,6 +92,11 @@ def convert(
         raise InvalidConfig(
             f"quantization: got {quantization!r} with dtype {dtype!r}, allowed are {', '.join(SCHEMES)} with dtype "
             "'float32' or 'bfloat16'."
+        )
+    if calibration is not None and not SCHEMES[quantization].quantizes_rows:
+        raise InvalidConfig(
+            f"calibration: got a file with quantization {quantization!r}, allowed is w8a8: others keep activations as "
+            "they are."
         )
     if is_gguf(gguf_in(source)):
         raise ModelNotSupported("model: GGUF files are not converted; they load as they are.")
@@ -92,7 +109,12 @@ def convert(
                  if type(module) is nn.Linear and SCHEMES[quantization].can_quantize(module.in_features)}
     if not quantized:
         raise ModelNotSupported(f"model: it has no linear layers that can be {quantization}.")
-    parts, config = _parts(modules, quantized, quantization), _config(source, modules, quantized, quantization)
+    smoothing = Smoothing()
+    if calibration is not None:
+        prompts = _read_prompts(calibration, source, modules.config)
+        smoothing = find_smoothing(source, prompts, quantized, modules.dtype, on_progress)
+    parts = _parts(modules, quantized, quantization, smoothing)
+    config = _config(source, modules, quantized, quantization)
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         unfinished.mkdir()
@@ -108,6 +130,16 @@ def convert(
         raise InvalidConfig(f"out: it cannot be written ({error.strerror}).") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+    return smoothing.unsmoothed
+
+
+def _read_prompts(path: str | os.PathLike[str], source: str, config: Any) -> list[list[int]]:
+    """Read a calibration set with the model's own tokenizer, if there is text in it."""
+    tokenizer = cache(lambda: HFTokenizer.from_directory(source))
+    return read_calibration_set(
+        path, lambda text: tokenizer().encode(text), vocab_size=int(config.vocab_size),
+        max_model_len=max_model_len(config),
+    )
 
 
 def _modules(source: str, dtype: torch.dtype) -> Any:
@@ -128,26 +160,28 @@ def _modules(source: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def _parts(model: nn.Module, quantized: Mapping[str, int], quantization: str) -> list[Part]:
+def _parts(
+    model: nn.Module, quantized: Mapping[str, int], quantization: str, smoothing: Smoothing
+) -> list[Part]:
     """Say what the new file holds and of which tensors it is made; a tied output layer is quantised on its own."""
     parts, tensors = [], model.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
     for name, tensor in tensors.items():
         source, (layer, _, last) = first_names[id(tensor)], name.rpartition(".")
         if layer in quantized and last == "weight":
-            parts.append(_quantized_part(source, layer, tensor.shape, tensor.dtype, quantization))
+            parts.append(_quantized_part(source, layer, tensor.shape, tensor.dtype, quantization, smoothing))
         elif source == name:
             shapes: Shapes = {name: (tensor.dtype, tuple(tensor.shape))}
-            parts.append(Part(source, tuple(tensor.shape), shapes, _converted(name, tensor.dtype)))
+            parts.append(Part(source, tuple(tensor.shape), shapes, _converted(name, tensor.dtype, smoothing)))
     return parts
 
 
-def _converted(name: str, dtype: torch.dtype) -> Callable[[torch.Tensor], Tensors]:
-    return lambda tensor: {name: tensor.to(dtype)}
+def _converted(name: str, dtype: torch.dtype, smoothing: Smoothing) -> Callable[[torch.Tensor], Tensors]:
+    return lambda tensor: {name: smoothing.scaled(name, tensor.to(dtype)).to(dtype)}
 
 
 def _quantized_part(
-    source: str, layer: str, shape: Sequence[int], dtype: torch.dtype, quantization: str
+    source: str, layer: str, shape: Sequence[int], dtype: torch.dtype, quantization: str, smoothing: Smoothing
 ) -> Part:
     """Describe a layer [out, in] as compressed-tensors stores it."""
     (num_outputs, num_inputs), linears = shape, SCHEMES[quantization]
@@ -159,7 +193,7 @@ def _quantized_part(
                   f"{layer}.weight_shape": (torch.int64, (2,))}  # fmt: skip
 
     def make(weight: torch.Tensor) -> Tensors:
-        values, scales = linears.quantize(weight.to(dtype))
+        values, scales = smoothing.quantize(linears, layer, weight.to(dtype))
         if not scales.isfinite().all():
             raise InvalidConfig(f"model: {layer} has weights that are not finite; its files are damaged.")
         stored = (values,) if linears.quantizes_rows else (pack(values, linears.bits),)
