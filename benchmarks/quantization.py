@@ -1,18 +1,27 @@
-"""What quantisation costs in quality: logits of random models, and right answers of the demo model.
+"""What quantisation costs in quality: logits of random models, and right answers and perplexity of the demo model.
 
-    python benchmarks/quantization.py [--questions 500]
+    python benchmarks/quantization.py [--questions 500] [--conversations 1056] [--kinds none w8a8]
 
-Random models have transformers' own initial weights, layers of a width of 256 to 1,024, and 512 random tokens. The
+Random models have transformers' own initial weights, layers of a width of 256 to 1,024, and 512 random tokens; one has
+eight channels besides that are fifty times as large as the others, as models of several billion weights have them. The
 error of their logits is the root mean square of the difference, relative to that of the logits around their mean. The
 demo model is asked what its own report asks (``examples/demo_model/evaluation.py``), so many questions of a task and
-form, all held out of its training. Rows named "int8 KV" have the weights as they are and ``kv_cache_dtype="int8"``.
+form, all held out of its training. Its perplexity is that of what it says in conversations like those of its training
+(``examples/demo_model/conversations.py``), about questions that are held out of it, from ``prompt_logprobs``. Rows
+named "int8 KV" have the weights as they are and ``kv_cache_dtype="int8"``; those named "smoothed" are w8a8, written by
+``pagedcore convert --calibration`` with other random tokens, or with conversations of the training.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,43 +37,86 @@ from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.execution.ragged_batch import assemble
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, pack_linears
+from pagedcore.models.quantization.checkpoint import load_stored, stored_format
+from pagedcore.models.quantization.convert import convert
 from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.quantization.stored_weight import StoredLinears
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from demo_model.conversations import IGNORED, ConversationSource
 from demo_model.evaluation import FORMS, LONGEST_ANSWER, accuracy
+from train_demo_model import BATCHES, WEIGHTS
 
-INT8_KV = "int8 KV"
-SUMS, CAPITALS = ("add",), ("capital",)
+INT8_KV, SMOOTHED, OUTLIERS = "int8 KV", "smoothed", "llama, outliers"
+KINDS = ("none", "w8a8", SMOOTHED, "w8a16", "w4a16", INT8_KV)
+VOCAB = 8192
+SUMS, CAPITALS, ASKED = ("add",), ("capital",), ("sums", "capitals", "all")
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, **HEADS},
     "qwen2": {"hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 6, **HEADS},
     "gemma3_text": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "head_dim": 64, **HEADS},
+    OUTLIERS: {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, **HEADS},
     "gpt2": {"n_embd": 768, "n_layer": 6, "n_head": 12},
     "qwen2_moe": {"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 4, "num_experts": 8,
                   "num_experts_per_tok": 2, "shared_expert_intermediate_size": 512, **HEADS},
 }
 
+#: Architectures that ``convert`` does not write, and so does not smooth.
+NOT_CONVERTED = ("gpt2", "qwen2_moe")
+
 
 @torch.inference_mode()
-def logit_error(family: str, shape: dict[str, Any], scheme: str) -> tuple[float, float]:
+def logit_error(name: str, kind: str) -> tuple[float, float]:
     """Return the relative error of the logits, and the share of tokens whose largest logit is of the same token."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](vocab_size=8192, **shape)).eval()
-    tokens = torch.randint(0, 8192, (1, 512))
+    model, tokens = random_model(name), torch.randint(0, VOCAB, (1, 512))
     exact = model(input_ids=tokens, use_cache=False).logits[0]
-    if scheme == INT8_KV:
+    if kind == INT8_KV:
         given = logits_with_int8_kv(model, tokens[0])
+    elif kind == SMOOTHED:
+        with smoothed(model, torch.randint(0, VOCAB, (16, 256)).tolist(), "float32") as directory:
+            loaded = load_stored(directory, stored_format(directory), torch.float32, trust_remote_code=False)
+            pack_linears(loaded, linears=StoredLinears())
+            given = loaded(input_ids=tokens, use_cache=False).logits[0]
     else:
-        keep = {"linears": SCHEMES[scheme], "on_unused": lambda weight: None}
+        keep = {"linears": SCHEMES[kind], "on_unused": lambda weight: None}
         pack_experts(model, routers=FASTEST, **keep)
         pack_linears(model, **keep)
         given = model(input_ids=tokens, use_cache=False).logits[0]
     spread = exact - exact.mean(dim=-1, keepdim=True)
     same = (exact.argmax(dim=-1) == given.argmax(dim=-1)).float().mean()
     return ((given - exact).norm() / spread.norm()).item(), same.item()
+
+
+def random_model(name: str) -> Any:
+    """Make a model of ``SHAPES``; outliers are made in norms and undone in the weights that read them."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name.split(",")[0]](vocab_size=VOCAB, **SHAPES[name]))
+    for layer in model.model.layers if name == OUTLIERS else ():
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight[:8] *= 50
+            for reader in readers:
+                reader.weight[:, :8] /= 50
+    return model.eval()
+
+
+@contextmanager
+def smoothed(model: Any, prompts: list[list[int]], dtype: str) -> Iterator[str]:
+    """Convert a model, or "demo", to w8a8 with a calibration set of token ids, in a directory for the time being."""
+    with tempfile.TemporaryDirectory() as parent:
+        source, out, calibration = Path(parent, "model"), Path(parent, "out"), Path(parent, "set.jsonl")
+        calibration.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts))
+        if model != "demo":
+            model.save_pretrained(source)
+        convert("demo" if model == "demo" else str(source), out, quantization="w8a8", dtype=dtype,
+                calibration=calibration)
+        yield str(out)
 
 
 def logits_with_int8_kv(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -81,18 +133,57 @@ def logits_with_int8_kv(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def right_answers(scheme: str, num_questions: int) -> Counter[str]:
+def conversations(split: str, count: int) -> list[tuple[list[int], list[int]]]:
+    """Write conversations as training has them; return their tokens and, at each, the next if the model says it."""
+    source = ConversationSource(AutoTokenizer.from_pretrained(DEMO_MODEL_DIR), WEIGHTS, seed=1, split=split)
+    rows = []
+    while len(rows) < count:
+        for shape in BATCHES:
+            for ids, targets in zip(*(one.tolist() for one in source.batch(*shape)), strict=True):
+                # Why: padding comes after the last token that is learned, and after the one it is learned at.
+                end = 2 + max(place for place, target in enumerate(targets) if target != IGNORED)
+                rows.append((ids[:end], targets[:end]))
+    return rows[:count]
+
+
+def perplexity(engine: Engine, rows: list[tuple[list[int], list[int]]]) -> tuple[float, int]:
+    """Return the perplexity of what the model is to say in conversations, and of how many tokens it is.
+
+    The end of a message that a conversation leaves out is not counted: no prompt has it.
+    """
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    outputs = engine.generate([ids for ids, _ in rows], params, show_progress=False)
+    scores = [
+        output.prompt_logprobs[place + 1].logprob
+        for (ids, targets), output in zip(rows, outputs, strict=True)
+        for place, (target, follower) in enumerate(zip(targets, ids[1:], strict=False)) if target == follower
+    ]
+    return math.exp(-sum(scores) / len(scores)), len(scores)
+
+
+@contextmanager
+def demo_engine(kind: str) -> Iterator[Engine]:
+    """Open the demo model, quantised."""
+    if kind == SMOOTHED:
+        prompts = [ids for ids, _ in conversations("train", 264)]
+        with smoothed("demo", prompts, "auto") as source, Engine.from_pretrained(source, max_num_seqs=64) as engine:
+            yield engine
+        return
+    settings = {"kv_cache_dtype": "int8"} if kind == INT8_KV else {"quantization": kind}
+    with Engine.from_pretrained("demo", max_num_seqs=64, **settings) as engine:
+        yield engine
+
+
+def right_answers(engine: Engine, num_questions: int) -> Counter[str]:
     """Count questions and right answers of the demo model: of all tasks, of sums, of capitals."""
-    settings = {"kv_cache_dtype": "int8"} if scheme == INT8_KV else {"quantization": scheme}
     params = SamplingParams(max_tokens=LONGEST_ANSWER, temperature=0.0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
-    with Engine.from_pretrained("demo", max_num_seqs=64, **settings) as engine:
 
-        def ask(prompts: list[str]) -> list[str]:
-            token_ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-            return [output.outputs[0].text for output in engine.generate(token_ids, params)]
+    def ask(prompts: list[str]) -> list[str]:
+        token_ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+        return [output.outputs[0].text for output in engine.generate(token_ids, params, show_progress=False)]
 
-        figures = accuracy(ask, tokenizer, FORMS, num_questions, seed=1)
+    figures = accuracy(ask, tokenizer, FORMS, num_questions, seed=1)
     counts: Counter[str] = Counter()
     for task, by_form in figures.items():
         for figure in by_form.values():
@@ -105,20 +196,31 @@ def right_answers(scheme: str, num_questions: int) -> Counter[str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--questions", type=int, default=500, help="of a task and form; 0 leaves answers out")
+    parser.add_argument("--conversations", type=int, default=1056, help="0 leaves the perplexity out")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=tuple(SHAPES))
     given = parser.parse_args()
     rows = []
-    for scheme in (*SCHEMES, INT8_KV):
-        for family, shape in SHAPES.items():
-            error, same = logit_error(family, shape, scheme)
-            rows.append([scheme, family, f"{error:.2%}", f"{same:.1%} of 512"])
+    for kind in given.kinds:
+        for name in given.shapes:
+            if kind != "none" and not (kind == SMOOTHED and name in NOT_CONVERTED):
+                error, same = logit_error(name, kind)
+                rows.append([kind, name, f"{error:.2%}", f"{same:.1%} of 512"])
     print(markdown(["scheme", "random model", "error of logits", "same largest logit"], rows), flush=True)
-    kinds, rows = ("sums", "capitals", "all"), []
-    for scheme in ("none", *SCHEMES, INT8_KV):
-        counts = right_answers(scheme, given.questions)
-        rows.append([scheme, *(f"{counts[f'{kind} right']:,} of {counts[f'{kind} asked']:,}" for kind in kinds)])
+    held_out, rows = conversations("held_out", given.conversations), []
+    for kind in given.kinds:
+        with demo_engine(kind) as engine:
+            row = [kind, ""]
+            if held_out:
+                value, num_tokens = perplexity(engine, held_out)
+                row[1] = f"{value:.4f} of {num_tokens:,} tokens"
+            if given.questions:
+                counts = right_answers(engine, given.questions)
+                row += [f"{counts[f'{one} right']:,} of {counts[f'{one} asked']:,}" for one in ASKED]
+            rows.append(row)
     print()
-    print(markdown(["demo model", *(f"{kind} right" for kind in kinds)], rows))
+    print(markdown(["demo model", "perplexity", *(f"{one} right" for one in ASKED if given.questions)], rows))
 
 
 if __name__ == "__main__":

@@ -38,4 +38,5 @@ def convert(
     console().print(f"{out}: {quantization}, {sum(path.stat().st_size for path in out.iterdir()):,} bytes")
     if calibration is not None:
         kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in unsmoothed))
-        console().print(f"not smoothed, without a norm right before them: {kinds}" if kinds else "all products smoothed")
+        left = f"not smoothed, without a norm right before them: {kinds}"
+        console().print(left if kinds else "all products smoothed")

@@ -1,4 +1,4 @@
-"""Scales from a calibration set: the folded model against the model before, and what int8 rows lose with and without."""
+"""Scales from a calibration set: the folded model against the one before, and what int8 rows lose with and without."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def paper_scales(inputs: npt.NDArray[Any], *weights: npt.NDArray[Any]) -> npt.ND
 
 @torch.inference_mode()
 def test_scales_are_those_of_the_paper(tmp_path: Path) -> None:
-    """A norm, a product's weight and the rows of another in the written file are NumPy's, from the maxima of all prompts
-    that transformers' modules see."""
+    """A norm, a product's weight and the rows of another in the written file are NumPy's, from the maxima of all
+    prompts that transformers' modules see."""
     model, seen = save(tmp_path / "model", change=plant_outliers), dict[str, list[torch.Tensor]]()
     names = ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj")
     for name in names:
@@ -148,8 +148,8 @@ def test_outliers_cost_less(tmp_path: Path) -> None:
     model = save(tmp_path / "model", change=plant_outliers)
     exact, errors = scores_of_transformers(model), []
     for calibration in (None, calibration_of(tmp_path / "set.jsonl")):
-        out = tmp_path / f"out{len(errors)}"
-        assert convert(str(tmp_path / "model"), out, quantization="w8a8", dtype="float32", calibration=calibration) == ()
+        source, out = str(tmp_path / "model"), tmp_path / f"out{len(errors)}"
+        assert convert(source, out, quantization="w8a8", dtype="float32", calibration=calibration) == ()
         errors.append(float(np.std(scores_of(out, must_fuse=True) - exact)))
     assert errors[1] < errors[0] / 4, errors
 
