@@ -1,14 +1,13 @@
-"""What quantisation costs in quality: logits of random models, and right answers and perplexity of the demo model.
+"""What quantisation costs in quality: logits of random models, and right answers of the demo model.
 
-    python benchmarks/quantization.py [--questions 500] [--conversations 1056] [--kinds none w8a8]
+    python benchmarks/quantization.py [--questions 500] [--kinds none w8a8]
 
 Random models have transformers' own initial weights, layers of a width of 256 to 1,024, and 512 random tokens; one has
 eight channels besides that are fifty times as large as the others, as models of several billion weights have them. The
 error of their logits is the root mean square of the difference, relative to that of the logits around their mean. The
 demo model is asked what its own report asks (``examples/demo_model/evaluation.py``), so many questions of a task and
-form, all held out of its training. Its perplexity is that of what it says in conversations like those of its training
-(``examples/demo_model/conversations.py``), about questions that are held out of it, from ``prompt_logprobs``. Rows
-named "int8 KV" have the weights as they are and ``kv_cache_dtype="int8"``; those named "smoothed" are w8a8, written by
+form, all held out of its training. Rows named "int8 KV" have the weights as they are and
+``kv_cache_dtype="int8"``; those named "smoothed" are w8a8, written by
 ``pagedcore convert --calibration`` with other random tokens, or with conversations of the training.
 """
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 from collections import Counter
@@ -133,40 +131,24 @@ def logits_with_int8_kv(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def conversations(split: str, count: int) -> list[tuple[list[int], list[int]]]:
-    """Write conversations as training has them; return their tokens and, at each, the next if the model says it."""
-    source = ConversationSource(AutoTokenizer.from_pretrained(DEMO_MODEL_DIR), WEIGHTS, seed=1, split=split)
+def conversations(count: int) -> list[list[int]]:
+    """Write conversations as training has them and return their tokens."""
+    source = ConversationSource(AutoTokenizer.from_pretrained(DEMO_MODEL_DIR), WEIGHTS, seed=1)
     rows = []
     while len(rows) < count:
         for shape in BATCHES:
             for ids, targets in zip(*(one.tolist() for one in source.batch(*shape)), strict=True):
                 # Why: padding comes after the last token that is learned, and after the one it is learned at.
                 end = 2 + max(place for place, target in enumerate(targets) if target != IGNORED)
-                rows.append((ids[:end], targets[:end]))
+                rows.append(ids[:end])
     return rows[:count]
-
-
-def perplexity(engine: Engine, rows: list[tuple[list[int], list[int]]]) -> tuple[float, int]:
-    """Return the perplexity of what the model is to say in conversations, and of how many tokens it is.
-
-    The end of a message that a conversation leaves out is not counted: no prompt has it.
-    """
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    outputs = engine.generate([ids for ids, _ in rows], params, show_progress=False)
-    scores = [
-        output.prompt_logprobs[place + 1].logprob
-        for (ids, targets), output in zip(rows, outputs, strict=True)
-        for place, (target, follower) in enumerate(zip(targets, ids[1:], strict=False)) if target == follower
-    ]
-    return math.exp(-sum(scores) / len(scores)), len(scores)
 
 
 @contextmanager
 def demo_engine(kind: str) -> Iterator[Engine]:
     """Open the demo model, quantised."""
     if kind == SMOOTHED:
-        prompts = [ids for ids, _ in conversations("train", 264)]
-        with smoothed("demo", prompts, "auto") as source, Engine.from_pretrained(source, max_num_seqs=64) as engine:
+        with smoothed("demo", conversations(264), "auto") as source, Engine.from_pretrained(source, max_num_seqs=64) as engine:
             yield engine
         return
     settings = {"kv_cache_dtype": "int8"} if kind == INT8_KV else {"quantization": kind}
@@ -197,7 +179,6 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=500, help="of a task and form; 0 leaves answers out")
-    parser.add_argument("--conversations", type=int, default=1056, help="0 leaves the perplexity out")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=tuple(SHAPES))
     given = parser.parse_args()
@@ -208,19 +189,13 @@ def main() -> None:
                 error, same = logit_error(name, kind)
                 rows.append([kind, name, f"{error:.2%}", f"{same:.1%} of 512"])
     print(markdown(["scheme", "random model", "error of logits", "same largest logit"], rows), flush=True)
-    held_out, rows = conversations("held_out", given.conversations), []
-    for kind in given.kinds:
+    rows = []
+    for kind in given.kinds if given.questions else ():
         with demo_engine(kind) as engine:
-            row = [kind, ""]
-            if held_out:
-                value, num_tokens = perplexity(engine, held_out)
-                row[1] = f"{value:.4f} of {num_tokens:,} tokens"
-            if given.questions:
-                counts = right_answers(engine, given.questions)
-                row += [f"{counts[f'{one} right']:,} of {counts[f'{one} asked']:,}" for one in ASKED]
-            rows.append(row)
+            counts = right_answers(engine, given.questions)
+            rows.append([kind, *(f"{counts[f'{one} right']:,} of {counts[f'{one} asked']:,}" for one in ASKED)])
     print()
-    print(markdown(["demo model", "perplexity", *(f"{one} right" for one in ASKED if given.questions)], rows))
+    print(markdown(["demo model", *(f"{one} right" for one in ASKED)], rows))
 
 
 if __name__ == "__main__":
