@@ -148,7 +148,8 @@ def conversations(count: int) -> list[list[int]]:
 def demo_engine(kind: str) -> Iterator[Engine]:
     """Open the demo model, quantised."""
     if kind == SMOOTHED:
-        with smoothed("demo", conversations(264), "auto") as source, Engine.from_pretrained(source, max_num_seqs=64) as engine:
+        prompts = conversations(264)
+        with smoothed("demo", prompts, "auto") as source, Engine.from_pretrained(source, max_num_seqs=64) as engine:
             yield engine
         return
     settings = {"kv_cache_dtype": "int8"} if kind == INT8_KV else {"quantization": kind}
