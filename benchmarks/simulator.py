@@ -1,11 +1,15 @@
 """The simulator beside the machine: three workloads for real and simulated, and how fast it simulates.
 
-    python benchmarks/simulator.py [--model demo | --model-size 80m] [--seconds 15] [--requests 200] [--rounds 5]
+    python benchmarks/simulator.py [--model demo | --model-size 80m] [--seconds 3] [--requests 1000] [--rounds 5]
 
-Each round calibrates on the model, then runs each workload twice: on an engine whose requests arrive in real time, and
-simulated with the same arrivals and lengths. Prints the errors of throughput and of the mean latency, the median of the
-rounds and their range, of which the medians are to be within 10 % on a quiet machine; beside them how far the rounds'
-measurements lie apart. Then the steps per second of a simulation with 32 rows, to be at least 10,000.
+It first measures what the engine completes of each workload's lengths when all requests come at once: its capacity.
+Arrivals are a stated share of that, 0.7 or 2: between 1 and 1.5 the latency has no stable mean, because errors of step
+times accumulate in the queue. In each round every workload runs in real time between two calibrations, and is simulated
+with the same arrivals and lengths under both; the mean of the two is compared, so that a machine that slows down or
+speeds up steadily favours neither. Prints the errors of throughput and of the mean latency, the median of the rounds
+and their range, of which the medians are to be within 10 %; beside them how far the rounds' measurements lie apart, how
+far two calibrations in a row do, and by how much 1 % of step time moves the mean latency. Then the steps per second of
+a simulation with 32 rows, to be at least 10,000.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import random
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import astuple, dataclass, field
+from itertools import pairwise
 
 from door_measuring import SIZES, model_of
 from rich.console import Console
@@ -25,36 +31,33 @@ from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.requests.stats import StepStats
 from pagedcore.scheduler.step_time import StepTimes
-from pagedcore.simulation.calibration import calibrate
+from pagedcore.simulation.calibration import Calibration, calibrate
 from pagedcore.simulation.costs import LoadTimes, prompt_work_of
 from pagedcore.simulation.replica import SimulatedModel
-from pagedcore.simulation.results import Targets
+from pagedcore.simulation.results import Summary, Targets
 from pagedcore.simulation.simulator import SimulatedEngine, simulate
 from pagedcore.simulation.workload import RandomLoad, SimulatedRequest
 
 SETTINGS = {"max_num_seqs": 32, "max_num_waiting": 4096, "num_kv_blocks": 1024}
-
-Round = tuple[tuple[float, float], tuple[float, float]]
-"""Tokens per second and mean latency in seconds, measured and simulated."""
-
-
-def workloads(capacity: float, num_requests: int) -> dict[str, list[SimulatedRequest]]:
-    """Steady arrivals at 0.7 of what the engine can do, bursts at the same rate, and twice of what it can do."""
-    lengths = {"num_requests": num_requests, "input_tokens": 96, "output_tokens": 48}
-    return {
-        "Poisson, 0.7 of capacity": RandomLoad(rate=0.7 * capacity, **lengths).requests(),
-        "bursts, 0.7 of capacity": RandomLoad(rate=0.7 * capacity, burstiness=3.0, seed=1, **lengths).requests(),
-        "overload, long prompts": RandomLoad(
-            rate=capacity, seed=2, **lengths | {"input_tokens": 256, "output_tokens": 32}).requests(),
-    }
+WORKLOADS = {
+    "Poisson": (0.7, {"input_tokens": 96, "output_tokens": 48}),
+    "bursts": (0.7, {"input_tokens": 96, "output_tokens": 48, "burstiness": 3.0, "seed": 1}),
+    "overload, long prompts": (2.0, {"input_tokens": 256, "output_tokens": 32, "seed": 2}),
+}
+"""What arrives: its share of the capacity, and how it is drawn."""
+ALL_AT_ONCE = 1e5
+_SLOWER = 1.05
 
 
-class Steps:
-    """What the steps of a run computed, and how long those took that computed prompts, and those that did not."""
+@dataclass(slots=True, eq=False)
+class Measured:
+    """One workload, run once for real. ``steps`` has what each step computed, and its seconds."""
 
-    def __init__(self, costs: LoadTimes) -> None:
-        self.costs, self.count, self.measured_s, self.predicted_s = costs, 0, [0.0, 0.0], [0.0, 0.0]
-        self._work: tuple[int, ...] | None = None
+    requests: list[SimulatedRequest]
+    latencies_s: list[float] = field(default_factory=list)
+    steps: list[tuple[tuple[int, ...], float]] = field(default_factory=list)
+    duration_s: float = 0.0
+    _work: tuple[int, ...] | None = None
 
     @hookimpl
     def pagedcore_step(self, stats: StepStats) -> None:
@@ -65,45 +68,122 @@ class Steps:
     def note(self, seconds: float) -> None:
         """Note that the step took so long."""
         if self._work is not None:
-            has_prompt = self._work[0] > 0
-            self.count += 1
-            self.measured_s[has_prompt] += seconds
-            self.predicted_s[has_prompt] += (
-                self.costs.seconds(*self._work[:3]) + self.costs.prompt_seconds(*self._work[3:]))
+            self.steps.append((self._work, seconds))
         self._work = None
 
-    def __str__(self) -> str:
-        errors = [predicted / max(measured, 1e-9) - 1
-                  for predicted, measured in zip(self.predicted_s, self.measured_s, strict=True)]
-        return (f"{self.count} steps; costs off by {errors[0]:+.1%} in the {self.measured_s[0]:.1f} s of those that "
-                f"only decode, {errors[1]:+.1%} in the {self.measured_s[1]:.1f} s of those with prompts")
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens from the first arrival's origin to the last token."""
+        return sum(one.num_output for one in self.requests) / self.duration_s
+
+    @property
+    def mean_latency_s(self) -> float:
+        """From an arrival to its last token."""
+        return statistics.fmean(self.latencies_s)
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the time in which a step was computed."""
+        return sum(seconds for _, seconds in self.steps) / self.duration_s
+
+    def cost_errors(self, costs: list[LoadTimes]) -> tuple[float, float]:
+        """Return by how much the mean of some costs is off in all steps without prompts, and in those with them."""
+        measured_s, predicted_s = [1e-9, 1e-9], [1e-9, 1e-9]
+        for work, seconds in self.steps:
+            measured_s[work[0] > 0] += seconds
+            predicted_s[work[0] > 0] += _seconds_of(work, costs)
+        return predicted_s[0] / measured_s[0] - 1, predicted_s[1] / measured_s[1] - 1
 
 
-def run(engine: Engine, requests: list[SimulatedRequest], steps: Steps) -> tuple[float, float]:
-    """Let requests arrive in real time; return generated tokens per second and the mean latency in seconds."""
-    rng, waiting, open_, latencies = random.Random(0), list(reversed(requests)), [], []
+def _seconds_of(work: tuple[int, ...], costs: list[LoadTimes]) -> float:
+    return statistics.fmean(one.seconds(*work[:3]) + one.prompt_seconds(*work[3:]) for one in costs)
+
+
+def run(engine: Engine, requests: list[SimulatedRequest]) -> Measured:
+    """Let requests arrive in real time and run until all have ended."""
+    measured, manager, rng = Measured(requests), PluginManager(), random.Random(0)
+    waiting, open_ = list(reversed(requests)), dict[str, SimulatedRequest]()
     prompts = [[rng.randrange(256) for _ in range(one.num_input)] for one in waiting]
+    manager.add(measured, "steps")
+    forget = engine.hooks.add(manager)
     start_s = time.perf_counter()
     while waiting or open_:
         now_s = time.perf_counter() - start_s
         while waiting and waiting[-1].arrival_s <= now_s:
             one = waiting.pop()
             params = SamplingParams(max_tokens=one.num_output, ignore_eos=True, temperature=0.0)
-            open_.append((one, engine.add_request(prompts.pop(), params)))
+            open_[engine.add_request(prompts.pop(), params).request_id] = one
         if open_:
             before_s = time.perf_counter()
-            engine.step_pending()
+            pending = engine.step_pending()
             after_s = time.perf_counter()
-            steps.note(after_s - before_s)
+            measured.note(after_s - before_s)
             now_s = after_s - start_s
-            done = [pair for pair in open_ if pair[1].is_done]
-            for one, handle in done:
-                latencies.append(now_s - one.arrival_s)
+            # Why not all open requests: to ask a thousand of them costs a small model's step 10 % of its time.
+            for handle in [output.request for output in pending if output.request.is_done]:
+                measured.latencies_s.append(now_s - open_.pop(handle.request_id).arrival_s)
                 handle.remove()
-            open_ = [pair for pair in open_ if not pair[1].is_done] if done else open_
         elif waiting:
             time.sleep(max(0.0, waiting[-1].arrival_s - now_s))
-    return sum(one.num_output for one in requests) / now_s, sum(latencies) / len(latencies)
+    forget()
+    measured.duration_s = now_s
+    return measured
+
+
+def drawn(engine: Engine, num_requests: int) -> dict[str, list[SimulatedRequest]]:
+    """Measure the capacity for each workload's lengths, and draw its requests. The first run warms up."""
+    loads, capacities = {}, dict[tuple[int, int], float]()
+    for name, (share, options) in WORKLOADS.items():
+        lengths = options["input_tokens"], options["output_tokens"]
+        if lengths not in capacities:
+            together = RandomLoad(rate=ALL_AT_ONCE, num_requests=max(64, num_requests // 4), **options).requests()
+            run(engine, together)
+            capacities[lengths] = statistics.median(len(together) / run(engine, together).duration_s for _ in range(3))
+            print(f"capacity at {lengths[0]} + {lengths[1]} tokens: {capacities[lengths]:.1f} requests/s", flush=True)
+        rate = share * capacities[lengths]
+        loads[name] = RandomLoad(rate=rate, num_requests=num_requests, **options).requests()
+    return loads
+
+
+@dataclass(slots=True)
+class Round:
+    """One workload in one round, between two calibrations."""
+
+    measured: Measured
+    calibrations: tuple[Calibration, ...]
+    simulated: list[Summary] = field(default_factory=list)
+
+    def simulate(self) -> None:
+        """Run the same requests on the virtual clock, under each calibration."""
+        for one in self.calibrations:
+            engine = one.engine(EngineConfig(**SETTINGS))
+            self.simulated.append(simulate(engine, self.measured.requests).summary(Targets()))
+
+    @property
+    def drift(self) -> float:
+        """How much longer or shorter the measured steps would take by the later calibration than by the earlier."""
+        earlier_s, later_s = (sum(_seconds_of(work, [one.times]) for work, _ in self.measured.steps)
+                              for one in self.calibrations)
+        return abs(later_s / earlier_s - 1)
+
+    @property
+    def throughput_error(self) -> float:
+        """Simulated over measured tokens per second, less 1."""
+        return statistics.fmean(one.output_tokens_per_s for one in self.simulated) / self.measured.tokens_per_s - 1
+
+    @property
+    def latency_error(self) -> float:
+        """Simulated over measured mean latency, less 1."""
+        return statistics.fmean(one.latency.mean_s for one in self.simulated) / self.measured.mean_latency_s - 1
+
+    def latency_per_step_time(self) -> float:
+        """Return by how many times as much, in relation, the mean latency moves as the time of all steps does."""
+        costs = self.calibrations[0].times
+        engine = self.calibrations[0].engine(EngineConfig(**SETTINGS))
+        slower = SimulatedEngine(times=LoadTimes(*(_SLOWER * cost for cost in astuple(costs))), model=engine.model,
+                                 config=engine.config)
+        moved_s = simulate(slower, self.measured.requests).summary(Targets()).latency.mean_s
+        return (moved_s / self.simulated[0].latency.mean_s - 1) / (_SLOWER - 1)
 
 
 def steps_per_second() -> tuple[float, float]:
@@ -123,48 +203,49 @@ def main() -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="demo", help="a directory with a model and its tokenizer")
     model.add_argument("--model-size", choices=sorted(SIZES), help="random weights of this size instead")
-    parser.add_argument("--seconds", type=float, default=15.0, help="how long to calibrate in each round")
-    parser.add_argument("--requests", type=int, default=200, help="requests of each workload")
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long each calibration takes")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of each workload")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    loads: dict[str, list[SimulatedRequest]] = {}
-    rounds = defaultdict[str, list[Round]](list)
     # Why one engine: what a new one tries out to choose its threads is no cost of a load.
     with model_of(given) as directory, Engine.from_pretrained(directory, **SETTINGS) as engine:
-        for seed in range(given.rounds):
-            found = calibrate(engine, "model", seconds=given.seconds, seed=seed)
-            print(f"{found.num_steps} steps measured, mean error {found.mean_error:.0%}: {found.times}")
-            simulated = found.engine(EngineConfig(**SETTINGS))
-            loads = loads or workloads(_capacity(simulated), given.requests)
-            for name, requests in loads.items():
-                steps, manager = Steps(found.times), PluginManager()
-                manager.add(steps, "steps")
-                forget = engine.hooks.add(manager)
-                real = run(engine, requests, steps)
-                forget()
-                summary = simulate(simulated, requests).summary(Targets())
-                rounds[name].append((real, (summary.output_tokens_per_s, summary.latency.mean_s)))
-                print(f"{name}: {steps}; simulated {summary.num_steps}", flush=True)
-    table = Table("workload", "tokens/s", "error", "mean latency, ms", "error")
-    for name, done in rounds.items():
-        table.add_row(name, *(cell for what, unit in ((0, 1.0), (1, 1e3)) for cell in _cells(done, what, unit)))
-    Console().print(table)
+        loads = drawn(engine, given.requests)
+        calibrations, measured = [calibrate(engine, "model", seconds=given.seconds)], list[Measured]()
+        for _ in range(given.rounds):
+            for requests in loads.values():
+                measured.append(run(engine, requests))
+                calibrations.append(calibrate(engine, "model", seconds=given.seconds, seed=len(calibrations)))
+    rounds = defaultdict[str, list[Round]](list)
+    for place, (real, around) in enumerate(zip(measured, pairwise(calibrations), strict=True)):
+        name = list(loads)[place % len(loads)]
+        rounds[name].append(one := Round(real, around))
+        one.simulate()
+        errors = real.cost_errors([found.times for found in around])
+        print(f"{name}: {len(real.steps)} steps in {real.duration_s:.1f} s; costs off by {errors[0]:+.1%} in steps "
+              f"that only decode, {errors[1]:+.1%} in those with prompts; calibrations {one.drift:.1%} apart")
+    Console(width=140).print(_table(rounds))
     speed, rows = steps_per_second()
     print(f"{speed:,.0f} simulated steps per second of CPU time, {rows:.0f} rows in the mean")
 
 
-def _cells(rounds: list[Round], what: int, unit: float) -> tuple[str, str]:
-    """Return what was measured and how far the simulations were off: medians, and the least and the most."""
-    measured = sorted(unit * real[what] for real, _ in rounds)
-    errors = sorted(simulated[what] / real[what] - 1 for real, simulated in rounds)
-    return (f"{statistics.median(measured):.1f} ({measured[0]:.1f} to {measured[-1]:.1f})",
-            f"{statistics.median(errors):+.1%} ({errors[0]:+.1%} to {errors[-1]:+.1%})")
+def _table(rounds: dict[str, list[Round]]) -> Table:
+    """Lay out what was measured and how far the simulations were off: medians, and the least and the most."""
+    num_rounds = min(map(len, rounds.values()))
+    table = Table("workload", "arrivals / capacity", "busy", "tokens/s", "error", "mean latency, ms", "error",
+                  "per 1 % of step time", "calibrations apart", title=f"{num_rounds} rounds: median (range)")
+    for name, done in rounds.items():
+        real = [one.measured for one in done]
+        table.add_row(
+            name, f"{WORKLOADS[name][0]:.1f}", f"{statistics.median(one.busy_share for one in real):.0%}",
+            _range([one.tokens_per_s for one in real], ".0f"), _range([one.throughput_error for one in done], "+.1%"),
+            _range([1e3 * one.mean_latency_s for one in real], ".1f"),
+            _range([one.latency_error for one in done], "+.1%"), f"{done[0].latency_per_step_time():.1f} %",
+            _range([one.drift for one in done], ".1%"))
+    return table
 
 
-def _capacity(engine: SimulatedEngine) -> float:
-    """Requests per second that the simulated engine completes when all come at once."""
-    requests = RandomLoad(rate=1e5, num_requests=300, input_tokens=96, output_tokens=48).requests()
-    return simulate(engine, requests).summary(Targets()).requests_per_s
+def _range(values: list[float], form: str) -> str:
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 if __name__ == "__main__":

@@ -72,6 +72,14 @@ def _show_what_if(recording: Recording, changes: dict[str, Any]) -> None:
     if settings["max_num_batched_tokens"] < settings["max_num_seqs"]:
         raise InvalidConfig("max_num_batched_tokens: allowed is at least max_num_seqs, so that every row can advance.")
     found = what_if.compare(recording, changes)
+    for made in found.starting_states:
+        if made.num_preempted or made.num_evicted or made.refused:
+            common.console().print(f"to begin with, {made.num_preempted} sequences are preempted, {made.num_evicted} cached "
+                                   f"blocks evicted, {len(made.refused)} sequences refused as too long for the pool")
+    if found.left_at is None:
+        common.console().print(f"all decisions of {found.num_equal_steps} steps are the recorded ones")
+    else:
+        common.console().print(f"the first other decision comes after {found.num_equal_steps} steps")
     recorded, modelled, changed = found.recorded, found.modelled, found.changed
     table = Table("", "recorded", "modelled", ", ".join(f"{name} {value}" for name, value in changes.items()))
     rows = [
@@ -88,7 +96,7 @@ def _show_what_if(recording: Recording, changes: dict[str, Any]) -> None:
     for row in rows:
         table.add_row(*row)
     common.console().print(table)
-    common.console().print('"modelled": recorded settings on the virtual clock from an empty pool; compare with it')
+    common.console().print('"modelled": recorded settings, on the virtual clock from the same step on; compare with it')
 
 
 def _show_point(

@@ -7,7 +7,7 @@ the gate) is in the recording, and everything else follows from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pagedcore.errors import InternalError, PagedcoreError, RecordingError
@@ -62,14 +62,14 @@ def replay_decisions(recording: Recording) -> Replayed:
     Raises ``RecordingError`` if the recording is not consistent in itself.
     """
     replayed = Replayed()
-    before: _SegmentReplay | None = None
+    before: SegmentReplay | None = None
     for number, segment in enumerate(recording.segments):
         if before is not None and segment["is_continuous"]:
             one, other = comparable(segment["state"]), comparable(capture(before.scheduler))
             if (was := canonical(one)) != (now := canonical(other)):
                 replayed.difference = Difference(number, 0, "state", was, now)
                 return replayed
-        before = _SegmentReplay(recording, segment)
+        before = SegmentReplay(recording, segment, *begin(segment))
         replayed.num_segments += 1
         before.run(number, replayed)
         if replayed.difference is not None:
@@ -96,23 +96,36 @@ def begin(segment: Mapping[str, Any]) -> tuple[Scheduler, dict[int, ReplayedSequ
     return scheduler, sequences
 
 
-@dataclass(slots=True)
-class _SegmentReplay:
-    recording: Recording
-    segment: Mapping[str, Any]
-    scheduler: Scheduler = field(init=False)
-    sequences: dict[int, ReplayedSequence] = field(init=False)
-    _plan: SchedulePlan | None = field(init=False, default=None)
-    _rows: dict[int, int] = field(init=False, default_factory=dict)
+class SegmentReplay:
+    """Takes what happened in a segment again, from its recorded state or from another one.
 
-    def __post_init__(self) -> None:
-        self.scheduler, self.sequences = begin(self.segment)
-        self._rows = {one["plain"]["sequence_id"]: one["row"] for one in self.segment["state"]["sequences"]}
+    Args:
+        recording: what the segment is part of.
+        segment: whose rows the sequences have.
+        scheduler: the state to begin with.
+        sequences: those in it, by id.
+    """
+
+    def __init__(
+        self, recording: Recording, segment: Mapping[str, Any], scheduler: Scheduler,
+        sequences: dict[int, ReplayedSequence],
+    ) -> None:
+        self.recording, self.scheduler, self.sequences = recording, scheduler, sequences
+        self.plan: SchedulePlan | None = None
+        """The latest one."""
+        self._rows: dict[int, int] = {}
+        self.continue_with(segment)
+
+    def continue_with(self, segment: Mapping[str, Any]) -> None:
+        """Go on with a segment that begins where the one before it ends."""
+        self.segment = segment
+        self._rows |= {one["plain"]["sequence_id"]: one["row"] for one in segment["state"]["sequences"]}
 
     def run(self, number: int, replayed: Replayed) -> None:
+        """Take all decisions of the segment, up to the first that differs."""
         for place, (_, verb, arguments, recorded) in enumerate(self.segment["events"]):
             try:
-                decided = self._do(verb, arguments, recorded)
+                decided = self.take(verb, arguments, recorded)
             except RecordingError:
                 raise
             except Exception as error:
@@ -125,21 +138,25 @@ class _SegmentReplay:
                     replayed.difference = Difference(number, place, verb, was, now)
                     return
 
-    def _do(self, verb: str, given: list[Any], recorded: Any) -> Any:
+    def take(self, verb: str, given: list[Any], recorded: Any) -> Any:
+        """Let one event happen; return what was decided, as ``decision_of``.
+
+        Raises ``RecordingError`` for an event of an unknown kind, and whatever the scheduler raises.
+        """
         match verb:
             case "schedule":
-                self._plan = self.scheduler.schedule(*given)
-                return decision_of(verb, self._plan)
+                self.plan = self.scheduler.schedule(*given)
+                return decision_of(verb, self.plan)
             case "make_room" | "reserve" | "rollback":
-                return decision_of(verb, getattr(self.scheduler, verb)(self._plan))
+                return decision_of(verb, getattr(self.scheduler, verb)(self.plan))
             case "commit":
                 return self._commit(given, recorded)
             case "in_session":
                 self.sequences[given[0]].is_in_session = True
             case "observe":
                 self.scheduler.costs.step.observe(*given)
-                if self._plan is not None and self._plan.rows:
-                    self.scheduler.queues.observe(self._plan, given[1])
+                if self.plan is not None and self.plan.rows:
+                    self.scheduler.queues.observe(self.plan, given[1])
             case "begin_step":
                 self.scheduler.begin_step(*given)
             case "request":
@@ -179,7 +196,7 @@ class _SegmentReplay:
         return self.sequences.get(value, value) if is_number else value
 
     def _commit(self, given: list[Any], recorded: Any) -> Any:
-        plan = self._plan
+        plan = self.plan
         if plan is None or not isinstance(recorded, list):
             raise RecordingError("it has a step without a plan")
         for row in plan.rows:

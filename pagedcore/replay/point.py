@@ -15,6 +15,7 @@ from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidRequest, RecordingError, RecordingMismatch
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.recorder.recording import Recording
+from pagedcore.replay.lives import described_in
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.request import Request
@@ -136,23 +137,13 @@ def _latest_turn(recording: Recording, number: int) -> tuple[Mapping[str, Any], 
         for _, verb, given, _ in segment["events"]:
             known.append((given, given[1] if verb == "commit" else []))
         for values, grown in known:
-            for one in _described_in(values):
+            for one in described_in(values):
                 if one["plain"]["sequence_id"] == number:
                     described, num_tokens = one, one["num_tokens"]
             num_tokens += number in grown
     if described is None:
         raise RecordingError("the request's tokens are no longer in it")
     return described, num_tokens
-
-
-def _described_in(values: Any) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
-    for one in values:
-        if isinstance(one, dict) and "plain" in one:
-            found.append(one)
-        elif isinstance(one, list):
-            found += _described_in(one)
-    return found
 
 
 def _params_of(described: Mapping[str, Any]) -> SamplingParams:

@@ -1,187 +1,162 @@
-"""What would have happened under other settings: the requests of a recording on a virtual clock, decided anew.
+"""What would have happened under other settings: the recording itself up to the first decision that differs, and from
+there its requests on a virtual clock.
 
-Arrivals, prompts and lengths are the recorded ones; a step takes what the recorded steps teach for its tokens, a
-transfer likewise. It begins with an empty pool: what ran when the recording began arrives at its first moment.
+It begins in the recorded state. As long as every decision is the recorded one, clock readings, arrivals, lengths and
+transfers are those of the recording too. From the first other decision on arrivals, prompts and lengths are still the
+recorded ones; a step takes what the recorded steps teach for its tokens, a transfer likewise, and a request that was
+aborted ends with as many tokens as it had.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from statistics import fmean, median
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any
 
-from pagedcore.errors import EngineOverloaded, RecordingError, RequestTooLarge
+from pagedcore.errors import EngineOverloaded, PagedcoreError, RecordingError, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
-from pagedcore.outputs import FinishReason
-from pagedcore.recorder.recording import Recording
-from pagedcore.recorder.state import ReplayedSequence, build_scheduler, sequence_of
-from pagedcore.replay.decisions import begin, load_policy
-from pagedcore.scheduler.cost_model import CostModel, Line
+from pagedcore.recorder.recording import Recording, canonical
+from pagedcore.recorder.state import sequence_of
+from pagedcore.replay.decisions import SegmentReplay
+from pagedcore.replay.lives import (
+    EVERYTHING,
+    Life,
+    Outcome,
+    Place,
+    events_between,
+    learnt_costs,
+    lives_of,
+    recorded_outcome,
+    require_no_branches,
+)
+from pagedcore.replay.starting_state import StartingState, starting_state
 from pagedcore.scheduler.plan import SchedulePlan
-
-_BRANCHING: Final = ("add_branch", "cancel_branch")
-_MOST_TYPICAL: Final = 20.0
-
-
-@dataclass(slots=True, eq=False)
-class Life:
-    """One sequence's turn as it was recorded."""
-
-    number: int
-    described: Mapping[str, Any]
-    row: array[int]
-    arrival_s: float
-    length: int
-    """Tokens at its end, or at the recording's."""
-    end: FinishReason | None = None
-    """``None``: it had not ended when the recording was written."""
-    start_s: float | None = None
-    end_s: float | None = None
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of the requests under some settings."""
-
-    num_steps: int = 0
-    seconds: float = 0.0
-    num_preemptions: int = 0
-    num_refused: int = 0
-    """Sequences that the pool or the queue is too small for."""
-    waits_s: dict[int, float] = field(default_factory=dict)
-    """From arrival to first start, by sequence."""
-    finished: list[int] = field(default_factory=list)
-    """Sequences in the order of their ends."""
-
-    @property
-    def mean_wait_s(self) -> float:
-        """Mean of all waits; 0 without any."""
-        return fmean(self.waits_s.values()) if self.waits_s else 0.0
-
-    @property
-    def longest_wait_s(self) -> float:
-        """The longest wait; 0 without any."""
-        return max(self.waits_s.values(), default=0.0)
-
-
-def recorded_outcome(recording: Recording, lives: list[Life]) -> Outcome:
-    """Return what the recording itself shows."""
-    events = [event for segment in recording.segments for event in segment["events"]]
-    outcome = Outcome(seconds=events[-1][0] - events[0][0] if events else 0.0)
-    for _, verb, _, decision in events:
-        outcome.num_steps += verb == "commit"
-        if verb == "schedule" and isinstance(decision, list):
-            outcome.num_preemptions += len(decision[1].get("preempted", ()))
-    outcome.waits_s = {one.number: one.start_s - one.arrival_s for one in lives if one.start_s is not None}
-    ended = [(one.end_s, one.number) for one in lives if one.end_s is not None]
-    outcome.finished = [number for _, number in sorted(ended)]
-    return outcome
-
-
-def lives_of(recording: Recording) -> list[Life]:
-    """Return the turns of all sequences of a recording, in the order of their arrivals.
-
-    Raises ``RecordingError`` if sequences branched (beam search): what they do depends on each other's logits.
-    """
-    lives, open_lives = list[Life](), dict[int, Life]()
-
-    def arrive(described: Mapping[str, Any], now_s: float) -> None:
-        number = described["plain"]["sequence_id"]
-        _, row = recording.rows[described["row"]]
-        open_lives[number] = Life(number, described, row, now_s, described["num_tokens"])
-        lives.append(open_lives[number])
-
-    for segment in recording.segments:
-        first_s = segment["events"][0][0] if segment["events"] else 0.0
-        queued = {*segment["state"]["waiting"], *segment["state"]["running"]}
-        for described in segment["state"]["sequences"]:
-            number = described["plain"]["sequence_id"]
-            if number in queued and number not in open_lives:
-                arrive(described, first_s)
-        for now_s, verb, given, decision in segment["events"]:
-            if verb in _BRANCHING:
-                raise RecordingError("sequences branch in it (beam search), so other decisions are not known")
-            if verb == "add_sequences":
-                for described in given:
-                    arrive(described, now_s)
-            _follow(open_lives, now_s, verb, given, decision)
-    return lives
-
-
-def _follow(lives: dict[int, Life], now_s: float, verb: str, given: list[Any], decision: Any) -> None:
-    if verb == "schedule" and isinstance(decision, list):
-        for number in decision[1].get("admitted", ()):
-            if number in lives and lives[number].start_s is None:
-                lives[number].start_s = now_s
-    elif verb == "commit":
-        for number in given[1]:
-            if number in lives:
-                lives[number].length += 1
-        for number, reason in decision:
-            _end(lives, number, reason, now_s)
-    elif verb == "finish_sequence":
-        number = given[0]["plain"]["sequence_id"] if isinstance(given[0], dict) else given[0]
-        _end(lives, number, given[1], now_s)
-
-
-def _end(lives: dict[int, Life], number: int, reason: FinishReason, now_s: float) -> None:
-    if (life := lives.pop(number, None)) is not None:
-        life.end, life.end_s = reason, now_s
-
-
-def learnt_costs(recording: Recording) -> CostModel:
-    """Return the cost model that the recording begins with, taught by the recorded steps."""
-    scheduler, _ = begin(recording.segments[0])
-    steps = [given for segment in recording.segments for _, verb, given, _ in segment["events"] if verb == "observe"]
-    typical_s = median(seconds for _, seconds in steps) if steps else 0.0
-    scheduler.costs.step = Line(typical_s, 0.0)
-    for num_tokens, seconds in steps:
-        # Why not all: a step in which kernels were compiled says nothing of others.
-        if seconds <= _MOST_TYPICAL * typical_s:
-            scheduler.costs.step.observe(num_tokens, seconds)
-    return scheduler.costs
 
 
 class WhatIf:
-    """One run of recorded requests under given settings."""
+    """One run of a recording under given settings."""
 
-    def __init__(self, recording: Recording, lives: list[Life], changes: Mapping[str, Any]) -> None:
-        """Take settings for those of the recording; all else stays. Raises ``RecordingError``, ``InvalidConfig``."""
+    def __init__(self, recording: Recording, changes: Mapping[str, Any], leave_at: Place = EVERYTHING) -> None:
+        """Take settings for those of the recording; all else stays.
+
+        Args:
+            recording: what was recorded.
+            changes: settings by name, as in ``settings_of``.
+            leave_at: go on by the virtual clock from this place, even if decisions are still equal.
+
+        Raises ``RecordingError`` if it has no steps, is not consistent in itself, or a setting is none.
+        """
         if not recording.segments:
             raise RecordingError("it has no steps")
+        self._recording, self._leave_at = recording, leave_at
         # Why first: it refuses a recording whose settings are none.
-        self.outcome, self._costs = Outcome(), learnt_costs(recording)
-        settings = {**recording.segments[0]["settings"], **changes}
-        if changes.get("policy", settings["policy"]) != recording.segments[0]["settings"]["policy"]:
-            settings["policy_options"] = {}
-        settings["max_num_waiting"] = max(settings["max_num_waiting"], len(lives))
-        self.scheduler = build_scheduler(settings, load_policy)
-        self._lives = {one.number: one for one in lives}
-        self._coming = sorted(lives, key=lambda one: one.arrival_s, reverse=True)
+        self._costs, self._lives_in_order = learnt_costs(recording), lives_of(recording)
+        num_waiting = max(recording.segments[0]["settings"]["max_num_waiting"], len(self._lives_in_order))
+        # Why: who was accepted is accepted; a queue that empties later must not refuse it.
+        self._is_changed, self._changes = bool(changes), {**changes, "max_num_waiting": num_waiting}
+        self.starting_states: list[StartingState] = []
+        """One, and one more for every place where the recording begins anew."""
+        self.left_at: Place | None = None
+        """The first place whose decision is not the recorded one; ``None``: all are equal."""
+        self._replay = self._begin_at(0)
+        self.outcome = Outcome()
+        self._coming: list[Life] = []
         self._postponed: list[Life] = []
+        self._lives: dict[int, Life] = {}
         self._arrived_s: dict[int, float] = {}
-        self._sequences: dict[int, ReplayedSequence] = {}
         self._moving: dict[int, float] = {}
-        self._now_s = self._start_s = self._coming[-1].arrival_s if self._coming else 0.0
+        self._now_s = self._start_s = self._first_s(0)
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler that decides."""
+        return self._replay.scheduler
 
     def run(self) -> Outcome:
-        """Run to the end of all requests, or to where nothing can progress."""
-        while self._coming or self._postponed or self.scheduler.has_work:
-            self._arrive()
-            self._settle()
-            if not self._step() and not self._sleep():
-                break
-        self.outcome.seconds = self._now_s - self._start_s
+        """Follow the recording while its decisions are taken, then go on to the end of all requests, or to where
+        nothing can progress.
+
+        Raises ``RecordingError`` if sequences branch (beam search) after the first other decision.
+        """
+        self.left_at = self._follow()
+        self.outcome = recorded_outcome(self._recording, self.left_at or EVERYTHING)
+        if self.left_at is not None:
+            require_no_branches(self._recording, self.left_at)
+            self._leave(self.left_at)
+            while self._coming or self._postponed or self.scheduler.has_work:
+                self._arrive()
+                self._settle()
+                if not self._step() and not self._sleep():
+                    break
+            self.outcome.seconds = self._now_s - self._start_s
         return self.outcome
+
+    def _first_s(self, number: int) -> float:
+        events = self._recording.segments[number]["events"]
+        return float(events[0][0]) if events else 0.0
+
+    def _begin_at(self, number: int) -> SegmentReplay:
+        segment = self._recording.segments[number]
+        made = starting_state(segment, self._changes, self._first_s(number))
+        self.starting_states.append(made)
+        return SegmentReplay(self._recording, segment, made.scheduler, made.sequences)
+
+    def _follow(self) -> Place | None:
+        """Take recorded decisions; return the place of the first that is another one."""
+        for number, segment in enumerate(self._recording.segments):
+            if number and segment["is_continuous"]:
+                self._replay.continue_with(segment)
+            elif number:
+                self._replay = self._begin_at(number)
+            if self.starting_states[-1].refused:
+                return number, 0
+            for place, (_, verb, given, recorded) in enumerate(segment["events"]):
+                if (number, place) == self._leave_at:
+                    return number, place
+                try:
+                    decided = self._replay.take(verb, given, recorded)
+                except (RequestTooLarge, EngineOverloaded):
+                    return number, place
+                except PagedcoreError as error:
+                    decided = {"raised": type(error).__name__}
+                if not self._is_same(verb, recorded, decided):
+                    return number, place + (verb != "schedule")
+        return None
+
+    def _is_same(self, verb: str, recorded: Any, decided: Any) -> bool:
+        if self._is_changed:
+            recorded, decided = _without_blocks(verb, recorded), _without_blocks(verb, decided)
+        return canonical(recorded) == canonical(decided)
+
+    def _leave(self, place: Place) -> None:
+        """Go over to the virtual clock: what is in the scheduler stays as it is, what comes later arrives later."""
+        scheduler = self.scheduler
+        if (plan := self._replay.plan) is not None and scheduler.is_in_flight(plan):
+            scheduler.rollback(plan)
+        later = list(events_between(self._recording, place, EVERYTHING))
+        self._now_s = later[0][0] if later else self._now_s
+        before = lives_of(self._recording, place)
+        live = {one.sequence_id for one in (*scheduler.waiting, *scheduler.running)}
+        for known, life in zip(before, self._lives_in_order, strict=False):
+            if known.end is None and life.number in live:
+                self._lives[life.number], self._arrived_s[life.number] = life, life.arrival_s
+        self._coming = sorted(self._lives_in_order[len(before) :], key=lambda one: one.arrival_s, reverse=True)
+        self.outcome.num_refused = sum(len(made.refused) for made in self.starting_states)
+        self.outcome.num_preemptions += sum(made.num_preempted for made in self.starting_states)
+        for number in live:
+            if not self._num_left(number):
+                self._finish(number)
+        ends = {given[0]: now_s for now_s, verb, given, _ in later if verb == "complete_transfer"}
+        due = {one.transfer_id for one in scheduler.moves.due}
+        for number in scheduler.kv_cache.host.in_flight.keys() - due:
+            self._moving[number] = ends.get(number, self._now_s + self._seconds_of_known(number))
 
     def _arrive(self) -> None:
         due, self._postponed = self._postponed, []
         while self._coming and self._coming[-1].arrival_s <= self._now_s:
             due.append(self._coming.pop())
         for life in due:
-            earlier = self._sequences.get(life.number)
+            earlier = self._replay.sequences.get(life.number)
             if earlier is not None and earlier.finish_reason is None:
                 # Why: a further turn cannot come before the one before it has ended.
                 self._postponed.append(replace(life, arrival_s=self._now_s))
@@ -195,7 +170,8 @@ class WhatIf:
 
     def _add(self, life: Life) -> None:
         self._lives[life.number] = life
-        sequence = self._sequences[life.number] = sequence_of({**life.described, "status": "waiting"})
+        self.outcome.waits_s.pop(life.number, None)
+        sequence = self._replay.sequences[life.number] = sequence_of({**life.described, "status": "waiting"})
         sequence.num_computed_tokens = sequence.num_preemptions = sequence.num_protected_tokens = 0
         sequence.arrival_s = life.arrival_s
         sequence.num_cached_tokens = sequence.finish_reason = None
@@ -207,10 +183,10 @@ class WhatIf:
             sequence.finish_reason = "error"
 
     def _num_left(self, number: int) -> int:
-        return self._lives[number].length - len(self._sequences[number].token_ids)
+        return self._lives[number].length - len(self._replay.sequences[number].token_ids)
 
     def _finish(self, number: int) -> None:
-        self.scheduler.finish_sequence(self._sequences[number], self._lives[number].end or "abort")
+        self.scheduler.finish_sequence(self._replay.sequences[number], self._lives[number].end or "abort")
         self.outcome.finished.append(number)
 
     def _gate_s(self) -> float:
@@ -267,7 +243,7 @@ class WhatIf:
                 life, known = self._lives[number], len(row.sequence.token_ids)
                 sampled[number] = life.row[known]
                 if known + 1 == life.length:
-                    self._sequences[number].next_end = life.end or "abort"
+                    self._replay.sequences[number].next_end = life.end or "abort"
         for new in self.scheduler.commit(plan, sampled):
             if new.finish_reason is not None:
                 self.outcome.finished.append(new.sequence.sequence_id)
@@ -289,27 +265,47 @@ class WhatIf:
             yield self._gate_s()
 
 
+def _without_blocks(verb: str, decided: Any) -> Any:
+    """Return what was decided about sequences, without the numbers of blocks: another pool gives others."""
+    if verb == "reserve":
+        return None
+    if verb == "schedule" and not isinstance(decided, dict):
+        rows, rest = decided
+        named = {name: [[one[0], one[-1]] for one in rest[name]] for name in ("matches", "loaded") if name in rest}
+        return [rows, {**rest, **named}]
+    if verb in ("make_room", "take_due") and isinstance(decided, list):
+        return [[*one[:3], len(one[3])] for one in decided]
+    return decided
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The same requests three times."""
 
     recorded: Outcome
     modelled: Outcome
-    """The recorded settings on the virtual clock."""
+    """The recorded settings, on the virtual clock from where ``changed`` left the recording."""
     changed: Outcome
+    left_at: Place | None
+    """Where the first other decision was taken; ``None``: all are equal."""
+    num_equal_steps: int
+    """Steps before it."""
+    starting_states: list[StartingState]
 
 
 def compare(recording: Recording, changes: Mapping[str, Any]) -> Comparison:
     """Run the requests of a recording under its own settings and under others, which are those of ``settings_of``.
 
-    Raises ``RecordingError`` if sequences branch in it, a setting is none, or it is not consistent in itself.
+    Raises ``RecordingError`` if a setting is none, it is not consistent in itself, or sequences branch in it after the
+    first other decision.
     """
     try:
-        lives = lives_of(recording)
-        return Comparison(
-            recorded_outcome(recording, lives), WhatIf(recording, lives, {}).run(),
-            WhatIf(recording, lives, changes).run(),
-        )
+        changed = WhatIf(recording, changes)
+        outcome, left_at = changed.run(), changed.left_at
+        modelled = WhatIf(recording, {}, left_at or EVERYTHING).run()
+        before = recorded_outcome(recording, left_at or EVERYTHING)
+        return Comparison(recorded_outcome(recording), modelled, outcome, left_at, before.num_steps,
+                          changed.starting_states)
     except RecordingError:
         raise
     except Exception as error:  # whatever forged events lead to

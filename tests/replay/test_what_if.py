@@ -10,7 +10,8 @@ import pytest
 from pagedcore import SamplingParams
 from pagedcore.errors import RecordingError
 from pagedcore.recorder.recording import Recording, read_recording
-from pagedcore.replay.what_if import Outcome, WhatIf, changed_order, lives_of, recorded_outcome
+from pagedcore.replay.lives import Outcome, lives_of, recorded_outcome
+from pagedcore.replay.what_if import WhatIf, changed_order
 from support.doubles import FakeClock, ToyBackend
 from support.recordings import dumped, recorded_life, run_all, toy_engine
 from support.torture import first_seed, scaled
@@ -43,7 +44,7 @@ def recorded(folder: Path, **settings: Any) -> Recording:
 
 
 def outcome(recording: Recording, **changes: Any) -> Outcome:
-    return WhatIf(recording, lives_of(recording), changes).run()
+    return WhatIf(recording, changes, leave_at=(0, 0)).run()
 
 
 def test_the_recorded_settings_give_about_what_was_recorded(tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_the_recorded_settings_give_about_what_was_recorded(tmp_path: Path) -> N
     one for an arrival just before or after a step, and, where steps take what their tokens say, in the recorded time.
     """
     recording = recorded(tmp_path)
-    was, modelled = recorded_outcome(recording, lives_of(recording)), outcome(recording)
+    was, modelled = recorded_outcome(recording), outcome(recording)
     assert modelled.finished == was.finished
     assert abs(modelled.num_steps - was.num_steps) <= 1
     assert modelled.seconds == pytest.approx(was.seconds, rel=0.1)
@@ -94,7 +95,7 @@ def test_any_recorded_life_ends_under_any_settings(tmp_path: Path) -> None:
         recording = read_recording(path)
         lives = lives_of(recording)
         for changes in ({}, {"num_blocks": 40, "num_host_blocks": 0}, {"policy": "priority", "preemption": "shrink"}):
-            found = WhatIf(recording, lives, changes).run()
+            found = WhatIf(recording, changes).run()
             assert len(found.finished) + found.num_refused == len(lives), (seed, changes)
 
 
