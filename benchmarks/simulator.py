@@ -1,6 +1,6 @@
 """The simulator beside the machine: three workloads for real and simulated, and how fast it simulates.
 
-    python benchmarks/simulator.py [--model demo | --model-size 80m] [--seconds 3] [--requests 1000] [--rounds 5]
+    python benchmarks/simulator.py [--model demo | --model-size 80m] [--seconds 3] [--requests 700] [--rounds 7]
 
 It first measures what the engine completes of each workload's lengths when all requests come at once: its capacity.
 Arrivals are a stated share of that, 0.7 or 2: between 1 and 1.5 the latency has no stable mean, because errors of step
@@ -204,8 +204,8 @@ def main() -> None:
     model.add_argument("--model", default="demo", help="a directory with a model and its tokenizer")
     model.add_argument("--model-size", choices=sorted(SIZES), help="random weights of this size instead")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each calibration takes")
-    parser.add_argument("--requests", type=int, default=1000, help="requests of each workload")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=700, help="requests of each workload")
+    parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     # Why one engine: what a new one tries out to choose its threads is no cost of a load.
     with model_of(given) as directory, Engine.from_pretrained(directory, **SETTINGS) as engine:

@@ -74,8 +74,9 @@ def _show_what_if(recording: Recording, changes: dict[str, Any]) -> None:
     found = what_if.compare(recording, changes)
     for made in found.starting_states:
         if made.num_preempted or made.num_evicted or made.refused:
-            common.console().print(f"to begin with, {made.num_preempted} sequences are preempted, {made.num_evicted} cached "
-                                   f"blocks evicted, {len(made.refused)} sequences refused as too long for the pool")
+            common.console().print(
+                f"to begin with, {made.num_preempted} sequences are preempted, {made.num_evicted} cached blocks "
+                f"evicted, and {len(made.refused)} sequences refused as too long for the pool")
     if found.left_at is None:
         common.console().print(f"all decisions of {found.num_equal_steps} steps are the recorded ones")
     else:
