@@ -31,6 +31,7 @@ from pagedcore.replay.lives import (
 )
 from pagedcore.replay.starting_state import StartingState, starting_state
 from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.scheduler import Scheduler
 
 
 class WhatIf:
@@ -68,7 +69,7 @@ class WhatIf:
         self._now_s = self._start_s = self._first_s(0)
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> Scheduler:
         """The scheduler that decides."""
         return self._replay.scheduler
 
