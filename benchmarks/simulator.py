@@ -119,7 +119,7 @@ def run(engine: Engine, requests: list[SimulatedRequest], seed: int = 0) -> Meas
             after_s = time.perf_counter()
             measured.note(after_s - before_s)
             now_s = after_s - start_s
-            # Why not all open requests: to ask hundreds of them in each step takes about 5 % of the time of a small model.
+            # Why not all open requests: to ask hundreds of them in each step takes 5 % of the time of a small model.
             for handle in [output.request for output in pending if output.request.is_done]:
                 measured.latencies_s.append(now_s - open_.pop(handle.request_id).arrival_s)
                 handle.remove()
