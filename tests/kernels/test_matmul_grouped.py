@@ -263,6 +263,26 @@ def test_weights_take_their_bits(bits: int) -> None:
         assert (product.weight.numel(), product.weight.dtype) == (0, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("bits", "kind"), [(4, "symmetric"), (4, "zeros"), (4, "least"), (8, "symmetric")])
+def test_scales_in_halves_have_the_bits_of_float32(bits: int, kind: str) -> None:
+    """Scales and least weights in float16, subnormal ones included, take half the memory and change no bit."""
+    for shape in ((130, 608, 2), (63, 96, 6)):
+        weight = weight_of(bits, shape, kind)
+        scales, zeros = weight.scales.half(), weight.zeros
+        scales[0] = 2.0**-24
+        wide = weight._replace(scales=scales.float())
+        if zeros is not None and zeros.is_floating_point():
+            zeros = zeros.half()
+            wide = wide._replace(zeros=zeros.float())
+        for dtype in (torch.float32, torch.bfloat16):
+            small, product = weight._replace(scales=scales, zeros=zeros).product(dtype), wide.product(dtype)
+            for num_rows in (1, 4, 5, 17, 70):
+                rows = torch.randn(num_rows, shape[1]).to(dtype)
+                assert torch.equal(small(rows), product(rows))
+            saved = 2 * scales.shape[1] * -(-shape[0] // 64) * 64 * (2 if kind == "least" else 1)
+            assert product.memory[1] - small.memory[1] == saved
+
+
 def test_the_original_may_change() -> None:
     """Values, scales, zero points and bias are copied."""
     weight, rows = weight_of(4, (70, 64, 2), "zeros"), rows_of(3, 64)
@@ -291,7 +311,9 @@ def test_other_rows_are_refused(change: Callable[[torch.Tensor], torch.Tensor]) 
     ({"values": torch.zeros(0, 64, dtype=torch.int8)}, "values"),
     ({"values": torch.zeros(8, 68, dtype=torch.int8)}, "68 inputs are not 2 groups of a multiple of 8"),
     ({"values": torch.zeros(8, 72, dtype=torch.int8)}, "72 inputs are not 2 groups of a multiple of 8"),
-    ({"scales": torch.zeros(8, 2, dtype=torch.float16)}, "scales: torch.float16"),
+    ({"scales": torch.zeros(8, 2, dtype=torch.bfloat16)}, "scales: torch.bfloat16"),
+    ({"values": torch.zeros(8, 64, dtype=torch.int8), "scales": torch.zeros(8, 2, dtype=torch.float16),
+      "zeros": torch.zeros(8, 2)}, "zeros: .* or torch.float16"),
     ({"scales": torch.zeros(7, 2)}, "scales"),
     ({"scales": torch.zeros(8)}, "scales"),
     ({"scales": torch.zeros(8, 0)}, "scales"),

@@ -114,6 +114,7 @@ class GGUF:
         return StoredWeight(
             f"w{kind.bits}a16", shape, dtype, shape[1] // kind.size * kind.num_groups, [rows],
             lambda: kind.weight(rows if order is None else rows[order], name), has_least=kind.has_least,
+            has_halves=kind.has_halves,
         )
 
     def replace_embedding(self, name: str, module: nn.Embedding, dtype: torch.dtype) -> None:

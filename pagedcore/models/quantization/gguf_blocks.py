@@ -1,7 +1,8 @@
 """ggml's types of tensors: how many numbers a block has, in how many bytes, and which integers and scales these are.
 
 Owns the arithmetic of bits of one block; rows of blocks become a ``QuantizedWeight``, whose numbers are those of the
-format in float32: scales of two levels are multiplied, which is exact for all of these.
+format: scales of one level in float16, as they are; scales of two levels are multiplied in float32, which is exact for
+all of these.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 ``QuantizedWeight.zeros``."""
 #: Numbers that are decoded at a time, so that a matrix takes little memory besides its integers.
 _AT_ONCE: Final = 2**22
+#: Numbers of a block whose scale is one of its own; larger blocks have scales of two levels.
+_ONE_LEVEL: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,11 @@ class BlockType:
     has_least: bool = False
     """Whether something is subtracted from products of scales and integers."""
     decode: Callable[[Blocks], _Parts] | None = None
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether scales, and what is subtracted, are float16."""
+        return self.decode is not None and self.size == _ONE_LEVEL
 
     def weight(self, rows: torch.Tensor, name: str) -> QuantizedWeight:
         """Return what uint8 [rows, bytes of a row] hold; ``name`` is for the error.
@@ -63,9 +71,9 @@ class BlockType:
 
 
 def _halves(blocks: Blocks, begin: int) -> torch.Tensor:
-    """Return the float16 at a place as float32 [..., 1]."""
+    """Return the float16 at a place, [..., 1]."""
     half: torch.Tensor = blocks[..., begin : begin + 2].contiguous().view(torch.float16)
-    return half.float()
+    return half
 
 
 def _nibbles(octets: torch.Tensor) -> torch.Tensor:
@@ -116,7 +124,7 @@ def _scales_of_k(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
     first, second, third = _split(blocks[..., 4:16], 3, 4).unbind(-2)
     scales = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), dim=-1)
     least = torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), dim=-1)
-    return _halves(blocks, 0) * scales, _halves(blocks, 2) * least
+    return _halves(blocks, 0).float() * scales, _halves(blocks, 2).float() * least
 
 
 def _q4_k(blocks: Blocks) -> _Parts:
@@ -132,7 +140,7 @@ def _q6_k(blocks: Blocks) -> _Parts:
     low = _nibbles(_split(blocks[..., :128], 2, 64)).flatten(-2)
     high = _bits(_split(blocks[..., 128:192], 2, 32), 2).flatten(-3)
     scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    return (low | high << 4).view(torch.int8) - 32, _halves(blocks, 208) * scales, None
+    return (low | high << 4).view(torch.int8) - 32, _halves(blocks, 208).float() * scales, None
 
 
 #: By number.

@@ -126,12 +126,12 @@ def _quantize(weight: torch.Tensor, size: int, bits: int) -> tuple[torch.Tensor,
 def dequantize(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, codebook: str = ""
 ) -> torch.Tensor:
-    """Return float32 [out, in]: ``scales * (values - zeros)``, or ``scales * values - zeros`` with zeros in float32.
+    """Return float32 [out, in]: ``scales * (values - zeros)``, or ``scales * values - zeros`` if zeros are no integers.
 
     Args:
         values: int8 [out, in].
-        scales: float32 [out, groups].
-        zeros: int8 or float32 [out, groups]; ``None``: 0.
+        scales: float32 or float16 [out, groups].
+        zeros: int8, or the format of the scales, [out, groups]; ``None``: 0.
         codebook: whose numbers are in the place of values; "": none.
     """
     numbers = torch.tensor(CODEBOOKS[codebook])[values.int() & 15] if codebook else values.float()

@@ -33,18 +33,19 @@ def refusal(found: str) -> ModelNotSupported:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight ``scales * (values - zeros)``, or ``scales * values - zeros`` with zeros in float32; group ``g`` of an
-    output is inputs ``g * in / groups`` and up.
+    """A weight ``scales * (values - zeros)``, or ``scales * values - zeros`` with zeros that are no integers; group
+    ``g`` of an output is inputs ``g * in / groups`` and up.
 
     With a codebook number ``values & 15`` of it is in the place of each value.
     """
 
     values: torch.Tensor
-    """int8 [out, in]; with 4 bits from -8 to 7, or from 0 to 15 with zeros in float32."""
+    """int8 [out, in]; with 4 bits from -8 to 7, or from 0 to 15 with zeros that are no integers."""
     scales: torch.Tensor
-    """float32 [out, groups]."""
+    """float32 or float16 [out, groups]."""
     zeros: torch.Tensor | None
-    """int8 [out, groups] in the numbers of the values, or float32 in those of the weight; ``None``: all are 0."""
+    """int8 [out, groups] in the numbers of the values, or in those of the weight in the format of the scales; ``None``:
+    all are 0."""
     codebook: str = ""
     """Of ``CODEBOOKS``, with 4 bits and no zero points; "": values are numbers."""
 
@@ -74,7 +75,9 @@ class StoredWeight:
     order: torch.Tensor | None = None
     """int64 [in]: which input each column of the values belongs to; ``None``: its own."""
     has_least: bool = False
-    """Whether zeros are in float32."""
+    """Whether zeros are no integers."""
+    has_halves: bool = False
+    """Whether scales, and such zeros, are float16."""
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
     """``token ids -> rows [..., in]`` of an embedding, in ``dtype``."""
     parts: Sequence[StoredWeight] = ()
@@ -99,14 +102,15 @@ class StoredWeight:
     def layout(self) -> tuple[Any, ...]:
         """What weights have in common whose values are packed side by side."""
         order = None if self.order is None else self.order.numpy().tobytes()
-        return self.scheme, self.num_groups, self.has_least, order
+        return self.scheme, self.num_groups, self.has_least, self.has_halves, order
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its product, or of an embedding; of zeros only those in float32 are counted."""
+        """Bytes of its product, or of an embedding; of zeros no integers are counted."""
         if self.look_up is not None:
             return sum(tensor.nbytes for tensor in self.tensors)
-        return packed_bytes(*self.shape, self.num_groups, 4 if self.scheme == "w4a16" else 8, self.has_least)
+        bits = 4 if self.scheme == "w4a16" else 8
+        return packed_bytes(*self.shape, self.num_groups, bits, self.has_least, self.has_halves)
 
     def product(self, bias: torch.Tensor | None) -> Matmul:
         """Pack the weight with its bias [out].
@@ -146,7 +150,7 @@ def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
     return StoredWeight(
         first.scheme, (sum(weight.shape[0] for weight in weights), first.shape[1]), first.dtype, first.num_groups,
         [tensor for weight in weights for tensor in weight.tensors], read, first.order, first.has_least,
-        parts=() if is_uniform else weights,
+        first.has_halves, parts=() if is_uniform else weights,
     )
 
 

@@ -39,6 +39,7 @@ def stored_of(tensor: Tensor, dtype: torch.dtype = torch.float32) -> StoredWeigh
     return StoredWeight(
         f"w{kind.bits}a16", shape, dtype, shape[1] // kind.size * kind.num_groups, [rows],
         lambda: kind.weight(rows.view(shape[0], -1), "layer"), has_least=kind.has_least,
+        has_halves=kind.has_halves,
     )
 
 

@@ -4,9 +4,9 @@ A weight is ``scale * (value - zero)``. The difference is a whole number below 2
 it is multiplied as it is, and a scale is applied to the sum of a chunk: ``CHUNK_STEPS`` steps at most, all of one
 group. Or a weight is ``scale`` times one of the sixteen numbers of a codebook, which are rounded to bfloat16 where
 pairs of them are multiplied. Or it is ``scale * value - least``, with a float for each group, which the sum of the
-chunk's inputs is multiplied with; values of 4 bits are from 0 to 15 then. A few rows unpack weights into registers
-while they come from memory; for more rows a chunk is unpacked once, into a buffer of 16 KiB. Both multiply the same
-numbers in the same order.
+chunk's inputs is multiplied with; values of 4 bits are from 0 to 15 then. A tile of rows unpacks weights into
+registers while they come from memory; of several tiles the first one leaves a chunk in a buffer of 16 KiB, where the
+others find it. All multiply the same numbers in the same order.
 
 Weights come in units of ``UNIT`` inputs by ``PANEL`` outputs. Of 4 bits: 32 bits for each output, input ``j`` from bit
 ``4 * (j // 2) + 16 * (j % 2)`` on, so that a shift brings a pair of inputs to the low ends of two words. Of 8 bits: the
@@ -70,14 +70,17 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
 #: their group; themselves, counted from 0, with a least weight; and, from the next number on, numbers of a codebook.
 WHOLE, WITH_ZEROS, WITH_LEAST = 0, 1, 2
 KIND_OF_CODEBOOK = {name: number for number, name in enumerate(CODEBOOKS, 3)}
-#: Bytes of a group's scales, which come before its weights, and of its zero points or (negated) least weights, which
-#: come between.
-SCALE_BYTES, OFFSET_BYTES = 4 * PANEL, {WITH_ZEROS: PANEL, WITH_LEAST: 4 * PANEL}
+#: How a tile finds its weights: packed; packed, and it leaves them in a buffer, unpacked; in that buffer.
+PACKED, KEPT, UNPACKED = 0, 1, 2
+#: Bytes of the buffer: weights of a chunk, then the group's scales and least weights in float32.
+BUFFER_WEIGHTS = CHUNK_STEPS * STEP_BYTES
+BUFFER_BYTES = BUFFER_WEIGHTS + 2 * 4 * PANEL
 
 _VECTORS = PANEL // LANES
 _WHOLE = ir.VectorType(INT32, LANES)
 _WORDS = ir.VectorType(INT16, 2 * LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
 _LINE = 64
 #: What numbers of 4 and of 5 bits are in two's complement.
 _SIGNED = {bits: [*range(2 ** (bits - 1)), *range(-(2 ** (bits - 1)), 0)] for bits in (4, 5)}
@@ -90,51 +93,80 @@ def unit_bytes(bits: int) -> int:
     return UNIT * PANEL * bits // 8
 
 
+def scale_bytes(halves: int) -> int:
+    """Bytes of a group's scales, which come before its weights: float16 or float32."""
+    return (2 if halves else 4) * PANEL
+
+
+def header_bytes(values: int, halves: int) -> int:
+    """Bytes of a group's scales, and of its zero points or (negated) least weights, which come next."""
+    return scale_bytes(halves) + {WITH_ZEROS: PANEL, WITH_LEAST: scale_bytes(halves)}.get(values, 0)
+
+
 def inputs_of_step(form: int) -> int:
     """Inputs that one step takes: a pair, or one."""
     return 2 if form == PAIRS else 1
 
 
 @njit(inline="always")
-def multiply_unpacked_tiles(
-    form: int, bits: int, values: int, most_sums: int, is_wide: int, rows: int, row_bytes: int, num_rows: int,
-    buffer: int, group: int, num_units: int, sums: int, is_first: int,
+def multiply_tiles_of_chunk(
+    form: int, bits: int, values: int, halves: int, most_sums: int, is_wide: int, rows: int, row_bytes: int,
+    num_rows: int, weights: int, group: int, num_units: int, sums: int, ahead: int, buffer: int,
 ) -> None:  # fmt: skip
-    """``multiply_grouped_tile`` for any number of rows by weights that are unpacked already."""
-    num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-    for tile in range(num_tiles):
-        row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+    """``multiply_grouped_tile`` for any number of rows: the first of several tiles unpacks weights for the others."""
+    if num_rows <= TILE_ROWS:
         multiply_few_rows(
-            form, bits, values, 0, most_sums, is_wide, rows + row * row_bytes, row_bytes, end - row, buffer, group,
-            num_units, sums + row * SUM_BYTES, is_first, buffer,
+            form, bits, values, halves, PACKED, most_sums, is_wide, rows, row_bytes, num_rows, weights, group,
+            num_units, sums, ahead, buffer,
+        )  # fmt: skip
+        return
+    num_others = (num_rows - 1) // TILE_ROWS
+    # Three or four rows, as many as the largest of tiles of even sizes.
+    first = (num_rows + num_others) // (num_others + 1)
+    if first == 4:
+        multiply_grouped_tile(
+            form, bits, values, halves, KEPT, most_sums, is_wide, 4, rows, row_bytes, weights, group, num_units, sums,
+            ahead, buffer,
+        )  # fmt: skip
+    else:
+        multiply_grouped_tile(
+            form, bits, values, halves, KEPT, most_sums, is_wide, 3, rows, row_bytes, weights, group, num_units, sums,
+            ahead, buffer,
+        )  # fmt: skip
+    for tile in range(num_others):
+        row = first + tile * (num_rows - first) // num_others
+        end = first + (tile + 1) * (num_rows - first) // num_others
+        multiply_few_rows(
+            form, bits, values, 0, UNPACKED, most_sums, is_wide, rows + row * row_bytes, row_bytes, end - row,
+            buffer, buffer + BUFFER_WEIGHTS, num_units, sums + row * SUM_BYTES, buffer, buffer,
         )  # fmt: skip
 
 
 @njit(inline="always")
 def multiply_few_rows(
-    form: int, bits: int, values: int, is_packed: int, most_sums: int, is_wide: int, rows: int, row_bytes: int,
-    num_rows: int, weights: int, group: int, num_units: int, sums: int, is_first: int, ahead: int,
+    form: int, bits: int, values: int, halves: int, state: int, most_sums: int, is_wide: int, rows: int,
+    row_bytes: int, num_rows: int, weights: int, group: int, num_units: int, sums: int, ahead: int, buffer: int,
 ) -> None:  # fmt: skip
     """``multiply_grouped_tile`` for up to ``TILE_ROWS`` rows."""
     if num_rows == 4:
         multiply_grouped_tile(
-            form, bits, values, is_packed, most_sums, is_wide, 4, rows, row_bytes, weights, group, num_units, sums,
-            is_first, ahead,
+            form, bits, values, halves, state, most_sums, is_wide, 4, rows, row_bytes, weights, group, num_units,
+            sums, ahead, buffer,
         )  # fmt: skip
     elif num_rows == 3:
         multiply_grouped_tile(
-            form, bits, values, is_packed, most_sums, is_wide, 3, rows, row_bytes, weights, group, num_units, sums,
-            is_first, ahead,
+            form, bits, values, halves, state, most_sums, is_wide, 3, rows, row_bytes, weights, group, num_units,
+            sums, ahead, buffer,
         )  # fmt: skip
     elif num_rows == 2:
         multiply_grouped_tile(
-            form, bits, values, is_packed, most_sums, is_wide, 2, rows, row_bytes, weights, group, num_units, sums,
-            is_first, ahead,
+            form, bits, values, halves, state, most_sums, is_wide, 2, rows, row_bytes, weights, group, num_units,
+            sums, ahead, buffer,
         )  # fmt: skip
     else:
         multiply_grouped_tile(
-            form, bits, values, is_packed, most_sums, is_wide, 1, rows, row_bytes, weights, group, num_units, sums,
-            is_first, ahead,
+            form, bits, values, halves, state, most_sums, is_wide, 1, rows, row_bytes, weights, group, num_units,
+            sums, ahead, buffer,
         )  # fmt: skip
 
 
@@ -144,7 +176,8 @@ def multiply_grouped_tile(
     form: Any,
     bits: Any,
     values: Any,
-    is_packed: Any,
+    halves: Any,
+    state: Any,
     most_sums: Any,
     is_wide: Any,
     num_rows: Any,
@@ -154,44 +187,48 @@ def multiply_grouped_tile(
     group: Any,
     num_units: Any,
     sums: Any,
-    is_first: Any,
     ahead: Any,
+    buffer: Any,
 ) -> Any:
-    """sums[num_rows, PANEL] = (nothing if ``is_first``, else sums) + scales * (rows[num_rows, num_units] @ weights).
+    """sums[num_rows, PANEL] += scales * (rows[num_rows, num_units] @ weights).
 
-    Literal: form, bits, values, is_packed (weights are units of a panel, else what ``unpack_chunk`` makes of them),
-    most_sums (vectors of sums in registers at once), is_wide (vectors of 512 bits are there), num_rows. ``group`` is
-    the address of the group's scales and what comes with them; as many bytes from ``ahead`` on as packed weights have
-    are asked for.
+    Literal: form, bits, values, halves (whether scales and least weights are float16), state (of the weights, see
+    ``PACKED``), most_sums (vectors of sums in registers at once), is_wide (vectors of 512 bits are there), num_rows.
+    ``group`` is the address of the group's scales and what comes with them; as many bytes from ``ahead`` on as packed
+    weights have are asked for.
     """
-    literals = (form, bits, values, is_packed, most_sums, is_wide, num_rows)
-    kind, num_bits, stand_for, packed, most, wide, count = (literal.literal_value for literal in literals)
+    literals = (form, bits, values, halves, state, most_sums, is_wide, num_rows)
+    kind, num_bits, stand_for, half, packed, most, wide, count = (literal.literal_value for literal in literals)
     width, num_steps = max(1, min(_VECTORS, most // count)), UNIT // inputs_of_step(kind)
-    bytes_of_unit = unit_bytes(num_bits) if packed else num_steps * STEP_BYTES
+    bytes_unpacked = num_steps * STEP_BYTES
+    bytes_of_unit = bytes_unpacked if packed == UNPACKED else unit_bytes(num_bits)
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        x, stride, w, scales, units, target, first, next_memory = args[len(literals) :]
+        x, stride, w, scales, units, target, next_memory, unpacked = args[len(literals) :]
         starts = [b.add(x, b.mul(stride, int64(m))) for m in range(count)]
-        starts_anew = b.icmp_signed("!=", first, int64(0))
 
         def multiply(vectors: range) -> None:
             places = [(m, v) for m in range(count) for v in vectors]
             totals = {place: cgutils.alloca_once_value(b, constant(0.0)) for place in places}
             num_sums = count if stand_for == WITH_LEAST else 0
             of_inputs = [cgutils.alloca_once_value(b, constant(0.0)) for _ in range(num_sums)]
-            zeros = {v: _load_zeros(b, scales, v) if stand_for == WITH_ZEROS else None for v in vectors}
+            has_zeros = stand_for == WITH_ZEROS and packed != UNPACKED
+            zeros = {v: _load_zeros(b, scales, v, half) if has_zeros else None for v in vectors}
             with cgutils.for_range(b, units) as loop:
                 place = b.mul(loop.index, int64(bytes_of_unit))
                 unit = {v: _Unit(b, kind, num_bits, stand_for, wide, b.add(w, place), v, zeros[v]) for v in vectors}
-                if packed and vectors.start == 0:
+                if packed != UNPACKED and vectors.start == 0:
                     for line in range(0, bytes_of_unit, _LINE):
                         prefetch_line(b, next_memory, b.add(place, int64(line)))
                 row_unit = b.mul(loop.index, int64(num_steps * 4))
+                kept = b.add(unpacked, b.mul(loop.index, int64(bytes_unpacked)))
                 for step in range(num_steps):
-                    if packed:
-                        weight = {v: unit[v].unpack(step) for v in vectors}
-                    else:
+                    if packed == UNPACKED:
                         weight = {v: unit[v].load_unpacked(step) for v in vectors}
+                    else:
+                        weight = {v: unit[v].unpack(step) for v in vectors}
+                    for v in vectors if packed == KEPT else ():
+                        store(b, weight[v], kept, step * STEP_BYTES + v * 64, 4)
                     for m in range(count):
                         inputs = splat(b, load(b, starts[m], b.add(row_unit, int64(4 * step)), FLOAT, 4))
                         for v in vectors:
@@ -199,14 +236,17 @@ def multiply_grouped_tile(
                             b.store(added, totals[m, v])
                         for total in of_inputs[m : m + 1]:
                             b.store(add_products(b, kind, b.load(total), _ones(b, kind), inputs), total)
-            for m, v in places:
-                place = m * SUM_BYTES + v * 64
-                before = b.select(starts_anew, constant(0.0), load(b, target, place, floats(), 4))
-                scale = load(b, scales, v * 64, floats(), 4)
-                after = fma(b, b.load(totals[m, v]), scale, before)
-                for total in of_inputs[m : m + 1]:
-                    after = fma(b, b.load(total), load(b, scales, SCALE_BYTES + v * 64, floats(), 4), after)
-                store(b, after, target, place, 4)
+            for v in vectors:
+                header = [_load_numbers(b, scales, part * scale_bytes(half), v, half)
+                          for part in range(2 if stand_for == WITH_LEAST else 1)]  # fmt: skip
+                for part, numbers in enumerate(header if packed == KEPT else ()):
+                    store(b, numbers, unpacked, BUFFER_WEIGHTS + part * scale_bytes(0) + v * 64, 4)
+                for m in range(count):
+                    place = m * SUM_BYTES + v * 64
+                    after = fma(b, b.load(totals[m, v]), header[0], load(b, target, place, floats(), 4))
+                    for total in of_inputs[m : m + 1]:
+                        after = fma(b, b.load(total), header[1], after)
+                    store(b, after, target, place, 4)
 
         for start in range(0, _VECTORS, width):
             multiply(range(start, min(start + width, _VECTORS)))
@@ -216,38 +256,30 @@ def multiply_grouped_tile(
 
 
 @intrinsic(prefer_literal=True)
-def unpack_chunk(
-    typing: Typing,
-    form: Any,
-    bits: Any,
-    values: Any,
-    is_wide: Any,
-    weights: Any,
-    group: Any,
-    num_units: Any,
-    buffer: Any,
-    ahead: Any,
-) -> Any:
-    """Write [num_units, steps of a unit, PANEL] weights to ``buffer``; see ``multiply_grouped_tile``."""
-    literals = (form, bits, values, is_wide)
-    kind, num_bits, stand_for, wide = (literal.literal_value for literal in literals)
-    num_steps, bytes_of_unit = UNIT // inputs_of_step(kind), unit_bytes(num_bits)
+def ask_for_header(typing: Typing, num_bytes: Any, address: Any) -> Any:
+    """Ask for the memory of a group's scales and what comes with them; literal: num_bytes."""
+    size = num_bytes.literal_value
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        w, scales, units, target, next_memory = args[len(literals) :]
-        zeros = [_load_zeros(b, scales, v) if stand_for == WITH_ZEROS else None for v in range(_VECTORS)]
-        with cgutils.for_range(b, units) as loop:
-            place = b.mul(loop.index, int64(bytes_of_unit))
-            for line in range(0, bytes_of_unit, _LINE):
-                prefetch_line(b, next_memory, b.add(place, int64(line)))
-            out = b.add(target, b.mul(loop.index, int64(num_steps * STEP_BYTES)))
-            for v in range(_VECTORS):
-                unit = _Unit(b, kind, num_bits, stand_for, wide, b.add(w, place), v, zeros[v])
-                for step in range(num_steps):
-                    store(b, unit.unpack(step), out, step * STEP_BYTES + v * 64, 4)
+        for line in range(0, size, _LINE):
+            prefetch_line(b, args[1], int64(line))
         return context.get_dummy_value()
 
-    return types.void(*literals, *[types.int64] * 5), codegen
+    return types.void(num_bytes, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def clear_sums(typing: Typing, sums: Any, num_rows: Any) -> Any:
+    """sums[num_rows, PANEL] = 0."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        with cgutils.for_range(b, args[1]) as loop:
+            row = b.add(args[0], b.mul(loop.index, int64(SUM_BYTES)))
+            for v in range(_VECTORS):
+                store(b, constant(0.0), row, v * 64, 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 class _Unit:
@@ -345,5 +377,12 @@ def _permute(b: Builder, instruction: str, table: Value, numbers: Value) -> Valu
     return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{instruction}"), [table, numbers])
 
 
-def _load_zeros(b: Builder, group: Value, vector: int) -> Value:
-    return b.sext(load(b, group, SCALE_BYTES + vector * LANES, _BYTES, 1), _WHOLE)
+def _load_zeros(b: Builder, group: Value, vector: int, halves: int) -> Value:
+    return b.sext(load(b, group, scale_bytes(halves) + vector * LANES, _BYTES, 1), _WHOLE)
+
+
+def _load_numbers(b: Builder, group: Value, place: int, vector: int, halves: int) -> Value:
+    """Load sixteen float32 of a group's header, or float16, of which float32 loses nothing."""
+    if not halves:
+        return load(b, group, place + vector * 64, floats(), 4)
+    return b.fpext(load(b, group, place + vector * 32, _HALVES, 2), floats())

@@ -2,7 +2,7 @@
 
 A weight is ``scale * (value - zero)``, ``scale * value - least``, or ``scale`` times what a codebook says of a value.
 Rows stay what they are, float32 or bfloat16. Few rows are bound by the memory that weights take, so they are unpacked
-in registers; of many rows 64 share what is unpacked once. Read ``grouped_tiles.py`` for the arithmetic.
+in registers; of many rows 64 share what the first few have unpacked. Read ``grouped_tiles.py`` for the arithmetic.
 
 Invariant: an output's bits depend on its row, its weights and its bias alone. In float32 they do not depend on the
 instructions that the processor has either; in bfloat16 there are two orders of additions, as in ``packed.py``.
@@ -17,22 +17,23 @@ import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.grouped_tiles import (
+    BUFFER_BYTES,
     CHUNK_STEPS,
     KIND_OF_CODEBOOK,
-    OFFSET_BYTES,
-    SCALE_BYTES,
     UNIT,
     WHOLE,
     WITH_LEAST,
     WITH_ZEROS,
+    ask_for_header,
+    clear_sums,
+    header_bytes,
     inputs_of_step,
-    multiply_few_rows,
-    multiply_unpacked_tiles,
+    multiply_tiles_of_chunk,
+    scale_bytes,
     unit_bytes,
-    unpack_chunk,
 )
 from pagedcore_kernels.cpu.matmul.packed import work_items
-from pagedcore_kernels.cpu.matmul.tiles import PAIRS, PANEL, SINGLES, STEP_BYTES, SUM_BYTES, TILE_ROWS, store_sums
+from pagedcore_kernels.cpu.matmul.tiles import PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats
 from pagedcore_kernels.errors import InternalError
@@ -57,9 +58,14 @@ def form_of_grouped_product(dtype: torch.dtype) -> int | None:
     return PAIRS if dtype == torch.bfloat16 and has_instructions("avx512bf16", "avx512bw") else SINGLES
 
 
-def packed_bytes(num_outputs: int, num_inputs: int, num_groups: int, bits: int, has_least: bool = False) -> int:
-    """Return the bytes of a packed weight without zero points, with least weights if it has them."""
-    num_units, header = -(-num_inputs // UNIT), SCALE_BYTES + has_least * OFFSET_BYTES[WITH_LEAST]
+def packed_bytes(
+    num_outputs: int, num_inputs: int, num_groups: int, bits: int, has_least: bool = False, halves: bool = False
+) -> int:
+    """Return the bytes of a packed weight without zero points, with least weights if it has them.
+
+    ``halves``: scales and least weights are float16.
+    """
+    num_units, header = -(-num_inputs // UNIT), header_bytes(WITH_LEAST if has_least else WHOLE, halves)
     return -(-num_outputs // PANEL) * (num_groups * header + num_units * unit_bytes(bits))
 
 
@@ -68,10 +74,11 @@ class PackedGroupedMatmul:
 
     Args:
         values: int8 [out, in]; with 4 bits from -8 to 7, which are packed into half a byte each. Not kept.
-        scales: float32 [out, groups], of any sign; group ``g`` is inputs ``g * in / groups`` and up. Not kept.
+        scales: float32 or float16 [out, groups], of any sign; packed in this format, and group ``g`` is inputs
+            ``g * in / groups`` and up. Not kept.
         zeros: int8 [out, groups] in the numbers of the values, or ``None`` for zeros; with 4 bits from -8 to 8. Formats
-            that count values from 0 to 15 subtract 8 from both. Or float32 [out, groups], which is subtracted from
-            ``scales * values`` instead; values of 4 bits are from 0 to 15 then. Not kept.
+            that count values from 0 to 15 subtract 8 from both. Or [out, groups] in the format of the scales, which is
+            subtracted from ``scales * values`` instead; values of 4 bits are from 0 to 15 then. Not kept.
         bits: 4 or 8.
         bias: [out], or ``None``; rounded to ``dtype``; not kept.
         dtype: of rows and outputs, float32 or bfloat16.
@@ -106,7 +113,8 @@ class PackedGroupedMatmul:
             self._bias[: self._num_outputs] = bias
         self._is_widened = dtype == torch.bfloat16 and form == SINGLES
         self._sizes = num_groups, size // UNIT
-        self._kernel = _kernel(form, bits, KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros)), dtype)
+        kind = KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros))
+        self._kernel = _kernel(form, bits, kind, _is_half(scales), dtype)
         self._parameters = ParameterBlock(11)
 
     @property
@@ -146,23 +154,28 @@ def _check(
                             f"from {least} to {largest}")  # fmt: skip
     num_outputs, num_inputs = values.shape
     num_groups = scales.shape[1] if scales.ndim == 2 else 0
-    if scales.dtype != torch.float32 or len(scales) != num_outputs or not 0 < num_groups <= num_inputs:
+    is_known = scales.dtype in (torch.float32, torch.float16)
+    if not is_known or len(scales) != num_outputs or not 0 < num_groups <= num_inputs:
         raise InternalError(f"scales: {scales.dtype} of shape {tuple(scales.shape)}, expected float32 "
-                            f"[{num_outputs}, groups]")  # fmt: skip
+                            f"or float16 [{num_outputs}, groups]")  # fmt: skip
     if num_groups > 1 and num_inputs % (num_groups * UNIT):
         raise InternalError(f"values: {num_inputs} inputs are not {num_groups} groups of a multiple of {UNIT}")
     if zeros is not None and (
-        zeros.dtype not in (torch.int8, torch.float32) or zeros.shape != scales.shape
+        zeros.dtype not in (torch.int8, scales.dtype) or zeros.shape != scales.shape
         or not (is_float or _within(zeros, least, largest_zero))
     ):
         raise InternalError(f"zeros: {zeros.dtype} of shape {tuple(zeros.shape)}, expected int8 {tuple(scales.shape)} "
-                            f"from {least} to {largest_zero}, or float32")  # fmt: skip
+                            f"from {least} to {largest_zero}, or {scales.dtype}")  # fmt: skip
     if bias is not None and bias.shape != (num_outputs,):
         raise InternalError(f"bias: shape {tuple(bias.shape)}, expected [{num_outputs}]")
 
 
 def _kind_of(zeros: torch.Tensor | None) -> int:
-    return WHOLE if zeros is None else WITH_LEAST if zeros.dtype == torch.float32 else WITH_ZEROS
+    return WHOLE if zeros is None else WITH_LEAST if zeros.is_floating_point() else WITH_ZEROS
+
+
+def _is_half(scales: torch.Tensor) -> int:
+    return int(scales.dtype == torch.float16)
 
 
 def _within(values: torch.Tensor, least: int, largest: int) -> bool:
@@ -177,16 +190,16 @@ def _panels(
     Outputs and inputs that are filled up have values and scales of zero.
     """
     num_groups, num_units = scales.shape[1], size // UNIT
-    header = SCALE_BYTES + OFFSET_BYTES.get(_kind_of(zeros), 0)
+    header, of_scales = header_bytes(_kind_of(zeros), _is_half(scales)), scale_bytes(_is_half(scales))
     panels = torch.zeros(num_panels, num_groups, header + num_units * unit_bytes(bits), dtype=torch.uint8)
     for start in range(0, num_panels, _PANELS_AT_ONCE):
         target = panels[start : start + _PANELS_AT_ONCE]
         count = len(target) * PANEL
         outputs = slice(start * PANEL, start * PANEL + count)
-        target[:, :, :SCALE_BYTES] = _by_panel(scales[outputs], count).view(torch.uint8)
+        target[:, :, :of_scales] = _by_panel(scales[outputs], count).view(torch.uint8)
         if zeros is not None:
             some = -zeros[outputs] if zeros.is_floating_point() else zeros[outputs]
-            target[:, :, SCALE_BYTES:header] = _by_panel(some, count).view(torch.uint8)
+            target[:, :, of_scales:header] = _by_panel(some, count).view(torch.uint8)
         part = values.new_zeros(count, num_groups * size)
         part[: len(values[outputs]), : values.shape[1]] = values[outputs]
         units = part.view(len(target), PANEL, num_groups, num_units, UNIT).permute(0, 2, 3, 1, 4)
@@ -207,15 +220,15 @@ def _nibbles(units: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _kernel(form: int, bits: int, values: int, dtype: torch.dtype) -> Kernel:
+def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) -> Kernel:
     """Compile the kernel, or take it from the cache; its parameters are those that ``__call__`` fills in."""
     is_bf16, is_wide, item_bytes = int(dtype == torch.bfloat16), int(has_wide_vectors()), dtype.itemsize
     most_sums = _WIDE_SUMS if is_wide else _NARROW_SUMS
     bytes_of_unit, row_unit_bytes = unit_bytes(bits), UNIT // inputs_of_step(form) * 4
     chunk_units = CHUNK_STEPS * inputs_of_step(form) // UNIT
-    header_bytes = SCALE_BYTES + OFFSET_BYTES.get(values, 0)
+    bytes_of_header = header_bytes(values, halves)
     panel_outputs, sum_bytes, least_rows, group_rows = PANEL, SUM_BYTES, _SHARE_ROWS, _GROUP_ROWS
-    few_rows, num_sums, num_weights = TILE_ROWS, _GROUP_ROWS * PANEL, CHUNK_STEPS * STEP_BYTES // 4
+    num_sums, num_weights = _GROUP_ROWS * PANEL, BUFFER_BYTES // 4
     ahead_bytes = _AHEAD_BYTES
 
     def matmul(parameters: Any) -> None:
@@ -224,7 +237,7 @@ def _kernel(form: int, bits: int, values: int, dtype: torch.dtype) -> Kernel:
         bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
         num_outputs, num_groups, num_units = load_int64(p, 6), load_int64(p, 7), load_int64(p, 8)
         num_panels, num_whole, num_shares = load_int64(p, 9), load_int64(p, 10), load_int64(p, 11)
-        row_bytes, group_bytes = num_groups * num_units * row_unit_bytes, header_bytes + num_units * bytes_of_unit
+        row_bytes, group_bytes = num_groups * num_units * row_unit_bytes, bytes_of_header + num_units * bytes_of_unit
         panel_bytes = num_groups * group_bytes
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
         num_items = num_whole + (num_panels - num_whole) * num_shares
@@ -243,26 +256,20 @@ def _kernel(form: int, bits: int, values: int, dtype: torch.dtype) -> Kernel:
             while first_row < end_row:
                 count = min(group_rows, end_row - first_row)
                 begin, source = weight + panel * panel_bytes, rows + first_row * row_bytes
-                is_first = 1
+                clear_sums(sums, count)
                 for number in range(num_groups):
                     group, unit = begin + number * group_bytes, 0
+                    here = group + bytes_of_header
+                    ask_for_header(bytes_of_header, group + ahead_bytes)
                     while unit < num_units:
-                        units, here = min(chunk_units, num_units - unit), group + header_bytes + unit * bytes_of_unit
-                        ahead = here + ahead_bytes
+                        units, ahead = min(chunk_units, num_units - unit), here + ahead_bytes
                         if ahead >= begin + panel_bytes:
                             ahead = next_panel + (ahead - begin - panel_bytes)
-                        if count <= few_rows:
-                            multiply_few_rows(
-                                form, bits, values, 1, most_sums, is_wide, source, row_bytes, count, here, group,
-                                units, sums, is_first, ahead,
-                            )
-                        else:
-                            unpack_chunk(form, bits, values, is_wide, here, group, units, buffer, ahead)
-                            multiply_unpacked_tiles(
-                                form, bits, values, most_sums, is_wide, source, row_bytes, count, buffer, group,
-                                units, sums, is_first,
-                            )
-                        source, unit, is_first = source + units * row_unit_bytes, unit + units, 0
+                        multiply_tiles_of_chunk(
+                            form, bits, values, halves, most_sums, is_wide, source, row_bytes, count, here, group,
+                            units, sums, ahead, buffer,
+                        )
+                        source, unit, here = source + units * row_unit_bytes, unit + units, here + units * bytes_of_unit
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
