@@ -118,8 +118,8 @@ class EngineConfig:
     quantization: str = "none"
     """What the weights of linear layers become when a model is loaded on a CPU: "w8a8" for int8 weights with a scale
     for each output, and rows in int8 with a scale each; "w8a16" for such weights, and rows as they are; "w4a16" for
-    int4 weights with a scale for each group of 128 inputs; "none" leaves them. Sessions and their files belong to one
-    choice."""
+    int4 weights with a scale for each group of 128 inputs; "none" leaves them. Embeddings of tokens are int8 then.
+    Sessions and their files belong to one choice."""
     model_backend: str = "auto"
     """Name of an entry in the plugin table ``models``, which makes a ``ModelBackend`` of the model; "auto" takes one as
     it is, and "transformers" for everything else."""

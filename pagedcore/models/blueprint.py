@@ -19,10 +19,10 @@ from pagedcore.models import model_facts, supported_models
 from pagedcore.models.cpu.packed_experts import matrices_of_experts
 from pagedcore.models.cpu.packed_linear import can_pack, matrix_of
 from pagedcore.models.pretrained import computing_dtype
-from pagedcore.models.quantization.checkpoint import config_of, replace_weights, stored_format
-from pagedcore.models.quantization.gguf import GGUF
-from pagedcore.models.quantization.schemes import SCHEMES
-from pagedcore.models.quantization.stored_weight import StoredWeight
+from pagedcore.models.quantization.checkpoint import config_of, files_of, replace_weights, stored_format
+from pagedcore.models.quantization.embedding import FIELD, embedding_bytes, kind_of_embedding
+from pagedcore.models.quantization.schemes import SCHEMES, QuantizedLinears
+from pagedcore.models.quantization.stored_weight import stored_weights
 from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
 from pagedcore_kernels.layout import BlockLayout
@@ -68,24 +68,34 @@ def read_blueprint(
             "show its size. Start an engine and look at Engine.stats().kv_bytes."
         ) from error
     needs, parameters = requirements_of(attention_factory), list(model.parameters())
-    quantization = settings.quantization if stored is None or stored.scheme == "none" else stored.scheme
-    if isinstance(stored, GGUF):
-        replace_weights(model, stored, stored, dtype)
+    scheme, kind = SCHEMES.get(settings.quantization), ""
+    if stored is not None and stored.scheme != "none":
+        # Why else an estimate: how many scales a layer has, some formats say in their files only.
+        scheme, kind = SCHEMES.get(stored.scheme), str(getattr(config, FIELD, ""))
+        if (files := files_of(os.fspath(source), stored, model)) is not None:
+            replace_weights(model, files, stored, dtype)
+            scheme = None
+    elif scheme is not None:
+        kind = kind_of_embedding(model, scheme)
     return Blueprint(
         layout=make_layout(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
         max_model_len=model_facts.max_model_len(config),
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=_weight_bytes(model, quantization) if can_pack(dtype)
+        weight_bytes=_weight_bytes(model, scheme, kind) if can_pack(dtype)
                      else sum(parameter.nbytes for parameter in parameters),
     )
 
 
-def _weight_bytes(model: Any, quantization: str) -> int:
-    """Sum up what the modules hold, each its own, after linear layers and experts were quantised."""
+def _weight_bytes(model: Any, scheme: QuantizedLinears | None, kind: str) -> int:
+    """Sum up what the modules hold, each its own, after ``scheme`` quantised linear layers and experts, and with an
+    embedding of a kind that ``embedding.py`` names.
+    """
     total = sum(int(one.nbytes) for module in model.modules() for one in module.parameters(recurse=False))
-    total += sum(weight.num_bytes for module in model.modules()
-                 if isinstance(weight := vars(module).get("weight"), StoredWeight))
-    if (scheme := SCHEMES.get(quantization)) is None:
+    total += sum(weight.num_bytes for module in model.modules() for weight in stored_weights(module))
+    if kind:
+        table = model.get_input_embeddings().weight
+        total += embedding_bytes(kind, *table.shape) - int(table.nbytes)
+    if scheme is None:
         return total
     for module in model.modules():
         weight = matrix_of(module)

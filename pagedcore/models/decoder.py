@@ -16,6 +16,7 @@ from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.models.quantization.schemes import QuantizedLinears
+from pagedcore.models.quantization.stored_weight import StoredLinears
 from pagedcore.protocols import LinearFactory
 
 
@@ -84,7 +85,7 @@ class ModuleDecoder(PlainDecoder):
 def router_products(linears: LinearFactory) -> LinearFactory:
     """Return what makes the products of routers where ``linears`` makes the others."""
     # Why: which experts a row goes to is decided by small differences of few products.
-    return FASTEST if isinstance(linears, QuantizedLinears) else linears
+    return FASTEST if isinstance(linears, QuantizedLinears | StoredLinears) else linears
 
 
 def call_model(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

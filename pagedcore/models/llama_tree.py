@@ -258,6 +258,10 @@ class ForCausalLM(nn.Module):
         embedding: nn.Embedding = self.model.embed_tokens
         return embedding
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the output layer."""
+        return self.lm_head
+
     def set_attn_implementation(self, name: str) -> None:
         """Choose what attends: ``ATTENTION_KEY``, or torch."""
         self.config._attn_implementation = name

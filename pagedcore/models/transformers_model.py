@@ -27,7 +27,9 @@ from pagedcore.models.cpu.packed_linear import FASTEST, probe_invariance
 from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.llama_tree import ForCausalLM
-from pagedcore.models.quantization.stored_weight import JoinedMatmul
+from pagedcore.models.quantization.embedding import quantize_embedding
+from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.quantization.stored_weight import JoinedMatmul, StoredLinears
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
 from pagedcore.protocols import (
     AttentionBackend,
@@ -109,6 +111,10 @@ class TransformersModel:
         self.max_model_len = model_facts.max_model_len(model.config)
         self.eos_token_ids = model_facts.eos_token_ids(model)
         self.fingerprint = model_fingerprint(model, quantization)
+        self._scheme = quantization if linears is SCHEMES.get(quantization) else ""
+        """What weights are quantised by; "" for weights that were when they were loaded, or are not."""
+        if self._scheme:
+            linears = StoredLinears(linears)
         factory = decoder_factory or (partial(best_decoder, linears=linears) if device.kind == "cpu" else PlainDecoder)
         with torch.inference_mode():
             # Why: to compare logits with those of the weights in files takes a second for each gigabyte, and products
@@ -189,6 +195,8 @@ class TransformersModel:
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
         mappings = FileMappings()
         on_unused = mappings.free_pages if is_private else lambda weight: None
+        if self._scheme and (unused := quantize_embedding(model, SCHEMES[self._scheme], self._scheme)) is not None:
+            on_unused(unused)
         with _kernels_compute() if self._device.kind == "cpu" and can_multiply(self.dtype, 2) else nullcontext():
             self._decoder: Decoder = decoder_factory(model, self.layers, on_unused)
         mappings.detach(model)

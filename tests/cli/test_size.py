@@ -12,6 +12,7 @@ import torch
 from pagedcore import Engine
 from pagedcore.cli.size import SizeReport, size_model
 from pagedcore.errors import InvalidConfig
+from pagedcore.models.quantization.stored_weight import stored_tensors
 from support.families import config_of, tiny_model
 from support.runner import invoke
 
@@ -172,6 +173,7 @@ def test_quantised_weights_are_those_of_an_engine(family: str, quantization: str
             held += multiply.memory[1] + (2 * multiply._scales.nbytes if quantization == "w8a8" else 0)
         model = decoder._general.args[0] if family == "llama" else decoder._model
         held += sum(one.nbytes for module in model.modules() for one in module.parameters(recurse=False))
+        held += sum(one.nbytes for _, one in stored_tensors(model))
     # Biases were packed too, and are no parameters any more; fused layers are filled up once.
     assert 0 <= report.weight_bytes - held < 0.03 * held
     assert report.weight_bytes < 0.8 * size_model(path, context=32, concurrency=2, dtype="bfloat16").weight_bytes

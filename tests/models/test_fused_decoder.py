@@ -19,6 +19,7 @@ from pagedcore.models.cpu.fused_match import NotFused, recognise
 from pagedcore.models.cpu.packed_linear import PackedLinear
 from pagedcore.models.decoder import Decoder, ModuleDecoder
 from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.quantization.stored_weight import StoredLinears
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
@@ -359,7 +360,7 @@ def test_quantised_products_are_fused_too(name: str, scheme: str) -> None:
     assert fused.is_schedule_invariant
     general = take_over(
         model_of(name), **options,
-        decoder_factory=lambda model, layers, on_unused: ModuleDecoder(model, layers, on_unused, SCHEMES[scheme]),
+        decoder_factory=lambda *given: ModuleDecoder(*given, StoredLinears(SCHEMES[scheme])),
     )
     actual, wanted = (torch.cat(run(backend, SCHEDULE)) for backend in (fused, general))
     # Why far more: with rows of int8 the last bit of a sum can make a number its neighbour, and a near tie of two

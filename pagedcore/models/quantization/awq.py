@@ -66,6 +66,7 @@ class AWQ:
         return StoredWeight(
             self.scheme, shape, dtype, num_groups, [words, zeros, scales],
             lambda: QuantizedWeight(_by_output(words), scales.t().float().contiguous(), _by_output(zeros)),
+            has_zeros=True,
         )
 
 

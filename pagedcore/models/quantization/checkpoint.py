@@ -21,6 +21,7 @@ from pagedcore.models.pretrained import as_refusals, find_directory, find_file, 
 from pagedcore.models.quantization.awq import AWQ
 from pagedcore.models.quantization.bitsandbytes import BitsAndBytes
 from pagedcore.models.quantization.compressed_tensors import CompressedTensors
+from pagedcore.models.quantization.embedding import FIELD, restore_embedding
 from pagedcore.models.quantization.gguf import GGUF
 from pagedcore.models.quantization.gptq import GPTQ
 from pagedcore.models.quantization.stored_experts import module_name, replace_experts
@@ -125,15 +126,31 @@ def load_stored(source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         if (Path(source) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=True)
-        is_renamed = not any("block_sparse_moe" in name for name, _ in model.named_modules())
-        files = stored if isinstance(stored, GGUF) else TensorFiles(Path(source), module_name if is_renamed else str)
+        files = _open_files(source, stored, model)
         replace_weights(model, files, stored, dtype)
         _compute_buffers(model)
         _map_tensors(model, files)
         if isinstance(stored, GGUF):
             stored.scale_angles(model)
+        elif (kind := getattr(config, FIELD, None)) is not None:
+            restore_embedding(model, kind, stored.scheme)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _open_files(source: str, stored: StoredFormat, model: nn.Module) -> TensorFiles | GGUF:
+    is_renamed = not any("block_sparse_moe" in name for name, _ in model.named_modules())
+    return stored if isinstance(stored, GGUF) else TensorFiles(Path(source), module_name if is_renamed else str)
+
+
+def files_of(source: str, stored: StoredFormat, model: nn.Module) -> TensorFiles | GGUF | None:
+    """Return the files of a model that are on this machine, for ``replace_weights``; ``None``: there are none.
+
+    Raises:
+        ModelNotSupported: they are damaged.
+    """
+    is_here = isinstance(stored, GGUF) or any(Path(source).glob("*.safetensors"))
+    return _open_files(source, stored, model) if is_here else None
 
 
 def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredFormat, dtype: torch.dtype) -> None:

@@ -104,7 +104,8 @@ class CompressedTensors:
             return QuantizedWeight(values if order is None else values[:, order], scales.float(), unpacked)
 
         tensors = [tensor for tensor in (words, scales, zeros, order) if tensor is not None]
-        return StoredWeight(self.scheme, shape, dtype, scales.shape[1], tensors, read, order)
+        return StoredWeight(self.scheme, shape, dtype, scales.shape[1], tensors, read, order,
+                            has_zeros=zeros is not None)
 
 
 def _scheme(scheme: Mapping[str, Any], default_format: Any) -> CompressedTensors:

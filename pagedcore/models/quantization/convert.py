@@ -32,6 +32,7 @@ from pagedcore.models.model_facts import max_model_len
 from pagedcore.models.model_path import gguf_in, is_gguf
 from pagedcore.models.pretrained import as_refusals, load_config, resolve_dtype
 from pagedcore.models.quantization.calibration_set import read_calibration_set
+from pagedcore.models.quantization.embedding import FIELD, kind_of_embedding
 from pagedcore.models.quantization.packed_integers import num_words, pack
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.quantization.smoothing import Smoothing, find_smoothing
@@ -220,10 +221,13 @@ def _config(source: str, model: nn.Module, quantized: Mapping[str, int], quantiz
     }
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in quantized]
     own.pop("torch_dtype", None)
+    # Why beside the format's own part: other readers take the embedding as numbers, which are in the file too.
+    kind = kind_of_embedding(model, linears)
     return {
         **own, "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         # Why: an output layer that shared the embedding's weight has one of its own.
         "tie_word_embeddings": bool(own.get("tie_word_embeddings")) and "lm_head" not in quantized,
+        **({FIELD: kind} if kind else {}),
         "quantization_config": {
             "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": others,
             "format": "int-quantized" if linears.quantizes_rows else "pack-quantized", "config_groups": groups,

@@ -83,7 +83,8 @@ class GPTQ:
             return QuantizedWeight(values, scales.t().float().contiguous(), zeros)
 
         tensors = [words, packed, scales, *([] if order is None else [order])]
-        return StoredWeight(self.scheme, shape, dtype, num_groups, tensors, read, order)
+        return StoredWeight(self.scheme, shape, dtype, num_groups, tensors, read, order,
+                            has_zeros=zeros is not None)
 
     def _zeros(self, packed: torch.Tensor, name: str) -> torch.Tensor | None:
         """Return int8 [out, groups] less half of the range, or ``None`` if all are then 0, as in symmetric files."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from pagedcore.errors import ModelNotSupported
-from pagedcore.models.cpu.packed_linear import FASTEST, can_pack
+from pagedcore.models.cpu.packed_linear import FASTEST
+from pagedcore.models.quantization.int8_table import Int8Table
 from pagedcore.models.quantization.schemes import dequantize, require_quantized
-from pagedcore.protocols import Matmul
-from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul, packed_bytes
-from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
+from pagedcore.protocols import LinearFactory, Matmul
+from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
 from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
 
 
@@ -78,6 +78,8 @@ class StoredWeight:
     """Whether zeros are no integers."""
     has_halves: bool = False
     """Whether scales, and such zeros, are float16."""
+    has_zeros: bool = False
+    """Whether zeros are int8."""
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
     """``token ids -> rows [..., in]`` of an embedding, in ``dtype``."""
     parts: Sequence[StoredWeight] = ()
@@ -106,11 +108,14 @@ class StoredWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its product, or of an embedding; of zeros no integers are counted."""
+        """Bytes of its product, or of an embedding."""
         if self.look_up is not None:
             return sum(tensor.nbytes for tensor in self.tensors)
+        if self.scheme == "w8a8":
+            return packed_int8.packed_bytes(*self.shape)
         bits = 4 if self.scheme == "w4a16" else 8
-        return packed_bytes(*self.shape, self.num_groups, bits, self.has_least, self.has_halves)
+        return packed_grouped.packed_bytes(*self.shape, self.num_groups, bits, has_least=self.has_least,
+                                           has_zeros=self.has_zeros, halves=self.has_halves)
 
     def product(self, bias: torch.Tensor | None) -> Matmul:
         """Pack the weight with its bias [out].
@@ -122,15 +127,17 @@ class StoredWeight:
             return JoinedMatmul(self.parts, bias)
         weight = self.read()
         if self.scheme == "w8a8":
-            made: Matmul = PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
+            made: Matmul = packed_int8.PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
         else:
             bits = 4 if self.scheme == "w4a16" else 8
-            made = PackedGroupedMatmul(
+            made = packed_grouped.PackedGroupedMatmul(
                 weight.values, weight.scales, weight.zeros, bits, bias, self.dtype, weight.codebook
             )
         require_quantized(
             made, weight.values, weight.scales, bias, self.scheme == "w8a8", weight.zeros, weight.codebook
         )
+        if isinstance(self.look_up, Int8Table):
+            self.look_up.share(made)
         return made if self.order is None else ReorderedMatmul(made, self.order)
 
 
@@ -150,7 +157,7 @@ def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
     return StoredWeight(
         first.scheme, (sum(weight.shape[0] for weight in weights), first.shape[1]), first.dtype, first.num_groups,
         [tensor for weight in weights for tensor in weight.tensors], read, first.order, first.has_least,
-        first.has_halves, parts=() if is_uniform else weights,
+        first.has_halves, any(weight.has_zeros for weight in weights), parts=() if is_uniform else weights,
     )
 
 
@@ -203,15 +210,18 @@ class ReorderedMatmul:
 
 
 class StoredLinears:
-    """Products of the linear layers of a quantised checkpoint; layers that it holds as numbers stay as they are."""
+    """Products of stored weights; those of tensors another factory makes, by default in the tensors' number format."""
+
+    def __init__(self, others: LinearFactory = FASTEST) -> None:
+        self._others = others
 
     def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
         """Whether layers of this format and number of inputs become products; see ``LinearFactory``."""
-        return can_pack(dtype, num_inputs)
+        return self._others.supports(dtype, num_inputs)
 
     def __call__(self, weight: Any, bias: torch.Tensor | None) -> Matmul:
         """Pack a weight [out, in], stored or a tensor, with its bias [out]."""
-        return weight.product(bias) if isinstance(weight, StoredWeight) else FASTEST(weight, bias)
+        return weight.product(bias) if isinstance(weight, StoredWeight) else self._others(weight, bias)
 
 
 def can_join(weights: Iterable[Any]) -> bool:
@@ -231,6 +241,12 @@ def has_unpacked(model: torch.nn.Module) -> bool:
     values = (value for module in model.modules() for value in vars(module).values())
     return any(isinstance(value, StoredMatrices) or (isinstance(value, StoredWeight) and value.look_up is None)
                for value in values)
+
+
+def stored_weights(module: torch.nn.Module) -> Iterator[StoredWeight]:
+    """Yield the stored weights of one module, those of experts one by one."""
+    for value in vars(module).values():
+        yield from value if isinstance(value, StoredMatrices) else [value] if isinstance(value, StoredWeight) else []
 
 
 def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -59,13 +59,15 @@ def form_of_grouped_product(dtype: torch.dtype) -> int | None:
 
 
 def packed_bytes(
-    num_outputs: int, num_inputs: int, num_groups: int, bits: int, has_least: bool = False, halves: bool = False
+    num_outputs: int, num_inputs: int, num_groups: int, bits: int, *, has_least: bool = False, has_zeros: bool = False,
+    halves: bool = False,
 ) -> int:
-    """Return the bytes of a packed weight without zero points, with least weights if it has them.
+    """Return the bytes of a packed weight, with least weights or zero points if it has them.
 
     ``halves``: scales and least weights are float16.
     """
-    num_units, header = -(-num_inputs // UNIT), header_bytes(WITH_LEAST if has_least else WHOLE, halves)
+    values = WITH_LEAST if has_least else WITH_ZEROS if has_zeros else WHOLE
+    num_units, header = -(-num_inputs // UNIT), header_bytes(values, halves)
     return -(-num_outputs // PANEL) * (num_groups * header + num_units * unit_bytes(bits))
 
 
@@ -113,6 +115,7 @@ class PackedGroupedMatmul:
             self._bias[: self._num_outputs] = bias
         self._is_widened = dtype == torch.bfloat16 and form == SINGLES
         self._sizes = num_groups, size // UNIT
+        self._is_int8_by_output = bits == 8 and num_groups == 1 and zeros is None and not _is_half(scales)
         kind = KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros))
         self._kernel = _kernel(form, bits, kind, _is_half(scales), dtype)
         self._parameters = ParameterBlock(11)
@@ -121,6 +124,19 @@ class PackedGroupedMatmul:
     def memory(self) -> tuple[int, int]:
         """Address and bytes of the packed weight, its scales and zero points included."""
         return self._panels.data_ptr(), self._panels.nbytes
+
+    def weight_rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the weights of some outputs, int64 [n], as float32 [n, in]: ``float(value) * scale``.
+
+        Raises:
+            InternalError: they are not int8 with a scale for each output and no zero points.
+        """
+        if not self._is_int8_by_output:
+            raise InternalError("rows are shown of int8 with one scale for each output only")
+        panel, lane = outputs // PANEL, outputs % PANEL
+        scales, values = self._panels[:, 0].split([header := scale_bytes(False), self._panels.shape[2] - header], dim=1)
+        chosen = values.view(torch.int8).unflatten(1, (-1, PANEL))[panel, :, lane][:, : self._num_inputs]
+        return chosen.float() * scales.view(torch.float32)[panel, lane, None]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [M, in], contiguous, of ``weight.dtype``; return [M, out]."""

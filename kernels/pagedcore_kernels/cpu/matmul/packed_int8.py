@@ -140,6 +140,12 @@ class PackedInt8Matmul:
         """Address and bytes of the packed weight."""
         return self._panels.data_ptr(), self._panels.nbytes
 
+    def weight_rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the weights of some outputs, int64 [n], as float32 [n, in]: ``float(value) * scale``."""
+        # Shape: the panels are [panels, steps, PANEL, inputs of a step]
+        values = self._panels[outputs // PANEL, :, outputs % PANEL].flatten(1)[:, : self._num_inputs]
+        return values.float() * self._scales[outputs, None]
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [M, in], contiguous, of ``weight.dtype``; return [M, out], NaN for rows with inf or NaN."""
         num_rows, size, kind = len(rows), self._num_inputs, self.weight.dtype
