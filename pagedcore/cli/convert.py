@@ -12,7 +12,7 @@ from pagedcore.cli.common import DtypeOption, console, error_console
 
 def convert(
     model: Annotated[str, typer.Argument(help='A model directory, or "demo".')],
-    quantization: Annotated[str, typer.Option(help="w8a8, w8a16 or w4a16; see the documentation on quantisation.")],
+    quantization: Annotated[str, typer.Option(help="w8a8, w8a16, w4a16 or auto-int8; see the documentation.")],
     out: Annotated[Path, typer.Option(help="Directory to write, which is not there yet.")],
     dtype: DtypeOption = None,
     calibration: Annotated[Path | None, typer.Option(

@@ -39,7 +39,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "num_threads": rules.COUNT.or_none(),
     "attention_backend": rules.NAME,
     "linear_backend": rules.NAME,
-    "quantization": rules.one_of("none", "w8a8", "w8a16", "w4a16"),
+    "quantization": rules.one_of("none", "w8a8", "w8a16", "w4a16", "auto-int8"),
     "model_backend": rules.NAME,
     "scheduling_policy": rules.NAME,
     "policy_options": rules.OPTIONS,
@@ -118,8 +118,9 @@ class EngineConfig:
     quantization: str = "none"
     """What the weights of linear layers become when a model is loaded on a CPU: "w8a8" for int8 weights with a scale
     for each output, and rows in int8 with a scale each; "w8a16" for such weights, and rows as they are; "w4a16" for
-    int4 weights with a scale for each group of 128 inputs; "none" leaves them. Embeddings of tokens are int8 then.
-    Sessions and their files belong to one choice."""
+    int4 weights with a scale for each group of 128 inputs; "auto-int8" chooses w8a8, w8a16 or neither for each product,
+    from the weights alone; "none" leaves them. Embeddings of tokens are int8 then. Sessions and their files belong to
+    one choice."""
     model_backend: str = "auto"
     """Name of an entry in the plugin table ``models``, which makes a ``ModelBackend`` of the model; "auto" takes one as
     it is, and "transformers" for everything else."""

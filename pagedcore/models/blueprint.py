@@ -19,6 +19,7 @@ from pagedcore.models import model_facts, supported_models
 from pagedcore.models.cpu.packed_experts import matrices_of_experts
 from pagedcore.models.cpu.packed_linear import can_pack, matrix_of
 from pagedcore.models.pretrained import computing_dtype
+from pagedcore.models.quantization import auto_int8
 from pagedcore.models.quantization.checkpoint import config_of, files_of, replace_weights, stored_format
 from pagedcore.models.quantization.embedding import FIELD, embedding_bytes, kind_of_embedding
 from pagedcore.models.quantization.schemes import SCHEMES, QuantizedLinears
@@ -68,10 +69,12 @@ def read_blueprint(
             "show its size. Start an engine and look at Engine.stats().kv_bytes."
         ) from error
     needs, parameters = requirements_of(attention_factory), list(model.parameters())
-    scheme, kind = SCHEMES.get(settings.quantization), ""
+    # Why: what is chosen by product takes what w8a8 takes, but for 4 bytes of an output.
+    schemes = {**SCHEMES, auto_int8.NAME: SCHEMES["w8a8"]}
+    scheme, kind = schemes.get(settings.quantization), ""
     if stored is not None and stored.scheme != "none":
         # Why else an estimate: how many scales a layer has, some formats say in their files only.
-        scheme, kind = SCHEMES.get(stored.scheme), str(getattr(config, FIELD, ""))
+        scheme, kind = schemes.get(stored.scheme), str(getattr(config, FIELD, ""))
         if (files := files_of(os.fspath(source), stored, model)) is not None:
             replace_weights(model, files, stored, dtype)
             scheme = None

@@ -33,6 +33,7 @@ def model_fingerprint(model: Any, quantization: str = "none") -> ModelFingerprin
     }
     if quantization != "none":
         config["quantization"] = quantization
+        config["schemes"] = schemes_of(model)
     described = json.dumps(config, sort_keys=True, default=str)
     return ModelFingerprint(str(model.config.model_type), _digest([described.encode()]), _digest(_samples(model)))
 
@@ -79,6 +80,13 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
     if facts.device_name:
         parts.append(facts.device_name)
     return _digest([repr(part).encode() for part in parts])
+
+
+def schemes_of(model: Any) -> dict[str, str]:
+    """Return the scheme of each layer that was quantised before it is packed, by name."""
+    from pagedcore.models.quantization.stored_weight import stored_weights
+
+    return {name: weight.scheme for name, module in model.named_modules() for weight in stored_weights(module)}
 
 
 def _samples(model: Any) -> Iterator[bytes]:

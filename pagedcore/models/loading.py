@@ -81,6 +81,8 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             "model of transformers, or an object with the members of ModelBackend."
         )
     from pagedcore.execution import devices
+    from pagedcore.models.ownership import require_free
+    from pagedcore.models.quantization import auto_int8
     from pagedcore.models.quantization.checkpoint import stored_format
     from pagedcore.models.quantization.stored_weight import has_unpacked
     from pagedcore.models.transformers_model import TransformersModel, layout_maker, requirements_of
@@ -102,6 +104,9 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         raise InvalidConfig(f"quantization: got {config.quantization!r} for a {quantization} checkpoint. Leave it.")
     linears = _linears(config, device, load, quantization, is_quantized)
     model = _load(model, stored, config, device)
+    if quantization == auto_int8.NAME and not is_quantized:
+        require_free(model)
+        auto_int8.apply(model)
     backend = TransformersModel(
         model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
         linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
@@ -238,4 +243,5 @@ def _quantized_linears(config: EngineConfig, device: Device, quantization: str, 
         raise InvalidConfig(
             f"quantization: {quantization!r} needs an x86 processor with AVX2. Leave it at 'none'."
         )
-    return StoredLinears() if is_stored else SCHEMES[quantization]
+    # Why also for what is chosen by product: it is put in the place of the weights before these are packed.
+    return StoredLinears() if is_stored or quantization not in SCHEMES else SCHEMES[quantization]

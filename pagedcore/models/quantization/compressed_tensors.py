@@ -58,6 +58,8 @@ class CompressedTensors:
         if not schemes or not all(isinstance(scheme, Mapping) for scheme in schemes):
             raise refusal("its config_groups are no schemes by name")
         read = [_scheme(scheme, config.get("format")) for scheme in schemes]
+        if set(read) == _MIXED:
+            return replace(read[0], scheme="auto-int8")
         sizes = frozenset(size for one in read for size in one.group_sizes)
         if len({replace(one, group_sizes=sizes) for one in read}) > 1:
             raise refusal(f"its layers follow {len(schemes)} schemes in config_groups, which differ")
@@ -78,9 +80,9 @@ class CompressedTensors:
             sizes = " or ".join(str(size or "all") for size in self.group_sizes)
             raise refusal(f"{name} has {num_inputs} inputs in {num_groups} groups, and groups are of {sizes}")
         scales = files.scales(f"{name}.weight_scale", (num_outputs, num_groups))
-        if self.scheme == "w8a8":
+        if self.scheme == "w8a8" or (self.scheme == "auto-int8" and f"{name}.weight_packed" not in files):
             values = files.expect(f"{name}.weight", shape, "I8")
-            return StoredWeight(self.scheme, shape, dtype, 1, [values, scales],
+            return StoredWeight("w8a8", shape, dtype, 1, [values, scales],
                                 lambda: QuantizedWeight(values, scales.float(), None))
         return self._packed(files, name, shape, dtype, scales)
 
@@ -104,8 +106,12 @@ class CompressedTensors:
             return QuantizedWeight(values if order is None else values[:, order], scales.float(), unpacked)
 
         tensors = [tensor for tensor in (words, scales, zeros, order) if tensor is not None]
-        return StoredWeight(self.scheme, shape, dtype, scales.shape[1], tensors, read, order,
+        return StoredWeight(f"w{bits}a16", shape, dtype, scales.shape[1], tensors, read, order,
                             has_zeros=zeros is not None)
+
+
+#: What layers of one checkpoint may follow side by side: whether a layer has "weight_packed" tells them apart.
+_MIXED: Final = {CompressedTensors(scheme, 8, True, frozenset({None})) for scheme in ("w8a8", "w8a16")}
 
 
 def _scheme(scheme: Mapping[str, Any], default_format: Any) -> CompressedTensors:

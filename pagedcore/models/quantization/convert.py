@@ -31,8 +31,9 @@ from pagedcore.models.cpu.packed_linear import can_pack
 from pagedcore.models.model_facts import max_model_len
 from pagedcore.models.model_path import gguf_in, is_gguf
 from pagedcore.models.pretrained import as_refusals, load_config, resolve_dtype
+from pagedcore.models.quantization import auto_int8
 from pagedcore.models.quantization.calibration_set import read_calibration_set
-from pagedcore.models.quantization.embedding import FIELD, kind_of_embedding
+from pagedcore.models.quantization.embedding import FIELD, OF_HEAD, OWN_TABLE, kind_of_embedding
 from pagedcore.models.quantization.packed_integers import num_words, pack
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.quantization.smoothing import Smoothing, find_smoothing
@@ -91,10 +92,10 @@ def convert(
     source, target = os.fspath(DEMO_MODEL_DIR) if model == "demo" else model, Path(out)
     if quantization == "none" or not can_pack(resolve_dtype(dtype)):
         raise InvalidConfig(
-            f"quantization: got {quantization!r} with dtype {dtype!r}, allowed are {', '.join(SCHEMES)} with dtype "
-            "'float32' or 'bfloat16'."
+            f"quantization: got {quantization!r} with dtype {dtype!r}, allowed are "
+            f"{', '.join((*SCHEMES, auto_int8.NAME))} with dtype 'float32' or 'bfloat16'."
         )
-    if calibration is not None and not SCHEMES[quantization].quantizes_rows:
+    if calibration is not None and quantization != "w8a8":
         raise InvalidConfig(
             f"calibration: got a file with quantization {quantization!r}, allowed is w8a8: others keep activations as "
             "they are."
@@ -106,21 +107,28 @@ def convert(
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
     modules = _modules(source, resolve_dtype(dtype))
-    quantized = {name: module.in_features for name, module in modules.named_modules()
-                 if type(module) is nn.Linear and SCHEMES[quantization].can_quantize(module.in_features)}
+    with as_refusals(source):
+        files = TensorFiles(Path(source))
+    if quantization == auto_int8.NAME:
+        quantized = auto_int8.choose(modules, _reader(modules, files))
+    else:
+        quantized = {name: quantization for name, module in modules.named_modules()
+                     if type(module) is nn.Linear and SCHEMES[quantization].can_quantize(module.in_features)}
     if not quantized:
         raise ModelNotSupported(f"model: it has no linear layers that can be {quantization}.")
     smoothing = Smoothing()
     if calibration is not None:
         prompts = _read_prompts(calibration, source, modules.config)
         smoothing = find_smoothing(source, prompts, quantized, modules.dtype, on_progress)
-    parts = _parts(modules, quantized, quantization, smoothing)
-    config = _config(source, modules, quantized, quantization)
+    linears = SCHEMES.get(quantization) or SCHEMES.get(quantized.get(auto_int8.name_of_head(modules), ""))
+    kind = kind_of_embedding(modules, linears) if linears is not None else ""
+    if kind == OF_HEAD and auto_int8.name_of_head(modules) in smoothing.columns:
+        kind = OWN_TABLE  # the columns of the output layer are no longer those of the embedding
+    parts = _parts(modules, quantized, smoothing)
+    config = _config(source, modules, quantized, kind)
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         unfinished.mkdir()
-        with as_refusals(source):
-            files = TensorFiles(Path(source))
         _write_weights(unfinished / "model.safetensors", parts, files, on_progress)
         for path in {path for pattern in _OTHER_FILES for path in Path(source).glob(pattern) if path.is_file()}:
             shutil.copyfile(path, unfinished / path.name)
@@ -161,16 +169,26 @@ def _modules(source: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def _parts(
-    model: nn.Module, quantized: Mapping[str, int], quantization: str, smoothing: Smoothing
-) -> list[Part]:
+def _reader(model: nn.Module, files: TensorFiles) -> Callable[[str], torch.Tensor]:
+    """Return what reads a model's tensors by name, in the model's number format; tied ones by each of their names."""
+    tensors = model.state_dict(keep_vars=True)
+    first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+
+    def read(name: str) -> torch.Tensor:
+        tensor = tensors[name]
+        return files.expect(first_names[id(tensor)], tuple(tensor.shape), *FLOATS).to(tensor.dtype)
+
+    return read
+
+
+def _parts(model: nn.Module, quantized: Mapping[str, str], smoothing: Smoothing) -> list[Part]:
     """Say what the new file holds and of which tensors it is made; a tied output layer is quantised on its own."""
     parts, tensors = [], model.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
     for name, tensor in tensors.items():
         source, (layer, _, last) = first_names[id(tensor)], name.rpartition(".")
         if layer in quantized and last == "weight":
-            parts.append(_quantized_part(source, layer, tensor.shape, tensor.dtype, quantization, smoothing))
+            parts.append(_quantized_part(source, layer, tensor.shape, tensor.dtype, quantized[layer], smoothing))
         elif source == name:
             shapes: Shapes = {name: (tensor.dtype, tuple(tensor.shape))}
             parts.append(Part(source, tuple(tensor.shape), shapes, _converted(name, tensor.dtype, smoothing)))
@@ -203,26 +221,31 @@ def _quantized_part(
     return Part(source, (num_outputs, num_inputs), shapes, make)
 
 
-def _config(source: str, model: nn.Module, quantized: Mapping[str, int], quantization: str) -> dict[str, Any]:
-    """Return the model's own configuration with what says how layers, by name and number of inputs, are quantised."""
-    linears, own = SCHEMES[quantization], json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8"))
-    layers: dict[int | None, list[str]] = defaultdict(list)
-    for layer, num_inputs in quantized.items():
-        layers[None if linears.bits == 8 else num_inputs // linears.num_groups(num_inputs)].append(layer)
-    weights = {"num_bits": linears.bits, "type": "int", "symmetric": True, "dynamic": False}
+def _config(source: str, model: Any, quantized: Mapping[str, str], kind: str) -> dict[str, Any]:
+    """Return the model's own configuration with what says how layers, by name and scheme, and the embedding are
+    quantised.
+    """
+    own = json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8"))
+    layers: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    for layer, scheme in quantized.items():
+        num_inputs, linears = model.get_submodule(layer).in_features, SCHEMES[scheme]
+        layers[scheme, None if linears.bits == 8 else num_inputs // linears.num_groups(num_inputs)].append(layer)
+    formats = {scheme: "int-quantized" if SCHEMES[scheme].quantizes_rows else "pack-quantized" for scheme, _ in layers}
+    weights = {"type": "int", "symmetric": True, "dynamic": False}
     rows = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     groups = {
         f"group_{number}": {
             "targets": ["Linear"] if len(layers) == 1 else names,
-            "weights": {**weights, "strategy": "group" if size else "channel", "group_size": size},
-            "input_activations": rows if linears.quantizes_rows else None,
+            "weights": {"num_bits": SCHEMES[scheme].bits, **weights,
+                        "strategy": "group" if size else "channel", "group_size": size},
+            "input_activations": rows if SCHEMES[scheme].quantizes_rows else None,
+            **({"format": formats[scheme]} if len(formats) > 1 else {}),
         }
-        for number, (size, names) in enumerate(layers.items())
+        for number, ((scheme, size), names) in enumerate(layers.items())
     }
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in quantized]
     own.pop("torch_dtype", None)
     # Why beside the format's own part: other readers take the embedding as numbers, which are in the file too.
-    kind = kind_of_embedding(model, linears)
     return {
         **own, "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         # Why: an output layer that shared the embedding's weight has one of its own.
@@ -230,8 +253,8 @@ def _config(source: str, model: nn.Module, quantized: Mapping[str, int], quantiz
         **({FIELD: kind} if kind else {}),
         "quantization_config": {
             "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": others,
-            "format": "int-quantized" if linears.quantizes_rows else "pack-quantized", "config_groups": groups,
-            "kv_cache_scheme": None,
+            "format": next(iter(formats.values())) if len(formats) == 1 else "mixed-precision",
+            "config_groups": groups, "kv_cache_scheme": None,
         },
     }
 

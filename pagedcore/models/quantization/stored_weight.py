@@ -114,8 +114,11 @@ class StoredWeight:
         if self.scheme == "w8a8":
             return packed_int8.packed_bytes(*self.shape)
         bits = 4 if self.scheme == "w4a16" else 8
-        return packed_grouped.packed_bytes(*self.shape, self.num_groups, bits, has_least=self.has_least,
-                                           has_zeros=self.has_zeros, halves=self.has_halves)
+        packed = packed_grouped.packed_bytes(
+            *self.shape, self.num_groups, bits, has_least=self.has_least, has_zeros=self.has_zeros,
+            halves=self.has_halves,
+        )
+        return packed + (0 if self.order is None else self.order.nbytes)
 
     def product(self, bias: torch.Tensor | None) -> Matmul:
         """Pack the weight with its bias [out].

@@ -209,7 +209,7 @@ def test_other_matrices_are_refused(family: str, found: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("arguments", "found"), [
     ({"quantization": "none"}, "quantization: got 'none'"),
-    ({"quantization": "int3"}, "one of none, w8a8, w8a16, w4a16"),
+    ({"quantization": "int3"}, "one of none, w8a8, w8a16, w4a16, auto-int8"),
     ({"quantization": "w8a8", "dtype": "float16"}, "dtype 'float16'"),
     ({"model": "gone/away"}, "needed is a directory"),
 ])

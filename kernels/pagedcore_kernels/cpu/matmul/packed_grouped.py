@@ -134,9 +134,11 @@ class PackedGroupedMatmul:
         if not self._is_int8_by_output:
             raise InternalError("rows are shown of int8 with one scale for each output only")
         panel, lane = outputs // PANEL, outputs % PANEL
-        scales, values = self._panels[:, 0].split([header := scale_bytes(False), self._panels.shape[2] - header], dim=1)
-        chosen = values.view(torch.int8).unflatten(1, (-1, PANEL))[panel, :, lane][:, : self._num_inputs]
-        return chosen.float() * scales.view(torch.float32)[panel, lane, None]
+        panels, header = self._panels[:, 0], scale_bytes(False)
+        scales = panels[:, :header].view(torch.float32)
+        # Shape: values are [panels, inputs, PANEL]
+        values = panels[:, header:].view(torch.int8).view(self._num_panels, -1, PANEL)
+        return values[panel, :, lane][:, : self._num_inputs].float() * scales[panel, lane, None]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [M, in], contiguous, of ``weight.dtype``; return [M, out]."""

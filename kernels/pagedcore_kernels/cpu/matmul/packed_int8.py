@@ -89,8 +89,8 @@ def _tiles_agree(dtype: torch.dtype) -> bool:
 
 
 def packed_bytes(num_outputs: int, num_inputs: int) -> int:
-    """Return the bytes of a packed weight, its scales and corrections."""
-    return -(-num_outputs // PANEL) * PANEL * (num_inputs + -num_inputs % ROW_MULTIPLE + 4 + 4)
+    """Return the bytes of a packed weight, its scales, corrections and bias."""
+    return -(-num_outputs // PANEL) * PANEL * (num_inputs + -num_inputs % ROW_MULTIPLE + 4 + 4 + 4)
 
 
 class PackedInt8Matmul:
