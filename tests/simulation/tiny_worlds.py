@@ -13,11 +13,13 @@ tried on a copy; ``exploration`` visits all lives. Two lives with the same ``Lif
       ones the order in which they will be evicted;
     - of the policy: order and differences of arrival, ages, service of the tenants that are present, and step times.
 
-*   What is left out changes no decision. Numbers of blocks: every choice is by contents or by order of use, and a block
-    without known contents is as good as another one. Ids of sequences beyond their order. The time itself, counters,
+*   What is left out changes no decision. Numbers of blocks: choices are by contents or by order of use, and a block
+    without known contents is as good as another one. One exception is not proved: ``PrefixCache.find_beginning`` takes
+    the higher number of two blocks that have equally many first tokens, which decides which of them is evicted later;
+    the comparison below has met no state where that matters. Ids of sequences beyond their order. The time itself, counters,
     and the order of the queues, which each step and each insertion makes anew from the keys of the policy. What a
-    shrunk sequence has lost (``CostModel.loss_share``): a step's wait costs more than computing a whole pool of this
-    size, whatever the share is; ``test_no_cost_decides_in_a_tiny_pool`` holds that.
+    shrunk sequence has lost (``CostModel.loss_share``): a step's wait costs more than computing a whole
+    sequence of these, whatever the share is; ``test_no_cost_decides_in_a_tiny_pool`` holds that.
 *   Differences are capped where no decision tells larger ones apart; the caps stand beside the code.
 
 ``test_exhaustive_merging`` compares this with lives that are merged only if every byte of them is the same.
@@ -359,7 +361,7 @@ class Life:
         tenants: Key = ()
         if (ledger := queues.ledger) is not None:
             had = {name: ledger.virtual.get(name, 0.0) for name in "ab"}
-            # Why: a floor below all tenants lifts none, and one that is present lifts it to the least of those that are.
+            # Why: a floor below all tenants lifts none, and one that is present lifts it to the least of these.
             floor = max(ledger.floor, min(had.values()))
             # Why 0: an absent tenant that has had less is lifted to the floor when it comes back.
             is_here = {name: name in ledger._present for name in had}
