@@ -45,6 +45,8 @@ class Family:
     """Modules by path whose classes are not called as Llama's: ends of the names."""
 
 
+#: What Mixtral's files call what others call like its modules.
+_MIXTRAL: Final = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 _GEMMA: Final = {"model.embed_tokens": "TextScaledWordEmbedding"}
 #: By ``model_type``.
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -66,3 +68,19 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_moe": Family(classes="Qwen3Moe", has_head_norms=True, has_experts=True),
     "olmoe": Family(classes="Olmoe", has_head_norms=True, has_experts=True),
 }
+
+
+def module_name(name: str) -> str:
+    """Return the name of a file's tensor in the way of its modules; only Mixtral's differ."""
+    if ".block_sparse_moe." in name:
+        for old, new in _MIXTRAL.items():
+            name = name.replace(old, new)
+    return name
+
+
+def file_name(name: str, model_type: str) -> str:
+    """Return what files of an architecture call a tensor or a module; the inverse of ``module_name``."""
+    if model_type == "mixtral":
+        for new, old in _MIXTRAL.items():
+            name = f"{name}.".replace(old, new)[:-1]
+    return name

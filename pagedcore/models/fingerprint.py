@@ -21,7 +21,8 @@ _SAMPLE: Final = 512
 _INCIDENTAL: Final = frozenset({
     "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype", "head_dim", "id2label",
     "initializer_range", "label2id", "max_window_layers", "output_attentions", "output_hidden_states",
-    "pretraining_tp", "problem_type", "return_dict", "torch_dtype", "transformers_version", "use_cache",
+    "output_router_logits", "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
+    "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
 })
 
 

@@ -1,4 +1,4 @@
-"""The module trees of the dense architectures of ``families.py`` without transformers, for models that
+"""The module trees of the architectures of ``families.py`` without transformers, for models that
 ``quick_start.py`` reads.
 
 Owns the same modules under the same names, with the same operations in the same order, as transformers has for these
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pagedcore.models.attention_interface import ATTENTION_KEY, paged_attention
+from pagedcore.models.expert_tree import SparseMoeBlock
 from pagedcore.models.families import FAMILIES, Family
 
 Weights = Mapping[str, torch.Tensor]
@@ -166,7 +167,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         family = FAMILIES[config.model_type]
         self.self_attn = Attention(config, part(weights, "self_attn."), number)
-        self.mlp = MLP(config, part(weights, "mlp."))
+        kind = SparseMoeBlock if "mlp.gate.weight" in weights else MLP
+        self.mlp = kind(config, part(weights, "mlp."))
         self._norms, self._multiplier = family.norms, config.residual_multiplier if family.has_multipliers else 1.0
         for name in filter(None, family.norms):
             setattr(self, name, RMSNorm(weights[f"{name}.weight"], config.rms_norm_eps, family.norm_offset))

@@ -1,4 +1,4 @@
-"""Reads models of dense architectures from a directory without transformers, whose import takes two seconds.
+"""Reads models of known architectures from a directory without transformers, whose import takes two seconds.
 
 Owns the decision which directories these are: those in which every field of ``config.json`` is known and every tensor
 of the safetensors files has the name, the shape and a format that the architecture has. Anything else, a damaged file
@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pagedcore.models.families import FAMILIES
+from pagedcore.models.families import FAMILIES, module_name
 from pagedcore.models.llama_tree import ForCausalLM
 
 _Check = Callable[[Any], bool]
@@ -80,6 +80,10 @@ def _is_number(value: Any) -> bool:
     return _is_positive(value) or (type(value) in (int, float) and value == 0)
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)
+
+
 def _is_gelu(value: Any) -> bool:
     return bool(value == "gelu_pytorch_tanh")
 
@@ -97,6 +101,11 @@ _GEMMA: Final[Mapping[str, _Check]] = {
     "head_dim": _is_size, "hidden_act": _is_off, "hidden_activation": _is_gelu, "layer_types": _are_types,
     "query_pre_attn_scalar": _is_positive, "sliding_window": _is_window, "tie_word_embeddings": _is_bool,
     "use_bidirectional_attention": _is_off,
+}
+_COUNTS: Final = ("num_local_experts", "num_experts")
+_EXPERTS: Final[Mapping[str, _Check]] = {
+    "num_experts_per_tok": _is_size, "output_router_logits": _is_off,
+    "router_aux_loss_coef": _is_anything,
 }
 #: By architecture: its class, and the fields that only it has.
 _FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, _Check]]]] = {
@@ -123,6 +132,20 @@ _FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, _Check]]]] = {
     "olmo2": ("Olmo2ForCausalLM", {"attention_bias": _is_flag}),
     "olmo3": ("Olmo3ForCausalLM", {
         "attention_bias": _is_flag, "layer_types": _are_types, "sliding_window": _is_window,
+    }),
+    "mixtral": ("MixtralForCausalLM", {
+        **_EXPERTS, "head_dim": _is_anything, "num_local_experts": _is_size, "router_jitter_noise": _is_anything,
+        "sliding_window": _is_window,
+    }),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {
+        **_EXPERTS, "attention_bias": _is_flag, "decoder_sparse_step": _is_size, "head_dim": _is_size,
+        "max_window_layers": _is_anything, "mlp_only_layers": _are_numbers, "moe_intermediate_size": _is_size,
+        "norm_topk_prob": _is_bool, "num_local_experts": _is_size, "sliding_window": _is_off,
+        "use_sliding_window": _is_off,
+    }),
+    "olmoe": ("OlmoeForCausalLM", {
+        **_EXPERTS, "attention_bias": _is_flag, "clip_qkv": _is_off, "norm_topk_prob": _is_bool,
+        "num_experts": _is_size,
     }),
     "gemma2": ("Gemma2ForCausalLM", _GEMMA),
     "gemma3_text": ("Gemma3ForCausalLM", {**_GEMMA, "_sliding_window_pattern": _is_anything}),
@@ -164,7 +187,7 @@ def read_model(directory: Path, dtype: torch.dtype) -> ForCausalLM:
     """
     config, generation = read_config(directory)
     with _weights(directory, config) as files:
-        weights = {name: file.get_tensor(name).to(dtype) for name, file in files.items()}
+        weights = {module_name(name): file.get_tensor(name).to(dtype) for name, file in files.items()}
     return ForCausalLM(config, generation, weights).eval()
 
 
@@ -186,12 +209,17 @@ def read_config(directory: Path) -> tuple[_Config, SimpleNamespace]:
     _require(not (directory / "adapter_config.json").exists(), "it has an adapter")
     raw = _read_json(directory / "config.json")
     class_name, own_fields = _FAMILIES.get(str(raw.get("model_type")), ("", {}))
+    # Rule: files have either name, and transformers makes it its own.
+    if len(old := [name for name in _COUNTS if name in raw]) == 1:
+        raw[next((name for name in _COUNTS if name in own_fields), old[0])] = raw.pop(old[0])
     _require(raw.get("architectures") == [class_name], f"it is none of {', '.join(_FAMILIES)}")
     fields = {**_FIELDS, **own_fields}
     for name in sorted({*raw, *fields}):
         is_known = name in fields and fields[name](raw.get(name))
         _require(is_known, f"{name} in its configuration is not known to be harmless")
-    _require({"bos_token_id", "eos_token_id"} <= raw.keys(), "its configuration does not say which tokens are special")
+    # Rule: without one OLMoE has no first token, where others have one that its class names.
+    special = {"eos_token_id"} if raw["model_type"] == "olmoe" else {"bos_token_id", "eos_token_id"}
+    _require(special <= raw.keys(), "its configuration does not say which tokens are special")
     _require(raw["num_attention_heads"] % raw["num_key_value_heads"] == 0, "its heads form no groups")
     # Why not Qwen's: transformers has other values of those than the file.
     kept = {*_KEPT, *(own_fields.keys() - _QWEN.keys() if "use_mrope" in own_fields else own_fields)} - {"head_dim"}
@@ -201,6 +229,7 @@ def read_config(directory: Path) -> tuple[_Config, SimpleNamespace]:
     config.dtype = raw.get("dtype") or raw.get("torch_dtype")
     config.head_dim = raw.get("head_dim") or config.hidden_size // config.num_attention_heads
     _require(_is_size(config.head_dim) and config.head_dim % 2 == 0, "head_dim is no size")
+    _require(vars(config).get("num_experts_per_tok", 0) <= _num_experts(config), "it chooses more experts than it has")
     _require_layers(config, raw, own_fields)
     generation = directory / "generation_config.json"
     eos_token_id = _read_json(generation).get("eos_token_id") if generation.exists() else None
@@ -255,8 +284,10 @@ def _weights(directory: Path, config: _Config) -> Iterator[dict[str, Any]]:
             files = [opened.enter_context(safe_open(path, framework="pt")) for path in sorted(paths)]
             holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118
             _require(sum(len(file.keys()) for file in files) == len(holders), "a tensor is there twice")
-            # Safety: a number of layers that the files do not have is found before anything of that size is made.
+            # Safety: layers or experts that files do not have are found before anything of their number is made.
             _require(config.num_hidden_layers <= len(holders), "its files lack tensors")
+            num_mixtures = sum(_is_mixture(config, number) for number in range(config.num_hidden_layers))
+            _require(num_mixtures * _num_experts(config) <= len(holders), "its files lack experts")
             shapes = _shapes_of(config)
             _require(holders.keys() == shapes.keys(), "its files have other tensors than the architecture")
             for name, shape in shapes.items():
@@ -280,29 +311,69 @@ def _file_names(directory: Path) -> set[str]:
 
 
 def _shapes_of(config: _Config) -> _Shapes:
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
-    query, kv = config.num_attention_heads * head, config.num_key_value_heads * head
-    family, size = FAMILIES[config.model_type], {"q_proj": query, "k_proj": kv, "v_proj": kv}
-    total = {"qkv_proj": query + 2 * kv, "gate_up_proj": 2 * inner}
-    products = {
-        **{f"self_attn.{name}": (total.get(name) or size[name], hidden) for name in family.qkv},
-        "self_attn.o_proj": (hidden, query),
-        **{f"mlp.{name}": (total.get(name, inner), hidden) for name in family.gate_up},
-        "mlp.down_proj": (hidden, inner),
-    }
-    vectors = dict.fromkeys(filter(None, family.norms), hidden)
-    if family.has_head_norms:
-        is_whole = family.norm_offset == 0.0
-        vectors |= {"self_attn.q_norm": query if is_whole else head, "self_attn.k_norm": kv if is_whole else head}
-    layer: _Shapes = {f"{name}.weight": shape for name, shape in products.items()}
-    layer |= {f"{name}.weight": (size,) for name, size in vectors.items()}
-    layer |= {f"{name}.bias": (shape[0],) for name, shape in products.items() if _has_bias(config, name)}
+    hidden = config.hidden_size
     shapes: _Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    attention, dense = _shapes_of_attention(config), _shapes_of_mlp(config)
+    sparse = _shapes_of_experts(config) if FAMILIES[config.model_type].has_experts else {}
     for number in range(config.num_hidden_layers):
+        layer = attention | (sparse if _is_mixture(config, number) else dense)
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def _shapes_of_attention(config: _Config) -> _Shapes:
+    """Return the tensors of a layer but for its second half, by the rest of their names; norms are here."""
+    hidden, head = config.hidden_size, config.head_dim
+    query, kv = config.num_attention_heads * head, config.num_key_value_heads * head
+    family, size = FAMILIES[config.model_type], {"q_proj": query, "k_proj": kv, "v_proj": kv}
+    products = {
+        **{f"self_attn.{name}": (size.get(name, query + 2 * kv), hidden) for name in family.qkv},
+        "self_attn.o_proj": (hidden, query),
+    }
+    vectors = dict.fromkeys(filter(None, family.norms), hidden)
+    if family.has_head_norms:
+        is_whole = family.norm_offset == 0.0 or config.model_type == "olmoe"
+        vectors |= {"self_attn.q_norm": query if is_whole else head, "self_attn.k_norm": kv if is_whole else head}
+    return {**_with_biases(config, products), **{f"{name}.weight": (size,) for name, size in vectors.items()}}
+
+
+def _shapes_of_mlp(config: _Config) -> _Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    names = FAMILIES[config.model_type].gate_up
+    products = {f"mlp.{name}": (2 * inner // len(names), hidden) for name in names}
+    return _with_biases(config, {**products, "mlp.down_proj": (hidden, inner)})
+
+
+def _shapes_of_experts(config: _Config) -> _Shapes:
+    """Return the tensors of a mixture by the names that files have."""
+    hidden, inner = config.hidden_size, vars(config).get("moe_intermediate_size", config.intermediate_size)
+    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if config.model_type == "mixtral":
+        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    shapes: _Shapes = {f"{block}.gate.weight": (_num_experts(config), hidden)}
+    for number in range(_num_experts(config)):
+        parts = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
+        shapes |= {f"{block}.experts.{number}.{name}.weight": shape for name, shape in parts.items()}
+    return shapes
+
+
+def _is_mixture(config: _Config, number: int) -> bool:
+    """Whether a layer is one: the configuration of Qwen3-MoE may say of some that they are dense."""
+    fields, has_experts = vars(config), FAMILIES[config.model_type].has_experts
+    is_left_out = number in fields.get("mlp_only_layers", ())
+    return has_experts and not is_left_out and (number + 1) % fields.get("decoder_sparse_step", 1) == 0
+
+
+def _num_experts(config: _Config) -> int:
+    """Return how many a mixture has; 0: the architecture has none."""
+    return next((int(vars(config)[name]) for name in _COUNTS if name in vars(config)), 0)
+
+
+def _with_biases(config: _Config, products: Mapping[str, tuple[int, ...]]) -> _Shapes:
+    biases = {f"{name}.bias": (shape[0],) for name, shape in products.items() if _has_bias(config, name)}
+    return {**{f"{name}.weight": shape for name, shape in products.items()}, **biases}
 
 
 def _has_bias(config: _Config, name: str) -> bool:

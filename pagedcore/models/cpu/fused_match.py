@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from pagedcore.models import llama_tree
+from pagedcore.models import expert_tree, llama_tree
 from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.packed_experts import left_alone
 from pagedcore.models.cpu.packed_linear import FASTEST
@@ -141,7 +141,7 @@ def _is(module: nn.Module, kind: str | type[nn.Module], family: Family) -> bool:
     if isinstance(kind, str):
         own = type(module)
         is_theirs = own.__name__ == f"{family.classes}{kind}" and own.__module__.startswith("transformers.models.")
-        is_known = is_theirs or own is vars(llama_tree).get(kind)
+        is_known = is_theirs or own in (vars(llama_tree).get(kind), vars(expert_tree).get(kind))
         return is_known and (kind != "RMSNorm" or set(dict(module.named_parameters())) == {"weight"})
     # Why: a subclass of a linear layer, or of a tensor, computes in its own way.
     is_exact = kind is nn.Module or type(module) is kind

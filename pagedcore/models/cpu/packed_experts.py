@@ -2,8 +2,8 @@
 
 Owns ``PackedExperts``, which takes the place of an experts module of transformers, and ``RouterWeight``, which takes
 the place of a router's matrix. Both rely on conventions of transformers: ``use_experts_implementation`` notes on a
-module how its weights are laid out, and a class whose name ends in "Router" multiplies by ``F.linear`` alone. Modules
-that follow neither are left alone.
+module how its weights are laid out, and a class whose name ends in "Router" multiplies by ``F.linear`` alone; so do
+those of ``expert_tree.py``. Modules that follow neither are left alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pagedcore.models.cpu.packed_linear import (
     holders_of_matrices,
     packable_weight,
 )
+from pagedcore.models.expert_tree import TopKRouter
 from pagedcore.models.quantization.stored_weight import StoredMatrices, tensors_of
 from pagedcore.protocols import LinearFactory
 
@@ -169,7 +170,8 @@ def _pack_each(experts: Any, name: str, factory: LinearFactory, on_unused: OnUnu
 
 def _is_router(module: nn.Module, factory: LinearFactory) -> bool:
     kind, weight = type(module), module._parameters.get("weight")
-    is_known = kind.__name__.endswith("Router") and kind.__module__.startswith("transformers.models.")
+    is_theirs = kind.__name__.endswith("Router") and kind.__module__.startswith("transformers.models.")
+    is_known = is_theirs or kind is TopKRouter
     return is_known and weight is not None and weight.ndim == 2 and factory.supports(torch.float32, weight.shape[1])
 
 

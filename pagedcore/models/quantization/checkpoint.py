@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pagedcore.models.cpu.packed_linear import can_pack
+from pagedcore.models.families import module_name
 from pagedcore.models.model_path import is_gguf
 from pagedcore.models.pretrained import as_refusals, find_directory, find_file, load_config
 from pagedcore.models.quantization.awq import AWQ
@@ -24,7 +25,7 @@ from pagedcore.models.quantization.compressed_tensors import CompressedTensors
 from pagedcore.models.quantization.embedding import FIELD, restore_embedding
 from pagedcore.models.quantization.gguf import GGUF
 from pagedcore.models.quantization.gptq import GPTQ
-from pagedcore.models.quantization.stored_experts import module_name, replace_experts
+from pagedcore.models.quantization.stored_experts import replace_experts
 from pagedcore.models.quantization.stored_weight import StoredWeight, refusal
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product

@@ -14,7 +14,7 @@ import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +28,7 @@ from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models import supported_models
 from pagedcore.models.cpu.packed_linear import can_pack
+from pagedcore.models.families import file_name, module_name
 from pagedcore.models.model_facts import max_model_len
 from pagedcore.models.model_path import gguf_in, is_gguf
 from pagedcore.models.pretrained import as_refusals, load_config, resolve_dtype
@@ -37,6 +38,7 @@ from pagedcore.models.quantization.embedding import FIELD, OF_HEAD, OWN_TABLE, k
 from pagedcore.models.quantization.packed_integers import num_words, pack
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.quantization.smoothing import Smoothing, find_smoothing
+from pagedcore.models.quantization.stored_experts import layers_of_experts, shapes_of_expert
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 
@@ -108,12 +110,16 @@ def convert(
         raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
     modules = _modules(source, resolve_dtype(dtype))
     with as_refusals(source):
-        files = TensorFiles(Path(source))
+        files = TensorFiles(Path(source), module_name)
+    experts = layers_of_experts(modules)
+    if experts and calibration is not None:
+        raise ModelNotSupported("calibration: got a mixture of experts, allowed are dense models.")
     if quantization == auto_int8.NAME:
         quantized = auto_int8.choose(modules, _reader(modules, files))
     else:
         quantized = {name: quantization for name, module in modules.named_modules()
                      if type(module) is nn.Linear and SCHEMES[quantization].can_quantize(module.in_features)}
+        quantized |= dict.fromkeys(experts, quantization)
     if not quantized:
         raise ModelNotSupported(f"model: it has no linear layers that can be {quantization}.")
     smoothing = Smoothing()
@@ -161,7 +167,8 @@ def _modules(source: str, dtype: torch.dtype) -> Any:
     supported_models.check_modules(model, str(config.model_type))
     for name, module in model.named_modules():
         matrices = [one for one in module.parameters(recurse=False) if one.ndim > 1]
-        if matrices and type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
+        is_known = isinstance(module, nn.Embedding) or type(module) is nn.Linear
+        if matrices and not (is_known or shapes_of_expert(module) or type(module).__name__.endswith("Router")):
             raise ModelNotSupported(
                 f"model: {name} ({type(module).__name__}) has matrices and is no linear layer; such models are "
                 "quantised when they are loaded, not converted."
@@ -181,18 +188,30 @@ def _reader(model: nn.Module, files: TensorFiles) -> Callable[[str], torch.Tenso
     return read
 
 
-def _parts(model: nn.Module, quantized: Mapping[str, str], smoothing: Smoothing) -> list[Part]:
+def _parts(model: Any, quantized: Mapping[str, str], smoothing: Smoothing) -> list[Part]:
     """Say what the new file holds and of which tensors it is made; a tied output layer is quantised on its own."""
     parts, tensors = [], model.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
     for name, tensor in tensors.items():
         source, (layer, _, last) = first_names[id(tensor)], name.rpartition(".")
+        if shapes_of_expert(model.get_submodule(layer)):
+            continue
         if layer in quantized and last == "weight":
             parts.append(_quantized_part(source, layer, tensor.shape, tensor.dtype, quantized[layer], smoothing))
         elif source == name:
             shapes: Shapes = {name: (tensor.dtype, tuple(tensor.shape))}
             parts.append(Part(source, tuple(tensor.shape), shapes, _converted(name, tensor.dtype, smoothing)))
-    return parts
+    dtype = next(model.parameters()).dtype
+    parts += [_quantized_part(f"{name}.weight", name, shape, dtype, quantized[name], smoothing)
+              for name, shape in layers_of_experts(model).items()]
+    return [_named_as_in_files(part, model.config.model_type) for part in parts]
+
+
+def _named_as_in_files(part: Part, model_type: str) -> Part:
+    shapes = {file_name(name, model_type): shape for name, shape in part.shapes.items()}
+    return replace(part, shapes=shapes, make=lambda tensor: {
+        file_name(name, model_type): made for name, made in part.make(tensor).items()
+    })
 
 
 def _converted(name: str, dtype: torch.dtype, smoothing: Smoothing) -> Callable[[torch.Tensor], Tensors]:
@@ -225,11 +244,12 @@ def _config(source: str, model: Any, quantized: Mapping[str, str], kind: str) ->
     """Return the model's own configuration with what says how layers, by name and scheme, and the embedding are
     quantised.
     """
-    own = json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8"))
+    own, experts = json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8")), layers_of_experts(model)
     layers: dict[tuple[str, int | None], list[str]] = defaultdict(list)
     for layer, scheme in quantized.items():
-        num_inputs, linears = model.get_submodule(layer).in_features, SCHEMES[scheme]
-        layers[scheme, None if linears.bits == 8 else num_inputs // linears.num_groups(num_inputs)].append(layer)
+        num_inputs = experts[layer][1] if layer in experts else model.get_submodule(layer).in_features
+        linears, name = SCHEMES[scheme], file_name(layer, model.config.model_type)
+        layers[scheme, None if linears.bits == 8 else num_inputs // linears.num_groups(num_inputs)].append(name)
     formats = {scheme: "int-quantized" if SCHEMES[scheme].quantizes_rows else "pack-quantized" for scheme, _ in layers}
     weights = {"type": "int", "symmetric": True, "dynamic": False}
     rows = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -243,7 +263,8 @@ def _config(source: str, model: Any, quantized: Mapping[str, str], kind: str) ->
         }
         for number, ((scheme, size), names) in enumerate(layers.items())
     }
-    others = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in quantized]
+    others = [file_name(name, model.config.model_type) for name, module in model.named_modules()
+              if name not in quantized and (type(module) is nn.Linear or type(module).__name__.endswith("Router"))]
     own.pop("torch_dtype", None)
     # Why beside the format's own part: other readers take the embedding as numbers, which are in the file too.
     return {

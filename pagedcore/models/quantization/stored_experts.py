@@ -7,7 +7,7 @@ Owns these names, and the place where transformers has a parameter [experts, out
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +17,6 @@ from pagedcore.models.quantization.stored_weight import StoredMatrices, StoredWe
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
 
 Shape = tuple[int, int]
-#: What Mixtral's files call what others call like its modules.
-_MIXTRAL: Final = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-
-
-def module_name(name: str) -> str:
-    """Return the name of a file's tensor in the way of its modules."""
-    if ".block_sparse_moe." in name:
-        for old, new in _MIXTRAL.items():
-            name = name.replace(old, new)
-    return name
 
 
 def replace_experts(
@@ -44,22 +34,37 @@ def replace_experts(
     """
     num_replaced = 0
     for name, module in model.named_modules():
-        matrices = matrices_of_experts(module)
-        if not matrices or module.is_transposed or module.has_bias or not module.is_concatenated:
+        if not (shapes := shapes_of_expert(module)):
             continue
-        num_experts, num_outputs, num_inputs = matrices[0].shape
-        _, *of_down = matrices[1].shape
-        gate_shape = num_outputs // 2, num_inputs
-        shapes = {"gate_proj": gate_shape, "up_proj": gate_shape, "down_proj": (of_down[0], of_down[1])}
-        if weight_of(f"{name}.0.gate_proj", gate_shape) is not None:
+        num_experts = len(module.gate_up_proj)
+        if weight_of(f"{name}.0.gate_proj", shapes["gate_proj"]) is not None:
             experts = [_stored(f"{name}.{number}", shapes, weight_of) for number in range(num_experts)]
             _put(module, *(StoredMatrices(kind) for kind in zip(*experts, strict=True)))
             num_replaced += 1
         elif f"{name}.0.gate_proj.weight" in files:
             numbers = [_numbers(f"{name}.{number}", shapes, files) for number in range(num_experts)]
-            _put(module, *(nn.Parameter(torch.stack(kind).to(matrices[0].dtype), requires_grad=False)
+            _put(module, *(nn.Parameter(torch.stack(kind).to(module.gate_up_proj.dtype), requires_grad=False)
                            for kind in zip(*numbers, strict=True)))  # fmt: skip
     return num_replaced
+
+
+def shapes_of_expert(module: Any) -> dict[str, Shape]:
+    """Return the layers [out, in] that files have for each of a module's experts; none for any other module."""
+    matrices = matrices_of_experts(module)
+    if not matrices or module.is_transposed or module.has_bias or not module.is_concatenated:
+        return {}
+    (_, num_outputs, num_inputs), (_, *of_down) = matrices[0].shape, matrices[1].shape
+    gate_shape = num_outputs // 2, num_inputs
+    return {"gate_proj": gate_shape, "up_proj": gate_shape, "down_proj": (of_down[0], of_down[1])}
+
+
+def layers_of_experts(model: nn.Module) -> dict[str, Shape]:
+    """Return the layers [out, in] of all experts of a model, by the names of files in the way of its modules."""
+    return {
+        f"{name}.{number}.{part}": shape
+        for name, module in model.named_modules() if (shapes := shapes_of_expert(module))
+        for number in range(len(module.get_parameter("gate_up_proj"))) for part, shape in shapes.items()
+    }
 
 
 def _stored(
