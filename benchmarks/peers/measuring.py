@@ -38,13 +38,13 @@ def arguments(**extra: object) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(peer: str, options: argparse.Namespace, run: Run, stream: Stream) -> None:
-    """Warm up, then run the workloads one after the other."""
+def measure(peer: str, options: argparse.Namespace, run: Run, stream: Stream, process: int | str = "self") -> None:
+    """Warm up, then run the workloads one after the other; the peak of memory is that of a process."""
     run(workload("warm"))
     names = map(str.strip, sys.stdin) if options.workloads == "-" else options.workloads.split(",")
     for name in names:
         result = _stream_result(stream) if name == "w3" else _run_result(workload(name), run)
-        line = json.dumps({"peer": peer, "workload": name, **result, "peak_rss_mb": _peak_rss_mb()})
+        line = json.dumps({"peer": peer, "workload": name, **result, "peak_rss_mb": _peak_rss_mb(process)})
         print(line, flush=True)
         if options.results:
             with pathlib.Path(options.results).open("a") as file:
@@ -69,8 +69,9 @@ def _stream_result(stream: Stream) -> dict[str, object]:
     with _lock():
         for repeat in range(3):
             with _Timed() as timed:
-                begin, stamps = stream(workload(f"w3@{repeat}"))
-            per_token_s = (stamps[-1] - stamps[0]) / (len(stamps) - 1)
+                begin, stamps = stream(work := workload(f"w3@{repeat}"))
+            # Why not by stamps: an engine may hold back tokens that end in the middle of a character.
+            per_token_s = (stamps[-1] - stamps[0]) / (work.num_output_tokens - 1)
             results.append({"ttft_ms": round((stamps[0] - begin) * 1e3, 1), "tpot_ms": round(per_token_s * 1e3, 2),
                             **timed.figures()})
     return sorted(results, key=lambda result: float(str(result["wall_s"])))[1]
@@ -99,8 +100,8 @@ def _run_delay_s() -> float:
     return sum(int(path.read_text().split()[1]) for path in pathlib.Path("/proc/self/task").glob("*/schedstat")) / 1e9
 
 
-def _peak_rss_mb() -> int:
-    status = pathlib.Path("/proc/self/status").read_text()
+def _peak_rss_mb(process: int | str) -> int:
+    status = pathlib.Path(f"/proc/{process}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) // 1024
 
 
