@@ -57,7 +57,7 @@ class Experts(nn.Module):
     def forward(self, rows: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Return the weighted sums [T, hidden] of the experts ``chosen`` [T, k] for ``rows``, by ``shares`` [T, k]."""
         total = torch.zeros_like(rows)
-        for number in chosen.unique().tolist():
+        for number in sorted(set(chosen.flatten().tolist())):
             place, row = chosen.T.eq(number).nonzero(as_tuple=True)
             gated = self._apply_gate(nn.functional.linear(rows[row], self.gate_up_proj[number]))
             output = nn.functional.linear(gated, self.down_proj[number]) * shares[row, place, None]

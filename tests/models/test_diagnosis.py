@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "window": ("mistral", {}, True, True),
     "other family": ("helium", {}, False, False),
     "convolutions as linears": ("gpt2", {}, False, False),
-    "experts": ("mixtral", {}, False, True),
+    "experts": ("mixtral", {}, True, True),
     "experts of another family": ("qwen2_moe", {}, False, False),
     "multipliers": ("granite", {}, True, True),
     "unknown experts": ("dbrx", {}, False, False),
