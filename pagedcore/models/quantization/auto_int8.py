@@ -115,7 +115,7 @@ def _errors(weight: torch.Tensor, rows: torch.Tensor) -> tuple[float, float]:
     for part in torch.split(weight, at_once):
         values, by_output = quantize_per_output(part)
         exact, quantised = rows @ part.float().T, values.float() * by_output
-        for number, result in enumerate((0, rows @ quantised.T, in_int8 @ quantised.T)):
+        for number, result in enumerate((torch.zeros(()), rows @ quantised.T, in_int8 @ quantised.T)):
             sums[number] += (exact - result).double().square().sum()
     exact_sum, *errors = sums.nan_to_num(torch.inf).tolist()
     of_weights, of_both = ((error / max(exact_sum, 1e-300)) ** 0.5 for error in errors)
