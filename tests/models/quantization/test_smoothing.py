@@ -54,7 +54,7 @@ def plant_outliers(model: Any) -> None:
 @torch.no_grad()
 def save(directory: Path, family: str = "llama", change: Planted = lambda model: None, **changes: Any) -> Any:
     """Write a tiny model whose norms differ from channel to channel, and return it."""
-    model = tiny_model(family, tie_word_embeddings=False, **changes)
+    model = tiny_model(family, **{"tie_word_embeddings": False, **changes})
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             parameter += torch.rand_like(parameter) * (3 if "norm" in name else 0.1)
@@ -152,6 +152,18 @@ def test_outliers_cost_less(tmp_path: Path) -> None:
         assert convert(source, out, quantization="w8a8", dtype="float32", calibration=calibration) == ()
         errors.append(float(np.std(scores_of(out, must_fuse=True) - exact)))
     assert errors[1] < errors[0] / 4, errors
+
+
+def test_an_embedding_is_not_scaled_with_the_output_layer_that_shares_it(tmp_path: Path) -> None:
+    """The output layer reads a norm whose channels differ, so its columns change; tokens are looked up as before."""
+    model = save(tmp_path / "model", tie_word_embeddings=True)
+    exact, errors = scores_of_transformers(model), []
+    for calibration, kind in ((None, "lm_head"), (calibration_of(tmp_path / "set.jsonl"), "int8")):
+        out = tmp_path / f"out of {kind}"
+        convert(str(tmp_path / "model"), out, quantization="w8a8", dtype="float32", calibration=calibration)
+        assert json.loads((out / "config.json").read_text())["embedding_quantization"] == kind
+        errors.append(float(np.std(scores_of(out, must_fuse=True) - exact)))
+    assert errors[1] < 1.5 * errors[0], errors
 
 
 def test_a_smoothed_model_is_a_model_of_its_own(tmp_path: Path) -> None:
