@@ -56,8 +56,9 @@ def test_snippet_runs(
 
 @pytest.mark.parametrize("command", starting_with("pagedcore", "echo"))
 def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command line runs as it stands, in an empty directory, and prints something."""
+    """A command line runs as it stands, in a directory with a file of prompts, and prints something."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("What is 2 + 3?\nWhat is the capital of France?\n")
     given, pipe, rest = command.partition(" | ")
     name, *words = shlex.split(rest if pipe else command)
     assert name == "pagedcore"

@@ -90,45 +90,22 @@ def convert(
         ModelNotSupported: the architecture cannot run here, or has matrices that are no linear layers, or is none that
             can be smoothed.
     """
-    EngineConfig(quantization=quantization, dtype=dtype)
     source, target = os.fspath(DEMO_MODEL_DIR) if model == "demo" else model, Path(out)
-    if quantization == "none" or not can_pack(resolve_dtype(dtype)):
-        raise InvalidConfig(
-            f"quantization: got {quantization!r} with dtype {dtype!r}, allowed are "
-            f"{', '.join((*SCHEMES, auto_int8.NAME))} with dtype 'float32' or 'bfloat16'."
-        )
-    if calibration is not None and quantization != "w8a8":
-        raise InvalidConfig(
-            f"calibration: got a file with quantization {quantization!r}, allowed is w8a8: others keep activations as "
-            "they are."
-        )
-    if is_gguf(gguf_in(source)):
-        raise ModelNotSupported("model: GGUF files are not converted; they load as they are.")
-    if not Path(source).is_dir():
-        raise InvalidConfig(f"model: got {describe(model)}, needed is a directory. Download it first.")
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
+    _check_arguments(model, source, target, quantization, dtype, has_calibration=calibration is not None)
     modules = _modules(source, resolve_dtype(dtype))
     with as_refusals(source):
         files = TensorFiles(Path(source), module_name)
-    experts = layers_of_experts(modules)
-    if experts and calibration is not None:
-        raise ModelNotSupported("calibration: got a mixture of experts, allowed are dense models.")
-    if quantization == auto_int8.NAME:
-        quantized = auto_int8.choose(modules, _reader(modules, files))
-    else:
-        quantized = {name: quantization for name, module in modules.named_modules()
-                     if type(module) is nn.Linear and SCHEMES[quantization].can_quantize(module.in_features)}
-        quantized |= dict.fromkeys(experts, quantization)
-    if not quantized:
-        raise ModelNotSupported(f"model: it has no linear layers that can be {quantization}.")
+    quantized = _schemes(modules, files, quantization)
     smoothing = Smoothing()
     if calibration is not None:
+        if layers_of_experts(modules):
+            raise ModelNotSupported("calibration: got a mixture of experts, allowed are dense models.")
         prompts = _read_prompts(calibration, source, modules.config)
         smoothing = find_smoothing(source, prompts, quantized, modules.dtype, on_progress)
-    linears = SCHEMES.get(quantization) or SCHEMES.get(quantized.get(auto_int8.name_of_head(modules), ""))
+    head = auto_int8.name_of_head(modules)
+    linears = SCHEMES.get(quantization) or SCHEMES.get(quantized.get(head, ""))
     kind = kind_of_embedding(modules, linears) if linears is not None else ""
-    if kind == OF_HEAD and auto_int8.name_of_head(modules) in smoothing.columns:
+    if kind == OF_HEAD and head in smoothing.columns:
         kind = OWN_TABLE  # the columns of the output layer are no longer those of the embedding
     parts = _parts(modules, quantized, smoothing)
     config = _config(source, modules, quantized, kind)
@@ -146,6 +123,42 @@ def convert(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return smoothing.unsmoothed
+
+
+def _check_arguments(
+    model: str, source: str, target: Path, quantization: str, dtype: str, *, has_calibration: bool
+) -> None:
+    """Refuse what can be refused without a look at the model."""
+    EngineConfig(quantization=quantization, dtype=dtype)
+    if quantization == "none" or not can_pack(resolve_dtype(dtype)):
+        raise InvalidConfig(
+            f"quantization: got {quantization!r} with dtype {dtype!r}, allowed are "
+            f"{', '.join((*SCHEMES, auto_int8.NAME))} with dtype 'float32' or 'bfloat16'."
+        )
+    if has_calibration and quantization != "w8a8":
+        raise InvalidConfig(
+            f"calibration: got a file with quantization {quantization!r}, allowed is w8a8: others keep activations as "
+            "they are."
+        )
+    if is_gguf(gguf_in(source)):
+        raise ModelNotSupported("model: GGUF files are not converted; they load as they are.")
+    if not Path(source).is_dir():
+        raise InvalidConfig(f"model: got {describe(model)}, needed is a directory. Download it first.")
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
+
+
+def _schemes(modules: Any, files: TensorFiles, quantization: str) -> dict[str, str]:
+    """Return the scheme of each layer that is quantised, experts' too, by its name."""
+    if quantization == auto_int8.NAME:
+        quantized = auto_int8.choose(modules, _reader(modules, files))
+    else:
+        quantized = {name: quantization for name, module in modules.named_modules()
+                     if type(module) is nn.Linear and SCHEMES[quantization].can_quantize(module.in_features)}
+        quantized |= dict.fromkeys(layers_of_experts(modules), quantization)
+    if not quantized:
+        raise ModelNotSupported(f"model: it has no linear layers that can be {quantization}.")
+    return quantized
 
 
 def _read_prompts(path: str | os.PathLike[str], source: str, config: Any) -> list[list[int]]:
