@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +38,16 @@ def complete(engine: Engine, num_requests: int) -> tuple[int, list[str]]:
 
 
 def _is_valid(schema: dict[str, Any], text: str) -> bool:
-    return Draft202012Validator(schema, format_checker=FormatChecker()).is_valid(json.loads(text))
+    # Why decimals: by floats 9.19 is no multiple of 0.01.
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)
+    return Draft202012Validator(exact, format_checker=FormatChecker()).is_valid(json.loads(text, parse_float=Decimal))
+
+
+def test_numbers_are_judged_as_decimals() -> None:
+    """What is a multiple in decimals is one here, and what is none is none."""
+    schema = {"type": "number", "multipleOf": 0.01}
+    assert _is_valid(schema, "9.19")
+    assert not _is_valid(schema, "9.195")
 
 
 def test_the_schemas_are_fifty_of_eight_kinds() -> None:
