@@ -1,4 +1,5 @@
-"""One compute thread for all tests and what they start, unless the caller says otherwise; quick garbage collections.
+"""One compute thread for all tests and what they start, unless the caller says otherwise; quick garbage collections;
+interrupts that arrive.
 
 Tiny models gain nothing from threads, and processes side by side whose threads wait for each other lose much to them.
 """
@@ -7,11 +8,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 
 # Why here: OpenMP reads it once, when torch is imported, which no test has done yet.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Why: a shell starts its background jobs with SIGINT ignored, and Python leaves it so; tests interrupt themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

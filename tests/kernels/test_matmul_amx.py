@@ -175,6 +175,7 @@ print(packed.matmul_kernel(BYTE_MATRIX_UNITS, torch.bfloat16)._library.get_asm_s
 """
 
 
+@pytest.mark.slow
 def test_machine_code_for_such_a_processor() -> None:
     """LLVM makes the tile instructions: sums in registers 0 to 3, rows in the next, signed weights in those left.
 
