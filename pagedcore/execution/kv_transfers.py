@@ -43,7 +43,7 @@ class KVTransfers:
         self._started_s: dict[int, float] = {}
         self._late: set[int] = set()
         self._polled: Sequence[tuple[int, bool]] = ()
-        self._has_failed_poll = False
+        self._has_failed_poll = self._has_failed_populate = False
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks before the next step computes."""
@@ -57,9 +57,17 @@ class KVTransfers:
         does little takes little.
         """
         store, num_used = self._store, device.num_used_blocks + device.num_cached_blocks
-        if not isinstance(store, PopulatesBlocks) or free_memory_bytes() < _LEAVES_FREE * _MOST_AHEAD_BYTES:
+        if not isinstance(store, PopulatesBlocks) or self._has_failed_populate:
             return False
-        return store.populate(num_used + min(num_used, _MOST_AHEAD_BYTES // store.block_bytes))
+        try:
+            if free_memory_bytes() < _LEAVES_FREE * _MOST_AHEAD_BYTES:
+                return False
+            return bool(store.populate(num_used + min(num_used, _MOST_AHEAD_BYTES // store.block_bytes)))
+        except Exception as error:  # the store may be the user's own, and nothing depends on this
+            self._has_failed_populate = True
+            _log.exception("KV pool: the store cannot take memory ahead (%s); it is not asked again",
+                           type(error).__name__)
+            return False
 
     def advance(self) -> None:
         """Book the transfers that have ended, and start those that are due."""

@@ -381,6 +381,28 @@ def test_losing_the_engine_stops_its_thread() -> None:
 
 
 
+def test_a_store_that_cannot_take_memory_ahead_stops_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, the store is asked once, and requests are served as before."""
+    monkeypatch.setattr(engine_loop, "IDLE_CHECK_S", 0.01)
+    backend, asked = ToyBackend(), list[int]()
+
+    def populate(num_blocks: int) -> bool:
+        asked.append(num_blocks)
+        raise MemoryError
+
+    with AsyncEngine(make_engine(backend, check_invariants=False)) as engine:
+        backend.cache_store.populate = populate  # type: ignore[attr-defined]
+        wait_until(lambda: bool(asked))
+        assert asyncio.run(complete(engine, [1] * 9, 3)) == toy_answer([1] * 9, 3)
+        assert asyncio.run(engine.call(Engine.idle)) is False
+    assert len(asked) == 1
+    assert [record.getMessage() for record in caplog.records if "ahead" in record.getMessage()] == [
+        "KV pool: the store cannot take memory ahead (MemoryError); it is not asked again"
+    ]
+
+
 def test_an_idle_engine_takes_memory_for_as_many_blocks_as_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Piece after piece while no request comes, each for the blocks that hold something and as many again; an engine
     that has done nothing takes nothing, and a store that takes none is left alone.
