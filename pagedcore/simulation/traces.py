@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from pagedcore.config import field_rules as rules
+from pagedcore.config.given_file import check_given_file
 from pagedcore.errors import InvalidConfig, InvalidRequest, describe
 from pagedcore.request_options import NO_OPTIONS, RequestOptions
 from pagedcore.simulation.workload import MAX_REQUESTS, MAX_TOKENS, SimulatedRequest, own_segment
@@ -46,12 +46,7 @@ def read_trace(path: str | os.PathLike[str], most: int = MAX_REQUESTS) -> list[S
         raise _refused("a file with another ending", "a name that ends in .csv or .jsonl")
     requests = []
     try:
-        # Why asked first: to open a pipe waits for its writer.
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise _refused("a directory, pipe or device", "a regular file")
-        if status.st_size > MAX_TRACE_BYTES:
-            raise _refused(f"{status.st_size} bytes", f"up to {MAX_TRACE_BYTES}")
+        check_given_file(path, MAX_TRACE_BYTES, _refused)
         with open(path, encoding="utf-8-sig", newline="") as file:
             for request in parse(file):
                 requests.append(request)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from pagedcore.config.given_file import check_given_file
 from pagedcore.errors import InvalidConfig, InvalidText, describe
 
 MAX_FILE_BYTES: Final = 2**24
@@ -66,12 +66,7 @@ def read_calibration_set(
 
 def _read(path: str | os.PathLike[str]) -> str:
     try:
-        # Why asked first: to open a pipe waits for its writer.
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise _refused("a directory, pipe or device", "a regular file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise _refused(f"{status.st_size} bytes", f"up to {MAX_FILE_BYTES}")
+        check_given_file(path, MAX_FILE_BYTES, _refused)
         return Path(path).read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
