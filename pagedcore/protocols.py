@@ -72,7 +72,8 @@ class ModelBackend(Protocol):
         """Make room for ``num_blocks`` blocks; called once, before the first forward."""
 
     def forward(self, batch: RaggedRows) -> FloatArray | torch.Tensor:
-        """Compute the batch, write its K/V to the slots, and return float32 logits of shape [S, vocab_size].
+        """Compute the batch, write its K/V to the slots, and return logits of shape [S, vocab_size], float32 or, as a
+        torch tensor, bfloat16.
 
         The caller may overwrite the returned array until the next call.
         """

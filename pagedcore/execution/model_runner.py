@@ -121,9 +121,8 @@ def _join(rows: Seq[ScheduledRow], parts: Seq[_Part], failures: dict[int, Except
 
 
 def _require_logits(logits: object, shape: tuple[int, int]) -> None:
+    wanted = f"expected float32 or bfloat16 logits of shape {shape}"
     if not isinstance(logits, np.ndarray | torch.Tensor):
-        raise StepFailed(f"model: forward returned a {type(logits).__name__}, expected float32 logits of shape {shape}")
-    if tuple(logits.shape) != shape or logits.dtype not in (np.float32, torch.float32):
-        raise StepFailed(
-            f"model: forward returned {logits.dtype} of shape {tuple(logits.shape)}, expected float32 of shape {shape}"
-        )
+        raise StepFailed(f"model: forward returned a {type(logits).__name__}, {wanted}")
+    if tuple(logits.shape) != shape or logits.dtype not in (np.float32, torch.float32, torch.bfloat16):
+        raise StepFailed(f"model: forward returned {logits.dtype} of shape {tuple(logits.shape)}, {wanted}")

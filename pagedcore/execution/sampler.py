@@ -12,19 +12,18 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import torch
 
 from pagedcore.execution.logits_processor import process_row
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import Constraint, FloatArray, Int64Array, MaskRows
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.sequence import Sequence
+from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
-
-if TYPE_CHECKING:
-    import torch
 
 _LARGEST_FINITE: Final = float(np.finfo(np.float32).max)
 
@@ -63,9 +62,15 @@ class Sampler:
         """Choose one token per row.
 
         Args:
-            logits: float32 [S, vocab_size] on the CPU; may be overwritten.
+            logits: float32 or bfloat16 [S, vocab_size] on the CPU; may be overwritten.
             sequences: [S]; row ``i`` is the distribution of what follows ``sequences[i].token_ids``.
         """
+        is_short = isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16
+        if is_short and all(map(_is_plainly_greedy, sequences)):
+            # Why: float32 would be twice as many bytes, written to be read once.
+            self.forget()
+            bits = logits.detach().contiguous().view(torch.int16).numpy()
+            return SampledTokens(self._pick_greedily(bits), [None] * len(sequences))
         rows = _as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
         reports = self._make_reports(rows, wanted)
@@ -93,7 +98,8 @@ class Sampler:
         of megabytes however large the vocabulary is. A prompt that is reported is computed in shorter chunks for it.
 
         Args:
-            logits: float32 [P, vocab_size] on the CPU, of the ``scored_positions`` of all rows one after the other.
+            logits: float32 or bfloat16 [P, vocab_size] on the CPU, of the ``scored_positions`` of all rows one after
+                the other.
             rows: those that have any.
 
         Returns:
@@ -162,8 +168,18 @@ class Sampler:
 
 
 def _as_array(logits: FloatArray | torch.Tensor) -> FloatArray:
-    array: Any = logits if isinstance(logits, np.ndarray) else logits.detach().numpy()
+    if isinstance(logits, np.ndarray):
+        array: Any = logits
+    else:
+        with torch_beside_kernels():
+            array = logits.detach().float().numpy()
     return np.require(array, np.float32, ["C", "W"])
+
+
+def _is_plainly_greedy(sequence: Sequence) -> bool:
+    """Whether all that is wanted of a row is its most likely token."""
+    is_changed = sequence.is_adjusted or _is_too_short(sequence)
+    return not sequence.params.temperature and sequence.num_logprobs is None and not is_changed
 
 
 def _is_too_short(sequence: Sequence) -> bool:

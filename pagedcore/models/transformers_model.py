@@ -165,7 +165,8 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedRows) -> torch.Tensor:
-        """Compute a batch; return float32 logits [S, vocab_size] of its ``logits_rows``, on the CPU.
+        """Compute a batch; return logits [S, vocab_size] of its ``logits_rows``, on the CPU: bfloat16 of a model in
+        bfloat16 there, else float32.
 
         Raises:
             InternalError: there is no KV pool yet.
@@ -182,7 +183,10 @@ class TransformersModel:
         rows = np.repeat(wanted, 2) if len(wanted) == 1 else wanted
         with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
             logits = self._decoder(step, send(batch.token_ids), step.positions, send(rows))
-            return logits[: len(wanted)].float().contiguous().cpu()
+            logits = logits[: len(wanted)]
+            # Why: bfloat16 is what the sampler can read, which may need no more of it than the largest.
+            is_read_as_it_is = logits.dtype == torch.bfloat16 and self._device.kind == "cpu"
+            return (logits if is_read_as_it_is else logits.float()).contiguous().cpu()
 
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool,

@@ -12,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from pagedcore.execution import sampler
 from pagedcore.execution.sampler import RowAdjuster, Sampler
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence, SequenceStatus
@@ -326,6 +327,29 @@ def test_logits_may_be_arrays_or_tensors(form):
     elif form == "every other row":
         given = logits.repeat(2, axis=0)[::2]
     np.testing.assert_array_equal(Sampler(VOCAB_SIZE).sample(given, sequences).token_ids, expected)
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 2}, {"temperature": 1.0}, {"logit_bias": {7: 50.0}}], ids=str)
+@pytest.mark.parametrize("form", ["whole", "every other row"])
+def test_bfloat16_logits_give_what_the_same_numbers_in_float32_give(form, params):
+    """The other rows of the step are greedy; one has no valid logits."""
+    logits = torch.from_numpy(make_logits(6)).bfloat16()
+    logits[2, 5] = torch.nan
+    sequences = [make_sequence(sequence_id=i, **(params if i == 1 else {})) for i in range(6)]
+    expected = Sampler(VOCAB_SIZE).sample(logits.float(), sequences)
+    given = logits if form == "whole" else logits.repeat_interleave(2, dim=0)[::2]
+    result = Sampler(VOCAB_SIZE).sample(given.requires_grad_(), sequences)
+    np.testing.assert_array_equal(result.token_ids, expected.token_ids)
+    assert result.logprobs == expected.logprobs
+    assert result.token_ids[2] == -1
+
+
+def test_plainly_greedy_rows_are_read_in_bfloat16(monkeypatch):
+    """No float32 copy is made of them."""
+    logits = torch.from_numpy(make_logits(3)).bfloat16()
+    monkeypatch.setattr(sampler, "_as_array", None)
+    result = Sampler(VOCAB_SIZE).sample(logits, [make_sequence(sequence_id=i) for i in range(3)])
+    np.testing.assert_array_equal(result.token_ids, logits.float().argmax(dim=1))
 
 
 def test_an_empty_step_samples_nothing():

@@ -222,6 +222,22 @@ def test_rows_with_nan_or_plus_infinity_are_not_sampled(vocab_size, value):
             assert (tokens[[0, 2]] >= 0).all()
 
 
+@pytest.mark.parametrize("vocab_size", [*VOCABULARIES, 151936])
+def test_greedy_reads_bfloat16_as_the_float32_it_is(vocab_size):
+    """Tokens are those of the widened logits: with ties, the largest at either end, and rows that are not valid."""
+    logits = torch.from_numpy(normal_logits(9, vocab_size)).bfloat16()
+    logits[0, 0] = logits[1, -1] = logits[2, vocab_size // 2] = 99.0
+    logits[3, torch.randint(vocab_size, (9,), generator=torch.Generator().manual_seed(0))] = 100.0
+    for row, (place, value) in enumerate([(0, torch.nan), (-1, torch.inf), (vocab_size // 2, -torch.nan)], start=4):
+        logits[row, place] = value
+    logits[7] = -torch.inf
+    logits[8] = torch.tensor([-0.0, 0.0]).repeat(vocab_size)[:vocab_size]
+    given = GreedyPicker(vocab_size)(logits.view(torch.int16).numpy())
+    np.testing.assert_array_equal(given, GreedyPicker(vocab_size)(logits.float().numpy()))
+    expected = logits.float().numpy().argmax(axis=1)
+    np.testing.assert_array_equal(given, [*expected[:4], -1, -1, -1, -1, 0])
+
+
 def test_masked_tokens_are_never_drawn():
     """Minus infinity is a probability of 0; a row of nothing else is refused."""
     logits = np.full((500, 130), -np.inf, np.float32)
@@ -300,7 +316,7 @@ def test_no_rows_are_no_tokens():
     "logits",
     [
         np.zeros((2, 9), np.float32), np.zeros((2, 10)), np.zeros(10, np.float32), np.zeros((4, 10), np.float32)[::2],
-        np.zeros((10, 2), np.float32).T,
+        np.zeros((10, 2), np.float32).T, np.zeros((2, 9), np.int16), np.zeros((10, 2), np.int16).T,
     ],
 )  # fmt: skip
 def test_memory_of_another_shape_is_refused(logits):

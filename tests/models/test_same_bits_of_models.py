@@ -53,7 +53,7 @@ def together() -> Rows:
 
 def assert_same_bits(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_a_model_of_packed_products_declares_itself_invariant(case: Case) -> None:

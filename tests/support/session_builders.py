@@ -45,7 +45,7 @@ class Recorder:
         row_of = {int(end) - 1: row for row, end in enumerate(batch.query_start[1:])}
         for i, token in enumerate(batch.logits_rows):
             row = row_of[int(token)]
-            self.logits[int(batch.seq_ids[row]), int(batch.kv_lens[row]) - 1] = np.asarray(logits[i]).tobytes()
+            self.logits[int(batch.seq_ids[row]), int(batch.kv_lens[row]) - 1] = torch.as_tensor(logits)[i].float().numpy().tobytes()
         return logits
 
 

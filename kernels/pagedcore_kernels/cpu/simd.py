@@ -225,6 +225,10 @@ load_int64 = _load_intrinsic(INT64, 8, types.int64, lambda b, value: value)
 load_int32 = _load_intrinsic(INT32, 4, types.int64, lambda b, value: b.sext(value, INT64))
 #: ``load_float32(address, index) -> float32``
 load_float32 = _load_intrinsic(FLOAT, 4, types.float32, lambda b, value: value)
+#: ``load_bfloat16(address, index) -> float32``
+load_bfloat16 = _load_intrinsic(
+    INT16, 2, types.float32, lambda b, value: b.bitcast(b.shl(b.zext(value, INT32), integer_constant(16, INT32)), FLOAT)
+)
 
 
 def _store_intrinsic(size: int, kind: Any) -> Any:

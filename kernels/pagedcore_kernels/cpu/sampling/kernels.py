@@ -1,4 +1,4 @@
-"""The three kernels that choose tokens from rows of logits, compiled when first asked for.
+"""The kernels that choose tokens from rows of logits, compiled when first asked for.
 
 Every kernel takes the same first words: logits, number of pieces of work, vocabulary, memory of the threads, bytes of a
 thread's part, where in it the maxima are, the counter that hands out parts, then results. A piece of work is a
@@ -32,7 +32,9 @@ from pagedcore_kernels.cpu.sampling.logit_views import (
     View,
     compiled,
     find_first,
+    find_first_of_bfloat16,
     find_maxima,
+    find_maxima_of_bfloat16,
     pad_last_chunk,
     weigh,
 )
@@ -48,7 +50,8 @@ _FIRST_GUESS, _SECOND_GUESS = 64, 1024
 _ROW_BYTES: Final = SAMPLING_ROW.itemsize
 _COUNT: Final = np.float32(0.0)
 
-# A thread's memory: candidates' ids, their logits, the padded last chunk, weights, maxima of chunks.
+# A thread's memory: candidates' ids (or a block of widened logits), their logits, the padded last chunk, weights,
+# maxima of chunks.
 _VALUES_OFFSET: Final = 8 * MAX_CANDIDATES
 _LAST_OFFSET: Final = _VALUES_OFFSET + 4 * MAX_CANDIDATES
 _WEIGHTS_OFFSET: Final = _LAST_OFFSET + 4 * CHUNK
@@ -89,6 +92,28 @@ def greedy_kernel() -> Kernel:
                 break
             view, largest, is_valid = _open_row(p, row, memory)
             store_int64(load_int64(p, 8), row, find_first(view, memory[4], largest) if is_valid else -1)
+
+    return compile_kernel(pick_greedily)
+
+
+@lru_cache
+def greedy_bfloat16_kernel() -> Kernel:
+    """Result: token ids, of logits in bfloat16. A block of them at a time is widened, in the first level of cache."""
+
+    def pick_greedily(parameters: Any) -> None:
+        p = address_of(parameters)
+        room, _, _, _, maxima = _own_memory(p)
+        vocab_size = load_int64(p, 3)
+        while True:
+            row = claim(load_int64(p, 0))
+            if row >= load_int64(p, 2):
+                break
+            address = load_int64(p, 1) + 2 * row * vocab_size
+            token = -1
+            largest, is_valid = find_maxima_of_bfloat16(address, vocab_size, room, maxima)
+            if is_valid:
+                token = find_first_of_bfloat16(address, vocab_size, room, maxima, largest)
+            store_int64(load_int64(p, 8), row, token)
 
     return compile_kernel(pick_greedily)
 

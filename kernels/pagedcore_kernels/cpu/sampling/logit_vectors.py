@@ -87,6 +87,22 @@ def chunk_maxima(typing: Typing, address: Any, num_chunks: Any, maxima: Any) -> 
 
 
 @intrinsic
+def widen_chunks(typing: Typing, address: Any, num_chunks: Any, target: Any) -> Any:
+    """``widen_chunks(address, num_chunks, target)``: write chunks of bfloat16 as float32."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        with cgutils.for_range(b, args[1]) as loop:
+            source = b.add(args[0], b.mul(loop.index, simd.int64(CHUNK * 2)))
+            widened = b.add(args[2], b.mul(loop.index, simd.int64(_CHUNK_BYTES)))
+            for vector in range(_VECTORS):
+                logits = simd.load_floats(b, source, vector * simd.LANES * 2, simd.AS_BFLOAT16)
+                simd.store(b, logits, widened, vector * _VECTOR_BYTES, 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def weigh_chunks(typing: Typing, address: Any, num_chunks: Any, largest: Any, scale: Any, low: Any) -> Any:
     """``weigh_chunks(address, num_chunks, largest, scale, low) -> float32``: sum of the weights of logits >= low."""
 

@@ -21,8 +21,9 @@ from pagedcore_kernels.cpu.sampling.logit_vectors import (
     mask_equal,
     split_chunks,
     weigh_chunks,
+    widen_chunks,
 )
-from pagedcore_kernels.cpu.simd import exp2_float32, load_float32, store_float32
+from pagedcore_kernels.cpu.simd import exp2_float32, load_bfloat16, load_float32, store_float32
 
 #: Chunks that are added up in float32.
 BLOCK: Final = 64
@@ -81,10 +82,49 @@ def find_maxima(view: View, maxima: Integer) -> tuple[Number, bool]:
     count = count_chunks(view)
     for i in range(count, -(-count // CHUNK) * CHUNK):
         store_float32(maxima, i, NOTHING)
+    largest = largest_of(maxima, count)
+    return largest, bool(holds_nan == 0 and abs(largest) < np.inf)
+
+
+@compiled
+def largest_of(maxima: Integer, count: Integer) -> Number:
+    """The largest of some numbers."""
     largest = NOTHING
     for i in range(count):
         largest = max(largest, load_float32(maxima, i))
+    return largest
+
+
+@compiled
+def widen(address: Integer, size: Integer, target: Integer) -> Integer:
+    """Write ``size`` logits in bfloat16 to ``target`` as float32, padded to whole chunks; return how many these are."""
+    num_whole = size // CHUNK
+    widen_chunks(address, num_whole, target)
+    num_chunks = -(-size // CHUNK)
+    for i in range(num_whole * CHUNK, num_chunks * CHUNK):
+        store_float32(target, i, load_bfloat16(address, i) if i < size else NOTHING)
+    return num_chunks
+
+
+@compiled
+def find_maxima_of_bfloat16(address: Integer, size: Integer, room: Integer, maxima: Integer) -> tuple[Number, bool]:
+    """As ``find_maxima``, of a row of ``size`` logits in bfloat16; ``room`` is for a block of chunks."""
+    holds_nan, num_chunks = NONE, -(-size // CHUNK)
+    for first in range(0, num_chunks, BLOCK):
+        count = widen(address + first * CHUNK * 2, min(BLOCK * CHUNK, size - first * CHUNK), room)
+        holds_nan |= chunk_maxima(room, count, maxima + 4 * first)
+    largest = largest_of(maxima, num_chunks)
     return largest, bool(holds_nan == 0 and abs(largest) < np.inf)
+
+
+@compiled
+def find_first_of_bfloat16(address: Integer, size: Integer, room: Integer, maxima: Integer, largest: Number) -> Integer:
+    """As ``find_first``, of a row of ``size`` logits in bfloat16; ``room`` is for one chunk."""
+    for i in range(-(-size // CHUNK)):
+        if load_float32(maxima, i) == largest:
+            widen(address + i * CHUNK * 2, min(CHUNK, size - i * CHUNK), room)
+            return i * CHUNK + lowest_bit(mask_equal(room, largest))
+    return -1
 
 
 @compiled

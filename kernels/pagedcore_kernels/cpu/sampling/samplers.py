@@ -1,4 +1,4 @@
-"""Choosing tokens from float32 logits on all threads: greedily, by temperature, top-k, top-p and min-p, or reporting.
+"""Choosing tokens from logits on all threads: greedily, by temperature, top-k, top-p and min-p, or reporting.
 
 Owns the objects that launch the kernels of ``kernels.py``, each compiled when it is first used. Penalties
 and masks are not known here: ``pagedcore/execution/sampler.py`` applies them first.
@@ -18,6 +18,7 @@ from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.runtime.threads import num_threads
 from pagedcore_kernels.cpu.sampling.kernels import (
     SAMPLING_ROW,
+    greedy_bfloat16_kernel,
     greedy_kernel,
     logprob_kernel,
     memory_layout,
@@ -40,13 +41,16 @@ class GreedyPicker:
     def __init__(self, vocab_size: int) -> None:
         self._launcher = _Launcher(vocab_size, num_results=1)
 
-    def __call__(self, logits: Logits) -> npt.NDArray[np.int64]:
+    def __call__(self, logits: Logits | npt.NDArray[np.int16]) -> npt.NDArray[np.int64]:
         """Return [S] token ids of ``logits`` [S, vocab_size], C-contiguous; -1 where a row is not valid.
 
-        A row is not valid if a logit is NaN or plus infinity, or none is finite.
+        A row is not valid if a logit is NaN or plus infinity, or none is finite. Logits are float32, or the bits of
+        bfloat16 as int16.
         """
         token_ids = np.empty(len(logits), np.int64)
-        self._launcher.run(greedy_kernel(), logits, len(logits), token_ids.ctypes.data)
+        is_short = logits.dtype == np.int16
+        kernel, kind = (greedy_bfloat16_kernel(), np.int16) if is_short else (greedy_kernel(), np.float32)
+        self._launcher.run(kernel, logits, len(logits), token_ids.ctypes.data, kind=kind)
         return token_ids
 
 
@@ -150,11 +154,15 @@ class _Launcher:
         self._memory = np.empty(0, np.uint8)
         self._counter = np.zeros(1, np.int64)
 
-    def run(self, kernel: Kernel, logits: Logits, num_pieces: int, *results: int) -> None:
-        """Run ``kernel`` over ``num_pieces`` rows of ``logits`` [S, vocab_size], C-contiguous."""
+    def run(
+        self, kernel: Kernel, logits: npt.NDArray[Any], num_pieces: int, *results: int, kind: npt.DTypeLike = np.float32
+    ) -> None:
+        """Run ``kernel`` over ``num_pieces`` rows of ``logits`` [S, vocab_size], C-contiguous, of the type ``kind``."""
         # Safety: the kernel reads raw memory.
-        if logits.shape[1:] != (self._vocab_size,) or logits.dtype != np.float32 or not logits.flags.c_contiguous:
-            raise InternalError(f"logits: {logits.dtype} of shape {logits.shape}, expected float32 rows in one piece")
+        if logits.shape[1:] != (self._vocab_size,) or logits.dtype != kind or not logits.flags.c_contiguous:
+            raise InternalError(
+                f"logits: {logits.dtype} of shape {logits.shape}, expected {np.dtype(kind)} rows in one piece"
+            )
         enough = -(-num_pieces * self._vocab_size // _LOGITS_PER_THREAD)
         threads = max(1, min(num_threads(), num_pieces, enough))
         if self._memory.size < threads * self._part_bytes:
