@@ -65,8 +65,9 @@ class Sampler:
             logits: float32 or bfloat16 [S, vocab_size] on the CPU; may be overwritten.
             sequences: [S]; row ``i`` is the distribution of what follows ``sequences[i].token_ids``.
         """
-        is_short = isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16
-        if is_short and all(map(_is_plainly_greedy, sequences)):
+        if isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16 and all(
+            map(_is_plainly_greedy, sequences)
+        ):
             # Why: float32 would be twice as many bytes, written to be read once.
             self.forget()
             bits = logits.detach().contiguous().view(torch.int16).numpy()

@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from pagedcore.engine.builder import build_components
@@ -42,10 +41,11 @@ class Recorder:
     def forward(self, batch: RaggedRows) -> Any:
         """Compute and remember."""
         logits = self._backend.forward(batch)
+        widened = torch.as_tensor(logits).float().numpy()
         row_of = {int(end) - 1: row for row, end in enumerate(batch.query_start[1:])}
         for i, token in enumerate(batch.logits_rows):
             row = row_of[int(token)]
-            self.logits[int(batch.seq_ids[row]), int(batch.kv_lens[row]) - 1] = torch.as_tensor(logits)[i].float().numpy().tobytes()
+            self.logits[int(batch.seq_ids[row]), int(batch.kv_lens[row]) - 1] = widened[i].tobytes()
         return logits
 
 
