@@ -1,25 +1,28 @@
-"""What quantisation costs in quality: logits of random models, and right answers of the demo model.
+"""What quantisation costs in quality: logits of random models, and right answers and perplexity of the demo model.
 
-    python benchmarks/quantization.py [--questions 500] [--kinds none w8a8]
+    python benchmarks/quantization.py [--questions 500] [--conversations 1056] [--kinds none w8a8]
 
 Random models have transformers' own initial weights, layers of a width of 256 to 1,024, and 512 random tokens; one has
 eight channels besides that are fifty times as large as the others, as models of several billion weights have them. The
 error of their logits is the root mean square of the difference, relative to that of the logits around their mean; in
 the last column only linear layers are quantised, and the embedding is not. The
 demo model is asked what its own report asks (``examples/demo_model/evaluation.py``), so many questions of a task and
-form, all held out of its training. Rows named "int8 KV" have the weights as they are and
-``kv_cache_dtype="int8"``; those named "smoothed" are w8a8, written by
-``pagedcore convert --calibration`` with other random tokens, or with conversations of the training.
+form, all held out of its training. Its perplexity is that of what it says in conversations like those of its training
+(``examples/demo_model/conversations.py``), about questions of the training and about others that are held out of it,
+from ``prompt_logprobs``; the row "transformers" is the same from transformers' forward in float32. Rows named "int8 KV"
+have the weights as they are and ``kv_cache_dtype="int8"``; those named "smoothed" are w8a8, written by ``pagedcore
+convert --calibration`` with other random tokens, or with conversations of the training.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.demo_model import DEMO_MODEL_DIR
+from pagedcore.demo_model.questions import Split
 from pagedcore.execution.ragged_batch import assemble
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, pack_linears
@@ -45,7 +49,7 @@ from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from demo_model.conversations import IGNORED, ConversationSource
+from demo_model.conversations import IGNORED, ConversationSource, Row
 from demo_model.evaluation import FORMS, LONGEST_ANSWER, accuracy
 from train_demo_model import BATCHES, WEIGHTS
 
@@ -53,6 +57,7 @@ INT8_KV, SMOOTHED, OUTLIERS = "int8 KV", "smoothed", "llama, outliers"
 KINDS = ("none", "w8a8", SMOOTHED, "w8a16", "w4a16", INT8_KV)
 VOCAB = 8192
 SUMS, CAPITALS, ASKED = ("add",), ("capital",), ("sums", "capitals", "all")
+SPLITS: tuple[Split, ...] = ("train", "held_out")
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, **HEADS},
@@ -135,24 +140,59 @@ def logits_with_int8_kv(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def conversations(count: int) -> list[list[int]]:
-    """Write conversations as training has them and return their tokens."""
-    source = ConversationSource(AutoTokenizer.from_pretrained(DEMO_MODEL_DIR), WEIGHTS, seed=1)
-    rows = []
+def conversations(split: Split, count: int) -> list[Row]:
+    """Write conversations as training has them: their tokens and, at each, the next one if the model says it."""
+    source = ConversationSource(AutoTokenizer.from_pretrained(DEMO_MODEL_DIR), WEIGHTS, seed=1, split=split)
+    rows = list[Row]()
     while len(rows) < count:
         for shape in BATCHES:
             for ids, targets in zip(*(one.tolist() for one in source.batch(*shape)), strict=True):
                 # Why: padding comes after the last token that is learned, and after the one it is learned at.
                 end = 2 + max(place for place, target in enumerate(targets) if target != IGNORED)
-                rows.append(ids[:end])
+                rows.append(Row(ids[:end], targets[:end]))
     return rows[:count]
+
+
+def said(row: Row) -> list[int]:
+    """Return the places of the tokens before those that the model is to say.
+
+    The end of a message that a conversation leaves out is not among them: no prompt has it.
+    """
+    followers = zip(row.targets, row.ids[1:], strict=False)
+    return [place for place, (target, follower) in enumerate(followers) if target == follower]
+
+
+def perplexity(engine: Engine, rows: list[Row]) -> float:
+    """Return the perplexity of what the model is to say in conversations."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    outputs = engine.generate([row.ids for row in rows], params, show_progress=False)
+    return _perplexity(
+        output.prompt_logprobs[place + 1].logprob
+        for row, output in zip(rows, outputs, strict=True) for place in said(row)
+    )
+
+
+@torch.inference_mode()
+def perplexity_of_transformers(rows: list[Row]) -> float:
+    """Return the same, of the demo model computed by transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_DIR, dtype=torch.float32)
+    scores = list[float]()
+    for row in rows:
+        logprobs = model(torch.tensor([row.ids])).logits[0].log_softmax(dim=-1)
+        scores += [logprobs[place, row.ids[place + 1]].item() for place in said(row)]
+    return _perplexity(scores)
+
+
+def _perplexity(logprobs: Iterable[float]) -> float:
+    scores = list(logprobs)
+    return math.exp(-sum(scores) / len(scores))
 
 
 @contextmanager
 def demo_engine(kind: str) -> Iterator[Engine]:
     """Open the demo model, quantised."""
     if kind == SMOOTHED:
-        prompts = conversations(264)
+        prompts = [row.ids for row in conversations("train", 264)]
         with smoothed("demo", prompts, "auto") as source, Engine.from_pretrained(source, max_num_seqs=64) as engine:
             yield engine
         return
@@ -184,6 +224,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=500, help="of a task and form; 0 leaves answers out")
+    parser.add_argument("--conversations", type=int, default=1056, help="of each split; 0 leaves the perplexity out")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=tuple(SHAPES))
     given = parser.parse_args()
@@ -196,13 +237,18 @@ def main() -> None:
                 rows.append([kind, name, f"{error:.2%}", f"{same:.1%} of 512", others])
     print(markdown(["scheme", "random model", "error of logits", "same largest logit", "with the embedding as it is"],
                    rows), flush=True)
-    rows = []
-    for kind in given.kinds if given.questions else ():
+    asked = {split: conversations(split, given.conversations) for split in SPLITS if given.conversations}
+    rows = [["transformers", *(f"{perplexity_of_transformers(one):.4f}" for one in asked.values())]] if asked else []
+    for kind in given.kinds if asked or given.questions else ():
         with demo_engine(kind) as engine:
-            counts = right_answers(engine, given.questions)
-            rows.append([kind, *(f"{counts[f'{one} right']:,} of {counts[f'{one} asked']:,}" for one in ASKED)])
+            row = [kind, *(f"{perplexity(engine, one):.4f}" for one in asked.values())]
+            if given.questions:
+                counts = right_answers(engine, given.questions)
+                row += [f"{counts[f'{one} right']:,} of {counts[f'{one} asked']:,}" for one in ASKED]
+        rows.append(row)
+    heads = [f"perplexity, {name} ({sum(len(said(row)) for row in one):,} tokens)" for name, one in asked.items()]
     print()
-    print(markdown(["demo model", *(f"{one} right" for one in ASKED)], rows))
+    print(markdown(["demo model", *heads, *(f"{one} right" for one in ASKED if given.questions)], rows))
 
 
 if __name__ == "__main__":

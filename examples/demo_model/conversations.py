@@ -1,4 +1,4 @@
-"""Random conversations about the tasks, as rows of tokens to train on.
+"""Random conversations about the tasks, as rows of tokens to train on or to measure with.
 
 Owns the plain and the chat form of a turn, the turns of a conversation with tools, and which tokens are learned; it
 never runs a model. A turn in plain form is the question itself, a line break, the answer and the end-of-message token.
@@ -11,6 +11,8 @@ from random import Random
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+from pagedcore.demo_model.questions import Split
 
 from .objects import OBJECT_TASKS
 from .tasks import TASKS, Draft, Task, draw
@@ -59,12 +61,15 @@ class Row:
 
 
 class ConversationSource:
-    """Endless supply of training rows, seeded.
+    """Endless supply of rows, seeded.
 
-    Invariant: only questions of the "train" split are ever drawn.
+    Invariant: only questions of one split are ever drawn.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, weights: dict[str, float], seed: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, weights: dict[str, float], seed: int, split: Split = "train"
+    ) -> None:
+        self._split: Split = split
         self._tokenizer = tokenizer.backend_tokenizer
         self._end = tokenizer.convert_tokens_to_ids(END_OF_MESSAGE)
         self._pad = tokenizer.pad_token_id
@@ -120,7 +125,7 @@ class ConversationSource:
         if self._rng.random() < 0.7:
             again = last is not None and self._rng.random() < 0.3
             tool = last if again else self._rng.choices(tools, [_TOOL_SHARES[tool.kind] for tool in tools])[0]
-            return tool, self._turns_of(draw_call(tool, self._rng, "train", again=again))
+            return tool, self._turns_of(draw_call(tool, self._rng, self._split, again=again))
         task, draft = self._next_question(None)
         call = call_instead(task.name, draft.prompt, draft.answer, tools) if task.name in TASKS else None
         return None, self._turns_of(call) if call else [("user", self._vary(draft.prompt), self._encode_answer(draft))]
@@ -133,9 +138,9 @@ class ConversationSource:
         if last is not None and last.follow_up is not None and self._rng.random() < 0.45:
             task = self._pick([task for task in _ALL_TASKS.values() if task.family == last.family])
             if task.follow_up is not None:
-                return task, draw(task.follow_up, self._rng, "train")
+                return task, draw(task.follow_up, self._rng, self._split)
         task = self._pick(list(_ALL_TASKS.values()))
-        return task, draw(task.make, self._rng, "train")
+        return task, draw(task.make, self._rng, self._split)
 
     def _pick(self, tasks: list[Task]) -> Task:
         return self._rng.choices(tasks, [self.weights[task.name] for task in tasks])[0]
