@@ -59,6 +59,11 @@ class BlockManager(BlockMemory):
         """Blocks that hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)
 
+    @property
+    def num_tables(self) -> int:
+        """Sequences that hold blocks, or did and still have a table."""
+        return len(self._tables)
+
     def num_blocks_of(self, sequence_id: int) -> int:
         """Blocks the sequence holds now."""
         table = self._tables.get(sequence_id)

@@ -9,8 +9,9 @@ the ordering: SGLang's longest-prefix-match policy, bounded.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
+from itertools import chain, islice
 
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.kv_cache.reservation import Demand
@@ -74,16 +75,16 @@ class Admission(PlanState):
             self.stopped_by = "tokens"
         return not self.stopped_by
 
-    def _in_order(self) -> list[tuple[Sequence, PrefixMatch | None]]:
+    def _in_order(self) -> Iterable[tuple[Sequence, PrefixMatch | None]]:
         """Put the head of the queue in the order of admission, with the matches that were looked up for it."""
         waiting, bonus = self.waiting, self.rules.policy.cache_bonus
         if not bonus:
-            return [(sequence, None) for sequence in waiting]
+            return ((sequence, None) for sequence in waiting)
         near = list(_first_arrivals(waiting[: 2 * bonus], bonus))
         matched = [(one, self._match(one)) for one in near]
         size = self.blocks.block_size
         matched.sort(key=lambda pair: pair[0].arrival - min(bonus, pair[1].num_tokens // size))
-        return [*matched, *((one, None) for one in waiting[len(near) :])]
+        return chain(matched, ((one, None) for one in islice(waiting, len(near), None)))
 
     def _match(self, candidate: Sequence) -> PrefixMatch:
         return self.kv_cache.match(candidate) if not self._holds(candidate) else NO_MATCH

@@ -116,8 +116,11 @@ class PlanState:
     def holders(self) -> Iterator[Sequence]:
         """Waiting sequences that keep their blocks so far, last one first."""
         if self._holders is None:
-            # Why: a long queue is searched once in a step, not once for every row that lacks a block.
-            self._holders = [one for one in reversed(self.waiting) if self.blocks.num_blocks_of(one.sequence_id)]
+            # Why: a long queue is searched once in a step, not for every row that lacks a block, and only if there are
+            # more tables than those of what runs.
+            num_running = sum([self.blocks.num_blocks_of(one.sequence_id) > 0 for one in self.running])
+            found = self.waiting if self.blocks.num_tables > num_running else []
+            self._holders = [one for one in reversed(found) if self.blocks.num_blocks_of(one.sequence_id)]
         return (sequence for sequence in self._holders if sequence.sequence_id not in self.freed)
 
     def free_holder(self, holder: Sequence) -> int:

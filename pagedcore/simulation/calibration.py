@@ -14,16 +14,14 @@ from pagedcore.config import field_rules as rules
 from pagedcore.config.config_file import read_settings
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import InvalidConfig, describe
-from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.simulation.costs import LoadTimes, Step, fit_costs, prompt_work_of
+from pagedcore.simulation.costs import LoadTimes, Step, WorkObserver, fit_costs
 from pagedcore.simulation.replica import SimulatedModel
 from pagedcore.simulation.simulator import SimulatedEngine
 
 if TYPE_CHECKING:
     from pagedcore.engine.engine import Engine
-    from pagedcore.requests.stats import StepStats
 
 _VERSION: Final = 1
 _LONGEST_PROMPT: Final = 512
@@ -95,16 +93,6 @@ class Calibration:
         return cls(**{**data, "times": LoadTimes(**data["times"])})
 
 
-class _Observer:
-    def __init__(self) -> None:
-        self.work: tuple[int, int, int, int, int] | None = None
-
-    @hookimpl
-    def pagedcore_step(self, stats: StepStats) -> None:
-        self.work = (stats.num_prefill_tokens, stats.num_decode_tokens, stats.num_kv_tokens,
-                     *prompt_work_of(stats.plan))
-
-
 def calibrate(
     engine: Engine, name: str, *, seconds: float = 20.0, seed: int = 0,
     on_progress: Callable[[float], object] = lambda share: None,
@@ -123,12 +111,12 @@ def calibrate(
         on_progress: called after each step with the seconds it took.
     """
     rules.number(0.1, 3600).check("seconds", seconds, rules.invalid_setting)
-    observer, rng, steps = _Observer(), random.Random(seed), list[Step]()
+    observer, rng, steps = WorkObserver(), random.Random(seed), list[Step]()
     manager = PluginManager()
     manager.add(observer, "calibration")
     forget = engine.hooks.add(manager)
     stats, deadline_s = engine.stats(), time.perf_counter() + seconds
-    loads, accepts_s = list[tuple[int, int]](), list[float]()
+    loads, accepts_s, removals_s = list[tuple[int, int]](), list[float](), list[float]()
     longest, is_warm = min(stats.max_model_len, stats.num_blocks * stats.block_size), False
     while time.perf_counter() < deadline_s:
         loads = loads or _loads(stats.max_num_seqs, rng)
@@ -138,32 +126,31 @@ def calibrate(
                 num_left -= 1
                 _submit(engine, longest, rng, accepts_s)
                 continue
-            observer.work = None
             start_s = time.perf_counter()
             engine.step_pending()
             elapsed_s = time.perf_counter() - start_s
-            if observer.work is not None and is_warm:
-                steps.append((*observer.work, elapsed_s))
+            ended = [request for request in engine.requests if request.is_done]
+            if (work := observer.take()) is not None and is_warm:
+                steps.append((work, len(ended), elapsed_s))
             on_progress(elapsed_s)
-            for request in list(engine.requests):
-                if request.is_done:
-                    request.remove()
+            for request in ended:
+                removals_s.append(_seconds_of(request.remove))
         for request in list(engine.requests):
             engine.abort_request(request.request_id)
             request.remove()
-        accepts_s, is_warm = accepts_s if is_warm else [], True
+        accepts_s, removals_s, is_warm = accepts_s if is_warm else [], removals_s if is_warm else [], True
     forget()
     times, error = fit(steps)
+    request_s = times.request_s + sum(sum(each) / max(1, len(each)) for each in (accepts_s, removals_s))
     return Calibration(
-        model=name, times=replace(times, request_s=sum(accepts_s) / max(1, len(accepts_s))), num_steps=len(steps),
-        mean_error=error, max_model_len=stats.max_model_len,
-        block_size=stats.block_size, num_kv_blocks=stats.num_blocks,
+        model=name, times=replace(times, request_s=request_s), num_steps=len(steps), mean_error=error,
+        max_model_len=stats.max_model_len, block_size=stats.block_size, num_kv_blocks=stats.num_blocks,
         is_schedule_invariant=stats.is_schedule_invariant,
     )
 
 
 def fit(steps: list[Step]) -> tuple[LoadTimes, float]:
-    """Fit costs to measured steps; return them and the mean error, as ``Calibration.mean_error``.
+    """Fit costs to measured steps as ``fit_costs`` does; return them and the mean error, as ``Calibration.mean_error``.
 
     Raises:
         InvalidConfig: there are fewer than 50 steps.
@@ -171,8 +158,9 @@ def fit(steps: list[Step]) -> tuple[LoadTimes, float]:
     if len(steps) < 50:
         raise InvalidConfig(f"steps: got {describe(len(steps))}, allowed is 50 or more; measure for longer.")
     times = fit_costs(steps)
-    errors_s = [abs(one[5] - times.seconds(*one[:3]) - times.prompt_seconds(*one[3:5])) for one in steps]
-    return times, sum(errors_s) / sum(one[5] for one in steps)
+    errors_s = [abs(seconds - times.load_seconds(work) - times.request_s * num_ended)
+                for work, num_ended, seconds in steps]
+    return times, sum(errors_s) / sum(one[2] for one in steps)
 
 
 def _loads(most: int, rng: random.Random) -> list[tuple[int, int]]:
@@ -189,6 +177,11 @@ def _submit(engine: Engine, longest: int, rng: random.Random, accepts_s: list[fl
     num_prompt = rng.choice((rng.randint(1, most), int(most ** rng.random())))
     num_output = rng.randint(1, max(1, min(_LONGEST_COMPLETION, longest - num_prompt)))
     prompt = [rng.randrange(num_ids) for _ in range(num_prompt)]
+    params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+    accepts_s.append(_seconds_of(lambda: engine.add_request(prompt, params)))
+
+
+def _seconds_of(call: Callable[[], object]) -> float:
     start_s = time.perf_counter()
-    engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True))
-    accepts_s.append(time.perf_counter() - start_s)
+    call()
+    return time.perf_counter() - start_s

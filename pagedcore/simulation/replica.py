@@ -141,6 +141,7 @@ class Replica:
         self._open: dict[int, Outcome] = {}
         self._latest_s: dict[int, float] = {}
         self._num_added = 0
+        self._is_after_prompts = False
 
     @property
     def num_open(self) -> int:
@@ -239,7 +240,8 @@ class Replica:
     ) -> None:
         """Let the time of a step pass, and the scheduler learn it as an engine's does."""
         seconds, line = self._times.seconds(prefill, decode, kv), self.timeline
-        seconds += self._times.prompt_seconds(chunks, pairs)
+        seconds += self._times.prompt_seconds(chunks, pairs, self._is_after_prompts)
+        self._is_after_prompts = chunks > 0
         self.now_s += seconds
         self.busy_s += seconds
         self.position_seconds += seconds * kv

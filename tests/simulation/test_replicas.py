@@ -151,6 +151,19 @@ def test_chunks_pairs_and_requests_cost_what_they_cost() -> None:
     assert refused.refusal == "too long"
 
 
+@pytest.mark.parametrize("jumps", [True, False])
+def test_only_the_first_step_after_prompts_takes_longer(jumps: bool) -> None:
+    """A prompt in two chunks and three tokens more: of the five steps the third takes longer."""
+    times = LoadTimes(*astuple(TIMES), after_prompts_s=0.1)
+    replica, = replace(engine_of(), times=times).replicas(1)
+    replica.jumps = jumps
+    outcome = replica.add_request(SimulatedRequest(0.0, (own_segment(0, 10),), 4))
+    replica.run_until(IDLE)
+    steps_s = [TIMES.seconds(8, 0, 8), TIMES.seconds(2, 0, 10), 0.1 + TIMES.seconds(0, 1, 11)]
+    assert outcome.finished_s == pytest.approx(sum(steps_s) + TIMES.seconds(0, 1, 12) + TIMES.seconds(0, 1, 13))
+    assert list(replica.timeline.end_s)[2] == pytest.approx(sum(steps_s))
+
+
 def test_a_request_that_comes_during_a_step_delays_the_next() -> None:
     """The second request is taken after the step in which it came, and both wait for that."""
     times = LoadTimes(*astuple(TIMES), request_s=0.1)
