@@ -224,14 +224,16 @@ def _table(rounds: dict[str, list[Round]]) -> Table:
     """Lay out what was measured and how far the simulations were off: medians, and the least and the most."""
     num_rounds = min(map(len, rounds.values()))
     table = Table("workload", "arrivals / capacity", "busy", "tokens/s", "error", "mean latency, ms", "error",
-                  "runs apart", "per 1 % of step time", "calibrations apart", title=f"{num_rounds} rounds: median (range)")
+                  "runs apart", "per 1 % of step time", "calibrations apart",
+                  title=f"{num_rounds} rounds: median (range)")
     for name, done in rounds.items():
         real = [one.measured for one in done]
         table.add_row(
             name, f"{WORKLOADS[name][0]:.1f}", f"{statistics.median(one.busy_share for one in real):.0%}",
             _range([one.tokens_per_s for one in real], ".0f"), _range([one.throughput_error for one in done], "+.1%"),
             _range([1e3 * one.mean_latency_s for one in real], ".1f"),
-            _range([one.latency_error for one in done], "+.1%"), f"{_apart([one.mean_latency_s for one in real]):.0%}",
+            _range([one.latency_error for one in done], "+.1%"),
+            f"{_apart([one.mean_latency_s for one in real]):.0%}",
             f"{done[0].latency_per_step_time():.1f} %",
             _range([one.drift for one in done], ".1%"))
     return table

@@ -100,13 +100,14 @@ def calibrate(
     """Measure the steps of an idle engine that this call has for itself, and fit their costs.
 
     One to ``max_num_seqs`` requests of random lengths run at a time until the time is over: all at once, or a new one
-    whenever one has ended, as under a steady load. So steps have every number of rows, with a prompt, with several and
-    with none, early and late in a sequence.
+    whenever one has ended, as under a steady load; or twice as many come as can run. So steps have every number of
+    rows, with a prompt, with several and with none, early and late in a sequence, with a queue and without.
 
     Args:
         engine: what is measured; its requests are withdrawn afterwards.
         name: what to call the model.
-        seconds: how long to measure, from 0.1 to 3600; the first batch warms up and is not counted.
+        seconds: how long to measure, from 0.1 to 3600; the first load, a fifth of the time at most, warms up and is not
+            counted.
         seed: of the lengths and tokens.
         on_progress: called after each step with the seconds it took.
     """
@@ -130,6 +131,7 @@ def calibrate(
             engine.step_pending()
             elapsed_s = time.perf_counter() - start_s
             ended = [request for request in engine.requests if request.is_done]
+            is_warm = is_warm or start_s > deadline_s - 0.8 * seconds
             if (work := observer.take()) is not None and is_warm:
                 steps.append((work, len(ended), elapsed_s))
             on_progress(elapsed_s)
@@ -164,9 +166,13 @@ def fit(steps: list[Step]) -> tuple[LoadTimes, float]:
 
 
 def _loads(most: int, rng: random.Random) -> list[tuple[int, int]]:
-    """Return pairs (requests at a time, requests in all): all at once, or a new one whenever one has ended."""
+    """Return pairs (requests at a time, requests in all): all at once, or a new one whenever one has ended.
+
+    Those of one load are more than run at a time, so that the others wait.
+    """
     sizes = {min(1 << power, most) for power in range(most.bit_length() + 1)}
-    loads = sorted((size, times * size) for size in sizes for times in (1, _TIMES_STEADY))
+    steady = [(size, times * size) for size in sorted(sizes) for times in (1, _TIMES_STEADY)]
+    loads = [*steady, (2 * most, 2 * most)]
     rng.shuffle(loads)
     return loads
 

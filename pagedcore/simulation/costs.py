@@ -83,14 +83,15 @@ class WorkObserver:
 
 
 def fit_costs(steps: ListOf[Step]) -> LoadTimes:
-    """Fit costs to measured steps: non-negative least squares of relative errors, of which large ones count less.
+    """Fit costs to measured steps: non-negative least squares, with large relative errors counting less.
 
     They are scaled so that all steps together take as long as they did, slow ones that fitted no cost among them.
     ``request_s`` is only what ending a request adds to a step.
     """
     work = np.array([(1, *one[:5], num_ended, one[5] and not one[3]) for one, num_ended, _ in steps], np.float64)
     seconds = np.array([one[2] for one in steps])
-    weights = 1.0 / seconds
+    # Why square roots: a step counts as much as the time that it takes, and yet the short ones do not vanish.
+    weights = seconds ** -0.5
     for _ in range(_ROUNDS):
         rows = work * weights[:, None]
         scale = np.sqrt(np.maximum((rows * rows).sum(0), 1e-300))
@@ -98,5 +99,5 @@ def fit_costs(steps: ListOf[Step]) -> LoadTimes:
         costs = non_negative(products, (rows / scale).T @ (seconds * weights)) / scale
         expected = np.maximum(work @ costs, 1e-9)
         errors = np.abs(seconds / expected - 1.0)
-        weights = 1.0 / expected / np.sqrt(np.maximum(1.0, errors / max(_FAR * float(np.median(errors)), 1e-9)))
+        weights = expected ** -0.5 / np.sqrt(np.maximum(1.0, errors / max(_FAR * float(np.median(errors)), 1e-9)))
     return LoadTimes(*(costs * (seconds.sum() / (work @ costs).sum())).tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import astuple, replace
 from typing import Any
@@ -158,7 +159,7 @@ def test_only_the_first_step_after_prompts_takes_longer(jumps: bool) -> None:
     replica, = replace(engine_of(), times=times).replicas(1)
     replica.jumps = jumps
     outcome = replica.add_request(SimulatedRequest(0.0, (own_segment(0, 10),), 4))
-    replica.run_until(IDLE)
+    replica.run_until(math.inf)
     steps_s = [TIMES.seconds(8, 0, 8), TIMES.seconds(2, 0, 10), 0.1 + TIMES.seconds(0, 1, 11)]
     assert outcome.finished_s == pytest.approx(sum(steps_s) + TIMES.seconds(0, 1, 12) + TIMES.seconds(0, 1, 13))
     assert list(replica.timeline.end_s)[2] == pytest.approx(sum(steps_s))
