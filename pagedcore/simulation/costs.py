@@ -1,8 +1,8 @@
 """What steps and requests of a load cost: the four costs that an engine learns online, and four of prompts.
 
 An engine's online model has no use for these four: its policies compare steps, and a load needs their sum. A prompt's
-attention grows with its square, each chunk has an overhead of its own, the first step after prompts finds the weights
-and the helper threads of decoding cold, and to accept, end and remove a request delays the next step.
+attention grows with its square, each chunk has an overhead of its own, the first step after prompts takes longer than
+others that decode, and to accept, end and remove a request delays the next step.
 """
 
 from __future__ import annotations
