@@ -36,7 +36,8 @@ class Workload:
 def workload(name: str) -> Workload:
     """Return a workload by name.
 
-    ``w1``: 64 ragged requests. ``w2``: 32 requests with a shared prefix of 512 tokens that no cache has seen;
+    ``heavy``: 384 requests with prompts of 1 to 32 tokens and the lengths of ``pagedcore bench``'s heavy-tailed: most
+    generate a few tokens, some 256. ``w1``: 64 ragged requests. ``w2``: 32 requests with a shared prefix of 512 tokens that no cache has seen;
     ``w2p``: the same after one request with that prefix. ``w3``: one stream; ``brief``: a short one. ``burst``: 16
     short requests at once. ``warm``: four small ones. ``w3@1`` is of the same shape with other tokens.
     """
@@ -47,6 +48,10 @@ def workload(name: str) -> Workload:
         lengths = [prompt_lengths.randint(16, 256) for _ in range(64)]
         outputs = [output_lengths.randint(16, 256) for _ in range(64)]
         return Workload(name, [_tokens(rng, n) for n in lengths], outputs)
+    if base == "heavy":
+        lengths = random.Random("heavy-tailed")
+        prompts = [_tokens(rng, lengths.randint(1, 32)) for _ in range(384)]
+        return Workload(name, prompts, [min(256, int(4 * lengths.paretovariate(0.9)) + 1) for _ in prompts])
     if base in ("w2", "w2p"):
         prefix = _tokens(rng, 512)
         prime = Workload("prime", [prefix + _tokens(rng, 16)], [2]) if base == "w2p" else None
