@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching pipeline, computing in bfloat16, on a model exported in float32 or int8."""
+"""OpenVINO GenAI's continuous batching pipeline, in bf16 or f32, on a model exported in float32 or int8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import openvino_genai
 from measuring import arguments, measure
 from workloads import Workload
 
-options = arguments(max_seqs=32, max_tokens=2048, cache_gb=2, group_size=-1)
+options = arguments(max_seqs=32, max_tokens=2048, cache_gb=2, group_size=-1, precision="bf16")
 scheduler = openvino_genai.SchedulerConfig()
 scheduler.cache_size = options.cache_gb
 scheduler.max_num_seqs = options.max_seqs
@@ -19,7 +19,8 @@ scheduler.max_num_batched_tokens = options.max_tokens
 scheduler.enable_prefix_caching = True
 scheduler.dynamic_split_fuse = True
 properties = {
-    "INFERENCE_NUM_THREADS": options.threads, "INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16",
+    "INFERENCE_NUM_THREADS": options.threads, "INFERENCE_PRECISION_HINT": options.precision,
+    "KV_CACHE_PRECISION": options.precision,
 }
 if options.group_size >= 0:  # of activations that are quantised to int8 while it runs; 0: none are
     properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = options.group_size
