@@ -36,10 +36,11 @@ class Workload:
 def workload(name: str) -> Workload:
     """Return a workload by name.
 
-    ``heavy``: 384 requests with prompts of 1 to 32 tokens and the lengths of ``pagedcore bench``'s heavy-tailed: most
-    generate a few tokens, some 256. ``w1``: 64 ragged requests. ``w2``: 32 requests with a shared prefix of 512 tokens that no cache has seen;
-    ``w2p``: the same after one request with that prefix. ``w3``: one stream; ``brief``: a short one. ``burst``: 16
-    short requests at once. ``warm``: four small ones. ``w3@1`` is of the same shape with other tokens.
+    ``heavy``: 384 requests with prompts of 1 to 32 tokens and lengths spread as in ``pagedcore bench``'s
+    ``heavy-tailed``: most generate a few tokens, some 256. ``w1``: 64 ragged requests. ``w2``: 32 requests with a
+    shared prefix of 512 tokens that no cache has seen; ``w2p``: the same after one request with that prefix. ``w3``:
+    one stream; ``brief``: a short one. ``burst``: 16 short requests at once. ``warm``: four small ones. ``w3@1`` is
+    of the same shape with other tokens.
     """
     base, _, variation = name.partition("@")
     rng = random.Random(f"tokens-{base}-{variation}")
