@@ -11,7 +11,7 @@ from pagedcore.cli.common import DtypeOption, console, error_console
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help='A model directory, or "demo".')],
+    model: Annotated[str, typer.Argument(help='A model directory, a GGUF file, or "demo".')],
     quantization: Annotated[str, typer.Option(help="w8a8, w8a16, w4a16 or auto-int8; see the documentation.")],
     out: Annotated[Path, typer.Option(help="Directory to write, which is not there yet.")],
     dtype: DtypeOption = None,
@@ -26,9 +26,13 @@ def convert(
     from rich.progress import Progress
     from transformers.utils import logging
 
+    from pagedcore.models.model_path import gguf_in, is_gguf
     from pagedcore.models.quantization.convert import convert as write_converted
+    from pagedcore.models.quantization.gguf import GGUF
 
     logging.disable_progress_bar()
+    if model != "demo" and is_gguf(source := gguf_in(model)) and GGUF(source).scheme != "none":
+        error_console().print("the file's weights are quantised already: they are rounded a second time")
     with Progress(console=error_console(), transient=True) as progress:
         task = progress.add_task("converting", total=None)
         unsmoothed = write_converted(

@@ -40,22 +40,39 @@ def gguf_tokenizer(metadata: Mapping[str, Any], directory: Path) -> HFTokenizer 
         InvalidConfig: the metadata contradict themselves, or are of a kind that is not known, and the directory has no
             tokenizer with the same tokens.
     """
+    if (quick := tokenizer_in_metadata(metadata)) is not None:
+        return HFTokenizer(quick, is_shared=False)
+    tokens, kind, split, _ = _described(metadata)
+    if not tokens:
+        return HFTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    return _beside(directory, tokens, f"{str(kind)[:80]!r} with text split as {str(split)[:80]!r}")
+
+
+def tokenizer_in_metadata(metadata: Mapping[str, Any]) -> QuickTokenizer | None:
+    """Return the tokenizer that the metadata of a GGUF file describe; ``None``: none, or one of an unknown kind.
+
+    Raises:
+        InvalidConfig: the metadata contradict themselves.
+    """
+    tokens, kind, split, given = _described(metadata)
+    if not tokens or not (kind == "llama" or (kind == "gpt2" and split in _SPLITS)):
+        return None
+    try:
+        return _build(given, kind == "llama", metadata.get("tokenizer.chat_template"))
+    except PagedcoreError:
+        raise
+    except Exception as error:  # Why any: the library of tokenizers raises the bare Exception.
+        raise InvalidConfig(
+            f"tokenizer: the metadata of the GGUF file contradict themselves ({type(error).__name__})."
+        ) from error
+
+
+def _described(metadata: Mapping[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Return tokens, if there are any, kind of tokenizer, way to split text, and all there is."""
     given = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()
              if name.startswith("tokenizer.ggml.")}
-    tokens, kind, split = given.get("tokens"), given.get("model"), given.get("pre", "default")
-    if not tokens or kind == "no_vocab":
-        return HFTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
-    if kind == "llama" or (kind == "gpt2" and split in _SPLITS):
-        try:
-            quick = _build(given, kind == "llama", metadata.get("tokenizer.chat_template"))
-        except PagedcoreError:
-            raise
-        except Exception as error:  # Why any: the library of tokenizers raises the bare Exception.
-            raise InvalidConfig(
-                f"tokenizer: the metadata of the GGUF file contradict themselves ({type(error).__name__})."
-            ) from error
-        return HFTokenizer(quick, is_shared=False)
-    return _beside(directory, tokens, f"{str(kind)[:80]!r} with text split as {str(split)[:80]!r}")
+    kind = given.get("model")
+    return None if kind == "no_vocab" else given.get("tokens"), kind, given.get("pre", "default"), given
 
 
 def _beside(directory: Path, tokens: list[str], kind: str) -> HFTokenizer:

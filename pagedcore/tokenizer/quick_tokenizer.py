@@ -71,6 +71,19 @@ class QuickTokenizer:
         """Render a conversation; options as transformers has them."""
         return self._renderer.apply_chat_template(messages, **options)
 
+    def save(self, directory: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, of which ``read_tokenizer`` makes an equal one.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        settings = {"tokenizer_class": PLAIN_CLASSES[-1], "clean_up_tokenization_spaces": False,
+                    **self._special_tokens, **template}  # fmt: skip
+        (directory / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
+        text = json.dumps(settings, indent=2, ensure_ascii=False)
+        (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
     @cached_property
     def _renderer(self) -> Any:
         from transformers import PreTrainedTokenizerFast

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from pagedcore.errors import InvalidConfig
-from pagedcore.tokenizer.gguf_tokenizer import gguf_tokenizer
+from pagedcore.tokenizer.gguf_tokenizer import gguf_tokenizer, tokenizer_in_metadata
+from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
+from pagedcore.tokenizer.tokenizer import HFTokenizer
 
 CORPUS = [
     "It's a test, isn't it? We'LL see: 12345 of 678 pieces are 3.14 long.",
@@ -132,6 +135,32 @@ def test_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
     default = gguf_tokenizer(spm_metadata(add_bos_token=None), tmp_path)
     assert default is not None
     assert default.encode("ab")[0] == 1
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "qwen2", "llama-bpe", "smollm", "pieces"])
+def test_a_tokenizer_that_was_written_is_the_same(kind: str, tmp_path: Path) -> None:
+    """Read again, with transformers and without, its files give the ids, texts, ends and chats of the metadata."""
+    ends = {"add_bos_token": True, "add_eos_token": True}
+    metadata = spm_metadata(**ends) if kind == "pieces" else metadata_of(trained(kind), kind, **ends)
+    metadata["tokenizer.chat_template"] = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }} é: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    )
+    made, saved = gguf_tokenizer(metadata, tmp_path), tokenizer_in_metadata(metadata)
+    assert made is not None
+    assert saved is not None
+    saved.save(tmp_path)
+    quick = read_tokenizer(tmp_path)
+    assert quick is not None
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": " world"}]
+    for read in (HFTokenizer(quick), HFTokenizer(AutoTokenizer.from_pretrained(tmp_path))):
+        for text in (*CORPUS, " abcd hello world", "<s>ab</s>"):
+            for adds in (True, False):
+                ids = made.encode(text, add_special_tokens=adds)
+                assert read.encode(text, add_special_tokens=adds) == ids
+                assert read.decode(ids) == made.decode(ids)
+        assert read.eos_token_ids == made.eos_token_ids == frozenset({2})
+        assert read.render_chat(chat) == made.render_chat(chat)
+        assert read.encode_chat(chat) == made.encode_chat(chat)
 
 
 def test_a_kind_that_is_not_known_needs_the_models_own_file(tmp_path: Path) -> None:

@@ -145,12 +145,12 @@ def _products_of_layer(layer: str, config: Any, family: Family, read: Read) -> I
 
     def attended() -> torch.Tensor:
         """Rows of single tokens, whose attention is their own value."""
-        output = read(f"{layer}.self_attn.o_proj.weight")
+        num_inputs = read(f"{layer}.self_attn.o_proj.weight").shape[1]
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        size = output.shape[1] // num_heads
+        size = num_inputs // num_heads
         value = read(f"{qkv[-1]}.weight")[-num_kv_heads * size :]
         spread = _spread(value, normed(before)).view(num_kv_heads, size)
-        return _gaussian(output.shape[1], 0) * spread.repeat_interleave(num_heads // num_kv_heads, 0).flatten()
+        return _gaussian(num_inputs, 0) * spread.repeat_interleave(num_heads // num_kv_heads, 0).flatten()
 
     def gated() -> torch.Tensor:
         gain = normed(between)

@@ -35,6 +35,7 @@ from pagedcore.models.pretrained import as_refusals, load_config, resolve_dtype
 from pagedcore.models.quantization import auto_int8
 from pagedcore.models.quantization.calibration_set import read_calibration_set
 from pagedcore.models.quantization.embedding import FIELD, OF_HEAD, OWN_TABLE, kind_of_embedding
+from pagedcore.models.quantization.gguf_source import GGUFSource
 from pagedcore.models.quantization.packed_integers import num_words, pack
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.quantization.smoothing import Smoothing, find_smoothing
@@ -74,11 +75,12 @@ def convert(
     with ``quantization``, in the number format ``dtype``, unless there is a calibration set.
 
     Args:
-        model: a directory, or "demo".
+        model: a directory, a GGUF file, or "demo". Blocks of a file are decoded to numbers first, so that weights are
+            rounded twice.
         out: a directory that is not there, or is empty.
         quantization: a scheme, as in ``EngineConfig``.
         dtype: number format of what is not quantised, and of what is before that.
-        calibration: a file of prompts, over which the scales of ``smoothing.py`` are found first; w8a8 only.
+        calibration: a file of prompts, over which the scales of ``smoothing.py`` are found first; w8a8 only, no GGUF.
         on_progress: called with the number of prompts computed and of all, if there are any, then with the number of
             tensors written and of all.
 
@@ -90,11 +92,9 @@ def convert(
         ModelNotSupported: the architecture cannot run here, or has matrices that are no linear layers, or is none that
             can be smoothed.
     """
-    source, target = os.fspath(DEMO_MODEL_DIR) if model == "demo" else model, Path(out)
+    source, target = os.fspath(DEMO_MODEL_DIR) if model == "demo" else gguf_in(model), Path(out)
     _check_arguments(model, source, target, quantization, dtype, has_calibration=calibration is not None)
-    modules = _modules(source, resolve_dtype(dtype))
-    with as_refusals(source):
-        files = TensorFiles(Path(source), module_name)
+    modules, files = _open(source, resolve_dtype(dtype))
     quantized = _schemes(modules, files, quantization)
     smoothing = Smoothing()
     if calibration is not None:
@@ -108,13 +108,37 @@ def convert(
     if kind == OF_HEAD and head in smoothing.columns:
         kind = OWN_TABLE  # the columns of the output layer are no longer those of the embedding
     parts = _parts(modules, quantized, smoothing)
-    config = _config(source, modules, quantized, kind)
+    config = _config(_own_config(source, modules), modules, quantized, kind)
+    _write(target, parts, files, config, on_progress)
+    return smoothing.unsmoothed
+
+
+def _open(source: str, dtype: torch.dtype) -> tuple[Any, TensorFiles | GGUFSource]:
+    """Return a model without memory, and the tensors of its files."""
+    if not is_gguf(source):
+        modules = _modules(load_config(source), dtype)
+        with as_refusals(source):
+            return modules, TensorFiles(Path(source), module_name)
+    with as_refusals(source):
+        files = GGUFSource(source, dtype)
+        modules = _modules(files.config(), dtype)
+        files.require_names(modules)
+    return modules, files
+
+
+def _write(
+    target: Path, parts: Sequence[Part], files: TensorFiles | GGUFSource, config: Mapping[str, Any],
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Write the new directory under another name, and ``config.json`` when it has its own; all of it, or nothing."""
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         unfinished.mkdir()
         _write_weights(unfinished / "model.safetensors", parts, files, on_progress)
-        for path in {path for pattern in _OTHER_FILES for path in Path(source).glob(pattern) if path.is_file()}:
-            shutil.copyfile(path, unfinished / path.name)
+        if files.directory is not None:
+            _copy_others(files.directory, unfinished)
+        if isinstance(files, GGUFSource):
+            files.write_others(unfinished)
         (unfinished / f"{_CONFIG}.new").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         unfinished.rename(target)
         (target / f"{_CONFIG}.new").rename(target / _CONFIG)
@@ -122,7 +146,11 @@ def convert(
         raise InvalidConfig(f"out: it cannot be written ({error.strerror}).") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return smoothing.unsmoothed
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    for path in {path for pattern in _OTHER_FILES for path in source.glob(pattern) if path.is_file()}:
+        shutil.copyfile(path, target / path.name)
 
 
 def _check_arguments(
@@ -140,15 +168,15 @@ def _check_arguments(
             f"calibration: got a file with quantization {quantization!r}, allowed is w8a8: others keep activations as "
             "they are."
         )
-    if is_gguf(gguf_in(source)):
-        raise ModelNotSupported("model: GGUF files are not converted; they load as they are.")
-    if not Path(source).is_dir():
-        raise InvalidConfig(f"model: got {describe(model)}, needed is a directory. Download it first.")
+    if is_gguf(source) and has_calibration:
+        raise ModelNotSupported("calibration: got a GGUF file, allowed are directories of transformers.")
+    if not is_gguf(source) and not Path(source).is_dir():
+        raise InvalidConfig(f"model: got {describe(model)}, needed is a directory or a GGUF file. Download it first.")
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
 
 
-def _schemes(modules: Any, files: TensorFiles, quantization: str) -> dict[str, str]:
+def _schemes(modules: Any, files: TensorFiles | GGUFSource, quantization: str) -> dict[str, str]:
     """Return the scheme of each layer that is quantised, experts' too, by its name."""
     if quantization == auto_int8.NAME:
         quantized = auto_int8.choose(modules, _reader(modules, files))
@@ -170,11 +198,10 @@ def _read_prompts(path: str | os.PathLike[str], source: str, config: Any) -> lis
     )
 
 
-def _modules(source: str, dtype: torch.dtype) -> Any:
+def _modules(config: Any, dtype: torch.dtype) -> Any:
     """Build a model without memory, and refuse one whose matrices are not all in linear layers and embeddings."""
     from transformers import AutoModelForCausalLM
 
-    config = load_config(source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     supported_models.check_modules(model, str(config.model_type))
@@ -189,7 +216,7 @@ def _modules(source: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def _reader(model: nn.Module, files: TensorFiles) -> Callable[[str], torch.Tensor]:
+def _reader(model: nn.Module, files: TensorFiles | GGUFSource) -> Callable[[str], torch.Tensor]:
     """Return what reads a model's tensors by name, in the model's number format; tied ones by each of their names."""
     tensors = model.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
@@ -253,11 +280,19 @@ def _quantized_part(
     return Part(source, (num_outputs, num_inputs), shapes, make)
 
 
-def _config(source: str, model: Any, quantized: Mapping[str, str], kind: str) -> dict[str, Any]:
+def _own_config(source: str, model: Any) -> dict[str, Any]:
+    """Return what a directory's file says, or what one of a GGUF file's model would."""
+    if is_gguf(source):
+        return {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    own: dict[str, Any] = json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8"))
+    return own
+
+
+def _config(own: dict[str, Any], model: Any, quantized: Mapping[str, str], kind: str) -> dict[str, Any]:
     """Return the model's own configuration with what says how layers, by name and scheme, and the embedding are
     quantised.
     """
-    own, experts = json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8")), layers_of_experts(model)
+    experts = layers_of_experts(model)
     layers: dict[tuple[str, int | None], list[str]] = defaultdict(list)
     for layer, scheme in quantized.items():
         num_inputs = experts[layer][1] if layer in experts else model.get_submodule(layer).in_features
@@ -294,7 +329,7 @@ def _config(source: str, model: Any, quantized: Mapping[str, str], kind: str) ->
 
 
 def _write_weights(
-    path: Path, parts: Sequence[Part], files: TensorFiles, on_progress: Callable[[int, int], None]
+    path: Path, parts: Sequence[Part], files: TensorFiles | GGUFSource, on_progress: Callable[[int, int], None]
 ) -> None:
     """Write the header, then each tensor to its place; large numbers come first, so that all are aligned."""
     shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
@@ -315,6 +350,8 @@ def _write_weights(
                 file.seek(start + header[name]["data_offsets"][0])
                 file.write(tensor.flatten().view(torch.uint8).numpy().data)
             mappings.free_pages(old)
+            # Why: the next tensor is decoded, where blocks are, when this one's memory is free.
+            del old, tensor
             on_progress(number, len(parts))
         file.flush()
         os.fsync(file.fileno())

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models.quantization.gguf_blocks import BlockType
 from pagedcore.models.quantization.gguf_file import GGUFFile
 from pagedcore.models.quantization.stored_weight import StoredWeight, refusal
@@ -47,6 +48,8 @@ _IS_ROTATED: Final = re.compile(r"\.[qk]_proj\.")
 _FACTORS: Final = "rope_freqs.weight"
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ENDS: Final = ("eos", "eot", "eom")
+#: Numbers that are decoded at once.
+_AT_ONCE: Final = 1 << 20
 
 
 class GGUF:
@@ -116,6 +119,24 @@ class GGUF:
             lambda: kind.weight(rows if order is None else rows[order], name), has_least=kind.has_least,
             has_halves=kind.has_halves,
         )
+
+    def numbers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor's numbers: mapped, as ``expect``, or decoded from blocks to float32 and rounded to ``dtype``,
+        some rows at a time; the pages of the file are given back.
+
+        Raises:
+            ModelNotSupported: there is none of this shape, or a scale is not finite.
+        """
+        kind, rows = self._rows(name, shape)
+        if kind.decode is None:
+            return self.expect(name, shape)
+        order, numbers = self._order(name, shape[0]), torch.empty(shape, dtype=dtype)
+        at_once = max(1, _AT_ONCE // shape[-1])
+        for start in range(0, len(rows), at_once):
+            some = slice(start, start + at_once)
+            numbers[some] = kind.weight(rows[some] if order is None else rows[order[some]], name).numbers()
+        FileMappings().free_pages(rows)
+        return numbers
 
     def replace_embedding(self, name: str, module: nn.Embedding, dtype: torch.dtype) -> None:
         """Keep an embedding's rows as the file has them, in memory; they are decoded when they are looked up."""

@@ -31,6 +31,8 @@ class TensorFiles:
     def __init__(self, directory: Path, rename: Callable[[str], str] = str) -> None:
         from safetensors import safe_open
 
+        self.directory = directory
+        """Where they are."""
         self._places: dict[str, tuple[Any, str]] = {}
         for path in _paths(directory):
             file: Any = safe_open(path, framework="pt")

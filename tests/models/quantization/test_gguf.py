@@ -17,7 +17,6 @@ from pagedcore.models.cpu.packed_linear import pack_linears
 from pagedcore.models.diagnosis import diagnose
 from pagedcore.models.loading import load_tokenizer, model_source
 from pagedcore.models.quantization.checkpoint import load_stored, stored_format
-from pagedcore.models.quantization.convert import convert
 from pagedcore.models.quantization.gguf import GGUF
 from pagedcore.models.quantization.gguf_blocks import OTHER_TYPES, TYPES
 from pagedcore.models.quantization.stored_weight import JoinedMatmul, StoredLinears, StoredWeight
@@ -196,8 +195,6 @@ def test_directories(tmp_path: Path) -> None:
     """The only GGUF file of a directory is the model, unless there are other weights; of several one must be named."""
     write_model(tmp_path / "model.gguf", **SMALL)
     assert model_source(tmp_path) == str(tmp_path / "model.gguf")
-    with pytest.raises(ModelNotSupported, match="GGUF files are not converted"):
-        convert(str(tmp_path), tmp_path / "out", quantization="w8a8")
     (tmp_path / "model.safetensors").touch()
     assert model_source(tmp_path) == str(tmp_path)
     (tmp_path / "model.safetensors").unlink()
