@@ -128,6 +128,7 @@ def test_tokenizer_and_ends_go_along(is_beside: bool, tmp_path: Path) -> None:
     assert actual.encode("abc<turn>a") == wanted.encode("abc<turn>a") == [3, 2, 5, 0]
     chat = [{"role": "user", "content": "ab"}]
     assert actual.render_chat(chat) == wanted.render_chat(chat) == ("ab<end>" if is_beside else "ab<turn>")  # type: ignore[attr-defined]
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [4, 5]}
     with engine_of(tmp_path / "out") as engine:
         assert engine._runner.backend.eos_token_ids == frozenset({4, 5})
 
