@@ -165,7 +165,7 @@ class ContinuousBatcher:
                 break
             chosen.append(sequence)
         if self._queues.ledger is not None:
-            self._queues.ledger.charge([ScheduledRow(one, 0, one.max_total_tokens) for one in chosen])
+            self._queues.ledger.charge(chosen, [ScheduledRow(one, 0, one.max_total_tokens) for one in chosen])
         now_s, taken = self._clock.now(), [self._take(sequence) for sequence in chosen]
         return Batch(tuple(one for one, _ in taken), tuple(now_s - since_s for _, since_s in taken))
 

@@ -184,7 +184,7 @@ def _queues(queues: PolicyQueues) -> State | None:
         "num_observed": model.num_observed, "errors": list(model.errors), "spread": model._spread,
         "moments": model._moments.tolist(), "floor": 0.0 if ledger is None else ledger.floor,
         "virtual": [] if ledger is None else [
-            [tenant, tokens, tenant in ledger._present] for tenant, tokens in ledger.virtual.items()
+            [tenant, tokens, tenant in ledger._waiting] for tenant, tokens in ledger.virtual.items()
         ],
     }
 
@@ -199,7 +199,7 @@ def _restore_queues(queues: PolicyQueues, saved: Mapping[str, Any] | None) -> No
     if queues.ledger is not None:
         queues.ledger.floor = saved["floor"]
         queues.ledger.virtual = {tenant: tokens for tenant, tokens, _ in saved["virtual"]}
-        queues.ledger._present = {tenant for tenant, _, is_present in saved["virtual"] if is_present}
+        queues.ledger._waiting = {tenant for tenant, _, is_waiting in saved["virtual"] if is_waiting}
 
 
 def _memory(memory: BlockMemory) -> State:

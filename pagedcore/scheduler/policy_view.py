@@ -22,8 +22,8 @@ class TenantUsage:
     """What one tenant has, and has had."""
 
     virtual_tokens: float = 0.0
-    """Computed tokens, each divided by the weight of its request. A tenant that comes, or comes back, begins with at
-    least as many as the present tenant that has had least: time without requests earns nothing."""
+    """Computed tokens, each divided by the weight of its request. A tenant whose requests begin to wait has at least as
+    many as the tenant had whose request started last: what others had while it wanted nothing is not paid back."""
     num_rows: int = 0
     """Its running sequences."""
     num_blocks: int = 0
@@ -78,20 +78,25 @@ class PolicyView:
 class TenantLedger:
     """The service of every tenant that has a request, and of the latest others as long as it matters.
 
-    Source: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, 2024).
+    Source: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, 2024), where a tenant that
+    begins to wait is lifted to the least of those that wait. Here it is lifted to the start of the latest request that
+    was taken up (start-time fair queueing; Goyal, Vin and Cheng 1996): a tenant that waits at its own cap keeps no mark
+    low.
 
-    Invariant: ``floor`` never falls, and no present tenant is below it.
+    Invariant: ``floor`` never falls, and no tenant begins to wait below it.
     Invariant: memory is bounded by the requests that wait or run, and ``MAX_ABSENT``.
     """
 
     def __init__(self) -> None:
         self.virtual: dict[str, float] = {}
         self.floor = 0.0
-        """Virtual tokens of the present tenant that has had least; of the latest one while there is none."""
-        self._present: set[str] = set()
+        """Virtual tokens that the tenant had whose request started last; while none waits, the most that one has."""
+        self._waiting: set[str] = set()
+        """Tenants with a request that waited when the latest view was made."""
 
-    def charge(self, rows: Iterable[ScheduledRow]) -> None:
-        """Count what a step has computed."""
+    def charge(self, started: Iterable[Sequence], rows: Iterable[ScheduledRow]) -> None:
+        """Count what a step has taken up and computed."""
+        self._raise_floor(one.options.tenant for one in started)
         for row in rows:
             options = row.sequence.options
             before = self.virtual.get(options.tenant, self.floor)
@@ -112,17 +117,21 @@ class TenantLedger:
             tenant = one.options.tenant
             rows[tenant] = rows.get(tenant, 0) + 1
             blocks[tenant] += num_blocks_of(one.sequence_id)
-        self._lift(rows.keys())
+        self._lift(set(behind), {one.options.tenant for one in running})
         return {one: TenantUsage(self.virtual[one], count, blocks[one]) for one, count in rows.items()}, ahead
 
-    def _lift(self, present: Iterable[str]) -> None:
-        virtual, staying = self.virtual, self._present.intersection(present)
-        if staying:
-            self.floor = max(self.floor, min([virtual[one] for one in staying]))
-        self._present = set(present)
-        for one in self._present - staying:
+    def _raise_floor(self, tenants: Iterable[str]) -> None:
+        self.floor = max([self.floor, *(self.virtual.get(one, 0.0) for one in tenants)])
+
+    def _lift(self, waiting: set[str], running: set[str]) -> None:
+        virtual, present = self.virtual, waiting | running
+        if not self._waiting:
+            # Why: nobody waited, so all had what they wanted.
+            self._raise_floor(running)
+        for one in waiting - self._waiting:
             virtual[one] = max(virtual.get(one, 0.0), self.floor)
-        if len(virtual) > 2 * MAX_ABSENT + len(self._present):
-            absent = [one for one in virtual.keys() - self._present if virtual[one] > self.floor]
+        self._waiting = waiting
+        if len(virtual) > 2 * MAX_ABSENT + len(present):
+            absent = [one for one in virtual.keys() - present if virtual[one] > self.floor]
             kept = heapq.nlargest(MAX_ABSENT, absent, key=virtual.__getitem__)
-            self.virtual = {one: virtual[one] for one in (*self._present, *kept)}
+            self.virtual = {one: virtual[one] for one in (*present, *kept)}

@@ -318,7 +318,7 @@ class Scheduler:
         self.counters.num_steps += 1
         self.counters.num_stalled_rows += plan.num_stalled_rows
         if self.queues.ledger is not None:
-            self.queues.ledger.charge(rows)
+            self.queues.ledger.charge(started.values(), rows)
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
                 self.moves.note_found(row.sequence, row.start)

@@ -270,6 +270,41 @@ def test_time_without_requests_earns_nothing() -> None:
     assert usage["early"].virtual_tokens >= usage["late"].virtual_tokens
 
 
+@pytest.mark.parametrize(("max_rows", "num_chats"), [(None, 1), (3, 20)], ids=["one small request", "at its cap"])
+def test_rows_that_nobody_wanted_are_not_paid_back(max_rows: int | None, num_chats: int) -> None:
+    """One tenant cannot use more than some rows and others have the rest. Who comes then shares with these at once: it
+    does not first get what they had while nobody else could use it."""
+    served = server("fair", max_num_seqs=6, policy_options={"max_rows": max_rows})
+    for _ in range(num_chats):
+        served.scheduler.add_sequences(make_sequence(4, 400, tenant="chat", weight=8.0))
+    served.step()
+    for number in range(120):
+        served.scheduler.add_sequences(make_sequence(8, 30, tenant=f"batch {number % 2}"))
+    for _ in range(100):
+        served.step()
+    before = Counter(served.service)
+    assert before["batch 0"] > 3 * before["chat"] / 8
+    for _ in range(60):
+        served.scheduler.add_sequences(make_sequence(8, 30, tenant="late"))
+    for _ in range(150):
+        served.step()
+    had = Counter(served.service) - before
+    # Why two requests: shares are equal up to those that are under way.
+    assert all(abs(had[name] - had["late"]) <= 2 * 38 for name in ("batch 0", "batch 1")), had
+
+
+def test_who_ran_while_nobody_waited_owes_nothing() -> None:
+    """A long completion that nobody had to wait for does not put its tenant behind one that comes later."""
+    served = server("fair", max_num_seqs=2)
+    served.scheduler.add_sequences(make_sequence(4, 400, tenant="early"))
+    for _ in range(200):
+        served.step()
+    served.scheduler.add_sequences(make_sequence(8, 30, tenant="early"), make_sequence(8, 30, tenant="late"))
+    served.step()
+    usage = served.scheduler.queues.view.usage
+    assert usage["late"].virtual_tokens == usage["early"].virtual_tokens > 200
+
+
 def test_a_million_tenants_cost_bounded_memory() -> None:
     """Whoever invents a name for each request is remembered by a bounded ledger, in which leads stay the largest."""
     ledger, owner = TenantLedger(), make_sequence(1, tenant="owner")

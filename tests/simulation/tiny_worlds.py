@@ -361,12 +361,12 @@ class Life:
         tenants: Key = ()
         if (ledger := queues.ledger) is not None:
             had = {name: ledger.virtual.get(name, 0.0) for name in "ab"}
-            # Why: a floor below all tenants lifts none, and one that is present lifts it to the least of these.
+            # Why: a floor below all tenants lifts none, and the next start raises it to one of them.
             floor = max(ledger.floor, min(had.values()))
+            here = {one.options.tenant for one in self.arrived if one.status in LIVE}
             # Why 0: an absent tenant that has had less is lifted to the floor when it comes back.
-            is_here = {name: name in ledger._present for name in had}
             tenants = tuple(
-                (is_here[name], tokens - floor if is_here[name] else max(0.0, tokens - floor))
+                (name in ledger._waiting, tokens - floor if name in here else max(0.0, tokens - floor))
                 for name, tokens in had.items()
             )
         return self._times(), tenants, queues._length_share, self.estimate
