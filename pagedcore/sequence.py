@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pagedcore.errors import InternalError
 from pagedcore.outputs import FinishReason, TokenLogprobs
@@ -145,9 +145,9 @@ class Sequence:
         """The stop tokens that end a completion: with ``ignore_eos`` only the request's own."""
         return frozenset(self.params.stop_token_ids) if self.params.ignore_eos else self.stop_token_ids
 
-    def branch(self, sequence_id: int, *, seed: int) -> Sequence:
+    def branch(self, sequence_id: int, *, seed: int) -> Self:
         """Return a waiting sequence that continues the same tokens in the same turn, with nothing computed."""
-        other = Sequence(
+        other = type(self)(
             sequence_id, self.token_ids, self.params, max_tokens=self.max_tokens, seed=seed,
             stop_token_ids=self.stop_token_ids, options=self.options, arrival=self.arrival, arrival_s=self.arrival_s,
             cache_root=self.cache_root, constraint=self.constraint.branch() if self.constraint is not None else None,

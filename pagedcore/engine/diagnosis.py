@@ -21,6 +21,7 @@ from pagedcore.execution.machine import this_machine
 from pagedcore.protocols import Clock
 from pagedcore.recorder.recording import write_recording
 from pagedcore.recorder.ring import FlightRecorder
+from pagedcore.requests.candidate_groups import CandidateGroups
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
 from pagedcore.scheduler.plan import SchedulePlan
@@ -50,11 +51,12 @@ class Diagnosis:
     _clock: Clock
     _steps: StepRunner
 
-    def _begin_diagnosis(self, parking: Parking) -> None:
+    def _begin_diagnosis(self, parking: Parking, groups: CandidateGroups) -> None:
         mode = self._components.config.flight_recorder
         self._recorder = None if mode == "off" else FlightRecorder(self.scheduler, self._clock)
         if self._recorder is not None:
             self._recorder.begin_anew_after(parking, "load_kv")
+            self._recorder.watch_beams(groups)
         self._wait_log = WaitLog()
         self._idle_since_s: float | None = None
         self._dumped_s: list[float] = []

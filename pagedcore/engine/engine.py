@@ -90,7 +90,7 @@ class Engine(Quoting):
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
             self._clock, self._steps.change,
         )
-        self._begin_diagnosis(parking)
+        self._begin_diagnosis(parking, self._outputs.groups)
         self.sessions = SessionStore(
             self.accept, self._step_or_sleep, self.input_processor, self.requests, parking, components.fingerprint,
             config.session_secret,

@@ -165,16 +165,18 @@ class PrefixCache:
         return cached.block_id if cached is not None and cached.content == content else None
 
     def find_beginning(self, parent_key: bytes, token_ids: TokenIds) -> tuple[int, int] | None:
-        """Return the block behind ``parent_key`` that has most first tokens of ``token_ids``, and how many."""
+        """Return the block behind ``parent_key`` that has most first tokens of ``token_ids``, and how many.
+
+        Of equal ones it is the one with the smaller tokens: contents decide, and never the numbers of blocks.
+        """
         siblings = self._children.get(parent_key, ())
         # Why: in sorted order nothing has more in common with ``token_ids`` than its two neighbours there; every
         # conversation behind one system prompt may have a block here, so they cannot all be looked at.
         place = _place(siblings, token_ids)
         near = siblings[max(0, place - 1) : place + 1]
-        num_equal, block_id = max(
-            ((_num_equal(one.content.token_ids, token_ids), one.block_id) for one in near), default=(0, 0)
-        )
-        return (block_id, num_equal) if num_equal else None
+        pairs = [(one.block_id, _num_equal(one.content.token_ids, token_ids)) for one in near]
+        best = max(pairs, key=lambda pair: pair[1], default=(0, 0))
+        return best if best[1] else None
 
     def _evict(self, cached: CachedBlock) -> None:
         """Evict a block and everything that continues it, which could not be found without its parent."""

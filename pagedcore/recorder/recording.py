@@ -26,7 +26,7 @@ from pagedcore.recorder.token_rows import TokenRows, decode
 from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_FILE_BYTES: Final = 256 * 2**20
 MAX_TEXT_BYTES: Final = 1024 * 2**20
 """Of a file that is read, and of its text."""
@@ -92,11 +92,12 @@ class _Writer:
         state, size = segment.state, segment.settings["block_size"]
         self._lives = {}
         described = [self._described(one) for one in state["sequences"]]
+        beams = [[numbers, [self._described(one) for one in waiting]] for numbers, waiting in state["beams"]]
         memories = {name: self._memory(state[name], size) for name in ("device", "host")}
         return {
             "settings": segment.settings, "is_continuous": segment.is_continuous,
             "state": {**state, **memories, "moves": {**state["moves"]}, "sequences": described,
-                      "queues": self._queues(state["queues"])},
+                      "beams": beams, "queues": self._queues(state["queues"])},
         }
 
     def _event(self, event: Event) -> list[Any]:
@@ -261,6 +262,7 @@ def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> di
         memory["tokens"], memory["roots"] = tokens, roots
         memory.pop("ends", None)
     state["sequences"] = [_with_tokens(one, rows) for one in state["sequences"]]
+    state["beams"] = [[numbers, _with_tokens(waiting, rows)] for numbers, waiting in state["beams"]]
     state["moves"]["left"] = _keys_at(state["moves"]["left"], rows, BlockHasher(settings["block_size"], b""))
     return state
 

@@ -18,6 +18,7 @@ from pagedcore.errors import ForkedProcess, InternalError, PagedcoreError
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.protocols import Clock
 from pagedcore.recorder.state import State, capture, describe, settings_of
+from pagedcore.requests.candidate_groups import Branch, CandidateGroup, CandidateGroups
 from pagedcore.requests.request import Request
 from pagedcore.scheduler.cost_model import Line
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
@@ -63,6 +64,7 @@ class FlightRecorder:
         self._known: set[int] = set()
         self._in_session: set[int] = set()
         self._owners: dict[int, str] = {}
+        self._groups: CandidateGroups | None = None
         self._needs_base, self._is_continuous, self._is_inside = True, False, False
         self._process_id = os.getpid()
         for owner, names in (
@@ -95,6 +97,19 @@ class FlightRecorder:
                 self.begin_anew()
 
         setattr(owner, name, call)
+
+    def watch_beams(self, groups: CandidateGroups) -> None:
+        """Note which beams every round of a search chooses: what they continue, and as which sequences."""
+        self._groups, choose = groups, groups.choose_beams
+
+        def noting(group: CandidateGroup, next_tokens: dict[int, int | None]) -> list[Branch]:
+            parents, num_computed = group.candidates, len(group.continuations_of)
+            branches = choose(group, next_tokens)
+            if num_computed == len(parents) and group.search is not None:
+                self._note("beams", ([one.sequence_id for one in parents], _survivors(group, parents, branches)), None)
+            return branches
+
+        setattr(groups, "choose_beams", noting)  # noqa: B010  (as the other taps)
 
     def note_request(self, request: Request) -> None:
         """Note which sequences a request has, and when it arrived."""
@@ -144,12 +159,22 @@ class FlightRecorder:
         numbers = {one["plain"]["sequence_id"] for one in state["sequences"]}
         self._owners = {number: self._owners[number] for number in sorted(numbers & self._owners.keys())}
         state["requests"] = [[owner, [number]] for number, owner in self._owners.items()]
+        state["beams"] = self._open_beams(numbers)
         segment = Segment(settings_of(self._scheduler), state, self._is_continuous and is_full)
         copied = state["sequences"], state["device"]["tokens"], state["host"]["tokens"]
-        segment.num_bytes = _EVENT_BYTES * sum(map(len, copied))
+        segment.num_bytes = _EVENT_BYTES * sum(map(len, (*copied, *(beams for _, beams in state["beams"]))))
         self.segments = [*self.segments[-1:], segment]
         self._known, self._in_session = numbers, set()
         self._needs_base, self._is_continuous = False, True
+
+    def _open_beams(self, live: set[int]) -> list[list[Any]]:
+        """Return the beams of each open search, in its order, and descriptions of those that wait for the others."""
+        groups = self._groups.by_request.values() if self._groups is not None else ()
+        return [
+            [[one.sequence_id for one in group.candidates],
+             [describe(one) for one in group.candidates if one.sequence_id not in live]]
+            for group in groups if group.search is not None
+        ]
 
     def _arguments_of(self, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         if name == "commit":
@@ -191,6 +216,8 @@ class FlightRecorder:
         segment.num_bytes += _EVENT_BYTES
         if name == "schedule" and isinstance(decision, tuple):
             segment.num_bytes += 8 * len(decision[0])
+        elif name == "beams":
+            segment.num_bytes += 24 * (len(arguments[0]) + len(arguments[1]))
         elif name == "commit":
             segment.num_bytes += 24 * len(arguments[0])
 
@@ -222,6 +249,16 @@ def decision_of(name: str, result: Any) -> Any:
         case tuple():
             return [list(pair) for pair in result]
     return result
+
+
+def _survivors(group: CandidateGroup, parents: list[Sequence], branches: list[Branch]) -> list[list[int]]:
+    """Return (place of the parent, sequence) of each beam of the next round; none if the search is done."""
+    if group.is_decided:
+        return []
+    places = {one.sequence_id: place for place, one in enumerate(parents)}
+    parent_of = {beam.sequence_id: parent.sequence_id for beam, parent in branches}
+    numbers = [one.sequence_id for one in group.candidates]
+    return [[places[parent_of.get(number, number)], number] for number in numbers]
 
 
 def _has_ended(new: NewToken) -> bool:

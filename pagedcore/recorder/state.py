@@ -327,7 +327,7 @@ def _restore_costs(costs: CostModel, saved: Mapping[str, Any]) -> None:
 def comparable(state: Mapping[str, Any]) -> State:
     """Return what of two states has to be equal: all but tokens, roots and keys, whose names are each recording's own.
     """
-    bare = {name: value for name, value in state.items() if name not in ("sequences", "requests")}
+    bare = {name: value for name, value in state.items() if name not in ("sequences", "requests", "beams")}
     bare["sequences"] = [
         {name: one[name] for name in ("plain", "status", "num_keys", "num_scored", "num_tokens")}
         for one in state["sequences"]

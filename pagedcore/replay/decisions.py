@@ -120,6 +120,8 @@ class SegmentReplay:
         """Go on with a segment that begins where the one before it ends."""
         self.segment = segment
         self._rows |= {one["plain"]["sequence_id"]: one["row"] for one in segment["state"]["sequences"]}
+        for _, waiting in segment["state"]["beams"]:
+            self._known([one for one in waiting if one["plain"]["sequence_id"] not in self.sequences])
 
     def run(self, number: int, replayed: Replayed) -> None:
         """Take all decisions of the segment, up to the first that differs."""
@@ -159,7 +161,7 @@ class SegmentReplay:
                     self.scheduler.queues.observe(self.plan, given[1])
             case "begin_step":
                 self.scheduler.begin_step(*given)
-            case "request":
+            case "request" | "beams":
                 pass
             case "open_gate" | "count_as_new":
                 known = [self._known(one) for one in (given[0] if verb == "count_as_new" else given)]

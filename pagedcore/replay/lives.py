@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, Final
 
-from pagedcore.errors import RecordingError
 from pagedcore.outputs import FinishReason
 from pagedcore.recorder.recording import Recording
 from pagedcore.replay.decisions import begin
 from pagedcore.scheduler.cost_model import CostModel, Line
 
-_BRANCHING: Final = ("add_branch", "cancel_branch")
 _MOST_TYPICAL: Final = 20.0
 
 Place = tuple[int, int]
@@ -34,6 +32,8 @@ class Life:
     """Tokens at its end, or at the recording's."""
     end: FinishReason | None = None
     """``None``: it had not ended when the recording was written."""
+    is_branch: bool = False
+    """Whether it is a beam that began with what another one had computed."""
     start_s: float | None = None
     end_s: float | None = None
 
@@ -97,28 +97,14 @@ def recorded_outcome(recording: Recording, until: Place = EVERYTHING) -> Outcome
     return outcome
 
 
-def require_no_branches(recording: Recording, since: Place) -> None:
-    """Raise ``RecordingError`` if sequences branch from a place on.
-
-    Which beam becomes a new sequence and which goes on in place depends on the beam that ends a round, so on the
-    schedule, and on the search's ranking, which no recording has.
-    """
-    for _, verb, given, _ in events_between(recording, since, EVERYTHING):
-        if verb in _BRANCHING or (verb == "commit" and len(given[0]) > len(given[1])):
-            raise RecordingError(
-                "sequences branch in it (beam search) after the first decision that differs, so other decisions are "
-                "not known: a beam's successors depend on which beam ends a round, and on scores that are not recorded"
-            )
-
-
 def lives_of(recording: Recording, until: Place = EVERYTHING) -> list[Life]:
     """Return the turns of all sequences up to a place, in the order of their arrivals."""
     lives, open_lives = list[Life](), dict[int, Life]()
 
-    def arrive(described: Mapping[str, Any], now_s: float) -> None:
+    def arrive(described: Mapping[str, Any], now_s: float, *, is_branch: bool = False) -> None:
         number = described["plain"]["sequence_id"]
         _, row = recording.rows[described["row"]]
-        open_lives[number] = Life(number, described, row, now_s, described["num_tokens"])
+        open_lives[number] = Life(number, described, row, now_s, described["num_tokens"], is_branch=is_branch)
         lives.append(open_lives[number])
 
     for place, segment in enumerate(recording.segments[: until[0] + 1]):
@@ -134,7 +120,7 @@ def lives_of(recording: Recording, until: Place = EVERYTHING) -> list[Life]:
         for now_s, verb, given, decision in events_between(recording, (place, 0), min(until, (place + 1, 0))):
             if verb in ("add_sequences", "add_branch"):
                 for described in given[: 1 if verb == "add_branch" else None]:
-                    arrive(described, now_s)
+                    arrive(described, now_s, is_branch=verb == "add_branch")
             for described in described_in(given):
                 if (life := open_lives.get(described["plain"]["sequence_id"])) is not None:
                     life.row, life.length = recording.rows[described["row"]][1], described["num_tokens"]

@@ -16,7 +16,8 @@ from typing import Any
 from pagedcore.errors import EngineOverloaded, PagedcoreError, RecordingError, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.recorder.recording import Recording, canonical
-from pagedcore.recorder.state import sequence_of
+from pagedcore.recorder.state import ReplayedSequence, sequence_of
+from pagedcore.replay.beams import Search, Searches
 from pagedcore.replay.decisions import SegmentReplay
 from pagedcore.replay.lives import (
     EVERYTHING,
@@ -27,7 +28,6 @@ from pagedcore.replay.lives import (
     learnt_costs,
     lives_of,
     recorded_outcome,
-    require_no_branches,
 )
 from pagedcore.replay.starting_state import StartingState, starting_state
 from pagedcore.scheduler.plan import SchedulePlan
@@ -64,6 +64,7 @@ class WhatIf:
         self._coming: list[Life] = []
         self._postponed: list[Life] = []
         self._lives: dict[int, Life] = {}
+        self._searches: Searches
         self._arrived_s: dict[int, float] = {}
         self._moving: dict[int, float] = {}
         self._now_s = self._start_s = self._first_s(0)
@@ -77,12 +78,11 @@ class WhatIf:
         """Follow the recording while its decisions are taken, then go on to the end of all requests, or to where
         nothing can progress.
 
-        Raises ``RecordingError`` if sequences branch (beam search) after the first other decision.
+        Raises ``RecordingError`` if a beam search of the recording is not consistent in itself.
         """
         self.left_at = self._follow()
         self.outcome = recorded_outcome(self._recording, self.left_at or EVERYTHING)
         if self.left_at is not None:
-            require_no_branches(self._recording, self.left_at)
             self._leave(self.left_at)
             while self._coming or self._postponed or self.scheduler.has_work:
                 self._arrive()
@@ -137,13 +137,19 @@ class WhatIf:
         later = list(events_between(self._recording, place, EVERYTHING))
         self._now_s = later[0][0] if later else self._now_s
         before = lives_of(self._recording, place)
+        self._searches = Searches(self._recording, place, {one.number: one for one in self._lives_in_order})
         live = {one.sequence_id for one in (*scheduler.waiting, *scheduler.running)}
         for known, life in zip(before, self._lives_in_order, strict=False):
             if known.end is None and life.number in live:
                 self._lives[life.number], self._arrived_s[life.number] = life, life.arrival_s
-        self._coming = sorted(self._lives_in_order[len(before) :], key=lambda one: one.arrival_s, reverse=True)
+        coming = [one for one in self._lives_in_order[len(before) :] if not one.is_branch]
+        self._coming = sorted(coming, key=lambda one: one.arrival_s, reverse=True)
         self.outcome.num_refused = sum(len(made.refused) for made in self.starting_states)
         self.outcome.num_preemptions += sum(made.num_preempted for made in self.starting_states)
+        for number in [one for made in self.starting_states for one in made.refused]:
+            if (search := self._searches.find_search(number)) is not None:
+                self._end_search(search)
+                live -= {*search.beams}
         for number in live:
             if not self._num_left(number):
                 self._finish(number)
@@ -181,9 +187,13 @@ class WhatIf:
             self.scheduler.add_sequences(sequence)
         except (RequestTooLarge, EngineOverloaded):
             self.outcome.num_refused += 1
+            if (search := self._searches.find_search(life.number)) is not None:
+                self._searches.drop(search)
             sequence.finish_reason = "error"
 
     def _num_left(self, number: int) -> int:
+        if self._searches.find_search(number) is not None:
+            return 1
         return self._lives[number].length - len(self._replay.sequences[number].token_ids)
 
     def _finish(self, number: int) -> None:
@@ -235,20 +245,40 @@ class WhatIf:
         return True
 
     def _commit(self, plan: SchedulePlan) -> None:
-        sampled: dict[int, int | None] = {}
+        sampled, searches = dict[int, int | None](), dict[int, Search]()
         for row in plan.rows:
             number = row.sequence.sequence_id
             if row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
-            if row.is_sampled:
+            if row.is_sampled and (search := self._searches.find_search(number)) is not None:
+                sampled[number], searches[id(search)] = None, search
+            elif row.is_sampled:
                 life, known = self._lives[number], len(row.sequence.token_ids)
                 sampled[number] = life.row[known]
                 if known + 1 == life.length:
                     self._replay.sequences[number].next_end = life.end or "abort"
+        branches = list[tuple[ReplayedSequence, ReplayedSequence]]()
+        for search in searches.values():
+            new_beams, cancelled = self._searches.choose(search, sampled, self._replay.sequences, self.scheduler)
+            branches += new_beams
+            self.outcome.finished += cancelled
         for new in self.scheduler.commit(plan, sampled):
             if new.finish_reason is not None:
                 self.outcome.finished.append(new.sequence.sequence_id)
+        for beam, parent in branches:
+            self._arrived_s[beam.sequence_id] = self._now_s
+            self.scheduler.add_branch(beam, parent)
+        for search in searches.values():
+            if not search.rounds:
+                self._end_search(search)
         self.outcome.num_steps += 1
+
+    def _end_search(self, search: Search) -> None:
+        self._searches.drop(search)
+        for number in search.beams:
+            self.scheduler.finish_sequence(self._replay.sequences[number], "stop")
+            self.outcome.finished.append(number)
+            self.scheduler.remove_sequence(self._replay.sequences[number])
 
     def _sleep(self) -> bool:
         """Go to the next moment at which something happens; return whether there is one."""
@@ -297,8 +327,7 @@ class Comparison:
 def compare(recording: Recording, changes: Mapping[str, Any]) -> Comparison:
     """Run the requests of a recording under its own settings and under others, which are those of ``settings_of``.
 
-    Raises ``RecordingError`` if a setting is none, it is not consistent in itself, or sequences branch in it after the
-    first other decision.
+    Raises ``RecordingError`` if a setting is none, or it is not consistent in itself.
     """
     try:
         changed = WhatIf(recording, changes)

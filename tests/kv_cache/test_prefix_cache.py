@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import permutations, takewhile
 
 import pytest
 from hypothesis import given
@@ -72,6 +72,16 @@ def test_the_best_beginning_of_a_block_is_found() -> None:
     assert cache.find_beginning(ROOT, (8,)) is None
     assert cache.find_beginning(ROOT, ()) is None
     assert cache.find_beginning(b"elsewhere", (1, 2)) is None
+
+
+def test_of_equally_good_beginnings_contents_decide() -> None:
+    """Whichever block came first and has the higher number, the one with the smaller tokens is found."""
+    hasher = BlockHasher(3, b"")
+    for siblings in permutations([(1, 2, 3), (1, 2, 8), (1, 9, 9)]):
+        _, cache = make_cache()
+        blocks = {tokens: keep(cache, chain(tokens, hasher=hasher))[0] for tokens in siblings}
+        assert cache.find_beginning(ROOT, (1, 2, 7)) == (blocks[1, 2, 3], 2)
+        assert cache.find_beginning(ROOT, (1, 5)) == (blocks[1, 2, 8], 1)
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=4).map(tuple)

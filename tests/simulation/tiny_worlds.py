@@ -14,11 +14,10 @@ tried on a copy; ``exploration`` visits all lives. Two lives with the same ``Lif
     - of the policy: order and differences of arrival, ages, service of the tenants that are present, and step times.
 
 *   What is left out changes no decision. Numbers of blocks: choices are by contents or by order of use, and a block
-    without known contents is as good as another one. One exception is not proved: ``PrefixCache.find_beginning`` takes
-    the higher number of two blocks that have equally many first tokens, which decides which of them is evicted later;
-    the comparison below has met no state where that matters. Ids of sequences beyond their order. The time itself,
-    counters, and the order of the queues, which each step and each insertion makes anew from the keys of the policy.
-    What a shrunk sequence has lost (``CostModel.loss_share``): a step's wait costs more than computing a whole
+    without known contents is as good as another one; of two that have equally many first tokens of a sequence
+    ``PrefixCache.find_beginning`` takes the one with the smaller tokens. Ids of sequences beyond their order. The time
+    itself, counters, and the order of the queues, which each step and each insertion makes anew from the keys of the
+    policy. What a shrunk sequence has lost (``CostModel.loss_share``): a step's wait costs more than computing a whole
     sequence of these, whatever the share is; ``test_no_cost_decides_in_a_tiny_pool`` holds that.
 *   Differences are capped where no decision tells larger ones apart; the caps stand beside the code.
 
