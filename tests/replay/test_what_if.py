@@ -293,7 +293,7 @@ def test_beams_under_other_settings_are_those_of_an_engine_that_has_them(
     changes: dict[str, Any], settings: dict[str, Any], num_steps: int, tmp_path: Path
 ) -> None:
     """Searches that are under way, and others that come, fork step for step as in an engine that ran live with the
-    other settings; which beams share a step, wait for the others of a round or are preempted is another than was recorded.
+    other settings; which beams share a step, wait for the others of a round or are preempted is not as recorded.
     """
     recording, was = late_beams(tmp_path, num_steps)
     _, live = late_beams(tmp_path, num_steps, **settings)
