@@ -362,10 +362,10 @@ class Life:
             had = {name: ledger.virtual.get(name, 0.0) for name in "ab"}
             # Why: a floor below all tenants lifts none, and the next start raises it to one of them.
             floor = max(ledger.floor, min(had.values()))
-            here = {one.options.tenant for one in self.arrived if one.status in LIVE}
-            # Why 0: an absent tenant that has had less is lifted to the floor when it comes back.
+            known = ledger._waiting | {one.options.tenant for one in self.scheduler.running}
+            # Why 0: another tenant that has had less is lifted to the floor as soon as it is seen to wait.
             tenants = tuple(
-                (name in ledger._waiting, tokens - floor if name in here else max(0.0, tokens - floor))
+                (name in ledger._waiting, tokens - floor if name in known else max(0.0, tokens - floor))
                 for name, tokens in had.items()
             )
         return self._times(), tenants, queues._length_share, self.estimate
