@@ -247,6 +247,9 @@ def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> di
     settings = segment["settings"]
     if not all(0 <= settings[name] <= MAX_BLOCKS for name in ("num_blocks", "num_host_blocks")):
         raise RecordingError(f"a pool has more than {MAX_BLOCKS} blocks")
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if type(settings[name]) is not int or settings[name] < 1:
+            raise RecordingError(f"{name} is no number from 1")
     for memory, num_blocks in ((state["device"], settings["num_blocks"]), (state["host"], settings["num_host_blocks"])):
         if len(memory["counts"]) != num_blocks:
             raise RecordingError("a pool is not as large as its settings say")
@@ -280,6 +283,8 @@ def _with_tokens(value: Any, rows: list[tuple[int, array[int]]]) -> Any:
         root, row = rows[value["row"]]
         if not 0 <= value["num_tokens"] <= len(row):
             raise RecordingError("a sequence is longer than its row of tokens")
+        if not 0 <= value["num_keys"] <= value["num_tokens"] or not 0 <= (value["num_scored"] or 0) <= len(row):
+            raise RecordingError("more of a sequence is known than it has tokens")
         return {**value, "root": root_of(root), "tokens": row[: value["num_tokens"]]}
     return [_with_tokens(one, rows) for one in value] if isinstance(value, list) else value
 

@@ -61,6 +61,15 @@ def replay_decisions(recording: Recording) -> Replayed:
 
     Raises ``RecordingError`` if the recording is not consistent in itself.
     """
+    try:
+        return _replay(recording)
+    except RecordingError:
+        raise
+    except Exception as error:  # whatever forged values lead to
+        raise RecordingError(f"its decisions cannot be taken again ({type(error).__name__})") from error
+
+
+def _replay(recording: Recording) -> Replayed:
     replayed = Replayed()
     before: SegmentReplay | None = None
     for number, segment in enumerate(recording.segments):

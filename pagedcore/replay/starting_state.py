@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedcore.errors import RecordingError
+from pagedcore.recorder.recording import MAX_BLOCKS
 from pagedcore.recorder.state import ReplayedSequence, State, build_scheduler, capture, restore
 from pagedcore.replay.decisions import begin, load_policy
 from pagedcore.scheduler.invariants import check, snapshot
@@ -50,10 +51,13 @@ def starting_state(segment: Mapping[str, Any], changes: Mapping[str, Any], now_s
         now_s: the time on the recorded clock, for policies that look at it.
 
     Raises:
-        RecordingError: the recorded state breaks a law, or is not consistent in itself; there is no such policy.
+        RecordingError: the recorded state breaks a law, or is not consistent in itself; there is no such policy; the
+            pool has more than ``MAX_BLOCKS`` blocks.
     """
     begin(segment)  # Why: it refuses a forged state, before anything of it is taken apart.
     recorded, settings = segment["settings"], settings_with(segment, changes)
+    if settings["num_blocks"] > MAX_BLOCKS:
+        raise RecordingError(f"a pool of {settings['num_blocks']} blocks, at most {MAX_BLOCKS} are replayed")
     first = {**settings, **{name: recorded[name] for name in ("num_blocks", "num_host_blocks")}}
     state, num_more = segment["state"], settings["num_blocks"] - recorded["num_blocks"]
     if num_more > 0:

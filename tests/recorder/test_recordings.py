@@ -207,6 +207,9 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(RecordingError):
             read_recording(path)
+    path.write_bytes(gzip.compress(b"[" * 100_000))
+    with pytest.raises(RecordingError, match="is none"):
+        read_recording(path)
     path.write_bytes(b"PK\x03\x04 no recording")
     with pytest.raises(RecordingError, match="damaged"):
         read_recording(path)
@@ -220,6 +223,11 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     (lambda lines: lines[1].append([0, 0, 10**6, 10**6]), "row"),
     (lambda lines: lines[2]["settings"].update(num_blocks=10**12), "blocks"),
     (lambda lines: lines[2]["settings"].update(num_blocks=9), "large"),
+    (lambda lines: lines[2]["settings"].update(max_num_seqs="4"), "max_num_seqs"),
+    (lambda lines: _second(lines)["state"]["sequences"].append(0.5), "again"),
+    (lambda lines: lines[2]["state"]["costs"].update(loss_share=float("nan")), "again|state"),
+    (lambda lines: _described(lines).update(num_scored=10**9), "more of a sequence"),
+    (lambda lines: _described(lines).update(num_keys=10**9), "more of a sequence"),
     (lambda lines: lines[2]["state"]["device"]["counts"].__setitem__(0, 7), "state"),
     (lambda lines: lines.append([0.0, "eval", ["1"], None]), "kind"),
 ])
@@ -231,6 +239,23 @@ def test_a_forged_file_is_refused(change: Any, words: str, tmp_path: Path) -> No
     write_lines(path, lines)
     with pytest.raises(RecordingError, match=words):
         replay_decisions(read_recording(path))
+
+
+def _second(lines: list[Any]) -> Any:
+    """The second of the lines that begin a segment."""
+    return [line for line in lines if isinstance(line, dict)][2]
+
+
+def _described(lines: list[Any]) -> Any:
+    """The first description of a sequence in a segment's state."""
+    states = [line["state"] for line in lines[2:] if isinstance(line, dict)]
+    return next(state["sequences"][0] for state in states if state["sequences"])
+
+
+def test_a_pool_that_nobody_can_have_is_refused(tmp_path: Path) -> None:
+    """Settings that a recording is replayed with are bounded as its own are."""
+    with pytest.raises(RecordingError, match="at most"):
+        compare(read_recording(a_file(tmp_path)), {"num_blocks": 10**12})
 
 
 def test_a_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +270,8 @@ def test_a_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read_recording(tmp_path / "bomb.gz")
 
 
-_VALUES = (None, -1, 0, 1, 3, 10**6, 2**70, 0.5, "", "x", [], [1], {}, True)
+_VALUES = (None, -1, 0, 1, 3, 10**6, 2**70, 0.5, 1e308, float("nan"), "", "x", [], [1], {}, True, "\ud800",
+           json.loads("[" * 400 + "]" * 400))
 
 
 def test_no_forged_value_gets_through(tmp_path: Path) -> None:
