@@ -7,17 +7,20 @@ to lead from states with one key to states with one key, so that by induction ov
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from pagedcore.scheduler.cost_model import CostModel
 from simulation.exploration import Exploration, explore
 from simulation.test_exhaustive import EQUAL, FOUR, MIXED, NOISY, QUICK, SEPARATE, SLOW, name_of
-from simulation.tiny_worlds import POLICIES, Requests, World
+from simulation.tiny_worlds import POLICIES, Key, Life, Requests, World, _Names
 
 TWO_UNEQUAL: Requests = (3, 1, 0), (1, 3, 1)
 TWO_MIXED: Requests = (1, 2, 0), (2, 2, 1)
+SWAPPING: Final = World((2, 2, 2), "preempting", MIXED)
+ABORTING: Final = World((2, 2, 2), "fcfs", ((2, 2, 0), (2, 2, 0)), has_faults=True, most_failures=0)
+SHARING: Final = World((4, 1, 0), "fair", ((1, 3, 0), (1, 2, 0), (2, 2, 0), (1, 2, 0)))
 WORLDS = [
     *(World((2, 2, 0), policy, MIXED) for policy in ("fcfs", "ageing", "fair", "capped", "shortest-first")),
     *(World((2, 2, 0), policy, TWO_UNEQUAL, has_faults=True, most_failures=1) for policy in ("fcfs", "preempting")),
@@ -25,6 +28,7 @@ WORLDS = [
     World((4, 1, 0), "deadline", TWO_MIXED, most_ticks=2),
     World((2, 2, 2), "priority", TWO_UNEQUAL),
     World((2, 2, 0), "fcfs", MIXED, formation=SEPARATE),
+    World((2, 2, 0), "fair", FOUR), SHARING, SWAPPING, ABORTING,
 ]
 SLOW_WORLDS = [
     *(World(pool, policy, EQUAL, most_ticks=2) for pool in ((2, 2, 0), (4, 1, 0))
@@ -55,6 +59,44 @@ def _future(found: Exploration, state: int) -> Any:
 def test_merged_states_have_the_same_future(world: World) -> None:
     """What can be reached, how requests end and where each event leads is as without merging."""
     compare(world)
+
+
+def _without(place: int) -> Any:
+    """A part of a life's key by its place in it."""
+    whole = Life.key
+    return Life, "key", lambda life: _left_out(whole(life), place)
+
+
+def _left_out(key: Key, place: int) -> Key:
+    return key[:place] + key[place + 1 :]
+
+
+def _without_tenants() -> Any:
+    whole = Life._of_policy
+    return Life, "_of_policy", lambda life: _left_out(whole(life), 1)
+
+
+def _without_eviction_order() -> Any:
+    whole = _Names.cached
+    return _Names, "cached", lambda names: [tuple(sorted(part)) for part in whole(names)]
+
+
+def _without_idleness() -> Any:
+    whole = _Names.cached
+    return _Names, "cached", lambda names: tuple(sorted(sum(whole(names), ())))
+
+
+@pytest.mark.parametrize(("part", "world"), [
+    (_without(5), ABORTING), (_without_eviction_order(), SWAPPING), (_without_idleness(), SWAPPING),
+    (_without_tenants(), SHARING), (_without(9), World((2, 2, 0), "shortest-first", MIXED)),
+], ids=["moving", "eviction order", "idle apart from held", "tenants", "policy"])
+def test_a_key_without_a_part_is_noticed(
+    part: tuple[type, str, Any], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that leaves out what decisions depend on merges states that the other search tells apart."""
+    monkeypatch.setattr(*part)
+    with pytest.raises(AssertionError):
+        compare(world)
 
 
 @pytest.mark.slow
