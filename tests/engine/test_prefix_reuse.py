@@ -13,6 +13,7 @@ from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 from support.doubles import FlakyBackend, ToyBackend, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
+from support.session_builders import tiny_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -232,3 +233,22 @@ def test_blocks_that_a_small_pool_lost_are_counted_once_each(caplog: pytest.LogC
     messages = [record.getMessage() for record in caplog.records if "computed again" in record.getMessage()]
     assert len(messages) == 1
     assert "16 blocks were computed again that had been evicted from the pool of 16 blocks" in messages[0]
+
+
+def test_two_equally_good_beginnings_give_the_bits_of_none() -> None:
+    """Where two blocks have equally many first tokens of a prompt, whichever is copied, the answer is the one without
+    sharing, bit for bit.
+    """
+    common, prompts = [5, 9, 11, 14], [[3, 8, 50, 51], [3, 8, 40, 41]]
+    found: list[Any] = []
+    for order, is_shared in ((prompts, True), (prompts[::-1], True), (prompts, False)):
+        with Engine.from_pretrained(
+            tiny_model(), dtype="float32", num_kv_blocks=24, block_size=4, enable_prefix_caching=is_shared,
+        ) as engine:
+            for rest in order:
+                engine.generate([[*common, *rest, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
+            output = engine.generate([[*common, 3, 8, 45, 46, 47]], SamplingParams(
+                max_tokens=6, ignore_eos=True, logprobs=2))[0]
+        assert output.num_cached_tokens == (6 if is_shared else 0)
+        found.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert found[0] == found[1] == found[2]
