@@ -1,20 +1,24 @@
 """When a request would start and end: quotes, and what makes their intervals hold.
 
 One plan of the present, then a forecast in closed form (``forecast``). The engine quotes requests that it accepts to
-itself; how far off these quotes were is what the intervals of later ones are made of: conformal prediction (Vovk,
-Gammerman, Shafer, Algorithmic Learning in a Random World, 2005) over the latest errors. None of this runs before
-the first quote is asked for.
+itself; how far off these quotes were is what the intervals of later ones are made of (``Errors``). None of this runs
+before the first quote is asked for.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from pagedcore.outputs import Interval, Quote, RequestMetrics
 from pagedcore.scheduler.forecast import Bounds, Forecast, Job
@@ -29,35 +33,96 @@ if TYPE_CHECKING:
 
 SHARE: Final = 0.95
 """Share of quotes that are to hold."""
-MAX_WATCHED: Final = 8
+MAX_WATCHED: Final = 32
 """Accepted requests whose own quotes wait for their ends at a time: a bound for memory and for time."""
-_NUM_ERRORS: Final = 400
+NUM_LEAST: Final = 39
+"""Errors before which an interval is a guess."""
+_NUM_ERRORS: Final = 2000
 _NUM_NEAR: Final = 150
-"""Errors that an interval is made of: of the forecasts that were most like it."""
+"""Errors that an interval is made of at least, as far as there are so many: of the forecasts that were most like it."""
+_NEAR: Final = math.log(2.0)
+"""Forecasts whose logarithms differ by less are alike."""
+_MOST_ERROR: Final = math.log(20.0)
+"""A worse error counts as this one, so that one request moves no interval far."""
+_ADAPTING: Final = 0.001
+"""Weight of one more quote in the share that an interval leaves out: a few hundred change it."""
+_LEAST_OUTSIDE: Final = 0.005
+_MOST_OUTSIDE: Final = 0.15
+_NORMAL: Final = NormalDist()
+_LEVEL_RATE: Final = 1.0 / 30.0
+"""Weight of one more step in how slow steps are just now."""
+_MOST_LEVEL: Final = 4.0
+_DOUBT: Final = 0.6
+"""Sum of squares that levels must exceed before forecasts follow them by more than half of what they seem to say."""
+_FORGETTING: Final = 0.9998
+"""Weight of the past at each step: about the last 5,000 say what steps cost, and levels what is different just now."""
 _NUM_FIRST_STEPS: Final = 64
-_NUM_LENGTHS: Final = 400
+_NUM_LENGTHS: Final = 2000
 _RATE: Final = 0.002
 """Weight of one more step in what is usual."""
 Moments = tuple[float, float, float]
 """Start, first token, end, in seconds."""
+Floats = npt.NDArray[np.float64]
 
 
 class Errors:
-    """How actual moments compare with forecast ones, and the bounds that follow."""
+    """How actual moments compare with forecast ones, and the intervals that follow: adaptive conformal prediction.
+
+    An error is the logarithm of actual over forecast seconds, less what the slowness of the steps before the forecast
+    explains (by least squares). An interval is the median error, plus and minus as many spreads (mean absolute
+    deviations, as of a normal distribution) as leave out a share a. After each watched quote, a := a + 0.001 * (0.05 -
+    1 if the quote failed else 0), whatever the errors' distribution: so 95 % hold in the long run (Gibbs, Candes,
+    Adaptive Conformal Inference Under Distribution Shift, NeurIPS 2021, section 2).
+
+    Invariant: memory and the time of a call do not grow with the number of errors seen.
+    """
 
     def __init__(self) -> None:
-        self.latest: deque[tuple[float, float]] = deque(maxlen=_NUM_ERRORS)
-        """Forecast seconds, and actual ones over them."""
+        self.num_seen = 0
+        self.outside = 1.0 - SHARE
+        """The share of errors that an interval leaves out if they are distributed normally."""
+        self.slope = 0.0
+        """What of the level of steps (logarithm) lasts until the moment: 0 to 1."""
+        self._ring = np.zeros((3, _NUM_ERRORS))
 
-    def interval(self, seconds: float, unit_s: float) -> Interval:
-        """Return what a forecast becomes, by the errors of those that were most like it in length."""
+    @property
+    def latest(self) -> Floats:
+        """Logarithms of forecast seconds, of actual over forecast seconds, and of levels: float64 [3, errors]."""
+        return self._ring[:, : min(self.num_seen, _NUM_ERRORS)]
+
+    def note(self, forecast_s: float, actual_s: float, level: float, *, has_held: bool) -> None:
+        """Learn what became of a forecast, in seconds with one step added to both, and of its interval."""
+        error = min(_MOST_ERROR, max(-_MOST_ERROR, math.log(max(actual_s, 1e-9) / forecast_s)))
+        self._ring[:, self.num_seen % _NUM_ERRORS] = math.log(forecast_s), error, level
+        if self.num_seen >= NUM_LEAST:
+            outside = self.outside + _ADAPTING * (1.0 - SHARE - (not has_held))
+            self.outside = min(_MOST_OUTSIDE, max(_LEAST_OUTSIDE, outside))
+        self.num_seen += 1
+        _, errors, levels = self.latest
+        far = levels - levels.mean()
+        self.slope = min(1.0, max(0.0, float(far @ errors) / (float(far @ far) + _DOUBT)))
+
+    def interval(self, seconds: float, unit_s: float, level: float) -> Interval:
+        """Return what a forecast becomes, by the errors of those that were about as long.
+
+        Args:
+            seconds: the forecast.
+            unit_s: one step, which is added to forecast and actual seconds before they are compared.
+            level: logarithm of how slow steps are just now beside what is usual.
+        """
+        forecasts, errors, levels = self.latest
         seconds += unit_s
-        near = sorted(self.latest, key=lambda one: max(one[0] / seconds, seconds / one[0]))[:_NUM_NEAR]
-        ordered, outside = sorted([ratio for _, ratio in near]), (len(near) + 1) * (1.0 - SHARE) / 2.0
-        factors = 0.0, 1.0, 2.0 * max([1.0, *ordered])
-        if (rank := int(outside)) >= 1:
-            factors = ordered[rank - 1], ordered[len(ordered) // 2], ordered[-rank]
-        return Interval(*[max(0.0, factor * seconds - unit_s) for factor in factors])
+        if len(errors) < NUM_LEAST:
+            most = 2.0 * max(1.0, math.exp(errors.max(initial=0.0)))
+            return Interval(0.0, seconds - unit_s, most * seconds - unit_s)
+        rest = errors - self.slope * levels
+        if len(rest) > _NUM_NEAR:
+            distances = np.abs(forecasts - math.log(seconds))
+            rest = rest[distances <= max(_NEAR, np.partition(distances, _NUM_NEAR - 1)[_NUM_NEAR - 1])]
+        median = float(np.median(rest))
+        spread = math.sqrt(math.pi / 2.0) * float(np.abs(rest - median).mean())
+        half, center = _NORMAL.inv_cdf(1.0 - self.outside / 2.0) * spread, median + self.slope * level
+        return Interval(*[max(0.0, math.exp(center + one) * seconds - unit_s) for one in (-half, 0.0, half)])
 
 
 @dataclass(slots=True)
@@ -67,6 +132,8 @@ class Watched:
     quote: Quote
     raw: Moments
     unit_s: float
+    level: float
+    tenant: str
 
 
 class QuoteBook:
@@ -77,9 +144,11 @@ class QuoteBook:
 
     def __init__(self, scheduler: Scheduler) -> None:
         line, self._scheduler = scheduler.costs.step, scheduler
-        self.model = StepTimeModel(StepTimes(line.fixed_s, line.per_unit_s, line.per_unit_s, 0.0), forgetting=0.999)
+        guess = StepTimes(line.fixed_s, line.per_unit_s, line.per_unit_s, 0.0)
+        self.model = StepTimeModel(guess, forgetting=_FORGETTING)
         self.usual_s = 0.0
         """What a step takes on average lately."""
+        self._level = 1.0
         self.num_quotes = self.num_held = 0
         """Own quotes whose requests have ended, and those of them whose end lay in the interval."""
         self.num_operations = 0
@@ -92,7 +161,11 @@ class QuoteBook:
 
     def observe(self, plan: SchedulePlan, seconds: float) -> None:
         """Learn how long a step took."""
-        self.model.observe(*work_of(plan), seconds)
+        work = work_of(plan)
+        ratio = seconds / max(self.model.predict(*work), 1e-9)
+        # Why bounds: a step that stood still for a second says nothing of the next ones.
+        self._level += _LEVEL_RATE * (min(_MOST_LEVEL, max(1.0 / _MOST_LEVEL, ratio)) - self._level)
+        self.model.observe(*work, seconds)
         self.usual_s += (_RATE if self.usual_s else 1.0) * (seconds - self.usual_s)
 
     def note_length(self, sequence: Sequence) -> None:
@@ -109,18 +182,32 @@ class QuoteBook:
         """Make intervals of forecast moments."""
         is_known, unit_s = least_tokens(sequence) == sequence.max_tokens, self.unit_s
         errors = self._errors[is_known]
-        intervals = [one.interval(moment_s, unit_s) for one, moment_s in zip(errors, raw, strict=True)]
+        intervals = [one.interval(moment_s, unit_s, self.level) for one, moment_s in zip(errors, raw, strict=True)]
         return Quote(
             start=intervals[0], first_token=intervals[1], end=intervals[2], is_length_known=is_known,
             num_steps=self.model.num_observed, num_lengths=0 if is_known else len(self._shares),
-            num_quotes=len(errors[2].latest), is_exact=is_exact,
+            num_quotes=min(errors[2].num_seen, _NUM_ERRORS), is_exact=is_exact,
         )
 
     def watch(self, request_id: str, sequences: ListOf[Sequence]) -> None:
         """Quote a request to itself that is about to wait."""
-        if self.is_learnt and len(self._watched) < MAX_WATCHED:
+        tenant = sequences[0].options.tenant
+        if self.is_learnt and self._may_watch(tenant):
             raw = self.forecast(sequences)
-            self._watched[request_id] = Watched(self.quote_of(raw, sequences[0]), raw, self.unit_s)
+            quote = self.quote_of(raw, sequences[0])
+            self._watched[request_id] = Watched(quote, raw, self.unit_s, self.level, tenant)
+
+    def _may_watch(self, tenant: str) -> bool:
+        """Say whether there is room for one more; the newest of the tenant with most makes room for one with fewer."""
+        if len(self._watched) < MAX_WATCHED:
+            return True
+        nums = Counter([one.tenant for one in self._watched.values()])
+        [(greedy, most)] = nums.most_common(1)
+        if most <= nums[tenant] + 1:
+            return False
+        # Why the newest: how long it takes is not known yet, so the errors that are left are of all kinds.
+        del self._watched[next(name for name, one in reversed(self._watched.items()) if one.tenant == greedy)]
+        return True
 
     def note_ended(self, request_id: str, metrics: RequestMetrics, *, is_whole: bool) -> None:
         """Learn how far off the quote of a request was that has ended; not of one that did not come to its own end."""
@@ -129,9 +216,12 @@ class QuoteBook:
         quote, unit_s = watched.quote, watched.unit_s
         moments = metrics.first_scheduled_s, metrics.first_token_s, metrics.finished_s
         errors = self._errors[quote.is_length_known]
-        for one, moment_s, raw_s in zip(errors, moments, watched.raw, strict=True):
+        intervals = quote.start, quote.first_token, quote.end
+        for one, moment_s, raw_s, interval in zip(errors, moments, watched.raw, intervals, strict=True):
             if moment_s is not None:
-                one.latest.append((raw_s + unit_s, (moment_s - metrics.arrival_s + unit_s) / (raw_s + unit_s)))
+                actual_s = moment_s - metrics.arrival_s
+                has_held = interval.low <= actual_s <= interval.high
+                one.note(raw_s + unit_s, actual_s + unit_s, watched.level, has_held=has_held)
         if metrics.finished_s is not None:
             self.num_quotes += 1
             self.num_held += quote.end.low <= metrics.finished_s - metrics.arrival_s <= quote.end.high
@@ -192,6 +282,11 @@ class QuoteBook:
     def is_learnt(self) -> bool:
         """Whether enough steps were seen for forecasts to be more than a guess."""
         return self.model.num_observed >= _NUM_FIRST_STEPS
+
+    @property
+    def level(self) -> float:
+        """How slow the latest steps were beside what they cost usually, as a logarithm."""
+        return math.log(self._level)
 
     @property
     def unit_s(self) -> float:
