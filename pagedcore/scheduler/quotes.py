@@ -46,7 +46,7 @@ _MOST_ERROR: Final = math.log(20.0)
 """A worse error counts as this one, so that one request moves no interval far."""
 _ADAPTING: Final = 0.001
 """Weight of one more quote in the share that an interval leaves out: a few hundred change it."""
-_FIRST_OUTSIDE: Final = 0.035
+_FIRST_OUTSIDE: Final = 0.025
 """Less than may fail in the end: errors have longer tails than a normal distribution."""
 _LEAST_OUTSIDE: Final = 0.005
 _MOST_OUTSIDE: Final = 0.15
