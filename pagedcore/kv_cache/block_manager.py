@@ -86,6 +86,11 @@ class BlockManager(BlockMemory):
         """Blocks that only this sequence holds, which would be available without it."""
         return [block_id for block_id in self._blocks_of(sequence_id) if self._pool.reference_counts[block_id] == 1]
 
+    def only_held_by(self, sequence_ids: Iterable[int]) -> set[int]:
+        """Blocks that nothing but these sequences holds, which would be available without all of them."""
+        held = Counter(block_id for number in sequence_ids for block_id in self._blocks_of(number))
+        return {block_id for block_id, times in held.items() if self._pool.reference_counts[block_id] == times}
+
     def is_held(self, block_id: int) -> bool:
         """Whether the block has a reference."""
         return self._pool.reference_counts[block_id] > 0

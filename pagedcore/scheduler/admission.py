@@ -25,6 +25,10 @@ class Admission(PlanState):
 
     _tenants: defaultdict[str, list[Sequence]] | None = None
     """Running and admitted sequences by tenant, if the policy caps tenants."""
+    _idle: set[int]
+    """Available blocks that waiting sequences hold, and nothing else does."""
+    _promised: set[int]
+    """Blocks that those admitted in this step keep or share."""
 
     def admit_waiting(self) -> None:
         """Admit as many as fit, in order."""
@@ -44,9 +48,10 @@ class Admission(PlanState):
 
     def survey_running(self) -> None:
         """Find out what the running sequences leave: blocks that are available, and tenants that may have more."""
-        # Why: a block that is not promised to a running sequence is free or held by an idle one, hence available.
-        held = sum(self.blocks.num_blocks_of(holder.sequence_id) for holder in self.holders())
-        self.available = self.free + held - sum(map(self._still_promised, self.running))
+        # Why: a block that is not promised to a running sequence is free or only held by idle ones, hence available.
+        self._idle = self.blocks.only_held_by(holder.sequence_id for holder in self.holders())
+        self._promised = set()
+        self.available = self.free + len(self._idle) - sum(map(self._still_promised, self.running))
         for sequence in self.running:
             self._note_being_computed(sequence, sequence.num_computed_tokens)
         policy = self.rules.policy
@@ -171,9 +176,14 @@ class Admission(PlanState):
         return max(0, needed - self.num_planned_blocks(running))
 
     def _num_promised(self, candidate: Sequence, match: PrefixMatch) -> int:
-        """Available blocks that a candidate will need; those that other sequences hold already are not counted."""
-        num_shared = len(match.device_blocks) - self.num_blocks_taken(match.without_tail(1))
-        return self.blocks.blocks_for(self._promise(candidate)) - num_shared
+        """Available blocks that a candidate will need; those that are promised to others already are not counted."""
+        found = set[int](match.device_blocks)
+        if self._holds(candidate):
+            found.update(self.blocks.table(candidate.sequence_id).block_ids.tolist())
+        # Why: a block that a tail is copied from is held for this step only, so it is not looked for in what is taken.
+        taken = {one for one in found - self._promised if one in self._idle or not self.blocks.is_held(one)}
+        self._promised |= found
+        return self.blocks.blocks_for(self._promise(candidate)) - len(found) + len(taken)
 
     def _note_being_computed(self, sequence: Sequence, start: int) -> None:
         """Remember the full blocks of known tokens that a running sequence is about to complete."""

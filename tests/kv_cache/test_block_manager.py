@@ -155,6 +155,7 @@ def test_a_shared_full_block_has_two_holders_and_a_tail_a_copy() -> None:
     reservation.commit()
     assert manager.snapshot().device.reference_counts[of_old[1]] == 1
     assert manager.own_blocks_of(later.sequence_id) == [of_new[1]]
+    assert manager.only_held_by([later.sequence_id]) == {of_new[1]}
 
 
 def test_a_just_matched_block_is_not_evicted_for_the_same_request() -> None:

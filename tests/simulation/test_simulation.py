@@ -40,6 +40,12 @@ def test_faults_stay_with_those_they_concern(first_seed: int) -> None:
         Simulation(seed, has_faults=True).run()
 
 
+def test_what_a_waiting_sequence_holds_is_promised_once() -> None:
+    """Blocks that wait with a loaded sequence are available or shared, not both: nothing guaranteed is preempted."""
+    for life in (Simulation(10_099, has_faults=True), Simulation(22_273, has_policies=True)):
+        assert life.run().world.admission == "guaranteed"
+
+
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_lives_with_batch_formation(has_faults: bool) -> None:
     """Gates, separate phases and shares of prefill change no token, stop no request and keep every law."""
