@@ -11,9 +11,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
-from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from pagedcore.config.limits import MAX_HELD_SEQUENCES
@@ -97,7 +97,12 @@ class Commands:
         self.places = places
         self.aborts: deque[Sink] = deque()
         """Sinks whose readers have left."""
-        self._queue: SimpleQueue[Command] = SimpleQueue()
+        self._queue: deque[Command] = deque()
+        # Why not a SimpleQueue: its ``get`` sleeps without end if it is woken for nothing when its time is over
+        # (CPython 3.11). A lock that any thread may release does not, nor does it wait in ``put``.
+        self._arrival = threading.Lock()
+        """Locked until something is put; may be unlocked though the queue is empty."""
+        self._arrival.acquire()
         self._process_id = os.getpid()
         self._make_error: Callable[[], EngineClosed] = _closed
         self.is_closed = False
@@ -113,7 +118,9 @@ class Commands:
     def put(self, run: Callable[[Any], None], sink: Sink) -> None:
         """Hand a command over. Raises as ``require_open``."""
         self.require_open()
-        self._queue.put(Command(run, sink))
+        self._queue.append(Command(run, sink))
+        with suppress(RuntimeError):  # the last arrival was not noticed yet, so neither can this one be missed
+            self._arrival.release()
         # Why: without a lock, which a finalizer could ask for in the thread that has it. Whoever closes sets the mark
         # before it empties the queue, so one of the two finds this command.
         if self.is_closed:
@@ -126,10 +133,12 @@ class Commands:
 
     def wait(self, timeout_s: float) -> Command | None:
         """Return the next command, sleeping until there is one, but no longer than ``timeout_s`` seconds."""
-        try:
-            return self._queue.get(timeout=timeout_s)
-        except Empty:
-            return None
+        end_s = monotonic() + timeout_s
+        while not self._queue:
+            left_s = end_s - monotonic()
+            if left_s <= 0 or not self._arrival.acquire(timeout=left_s):
+                return None
+        return next(self._take_all(), None)
 
     def take(self, most: int | None) -> Iterator[Command]:
         """Yield the commands that are there, at most so many, without sleeping."""
@@ -152,8 +161,8 @@ class Commands:
     def _take_all(self) -> Iterator[Command]:
         while True:
             try:
-                yield self._queue.get_nowait()
-            except Empty:
+                yield self._queue.popleft()
+            except IndexError:
                 return
 
 
