@@ -47,7 +47,7 @@ def test_what_is_there_is_returned_in_order_and_without_time(queue: Commands, ti
 
 
 def test_a_sleeping_thread_is_woken_by_every_arrival(queue: Commands) -> None:
-    """Two callers put a thousand commands in all, and a third thread that sleeps between them gets each of them once."""
+    """Two callers put a thousand commands in all, and a thread that sleeps between them gets each of them once."""
     def call() -> None:
         for _ in range(500):
             sent.append(put(queue))
