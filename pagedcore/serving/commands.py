@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
+from queue import Empty
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
@@ -87,6 +88,42 @@ class Places:
             return list(self._taken)
 
 
+class CommandQueue:
+    """A first-in, first-out queue of which one thread takes; ``put`` waits for no lock.
+
+    Why not a ``SimpleQueue``: its ``get`` sleeps without end if it is woken for nothing when its time is over, as in
+    CPython 3.11. That happens on busy machines.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[Command] = deque()
+        self._arrival = threading.Lock()
+        """Locked until something is put; may be unlocked though the queue is empty."""
+        self._arrival.acquire()
+
+    def put(self, command: Command) -> None:
+        """Add a command, and wake the thread that waits for one."""
+        self._items.append(command)
+        with suppress(RuntimeError):  # unlocked already, so whoever waits next will look
+            self._arrival.release()
+
+    def get(self, timeout: float) -> Command:
+        """Return the next command, sleeping up to ``timeout`` seconds. Raises ``Empty`` if there is none by then."""
+        end_s = monotonic() + timeout
+        while not self._items:
+            left_s = end_s - monotonic()
+            if left_s <= 0 or not self._arrival.acquire(timeout=left_s):
+                break
+        return self.get_nowait()
+
+    def get_nowait(self) -> Command:
+        """Return the next command. Raises ``Empty`` if there is none."""
+        try:
+            return self._items.popleft()
+        except IndexError:
+            raise Empty from None
+
+
 class Commands:
     """What callers ask of the engine thread, in order. No method waits for a lock that another thread may hold long.
 
@@ -97,12 +134,7 @@ class Commands:
         self.places = places
         self.aborts: deque[Sink] = deque()
         """Sinks whose readers have left."""
-        self._queue: deque[Command] = deque()
-        # Why not a SimpleQueue: its ``get`` sleeps without end if it is woken for nothing when its time is over
-        # (CPython 3.11). A lock that any thread may release does not, nor does it wait in ``put``.
-        self._arrival = threading.Lock()
-        """Locked until something is put; may be unlocked though the queue is empty."""
-        self._arrival.acquire()
+        self._queue = CommandQueue()
         self._process_id = os.getpid()
         self._make_error: Callable[[], EngineClosed] = _closed
         self.is_closed = False
@@ -118,9 +150,7 @@ class Commands:
     def put(self, run: Callable[[Any], None], sink: Sink) -> None:
         """Hand a command over. Raises as ``require_open``."""
         self.require_open()
-        self._queue.append(Command(run, sink))
-        with suppress(RuntimeError):  # the last arrival was not noticed yet, so neither can this one be missed
-            self._arrival.release()
+        self._queue.put(Command(run, sink))
         # Why: without a lock, which a finalizer could ask for in the thread that has it. Whoever closes sets the mark
         # before it empties the queue, so one of the two finds this command.
         if self.is_closed:
@@ -133,12 +163,10 @@ class Commands:
 
     def wait(self, timeout_s: float) -> Command | None:
         """Return the next command, sleeping until there is one, but no longer than ``timeout_s`` seconds."""
-        end_s = monotonic() + timeout_s
-        while not self._queue:
-            left_s = end_s - monotonic()
-            if left_s <= 0 or not self._arrival.acquire(timeout=left_s):
-                return None
-        return next(self._take_all(), None)
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except Empty:
+            return None
 
     def take(self, most: int | None) -> Iterator[Command]:
         """Yield the commands that are there, at most so many, without sleeping."""
@@ -161,8 +189,8 @@ class Commands:
     def _take_all(self) -> Iterator[Command]:
         while True:
             try:
-                yield self._queue.popleft()
-            except IndexError:
+                yield self._queue.get_nowait()
+            except Empty:
                 return
 
 

@@ -136,7 +136,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
 
 class SimQueue:
-    """A ``SimpleQueue`` whose reader lets the others run while it waits."""
+    """A ``CommandQueue`` whose reader lets the others run while it waits."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -211,7 +211,7 @@ def one_thread(turns: Turns) -> Iterator[list[SimThread]]:
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_engine, "threading", threading_of_engine)
-        patch.setattr(commands, "SimpleQueue", lambda: SimQueue(turns))
+        patch.setattr(commands, "CommandQueue", lambda: SimQueue(turns))
         patch.setattr(long_prompts, "ThreadPoolExecutor", lambda *_, **__: SimExecutor(turns))
         patch.setattr(MonotonicClock, "now", staticmethod(turns.clock.now))
         patch.setattr("time.sleep", turns.clock.advance)
