@@ -107,7 +107,9 @@ class AsyncSession:
 
         A call that is cancelled is still completed in the background.
         """
-        return await asyncio.shield(self._run(lambda session: session.park_operation(tier, ttl_s)))
+        parking = asyncio.create_task(self._run(lambda session: session.park_operation(tier, ttl_s)))
+        parking.add_done_callback(_retrieve_exception)
+        return await asyncio.shield(parking)
 
     async def resume(self) -> int:
         """Copy parked KV back to the device now, if there is room. Result as ``Session.resume``."""
@@ -118,7 +120,10 @@ class AsyncSession:
         return await AsyncSession(self._engine, lambda engine: self._of(engine).fork()).__aenter__()
 
     async def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
-        """Write everything that decides how the session continues. Arguments and errors as ``Session.export``."""
+        """Write everything that decides how the session continues. Arguments and errors as ``Session.export``.
+
+        A call that is cancelled while the files are written does not stop that: they may appear later.
+        """
         await self._run(lambda session: session.export_operation(path, include_kv))
 
     async def aclose(self) -> None:
@@ -131,9 +136,11 @@ class AsyncSession:
         self._is_closed = True
         for reader in list(self._readers):
             reader.close()
-        if (closing := self._close()) is not None:
+        if (command := self._close()) is not None:
+            closing = asyncio.wrap_future(command)
+            closing.add_done_callback(_retrieve_exception)
             with suppress(EngineClosed):
-                await asyncio.shield(asyncio.wrap_future(closing))
+                await asyncio.shield(closing)
 
     async def __aenter__(self) -> AsyncSession:
         try:
@@ -179,6 +186,12 @@ class AsyncSession:
             # Why: it holds what an import has read, or the session that was forked.
             self._make = None
         return self._opened[0]
+
+
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Keep the event loop from reporting an exception that nobody reads, because the caller was cancelled."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _close(engine: weakref.ref[EngineAccess], opened: list[Session]) -> Future[None] | None:

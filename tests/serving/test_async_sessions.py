@@ -230,6 +230,40 @@ async def test_cancelled_and_closed_while_a_file_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_nobody_is_told_of_errors_of_cancelled_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Parking goes on when its caller is cancelled, fails when the session is closed, and the loop reports nothing."""
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    is_writing, may_write, has_written = threading.Event(), threading.Event(), threading.Event()
+    real = kv_file.write_kv
+
+    def slow(*arguments: Any) -> None:
+        is_writing.set()
+        may_write.wait(30)
+        real(*arguments)
+        has_written.set()
+
+    monkeypatch.setattr("pagedcore.sessions.parking.write_kv", slow)
+    async with make(disk_kv_dir=str(tmp_path)) as engine:
+        session = engine.session(PARAMS)
+        await ask(session, 1, 2, 3)
+        parking = asyncio.create_task(session.park("disk"))
+        await asyncio.to_thread(is_writing.wait, 30)
+        parking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await parking
+        await session.aclose()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        may_write.set()
+        results = await asyncio.gather(*(asyncio.wait([other]) for other in others))
+        assert has_written.is_set()
+        assert len(results) == 1
+        del others, results, parking
+        gc.collect()
+        await asyncio.sleep(0)
+    assert told == []
+
+
 def test_a_loop_ends_while_a_file_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The end of a loop cancels what it runs, but not the thread that writes: no file stays that no session has."""
     is_writing, may_write = threading.Event(), threading.Event()

@@ -79,6 +79,8 @@ class Soak:
         self.engine, self.rng, self.folder, self.is_toy = engine, rng, folder, is_toy
         self.counts: Counter[str] = Counter()
         self._files = iter(range(sys.maxsize))
+        self._late_exports: list[Path] = []
+        """Exports whose callers were cancelled; a thread may write their files after that."""
         self._num_foreign_sinks = num_sinks()
 
     async def run(self, is_over: Callable[[], bool], num_callers: int = 48) -> None:
@@ -115,6 +117,8 @@ class Soak:
         for _ in range(10):
             await asyncio.sleep(0.05)
             sinks, handles = sinks and self._num_own_sinks(), min(handles, num_handles())
+        while self._late_exports:
+            remove_export(self._late_exports.pop())
         return Left(
             stats.num_blocks_used + stats.num_host_blocks_used, left[0], sinks, left[1], len(asyncio.all_tasks()) - 1,
             threading.active_count(), left[2] + len(list(self.folder.iterdir())), handles,
@@ -205,9 +209,11 @@ class Soak:
             await session.export(path)
             async with await self.engine.import_session(path):
                 self.counts["sessions"] += 1
+        except asyncio.CancelledError:
+            self._late_exports.append(path)
+            raise
         finally:
-            for file in (path, path.with_name(f"{path.name}.kv.safetensors")):
-                file.unlink(missing_ok=True)
+            remove_export(path)
 
     def _burst(self) -> None:
         """Ask for three times what may wait, at once, and forget half of it."""
@@ -221,6 +227,12 @@ class Soak:
                 continue
             if number % 2:
                 future.cancel()
+
+
+def remove_export(path: Path) -> None:
+    """Remove the two files of an exported session, if they are there."""
+    for file in (path, path.with_name(f"{path.name}.kv.safetensors")):
+        file.unlink(missing_ok=True)
 
 
 def anonymous_memory() -> int:
