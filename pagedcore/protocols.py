@@ -29,6 +29,8 @@ from pagedcore_kernels.interface import Int64Array as Int64Array
 from pagedcore_kernels.interface import LinearFactory as LinearFactory
 from pagedcore_kernels.interface import Matmul as Matmul
 from pagedcore_kernels.interface import RaggedRows as RaggedRows
+from pagedcore_kernels.interface import RecordableAttention as RecordableAttention
+from pagedcore_kernels.interface import RecordableMatmul as RecordableMatmul
 from pagedcore_kernels.interface import ShowsKVPool as ShowsKVPool
 from pagedcore_kernels.interface import StoresInt8 as StoresInt8
 

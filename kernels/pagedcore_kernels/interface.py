@@ -132,6 +132,59 @@ class Matmul(Protocol):
         ...
 
 
+class RowRoom(Protocol):
+    """Room that stays where it is from step to step."""
+
+    def take(self, purpose: str, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return [num_rows, size], contiguous: the same memory for the same purpose, size and number format."""
+        ...
+
+
+@runtime_checkable
+class RecordableMatmul(Protocol):
+    """A ``Matmul`` that writes to a given tensor by kernels alone, so that its calls may be recorded and repeated."""
+
+    @property
+    def only_runs_kernels(self) -> bool:
+        """Whether that holds for this one."""
+        ...
+
+    def multiply_to(self, out: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
+        """Write the product to ``out`` [M, out], contiguous.
+
+        What it needs on the way is in ``workspace``, if there is one.
+        """
+        ...
+
+
+@runtime_checkable
+class RecordableAttention(Protocol):
+    """An ``AttentionBackend`` whose calls may be recorded and repeated in other steps."""
+
+    def call_key(self) -> tuple[int, ...]:
+        """Return what the calls of the planned step have of it in them.
+
+        Calls that this object made in another step with an equal key, with tensors at the same addresses, compute the
+        planned step.
+        """
+        ...
+
+    def attend_to(
+        self,
+        output: torch.Tensor,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Write what ``attend`` returns to output [T, H, Dv], contiguous, by kernels alone."""
+        ...
+
+
 @runtime_checkable
 class LinearFactory(Protocol):
     """Makes the products of a model's linear layers; an entry of the plugin table ``linears``."""

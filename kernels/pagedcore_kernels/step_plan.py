@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,21 +18,12 @@ from pagedcore_kernels.interface import Int32Array, Int64Array, RaggedRows
 Mask = npt.NDArray[np.bool_]
 
 
-def _addresses(*arrays: npt.NDArray[Any]) -> tuple[int, ...]:
-    return tuple(int(array.ctypes.data) for array in arrays)
-
-
 @dataclass(frozen=True)
 class QueryTiles:
     """Query tiles in the order they are worked on: the row of each, and the first of its tokens covered."""
 
     rows: Int64Array
     starts: Int64Array
-
-    @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Where ``rows`` and ``starts`` lie; valid as long as this object."""
-        return _addresses(self.rows, self.starts)
 
 
 @dataclass(frozen=True)
@@ -43,11 +33,6 @@ class WriteRuns:
     tokens: Int64Array
     slots: Int64Array
     lengths: Int64Array
-
-    @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Where ``tokens``, ``slots`` and ``lengths`` lie; valid as long as this object."""
-        return _addresses(self.tokens, self.slots, self.lengths)
 
 
 class StepPlan:
@@ -82,12 +67,6 @@ class StepPlan:
     def num_computed(self) -> int:
         """Tokens that belong to a row; the rest is padding."""
         return int(self.query_start[-1])
-
-    @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Block tables, their width, ``query_start`` and ``kv_lens`` as kernels take them."""
-        tables, starts, lens = _addresses(self.block_tables, self.query_start, self.kv_lens)
-        return tables, self.block_tables.shape[1], starts, lens
 
     @cached_property
     def query_lens(self) -> Int64Array:

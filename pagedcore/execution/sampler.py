@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagedcore.execution.logits_processor import process_row
@@ -26,6 +27,9 @@ from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
 
 _LARGEST_FINITE: Final = float(np.finfo(np.float32).max)
+#: Infinities in bfloat16; what has a larger magnitude is NaN.
+_INFINITY, _MINUS_INFINITY = np.int16(0x7F80), np.int16(0x7F80 - 2**15)
+Int16Array = npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class Sampler:
             # Why: float32 would be twice as many bytes, written to be read once.
             self.forget()
             bits = logits.detach().contiguous().view(torch.int16).numpy()
+            _mask_early_stops(bits, sequences)
             return SampledTokens(self._pick_greedily(bits), [None] * len(sequences))
         rows = _as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
@@ -178,9 +183,19 @@ def _as_array(logits: FloatArray | torch.Tensor) -> FloatArray:
 
 
 def _is_plainly_greedy(sequence: Sequence) -> bool:
-    """Whether all that is wanted of a row is its most likely token."""
-    is_changed = sequence.is_adjusted or _is_too_short(sequence)
-    return not sequence.params.temperature and sequence.num_logprobs is None and not is_changed
+    """Whether all that is wanted of a row is its most likely token, of those that may come yet."""
+    return not sequence.params.temperature and sequence.num_logprobs is None and not sequence.is_adjusted
+
+
+def _mask_early_stops(bits: Int16Array, sequences: Seq[Sequence]) -> None:
+    """Mask the tokens that would end completions too soon, as ``RowAdjuster`` does, in rows of bfloat16."""
+    places = [(i, token_id) for i, one in enumerate(sequences) if _is_too_short(one)
+              for token_id in one.stop_token_ids if token_id < bits.shape[1]]  # fmt: skip
+    if places:
+        rows, columns = np.array(places).T
+        logits = bits[rows, columns]
+        is_broken = (logits == _INFINITY) | (logits & 0x7FFF > _INFINITY)
+        bits[rows, columns] = np.where(is_broken, logits, _MINUS_INFINITY)
 
 
 def _is_too_short(sequence: Sequence) -> bool:

@@ -166,7 +166,7 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(self, batch: RaggedRows) -> torch.Tensor:
         """Compute a batch; return logits [S, vocab_size] of its ``logits_rows``, on the CPU: bfloat16 of a model in
-        bfloat16 there, else float32.
+        bfloat16 there, else float32. The next forward may overwrite them.
 
         Raises:
             InternalError: there is no KV pool yet.

@@ -186,7 +186,7 @@ def test_same_bits_under_every_schedule(name: str, dtype: torch.dtype) -> None:
 def test_no_logits_wanted() -> None:
     """A step that wants no logits writes its K and V all the same."""
     backend = take_over(tiny_model("llama"))
-    whole = backend.forward(batch_of([(0, 0, 40)]))
+    whole = backend.forward(batch_of([(0, 0, 40)])).clone()
     silent = dataclasses.replace(batch_of([(0, 0, 30)]), logits_rows=np.zeros(0, dtype=np.int64))
     assert backend.forward(silent).shape == (0, VOCAB)
     assert torch.equal(backend.forward(batch_of([(0, 30, 40)])), whole[30:])
@@ -196,7 +196,7 @@ def test_rows_of_logits_are_chosen() -> None:
     """Only the wanted rows are computed to the end, and they are those of the full computation, a lone one too."""
     backend = take_over(tiny_model("qwen2"))
     batch = batch_of([(0, 0, 40), (1, 0, 23)])
-    everything = backend.forward(batch)
+    everything = backend.forward(batch).clone()
     for rows in ([39], [62, 3, 39]):
         chosen = dataclasses.replace(batch, logits_rows=np.array(rows, dtype=np.int64))
         assert torch.equal(backend.forward(chosen), everything[rows])

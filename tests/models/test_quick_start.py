@@ -318,8 +318,13 @@ def test_wrong_products_of_a_quick_model_are_refused(
 
 def test_a_quick_model_that_pages_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its logits over paged attention are compared with those of its own modules, packed products and all."""
-    attend = NumbaCpuAttention.attend
-    monkeypatch.setattr(NumbaCpuAttention, "attend", lambda *given, **options: 0.7 * attend(*given, **options))
+    attend_to = NumbaCpuAttention.attend_to
+
+    def too_little(self: NumbaCpuAttention, output: torch.Tensor, *given: Any, **options: Any) -> None:
+        attend_to(self, output, *given, **options)
+        output *= 0.7
+
+    monkeypatch.setattr(NumbaCpuAttention, "attend_to", too_little)
     with pytest.raises(ModelNotSupported, match=r"self-test failed\. Logits of"):
         start(save(tmp_path))
 

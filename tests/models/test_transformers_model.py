@@ -158,10 +158,11 @@ def test_a_product_that_fails_the_probe_takes_the_promise_back(monkeypatch: pyte
 
 def test_attention_that_depends_on_company_takes_the_promise_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-test compares bits under three schedules; a backend that rounds by batch size is found out."""
-    attend = NumbaCpuAttention.attend
+    attend_to = NumbaCpuAttention.attend_to
 
-    def rounded_by_size(self: NumbaCpuAttention, layer: int, query: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        return attend(self, layer, query, **arguments) * (1 + 1e-6 * len(query))
+    def rounded_by_size(self: NumbaCpuAttention, output: torch.Tensor, *given: Any, **arguments: Any) -> None:
+        attend_to(self, output, *given, **arguments)
+        output *= 1 + 1e-6 * len(output)
 
-    monkeypatch.setattr(NumbaCpuAttention, "attend", rounded_by_size)
+    monkeypatch.setattr(NumbaCpuAttention, "attend_to", rounded_by_size)
     assert not TransformersModel(tiny_model("llama"), NumbaCpuAttention, block_size=16).is_schedule_invariant

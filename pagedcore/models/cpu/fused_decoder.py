@@ -12,7 +12,6 @@ batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,12 +24,14 @@ from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.fused_match import NotFused, Recognised, has_experts, recognise
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
+from pagedcore.models.cpu.recorded_steps import MOST_ROWS, RecordedSteps
+from pagedcore.models.cpu.step_rows import StepRows
 from pagedcore.models.decoder import Decoder, ModuleDecoder, router_products
 from pagedcore.models.families import Family
 from pagedcore.models.llama_tree import embedding_scale
 from pagedcore.models.model_facts import max_model_len
 from pagedcore.models.quantization.stored_weight import tensors_of
-from pagedcore.protocols import LinearFactory, ShowsKVPool
+from pagedcore.protocols import LinearFactory, RecordableAttention, RecordableMatmul, ShowsKVPool
 from pagedcore_kernels.cpu.layers.elementwise import (
     GatedActivation,
     KVDestination,
@@ -38,6 +39,7 @@ from pagedcore_kernels.cpu.layers.elementwise import (
     RotaryEmbedding,
     SoftCap,
 )
+from pagedcore_kernels.cpu.runtime.workspace import Workspace
 from pagedcore_kernels.layout import KVLayout
 
 
@@ -66,31 +68,6 @@ class FusedPart(nn.Module):
         """Multiply ``rows`` [..., in] and return [..., end - begin]."""
         product: torch.Tensor = self.whole(rows)
         return product[..., self._outputs]
-
-
-@dataclass(slots=True)
-class Rows:
-    """What the layers of one step work on."""
-
-    residual: torch.Tensor
-    """[T, hidden]; every half of a layer adds to it."""
-    normed: torch.Tensor
-    """[T, hidden]: room for norms."""
-    gated: torch.Tensor
-    """[T, intermediate]: room for activations."""
-    destination: KVDestination | None
-    """Where K and V go; ``None`` if the attention backend writes them itself."""
-
-    def add(self, addend: torch.Tensor | None) -> torch.Tensor:
-        """Add ``addend`` to the residual, if there is one, and return it."""
-        if addend is not None:
-            self.residual += addend
-        return self.residual
-
-    def keep(self, chosen: torch.Tensor) -> None:
-        """Drop all rows but the chosen ones."""
-        self.residual = self.residual[chosen]
-        self.normed, self.gated = self.normed[: len(chosen)], self.gated[: len(chosen)]
 
 
 class FusedLayer:
@@ -127,28 +104,32 @@ class FusedLayer:
         self.activation = activation
         self.products = self.qkv, self.output, self.gate_up, self.down
 
-    def attend(self, step: PagedStep, rows: Rows, addend: torch.Tensor | None) -> torch.Tensor:
+    @property
+    def only_runs_kernels(self) -> bool:
+        """Whether torch computes nothing between the kernels, so that they can be recorded."""
+        can_record = (isinstance(one.multiply, RecordableMatmul) and one.multiply.only_runs_kernels
+                      for one in self.products)  # fmt: skip
+        is_dense = self.experts is None and self.norm_in is not None and self.norm_between is not None
+        return is_dense and self._multiplier == 1.0 and all(can_record)
+
+    def attend(self, step: PagedStep, rows: StepRows, addend: torch.Tensor | None) -> torch.Tensor:
         """Add ``addend`` to the residual and return the attention over it, [T, H * D]."""
         place = self.place
         if self.norm_in is None:
             normed = rows.add(addend)
         else:
             self.norm_in(rows.residual, addend, normed := rows.normed)
-        qkv = self.qkv.multiply(normed)
-        self.rotary(qkv, step.positions, self.angles.table, rows.destination, place.index)
+        qkv = rows.multiply("qkv", self.qkv, normed)
+        self.rotary(qkv, rows.positions, self.angles.table, rows.destination, place.index)
         heads = qkv.view(len(qkv), -1, place.key_head_size)
         if rows.destination is None:
             keys, values = heads[:, place.num_heads :].chunk(2, dim=1)
             step.attention.write_kv(place.index, keys, values)
-        attended = step.attention.attend(
-            place.index, heads[:, : place.num_heads], scale=place.scale, window=place.window, chunk=place.chunk,
-            softcap=place.softcap,
-        )
-        return attended.view(len(qkv), -1)
+        return rows.attend(step, place, heads[:, : place.num_heads])
 
-    def feed_forward(self, rows: Rows, attended: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, rows: StepRows, attended: torch.Tensor) -> torch.Tensor:
         """Add the attention's output to the residual and return what the rest of the layer adds to it."""
-        addend = self.output.multiply(attended)
+        addend = rows.multiply("output", self.output, attended)
         if self._finishes:
             self._finish(self.norm_attended, addend)
         if self.norm_between is None:
@@ -158,8 +139,8 @@ class FusedLayer:
         if self.experts is not None:
             product: torch.Tensor = self.experts(normed[None])[0]
         else:
-            self.activation(self.gate_up.multiply(normed), rows.gated)
-            product = self.down.multiply(rows.gated)
+            self.activation(rows.multiply("gate and up", self.gate_up, normed), rows.gated)
+            product = rows.multiply("down", self.down, rows.gated)
         if self._finishes:
             self._finish(self.norm_out, product)
         return product
@@ -270,6 +251,8 @@ class FusedDecoder(Decoder):
         dense = [layer for layer in self._layers if layer.experts is None]
         self._gated_size = dense[0].down.in_features if dense else 0
         self.products = (*(product for layer in self._layers for product in layer.products), self._head)
+        can_record = isinstance(self._head.multiply, RecordableMatmul) and self._head.multiply.only_runs_kernels
+        self._steps = RecordedSteps() if can_record and all(one.only_runs_kernels for one in self._layers) else None
 
     def fallback(self) -> Decoder:
         """Return the general decoder on the same products: the model's modules, with parts of them as linear layers."""
@@ -280,7 +263,15 @@ class FusedDecoder(Decoder):
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Compute a batch; see ``Decoder``."""
+        """Compute a batch; see ``Decoder``.
+
+        Logits of a step that ``RecordedSteps`` computes are overwritten by the next one.
+        """
+        attention, steps = step.attention, self._steps
+        if steps is not None and isinstance(attention, RecordableAttention) and _are_all(rows, len(token_ids)):
+            work = self._begin(step, token_ids, positions, steps.workspace_for(attention, len(rows)))
+            logits = self._repeat(steps, step, attention, work)
+            return logits if rows[-1] else logits[:1].expand(2, -1)
         work, addend = self._begin(step, token_ids, positions), None
         for layer in self._layers:
             attended = layer.attend(step, work, addend)
@@ -291,25 +282,65 @@ class FusedDecoder(Decoder):
                 work.keep(rows)
                 attended = attended[rows]
             addend = layer.feed_forward(work, attended)
+        return self._scaled(self._finish(work, addend))
+
+    def _repeat(
+        self, steps: RecordedSteps, step: PagedStep, attention: RecordableAttention, work: StepRows
+    ) -> torch.Tensor:
+        """Compute a step of which all logits are wanted, as ``steps`` has it recorded."""
+
+        def compute() -> None:
+            addend = None
+            for layer in self._layers:
+                addend = layer.feed_forward(work, layer.attend(step, work, addend))
+            self._finish(work, addend)
+
+        steps.run(attention, tuple(angles.table.data_ptr() for angles in self._angles), compute)
+        logits = steps.workspace.take("logits", len(work.residual), self._head.out_features, work.residual.dtype)
+        return self._scaled(logits)
+
+    def _finish(self, work: StepRows, addend: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits as the output layer gives them, capped."""
         self._norm(work.residual, addend, work.normed)
-        logits = self._head.multiply(work.normed)
+        logits = work.multiply("logits", self._head, work.normed)
         if self._cap is not None:
             self._cap(logits)
+        return logits
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self._divisor == 1.0 else logits.div_(self._divisor)
 
-    def _begin(self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor) -> Rows:
+    def _begin(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, workspace: Workspace | None = None
+    ) -> StepRows:
+        """Look the tokens up and return what the layers work on, in the workspace if there is one."""
         residual = nn.functional.embedding(token_ids, self._embedding.weight)
         if self._scale != 1.0:
             residual *= self._scale
-        attention, destination = step.attention, None
-        if isinstance(attention, ShowsKVPool) and isinstance(attention.layout, KVLayout):
-            destination = KVDestination(attention.layout, attention.pool, step.slots)
         num_positions = int(positions.max()) + 1
         for angles in self._angles:
             angles.grow(num_positions)
-        return Rows(
-            residual, torch.empty_like(residual), residual.new_empty(len(residual), self._gated_size), destination
-        )
+        slots, (num_rows, hidden), dtype = step.slots, residual.shape, residual.dtype
+        if workspace is None:
+            normed, gated = torch.empty_like(residual), residual.new_empty(num_rows, self._gated_size)
+        else:
+            residual = workspace.take("residual", num_rows, hidden, dtype).copy_(residual)
+            normed = workspace.take("normed", num_rows, hidden, dtype)
+            gated = workspace.take("gated", num_rows, self._gated_size, dtype)
+            positions = workspace.take("positions", num_rows, 1, torch.int64)[:, 0].copy_(positions)
+            slots = workspace.take("slots", num_rows, 1, torch.int64)[:, 0].copy_(slots)
+        attention, destination = step.attention, None
+        if isinstance(attention, ShowsKVPool) and isinstance(attention.layout, KVLayout):
+            destination = KVDestination(attention.layout, attention.pool, slots)
+        return StepRows(residual, normed, gated, positions, destination, workspace)
+
+
+def _are_all(rows: torch.Tensor, num_tokens: int) -> bool:
+    """Whether ``rows`` are all tokens in order, a few only, or twice the first of two."""
+    if len(rows) != num_tokens or num_tokens > MOST_ROWS:
+        return False
+    chosen = rows.tolist()
+    return chosen == list(range(num_tokens)) or chosen == [0, 0]
 
 
 def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: tuple[str, ...]) -> PackedLinear:

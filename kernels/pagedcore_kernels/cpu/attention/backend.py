@@ -10,6 +10,7 @@ import torch
 
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.cpu.attention import attend, write_kv
+from pagedcore_kernels.cpu.attention.step_words import StepWords
 from pagedcore_kernels.cpu.attention.variants import TILE, Variant
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.simd import LOG2_E
@@ -54,6 +55,7 @@ class NumbaCpuAttention:
         self._is_bf16 = dtype == torch.bfloat16
         self._plan: StepPlan | None = None
         self._kernels: dict[tuple[int, int], tuple[int, Kernel]] = {}
+        self._words, self._writes_kv = StepWords(), False
         self._attend_parameters = ParameterBlock(attend.NUM_ARGUMENTS)
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
 
@@ -79,12 +81,20 @@ class NumbaCpuAttention:
             InternalError: a block id, slot or length is out of range; nothing was computed.
         """
         self._plan = StepPlan(batch, self._pool.shape[0], self._layout.block_size)
+        self._words.follow(self._plan)
+
+    def call_key(self) -> tuple[int, ...]:
+        """Return what the calls of the planned step have of it in them; see ``RecordableAttention``."""
+        plan, words = self._current_plan(), self._words
+        tiles = [word for queries in sorted({queries for queries, _ in self._kernels.values()})
+                 for word in words.tiles(queries)]  # fmt: skip
+        return plan.num_tokens, plan.num_computed, *words.rows, *tiles, *(words.writes() if self._writes_kv else ())
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key [T, KVH, D] and value [T, KVH, Dv] in the planned slots; see ``AttentionBackend``."""
-        plan = self._current_plan()
-        check_key_value(self._layout, layer, key, value, plan)
-        shape, runs, item = self._layout.layers[layer], plan.writes, key.itemsize
+        check_key_value(self._layout, layer, key, value, self._current_plan())
+        shape, words, item = self._layout.layers[layer], self._words.writes(), key.itemsize
+        self._writes_kv = True
         self._write_parameters.fill(
             key.data_ptr(),
             key.stride(0) * item,
@@ -96,14 +106,13 @@ class NumbaCpuAttention:
             self._layout.block_bytes,
             self._layout.key_offset(layer),
             self._layout.value_offset(layer),
-            *runs.addresses,
-            len(runs.tokens),
+            *words,
             shape.num_kv_heads,
         )
         kernel = write_kv.write_kv_kernel(
             shape.key_head_size, shape.value_head_size, self._layout.block_size, int(self._is_bf16), int(self._is_int8)
         )
-        self._run(kernel, self._write_parameters, len(runs.tokens) * shape.num_kv_heads)
+        self._run(kernel, self._write_parameters, words[-1] * shape.num_kv_heads)
 
     def attend(
         self,
@@ -117,15 +126,38 @@ class NumbaCpuAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with query [T, H, D], returning [T, H, Dv]; see ``AttentionBackend``."""
+        output = query.new_empty(*query.shape[:2], self._layout.layers[layer].value_head_size)
+        self.attend_to(
+            output, layer, query, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
+        )  # fmt: skip
+        return output
+
+    def attend_to(
+        self,
+        output: torch.Tensor,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Do the same into output [T, H, Dv], contiguous; see ``RecordableAttention``."""
         plan = self._current_plan()
         check_query(self._layout, layer, query, plan, sinks)
         shape, item = self._layout.layers[layer], query.itemsize
-        output = query.new_empty(plan.num_tokens, query.shape[1], shape.value_head_size)
+        wanted = plan.num_tokens, query.shape[1], shape.value_head_size
+        # Safety: the kernel writes raw memory.
+        if output.shape != wanted or output.dtype != query.dtype or not output.is_contiguous():
+            given = f"{output.dtype} of shape {tuple(output.shape)}"
+            raise InternalError(f"output: {given}, expected {query.dtype} {wanted}")
         if plan.num_computed < plan.num_tokens:
             output[plan.num_computed :] = 0
         group = query.shape[1] // shape.num_kv_heads
         queries, kernel = self._attention_kernel(layer, group)
-        tiles = plan.tiles(queries)
+        tiles = self._words.tiles(queries)
         sink_values = None if sinks is None else sinks.to(torch.float32).contiguous()
         parameters = self._attend_parameters
         parameters.fill(
@@ -137,9 +169,8 @@ class NumbaCpuAttention:
             self._layout.block_bytes,
             self._layout.key_offset(layer),
             self._layout.value_offset(layer),
-            *plan.addresses,
-            *tiles.addresses,
-            len(tiles.rows),
+            *self._words.rows,
+            *tiles,
             shape.num_kv_heads,
             group,
             max(0, window),
@@ -153,8 +184,7 @@ class NumbaCpuAttention:
             (attend.CAP, softcap * LOG2_E if softcap > 0 else 0.0),
         ):
             parameters.set_float(word - parameters.FIRST, number)
-        self._run(kernel, parameters, len(tiles.rows) * query.shape[1])
-        return output
+        self._run(kernel, parameters, tiles[-1] * query.shape[1])
 
     def _attention_kernel(self, layer: int, group: int) -> tuple[int, Kernel]:
         """The kernel for ``group`` query heads per KV head, and how many tokens its work items take."""

@@ -48,6 +48,7 @@ from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile
 from pagedcore_kernels.cpu.runtime.threads import num_threads
 from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats, stack_int64
 from pagedcore_kernels.errors import InternalError
+from pagedcore_kernels.interface import RowRoom
 
 #: Steps whose products are summed up in registers: 64 KiB of a panel, which stays in the second cache level while all
 #: rows of a group pass. Part of the order of additions: another number gives other bits.
@@ -121,14 +122,21 @@ class PackedMatmul:
         """Address and bytes of the packed weight."""
         return self.weight.data_ptr(), self.weight.nbytes
 
+    @property
+    def only_runs_kernels(self) -> bool:
+        """Whether ``multiply_to`` can be recorded; see ``RecordableMatmul``."""
+        return self._form != WIDENED_PAIRS
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [M, in], contiguous, of the weight's format, and return [M, out]."""
+        out = rows.new_empty(len(rows), self._num_outputs)
+        self.multiply_to(out, rows)
+        return out
+
+    def multiply_to(self, out: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
+        """Write the product to ``out`` [M, out], contiguous; see ``RecordableMatmul``."""
         num_rows = len(rows)
-        # Safety: the kernel reads raw memory.
-        kind, size = self.weight.dtype, self._num_inputs
-        if rows.shape != (num_rows, size) or rows.dtype != kind or not rows.is_contiguous():
-            raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {kind} [M, {size}]")
-        out = rows.new_empty(num_rows, self._num_outputs)
+        require_rows(rows, out, self.weight.dtype, self._num_inputs, self._num_outputs)
         if self._form == WIDENED_PAIRS:
             rows = rows.float()
         self._parameters.fill(
@@ -136,7 +144,20 @@ class PackedMatmul:
             self._num_outputs, self._num_inputs, self._num_panels, *work_items(self._num_panels, num_rows),
         )  # fmt: skip
         self._kernel.run(self._parameters)
-        return out
+
+
+def require_rows(
+    rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, num_inputs: int, num_outputs: int
+) -> None:
+    """Refuse what a kernel would read or write beyond its end.
+
+    Raises:
+        InternalError: ``rows`` are not [M, num_inputs] or ``out`` is not [M, num_outputs], contiguous and of ``dtype``.
+    """
+    # Safety: kernels read and write raw memory.
+    for name, tensor, size in (("rows", rows, num_inputs), ("out", out, num_outputs)):
+        if tensor.shape != (len(rows), size) or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise InternalError(f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)}, expected {dtype} [M, {size}]")
 
 
 def work_items(num_panels: int, num_rows: int) -> tuple[int, int]:

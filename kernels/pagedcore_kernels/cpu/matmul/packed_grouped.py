@@ -32,11 +32,12 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     scale_bytes,
     unit_bytes,
 )
-from pagedcore_kernels.cpu.matmul.packed import work_items
+from pagedcore_kernels.cpu.matmul.packed import require_rows, work_items
 from pagedcore_kernels.cpu.matmul.tiles import PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats
 from pagedcore_kernels.errors import InternalError
+from pagedcore_kernels.interface import RowRoom
 
 #: Rows that share a chunk of unpacked weights, whose sums take 16 KiB.
 _GROUP_ROWS = 64
@@ -140,13 +141,21 @@ class PackedGroupedMatmul:
         values = panels[:, header:].view(torch.int8).view(self._num_panels, -1, PANEL)
         return values[panel, :, lane][:, : self._num_inputs].float() * scales[panel, lane, None]
 
+    @property
+    def only_runs_kernels(self) -> bool:
+        """Whether ``multiply_to`` can be recorded; see ``RecordableMatmul``."""
+        return not (self._padding or self._is_widened)
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [M, in], contiguous, of ``weight.dtype``; return [M, out]."""
-        num_rows, size, kind = len(rows), self._num_inputs, self.weight.dtype
-        # Safety: the kernel reads raw memory.
-        if rows.shape != (num_rows, size) or rows.dtype != kind or not rows.is_contiguous():
-            raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {kind} [M, {size}]")
-        out = rows.new_empty(num_rows, self._num_outputs)
+        out = rows.new_empty(len(rows), self._num_outputs)
+        self.multiply_to(out, rows)
+        return out
+
+    def multiply_to(self, out: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
+        """Write the product to ``out`` [M, out], contiguous; see ``RecordableMatmul``."""
+        num_rows = len(rows)
+        require_rows(rows, out, self.weight.dtype, self._num_inputs, self._num_outputs)
         if self._padding:
             rows = torch.nn.functional.pad(rows, (0, self._padding))
         if self._is_widened:
@@ -156,7 +165,6 @@ class PackedGroupedMatmul:
             self._num_outputs, *self._sizes, self._num_panels, *work_items(self._num_panels, num_rows),
         )  # fmt: skip
         self._kernel.run(self._parameters)
-        return out
 
 
 def _check(

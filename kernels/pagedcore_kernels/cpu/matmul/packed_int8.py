@@ -18,12 +18,13 @@ import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
-from pagedcore_kernels.cpu.matmul.packed import matmul_kernel, work_items
+from pagedcore_kernels.cpu.matmul.packed import matmul_kernel, require_rows, work_items
 from pagedcore_kernels.cpu.matmul.packing import panels_of
 from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
 from pagedcore_kernels.cpu.matmul.tiles import BYTE_MATRIX_UNITS, BYTES, PANEL, WIDENED_BYTES
 from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
 from pagedcore_kernels.errors import InternalError
+from pagedcore_kernels.interface import RowRoom
 
 #: Most inputs of a product: 128 * 127 times as many is below 2**31, and so is 128 * 255 with rows as uint8.
 MOST_INPUTS = 2**16
@@ -124,7 +125,8 @@ class PackedInt8Matmul:
         corrections = offset * weight.sum(dim=1, dtype=torch.int32)
         self._corrections, self._scales = self._filled(corrections), self._filled(scales.float())
         self._bias = self._filled(scales.new_zeros(0) if bias is None else bias.float())
-        self._tiles_from = fewest_tile_rows(dtype) if tiles_from is None else tiles_from
+        is_wide = form == BYTES
+        self._tiles_from = NEVER if not is_wide else fewest_tile_rows(dtype) if tiles_from is None else tiles_from
         self._quantize, self._kernel = RowQuantizer(dtype, offset), matmul_kernel(form, dtype)
         self._tiles_kernel = self._kernel if self._tiles_from == NEVER else matmul_kernel(BYTE_MATRIX_UNITS, dtype)
         self._parameters = ParameterBlock(13)
@@ -146,16 +148,24 @@ class PackedInt8Matmul:
         values = self._panels[outputs // PANEL, :, outputs % PANEL].flatten(1)[:, : self._num_inputs]
         return values.float() * self._scales[outputs, None]
 
+    @property
+    def only_runs_kernels(self) -> bool:
+        """Whether ``multiply_to`` can be recorded; see ``RecordableMatmul``."""
+        return not self._padding
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [M, in], contiguous, of ``weight.dtype``; return [M, out], NaN for rows with inf or NaN."""
-        num_rows, size, kind = len(rows), self._num_inputs, self.weight.dtype
-        # Safety: the kernels read raw memory.
-        if rows.shape != (num_rows, size) or rows.dtype != kind or not rows.is_contiguous():
-            raise InternalError(f"rows: {rows.dtype} of shape {tuple(rows.shape)}, expected {kind} [M, {size}]")
-        out = rows.new_empty(num_rows, self._num_outputs)
+        out = rows.new_empty(len(rows), self._num_outputs)
+        self.multiply_to(out, rows)
+        return out
+
+    def multiply_to(self, out: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
+        """Write the product to ``out`` [M, out], contiguous; see ``RecordableMatmul``."""
+        num_rows, size = len(rows), self._num_inputs
+        require_rows(rows, out, self.weight.dtype, size, self._num_outputs)
         if self._padding:
             rows = torch.nn.functional.pad(rows, (0, self._padding))
-        values, scales = self._quantize(rows)
+        values, scales = self._quantize(rows, workspace)
         self._parameters.fill(
             values.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
             self._num_outputs, size + self._padding, self._num_panels, *work_items(self._num_panels, num_rows),
@@ -163,4 +173,3 @@ class PackedInt8Matmul:
         )  # fmt: skip
         kernel = self._kernel if num_rows < self._tiles_from else self._tiles_kernel
         kernel.run(self._parameters)
-        return out

@@ -35,6 +35,7 @@ from pagedcore_kernels.cpu.simd import (
     splat,
     store,
 )
+from pagedcore_kernels.interface import RowRoom
 
 #: Inputs of a row are a multiple of this.
 ROW_MULTIPLE = LANES
@@ -61,16 +62,24 @@ class RowQuantizer:
         self._kernel = _kernel(int(dtype == torch.bfloat16), offset)
         self._parameters = ParameterBlock(5)
 
-    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, rows: torch.Tensor, workspace: RowRoom | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return int8 [M, in] and float32 scales [M] of ``rows`` [M, in], contiguous, ``in`` a multiple of 16.
 
         A value is the nearest integer to ``row / scale``, ties to even, and ``scale`` is a 127th of the row's largest
-        magnitude. The scale of a row with an infinity or a NaN is NaN.
+        magnitude. The scale of a row with an infinity or a NaN is NaN. Both lie in the workspace, if there is one.
         """
-        values, scales = (rows.new_empty(rows.shape, dtype=torch.int8), rows.new_empty(len(rows), dtype=torch.float32))
+        take = workspace.take if workspace is not None else _new
+        values = take("int8 rows", len(rows), rows.shape[1], torch.int8)
+        scales = take("scales of rows", len(rows), 1, torch.float32)[:, 0]
         self._parameters.fill(rows.data_ptr(), values.data_ptr(), scales.data_ptr(), *rows.shape)
         self._kernel.run(self._parameters)
         return values, scales
+
+
+def _new(purpose: str, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(num_rows, size, dtype=dtype)
 
 
 @cache

@@ -14,6 +14,7 @@ import numpy as np
 from numba import types
 
 from pagedcore_kernels.cpu.runtime.compiled import CompiledEntry, compile_entry
+from pagedcore_kernels.cpu.runtime.recorded_calls import present_recording
 from pagedcore_kernels.cpu.runtime.threads import launch
 
 
@@ -31,16 +32,17 @@ class ParameterBlock:
     FIRST = 1
 
     def __init__(self, num_arguments: int) -> None:
-        self._words = np.zeros(self.FIRST + num_arguments, np.int64)
-        self._floats = self._words.view(np.float32)
+        self.words = np.zeros(self.FIRST + num_arguments, np.int64)
+        """The block itself."""
+        self._floats = self.words.view(np.float32)
         # Why: two cache lines; wherever they start, the middle word shares its line with nothing.
         self._counter = np.zeros(16, np.int64)
-        self._words[self.COUNTER] = self._counter[8:].ctypes.data
-        self.address = int(self._words.ctypes.data)
+        self.words[self.COUNTER] = self._counter[8:].ctypes.data
+        self.address = int(self.words.ctypes.data)
 
     def fill(self, *arguments: int) -> None:
         """Set the first arguments and start the counter at 0."""
-        self._words[self.FIRST : self.FIRST + len(arguments)] = arguments
+        self.words[self.FIRST : self.FIRST + len(arguments)] = arguments
         self._counter[8] = 0
 
     def set_float(self, argument: int, value: float) -> None:
@@ -60,6 +62,8 @@ class Kernel:
 
         The interpreter's lock is not held meanwhile.
         """
+        if (recording := present_recording()) is not None:
+            recording.add(self.address, parameters.words, most_threads)
         launch(self.address, parameters.address, most_threads)
 
 

@@ -73,12 +73,13 @@ class Team:
         self._lock = threading.Lock()
         self._threads: list[ctypes.c_ulong] = []
         self._is_closed = False
-        self._loops = team_loop.helper_loop(), team_loop.run_loop(), team_loop.wake_loop()
+        self._loops = team_loop.helper_loop(), team_loop.run_loop(), team_loop.wake_loop(), team_loop.run_all_loop()
         self._memory = _new_memory(call_numbers() if has_futex is not False else None)
         self._words = np.ctypeslib.as_array(
             ctypes.cast(self._memory, ctypes.POINTER(ctypes.c_int64)), (at.MEMORY_BYTES // 8,)
         )
         self._run, self._wake = _RUN(self._loops[1].address), _WAKE(self._loops[2].address)
+        self._run_all = _RUN(self._loops[3].address)
         self.num_helpers = 0
         """How many helpers there are."""
 
@@ -97,6 +98,15 @@ class Team:
             self.grow(num_helpers)
         # Why a partial: this is called for every kernel, and a function of Python around it costs half as much again.
         return partial(self._run, self._memory + at.SLOTS + slot * at.SLOT_BYTES)
+
+    def list_launcher(self, slot: int, num_helpers: int) -> Callable[[int, int, int], None]:
+        """Return ``launch(calls, number, num_helpers)``, which makes a list of calls; see ``launcher``.
+
+        ``calls`` is the address of as many triples of entry, parameters and most threads, 64 bits each.
+        """
+        if num_helpers > self.num_helpers:
+            self.grow(num_helpers)
+        return partial(self._run_all, self._memory + at.SLOTS + slot * at.SLOT_BYTES)
 
     def wake(self, num_helpers: int) -> None:
         """Wake so many helpers that sleep, so that they are awake when the next kernel comes."""

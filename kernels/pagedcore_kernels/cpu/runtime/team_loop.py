@@ -176,36 +176,61 @@ def helper_loop() -> CompiledEntry:
     return compile_entry(help_callers, types.voidptr(types.voidptr))
 
 
+@njit(inline="always")
+def _run_call(slot: int, entry: int, parameters: int, helpers: int) -> None:
+    """Call a kernel on the calling thread and, if they have time, on helpers.
+
+    Without places, or while another caller uses the slot, the caller is the only thread.
+    """
+    c = load_int64(slot, at.MEMORY_OF_SLOT // 8)
+    if exchange_if(slot + at.OWNED, 0, 1) == 0:
+        call_function(entry, parameters, 0, 0, 0, 0)
+        return
+    places = _places(c, slot, helpers)
+    if places > 0:
+        store_shared(slot + at.ENTRY, entry)
+        store_shared(slot + at.PARAMETERS, parameters)
+        store_shared(slot + at.STATE, places * at.PLACE)
+        add_shared(c + at.NUM_RUNS, 1)
+        add_shared(c + at.NUM_OPEN, 1)
+        _call_helpers(c, places)
+    call_function(entry, parameters, 0, 0, 0, 0)
+    if places > 0:
+        if and_shared(slot + at.STATE, at.INSIDE) & at.INSIDE != 0:
+            _await_helpers(c, slot)
+        add_shared(c + at.NUM_OPEN, -1)
+    now = now_ns(c)
+    store_shared(slot + at.LAST_END_NS, now)
+    store_shared(slot + at.OWNED, 0)
+
+
 @cache
 def run_loop() -> CompiledEntry:
-    """Compile what a caller does: ``void run(slot, entry, parameters, helpers)``, all 64 bits wide.
-
-    The caller is one of the threads; without places, or while another caller uses the slot, it is the only one.
-    """
+    """Compile what a caller does: ``void run(slot, entry, parameters, helpers)``, all 64 bits wide."""
 
     def run(slot: int, entry: int, parameters: int, helpers: int) -> None:
-        c = load_int64(slot, at.MEMORY_OF_SLOT // 8)
-        if exchange_if(slot + at.OWNED, 0, 1) == 0:
-            call_function(entry, parameters, 0, 0, 0, 0)
-            return
-        places = _places(c, slot, helpers)
-        if places > 0:
-            store_shared(slot + at.ENTRY, entry)
-            store_shared(slot + at.PARAMETERS, parameters)
-            store_shared(slot + at.STATE, places * at.PLACE)
-            add_shared(c + at.NUM_RUNS, 1)
-            add_shared(c + at.NUM_OPEN, 1)
-            _call_helpers(c, places)
-        call_function(entry, parameters, 0, 0, 0, 0)
-        if places > 0:
-            if and_shared(slot + at.STATE, at.INSIDE) & at.INSIDE != 0:
-                _await_helpers(c, slot)
-            add_shared(c + at.NUM_OPEN, -1)
-        now = now_ns(c)
-        store_shared(slot + at.LAST_END_NS, now)
-        store_shared(slot + at.OWNED, 0)
+        _run_call(slot, entry, parameters, helpers)
 
     return compile_entry(run, types.void(*[types.int64] * 4))
+
+
+@cache
+def run_all_loop() -> CompiledEntry:
+    """Compile what a caller does with a list: ``void run_all(slot, calls, number, helpers)``, all 64 bits wide.
+
+    A call is three words: entry, parameters, and the most threads it may have.
+    """
+
+    def run_all(slot: int, calls: int, number: int, helpers: int) -> None:
+        for i in range(number):
+            entry, parameters = load_int64(calls, 3 * i), load_int64(calls, 3 * i + 1)
+            most = min(helpers, load_int64(calls, 3 * i + 2) - 1)
+            if most > 0:
+                _run_call(slot, entry, parameters, most)
+            else:
+                call_function(entry, parameters, 0, 0, 0, 0)
+
+    return compile_entry(run_all, types.void(*[types.int64] * 4))
 
 
 @cache

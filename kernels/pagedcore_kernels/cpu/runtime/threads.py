@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagedcore_kernels.cpu.runtime.openmp import is_forked, openmp_threads
@@ -20,7 +22,7 @@ from pagedcore_kernels.cpu.runtime.team import the_team
 
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Launcher = Callable[[int, int, int], None]
-"""``launch(entry, parameters, helpers)``."""
+"""``launch(entry, parameters, helpers)``, or ``launch(calls, number, helpers)`` of a list of calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class _Threads:
     num_threads: int
     """0: as many as torch uses."""
     launch: Launcher | None = None
+    launch_all: Launcher | None = None
     wake: Callable[[], None] | None = None
     uses_openmp: bool = False
 
@@ -77,7 +80,8 @@ class Computing:
             self._own = _Threads(num_threads, openmp.run, uses_openmp=True)
         elif num_threads > 1:
             team, helpers = the_team(), num_threads - 1
-            self._own = _Threads(num_threads, team.launcher(slot, helpers), partial(team.wake, helpers))
+            launchers = team.launcher(slot, helpers), team.list_launcher(slot, helpers)
+            self._own = _Threads(num_threads, *launchers, partial(team.wake, helpers))
         else:
             self._own = _Threads(1)
         self._before = _OF_TORCH
@@ -141,3 +145,13 @@ def launch(entry: int, parameters: int, most_threads: int | None) -> None:
         threads.launch(entry, parameters, number - 1)
     else:
         the_team().launcher(0, number - 1)(entry, parameters, number - 1)
+
+
+def launch_all(calls: npt.NDArray[np.int64]) -> None:
+    """Make calls one after the other: int64 [n, 3] of entry, parameters and most threads; see ``launch``."""
+    threads = _setting.threads
+    if threads.launch_all is not None:
+        threads.launch_all(calls.ctypes.data, len(calls), threads.num_threads - 1)
+    else:
+        for entry, parameters, most_threads in calls.tolist():
+            launch(entry, parameters, most_threads)

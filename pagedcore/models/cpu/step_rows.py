@@ -1,0 +1,68 @@
+"""The rows of one step on their way through a fused decoder, and where products and attention write.
+
+Owns the tensors of a step: new ones, or those of a workspace, whose addresses stay, so that the step can be recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagedcore.models.attention_interface import PagedStep
+from pagedcore.models.attention_layers import AttentionLayer
+from pagedcore.models.cpu.packed_linear import PackedLinear
+from pagedcore_kernels.cpu.layers.elementwise import KVDestination
+from pagedcore_kernels.cpu.runtime.workspace import Workspace
+
+
+@dataclass(slots=True)
+class StepRows:
+    """What the layers of one step work on."""
+
+    residual: torch.Tensor
+    """[T, hidden]; every half of a layer adds to it."""
+    normed: torch.Tensor
+    """[T, hidden]: room for norms."""
+    gated: torch.Tensor
+    """[T, intermediate]: room for activations."""
+    positions: torch.Tensor
+    """[T] int64."""
+    destination: KVDestination | None
+    """Where K and V go; ``None`` if the attention backend writes them itself."""
+    workspace: Workspace | None = None
+    """Where results of products and of attention are; ``None``: in new tensors."""
+
+    def add(self, addend: torch.Tensor | None) -> torch.Tensor:
+        """Add ``addend`` to the residual, if there is one, and return it."""
+        if addend is not None:
+            self.residual += addend
+        return self.residual
+
+    def keep(self, chosen: torch.Tensor) -> None:
+        """Drop all rows but the chosen ones."""
+        self.residual = self.residual[chosen]
+        self.normed, self.gated = self.normed[: len(chosen)], self.gated[: len(chosen)]
+
+    def multiply(self, purpose: str, product: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+        """Return the product of ``rows`` [T, in], which stays until the next one for the same purpose."""
+        if self.workspace is None:
+            return product.multiply(rows)
+        out = self.workspace.take(purpose, len(rows), product.out_features, rows.dtype)
+        multiply: Any = product.multiply
+        multiply.multiply_to(out, rows, self.workspace)
+        return out
+
+    def attend(self, step: PagedStep, place: AttentionLayer, query: torch.Tensor) -> torch.Tensor:
+        """Return the attention of a query [T, H, D] as [T, H * Dv]."""
+        how: dict[str, Any] = {"scale": place.scale, "window": place.window, "chunk": place.chunk,
+                               "softcap": place.softcap}  # fmt: skip
+        attention: Any = step.attention
+        if self.workspace is None:
+            attended: torch.Tensor = attention.attend(place.index, query, **how)
+            return attended.view(len(query), -1)
+        size = place.num_heads * place.value_head_size
+        out = self.workspace.take("attended", len(query), size, query.dtype)
+        attention.attend_to(out.view(len(query), place.num_heads, -1), place.index, query, **how)
+        return out

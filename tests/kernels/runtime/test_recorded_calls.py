@@ -1,0 +1,94 @@
+"""Recorded kernel calls: what they compute when they are made again, and what is not recorded."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, RmsNorm
+from pagedcore_kernels.cpu.runtime import recorded_calls, threads
+from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, present_recording
+from pagedcore_kernels.cpu.runtime.threads import Computing
+from pagedcore_kernels.cpu.runtime.workspace import Workspace
+
+NUM_ROWS, HIDDEN = 60, 1024
+
+
+class Chain:
+    """A norm of rows and, by one object with one parameter block, the activations of two other tensors."""
+
+    def __init__(self) -> None:
+        self.rows, self.normed = torch.zeros(NUM_ROWS, HIDDEN), torch.zeros(NUM_ROWS, HIDDEN)
+        self.halves = [torch.zeros(NUM_ROWS, HIDDEN // 2), torch.zeros(NUM_ROWS, HIDDEN // 2)]
+        self._norm, self._gate = RmsNorm(torch.rand(HIDDEN), 1e-5), GatedActivation("silu", torch.float32)
+
+    def compute(self) -> None:
+        """Make three calls, the last two of which read what the first has written."""
+        self._norm(self.rows, None, self.normed)
+        self._gate(self.normed, self.halves[0])
+        self._gate(self.rows, self.halves[1])
+
+    def results(self) -> list[torch.Tensor]:
+        """Return a copy of everything that was written."""
+        return [one.clone() for one in (self.normed, *self.halves)]
+
+
+@pytest.mark.parametrize("context", [
+    lambda: Computing(1), lambda: Computing(2), lambda: Computing(3, slot=2),
+    lambda: Computing(2, uses_openmp=True), nullcontext,
+], ids=["one thread", "two", "three", "OpenMP", "torch's setting"])  # fmt: skip
+def test_calls_made_again_are_those_of_python(context: object) -> None:
+    """The calls are made in order, each with the parameters that it had, on numbers that are new at its addresses."""
+    chain = Chain()
+    with context(), RecordedCalls() as recorded:  # type: ignore[operator]
+        chain.compute()
+    for seed in range(3):
+        chain.rows[:] = torch.randn(NUM_ROWS, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        with context():  # type: ignore[operator]
+            recorded.run()
+            again = chain.results()
+            chain.compute()
+        assert all(map(torch.equal, again, chain.results()))
+        assert all(one.abs().sum() > 0 for one in again)
+
+
+def test_a_thread_that_may_not_share_a_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call keeps its bound of threads: one for little work."""
+    rows = torch.randn(2, 64)
+    with Computing(2), RecordedCalls() as recorded:
+        RmsNorm(torch.ones(64), 1e-5)(rows, None, torch.empty(2, 64))
+        GatedActivation("silu", torch.float32)(rows, torch.empty(2, 32))
+    most = []
+    monkeypatch.setattr(threads, "launch", lambda entry, parameters, most_threads: most.append(most_threads))
+    recorded.run()
+    assert most == [1, recorded_calls._ALL]
+
+
+def test_a_recording_that_fails_is_empty() -> None:
+    """An exception ends the recording of this thread, and what it has begun is not made again."""
+    chain = Chain()
+    chain.rows += 1
+    with pytest.raises(KeyError), RecordedCalls() as recorded:
+        chain.compute()
+        raise KeyError
+    assert present_recording() is None
+    chain.normed.zero_()
+    recorded.run()
+    assert not chain.normed.any()
+
+
+def test_a_workspace_keeps_its_addresses() -> None:
+    """The same purpose, size and format are the same memory; more rows than ever make all of it void, once."""
+    space = Workspace()
+    assert space.reserve(5)
+    first = space.take("a", 5, 16, torch.float32)
+    assert not space.reserve(3)
+    assert not space.reserve(8)
+    assert space.take("a", 8, 16, torch.float32).data_ptr() == first.data_ptr()
+    others = [space.take("b", 5, 16, torch.float32), space.take("a", 5, 8, torch.float32),
+              space.take("a", 5, 16, torch.int8)]  # fmt: skip
+    assert first.data_ptr() not in [one.data_ptr() for one in others]
+    assert space.reserve(9)
+    assert space.take("a", 9, 16, torch.float32).shape == (9, 16)

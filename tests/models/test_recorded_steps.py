@@ -1,0 +1,136 @@
+"""Steps that are recorded and repeated, against the same steps called from Python one kernel after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.test_fused_decoder import VOCAB, model_of
+from pagedcore.execution.ragged_batch import RaggedBatch, assemble
+from pagedcore.models.cpu import recorded_steps
+from pagedcore.models.cpu.fused_decoder import FusedDecoder
+from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.transformers_model import TransformersModel
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_SEQUENCES = 4, 120, 6
+#: Names of models, number formats, and options: norms of heads, windows and soft caps, every scheme, KV in int8.
+CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "llama": ("llama", torch.float32, {}),
+    "llama, bfloat16": ("llama with biases", torch.bfloat16, {}),
+    "qwen3": ("qwen3", torch.bfloat16, {}),
+    "gemma2": ("gemma2", torch.bfloat16, {}),
+    "gemma3": ("gemma3", torch.float32, {}),
+    **{name: ("qwen2", torch.bfloat16, {"quantization": name, "linears": linears}) for name, linears in SCHEMES.items()},
+    "int8 KV": ("llama", torch.bfloat16, {"kv_cache_dtype": "int8"}),
+}
+
+
+def take_over(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> TransformersModel:
+    """Return a backend with a pool."""
+    torch.manual_seed(0)
+    backend = TransformersModel(model_of(name, dtype=dtype), NumbaCpuAttention, block_size=BLOCK_SIZE, **options)
+    backend.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    return backend
+
+
+def step_of(pieces: list[tuple[int, int, int]], wanted: list[int] | None = None) -> RaggedBatch:
+    """Return the batch of (sequence, start, end), each with blocks of its own that lie scattered."""
+    ids, starts, ends = (np.array(column, np.int64) for column in zip(*pieces, strict=True))
+    tables = [(np.arange(20) * 6 + i).astype(np.int32)[: -(-end // BLOCK_SIZE)] for i, _, end in pieces]
+    tokens = [np.random.default_rng(i).integers(3, VOCAB, 80)[start:end] for i, start, end in pieces]
+    batch = assemble(np.concatenate(tokens), starts, ends - starts, seq_ids=ids, tables=tables, block_size=BLOCK_SIZE,
+                     is_sampled=np.ones(len(ids), np.bool_))  # fmt: skip
+    rows = np.arange(batch.num_tokens) if wanted is None else np.array(wanted)
+    return dataclasses.replace(batch, logits_rows=rows)
+
+
+def steps() -> Iterator[RaggedBatch]:
+    """All tokens, then one of each sequence at a time again: of all of them, of one, of two, of all again.
+
+    Contexts get longer than one and than two widths of a block table.
+    """
+    yield step_of([(i, 0, 80) for i in range(NUM_SEQUENCES)])
+    for position in range(72):
+        present = range(NUM_SEQUENCES) if position % 7 < 4 else range(position % 3, position % 3 + 1 + position % 2)
+        yield step_of([(i, 3 + i + position, 4 + i + position) for i in present])
+
+
+def python_alone(backend: TransformersModel) -> TransformersModel:
+    """Let the backend's decoder record nothing."""
+    decoder: Any = backend._decoder
+    assert type(decoder) is FusedDecoder
+    assert decoder._steps is not None
+    decoder._steps = None
+    return backend
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_repeated_steps_give_the_same_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All logits of many steps, most of which are repeated, are those of a decoder that records nothing."""
+    num_repeated = 0
+    run = RecordedCalls.run
+
+    def counted(self: RecordedCalls) -> None:
+        nonlocal num_repeated
+        num_repeated += 1
+        run(self)
+
+    monkeypatch.setattr(RecordedCalls, "run", counted)
+    name, dtype, options = CASES[case]
+    recording, plain = take_over(name, dtype, **options), python_alone(take_over(name, dtype, **options))
+    num_repeated = 0
+    for batch in steps():
+        assert torch.equal(recording.forward(batch), plain.forward(batch))
+    assert num_repeated >= 50
+
+
+def test_wanted_rows_that_are_not_all_are_not_mixed_up() -> None:
+    """As many rows as tokens may still be others: the last token twice, or both tokens in another order."""
+    backend = take_over("llama")
+    backend.forward(step_of([(0, 0, 9), (1, 0, 9)]))
+    both = backend.forward(step_of([(0, 9, 10), (1, 9, 10)])).clone()
+    for wanted in ([1, 1], [1, 0], [0, 0], [1], [0]):
+        assert torch.equal(backend.forward(step_of([(0, 9, 10), (1, 9, 10)], wanted)), both[wanted])
+
+
+def test_another_pool_is_not_written_by_old_calls() -> None:
+    """A backend that gave its pool back and made another one records anew: the old one's addresses are others' now."""
+    backend = take_over("llama")
+    expected = [backend.forward(batch).clone() for batch in steps()]
+    backend.release_kv()
+    gc.collect()
+    backend.allocate_kv(NUM_BLOCKS + 7, BLOCK_SIZE)
+    for batch, wanted in zip(steps(), expected, strict=True):
+        assert torch.equal(backend.forward(batch), wanted)
+
+
+def test_recordings_are_bounded() -> None:
+    """The latest ones are kept, and steps of many rows are not recorded."""
+    backend = take_over("llama")
+    decoder: Any = backend._decoder
+    for num_rows in range(2, 2 * recorded_steps._MOST_RECORDINGS):
+        backend.forward(step_of([(0, 0, num_rows)]))
+    assert len(decoder._steps._recordings) == recorded_steps._MOST_RECORDINGS
+    before = list(decoder._steps._recordings)
+    ids = np.zeros(recorded_steps.MOST_ROWS + 1, np.int64)
+    backend.forward(assemble(
+        ids + 5, ids, np.ones_like(ids), seq_ids=np.arange(len(ids)), tables=[np.array([1], np.int32)] * len(ids),
+        block_size=BLOCK_SIZE, is_sampled=np.ones(len(ids), np.bool_),
+    ))  # fmt: skip
+    assert list(decoder._steps._recordings) == before
+
+
+@pytest.mark.parametrize("name", ["granite", "olmo2", "mixtral"])
+def test_models_with_work_of_torch_between_kernels_record_nothing(name: str) -> None:
+    """What torch computes would not be computed again."""
+    decoder: Any = take_over(name)._decoder
+    assert type(decoder) is FusedDecoder
+    assert decoder._steps is None
