@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "qwen3": ("qwen3", torch.bfloat16, {}),
     "gemma2": ("gemma2", torch.bfloat16, {}),
     "gemma3": ("gemma3", torch.float32, {}),
-    **{name: ("qwen2", torch.bfloat16, {"quantization": name, "linears": linears}) for name, linears in SCHEMES.items()},
+    **{name: ("qwen2", torch.bfloat16, {"quantization": name, "linears": scheme}) for name, scheme in SCHEMES.items()},
     "int8 KV": ("llama", torch.bfloat16, {"kv_cache_dtype": "int8"}),
 }
 

@@ -70,9 +70,15 @@ def test_a_recording_that_fails_is_empty() -> None:
     """An exception ends the recording of this thread, and what it has begun is not made again."""
     chain = Chain()
     chain.rows += 1
-    with pytest.raises(KeyError), RecordedCalls() as recorded:
-        chain.compute()
-        raise KeyError
+    recorded = RecordedCalls()
+
+    def fail() -> None:
+        with recorded:
+            chain.compute()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert present_recording() is None
     chain.normed.zero_()
     recorded.run()
