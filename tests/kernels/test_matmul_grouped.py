@@ -19,7 +19,7 @@ from pagedcore_kernels.cpu import features
 from pagedcore_kernels.cpu.matmul import packed_grouped
 from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul, form_of_grouped_product
-from pagedcore_kernels.cpu.matmul.tiles import PAIRS, SINGLES
+from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, SINGLES
 from support.products import require_same_bits_in_any_company
 
 pytestmark = pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, reason="no such vectors")
@@ -84,7 +84,7 @@ def weight_of(
     weight = Weight(torch.from_numpy(values), torch.from_numpy(scales).float(), given, bits, bias)
     if kind in CODEBOOKS:
         form = packed_grouped.form_of_grouped_product(dtype)
-        numbers = torch.tensor(CODEBOOKS[kind]).to(torch.bfloat16 if form == PAIRS else torch.float32)
+        numbers = torch.tensor(CODEBOOKS[kind]).to(torch.float32 if form == SINGLES else torch.bfloat16)
         weight = weight._replace(codebook=kind, numbers=numbers.double())
     return weight
 
@@ -96,16 +96,20 @@ def rows_of(num_rows: int, num_inputs: int, dtype: torch.dtype = torch.float32) 
     return torch.from_numpy(rows).to(dtype)
 
 
-CASES = [(torch.float32, SINGLES), (torch.bfloat16, PAIRS), (torch.bfloat16, SINGLES)]
+CASES = [(torch.float32, SINGLES), (torch.bfloat16, MATRIX_UNITS), (torch.bfloat16, PAIRS), (torch.bfloat16, SINGLES)]
 
 
-@pytest.fixture(params=CASES, ids=["float32", "bfloat16", "widened"])
+@pytest.fixture(params=CASES, ids=["float32", "matrix units", "bfloat16", "widened"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Each number format of rows, and each way to multiply it that this processor has."""
     kind, form = request.param
     if form == PAIRS and form_of_grouped_product(kind) != PAIRS:
         pytest.skip("no such instruction")
-    monkeypatch.setattr(packed_grouped, "form_of_grouped_product", lambda dtype: form)
+    if form == MATRIX_UNITS:
+        if form_of_grouped_product(kind, 128) != MATRIX_UNITS:
+            pytest.skip("no such units")
+        return kind  # type: ignore[no-any-return]
+    monkeypatch.setattr(packed_grouped, "form_of_grouped_product", lambda dtype, group_inputs=0: form)
     return kind  # type: ignore[no-any-return]
 
 

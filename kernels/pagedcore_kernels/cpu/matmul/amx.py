@@ -143,6 +143,48 @@ def multiply_blocks(
 
 
 @njit(inline="always")
+def sum_inputs_of_blocks(
+    rows: int, row_bytes: int, num_rows: int, block_rows: int, ones: int, num_steps: int, sums: int
+) -> None:
+    """sums[blocks, block_rows, 16] = the sum of the row's bfloat16 inputs, in the order of ``multiply_blocks``.
+
+    ``ones`` is a tile of weights that are 1.
+    """
+    for block in range((num_rows + block_rows - 1) // block_rows):
+        source = rows + min(block * block_rows, num_rows - block_rows) * row_bytes
+        target = sums + block * block_rows * _LINE
+        if block_rows > _TILE_ROWS:
+            sum_inputs_of_block(2, source, row_bytes, ones, num_steps // TILE_STEPS, target)
+        else:
+            sum_inputs_of_block(1, source, row_bytes, ones, num_steps // TILE_STEPS, target)
+
+
+@intrinsic(prefer_literal=True)
+def sum_inputs_of_block(
+    typing: Typing, row_tiles: Any, rows: Any, row_bytes: Any, ones: Any, num_tiles: Any, sums: Any
+) -> Any:
+    """``sum_inputs_of_blocks`` for one block and ``num_tiles`` * ``TILE_STEPS`` steps. Literal: row_tiles."""
+    count = row_tiles.literal_value
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        _, x, stride, weights, steps, target = args
+        ones_tile, row_tile_bytes = _REGISTERS - 1, b.mul(stride, int64(_TILE_ROWS))
+        _move(b, "tileloadd64", ones_tile, weights, int64(_LINE))
+        for i in range(count):
+            _emit(b, "tilezero", i)
+        with cgutils.for_range(b, steps) as loop:
+            inputs = b.add(x, b.mul(loop.index, int64(_LINE)))
+            for i in range(count):
+                _move(b, "tileloadd64", _SUMS + i, b.add(inputs, b.mul(row_tile_bytes, int64(i))), stride)
+                _emit(b, _INSTRUCTIONS[MATRIX_UNITS][1], i, _SUMS + i, ones_tile)
+        for i in range(count):
+            _move(b, "tilestored64", i, b.add(target, int64(i * _TILE_ROWS * _LINE)), int64(_LINE))
+        return context.get_dummy_value()
+
+    return types.void(row_tiles, *[types.int64] * 5), codegen
+
+
+@njit(inline="always")
 def multiply_last_steps(
     most_sums: int, rows: int, row_bytes: int, num_rows: int, block_rows: int, weights: int, num_steps: int, sums: int,
     is_first: int, ahead: int,

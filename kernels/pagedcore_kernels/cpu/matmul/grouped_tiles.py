@@ -30,6 +30,7 @@ from numba.extending import intrinsic
 from pagedcore_kernels.cpu.matmul.tiles import (
     PAIRS,
     PANEL,
+    SINGLES,
     STEP_BYTES,
     SUM_BYTES,
     TILE_ROWS,
@@ -85,7 +86,7 @@ _LINE = 64
 #: What numbers of 4 and of 5 bits are in two's complement.
 _SIGNED = {bits: [*range(2 ** (bits - 1)), *range(-(2 ** (bits - 1)), 0)] for bits in (4, 5)}
 #: A pair of bfloat16 that are 1.
-_ONES = 0x3F803F80
+ONES = 0x3F803F80
 
 
 def unit_bytes(bits: int) -> int:
@@ -105,7 +106,7 @@ def header_bytes(values: int, halves: int) -> int:
 
 def inputs_of_step(form: int) -> int:
     """Inputs that one step takes: a pair, or one."""
-    return 2 if form == PAIRS else 1
+    return 1 if form == SINGLES else 2
 
 
 @njit(inline="always")
@@ -194,12 +195,12 @@ def multiply_grouped_tile(
 
     Literal: form, bits, values, halves (whether scales and least weights are float16), state (of the weights, see
     ``PACKED``), most_sums (vectors of sums in registers at once), is_wide (vectors of 512 bits are there), num_rows.
-    ``group`` is the address of the group's scales and what comes with them; as many bytes from ``ahead`` on as packed
-    weights have are asked for.
+    Without rows, weights are unpacked. ``group`` is the address of the group's scales and what comes with them; as many
+    bytes from ``ahead`` on as packed weights have are asked for.
     """
     literals = (form, bits, values, halves, state, most_sums, is_wide, num_rows)
     kind, num_bits, stand_for, half, packed, most, wide, count = (literal.literal_value for literal in literals)
-    width, num_steps = max(1, min(_VECTORS, most // count)), UNIT // inputs_of_step(kind)
+    width, num_steps = max(1, min(_VECTORS, most // max(1, count))), UNIT // inputs_of_step(kind)
     bytes_unpacked = num_steps * STEP_BYTES
     bytes_of_unit = bytes_unpacked if packed == UNPACKED else unit_bytes(num_bits)
 
@@ -362,7 +363,7 @@ def _numbers(values: int) -> list[float]:
 
 def _ones(b: Builder, form: int) -> Value:
     """Return the weights of a step that are all 1."""
-    return b.bitcast(integer_constant(_ONES, _WHOLE), floats()) if form == PAIRS else constant(1.0)
+    return b.bitcast(integer_constant(ONES, _WHOLE), floats()) if form == PAIRS else constant(1.0)
 
 
 def _bfloat16(number: float) -> int:

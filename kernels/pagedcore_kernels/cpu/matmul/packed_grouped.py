@@ -2,10 +2,11 @@
 
 A weight is ``scale * (value - zero)``, ``scale * value - least``, or ``scale`` times what a codebook says of a value.
 Rows stay what they are, float32 or bfloat16. Few rows are bound by the memory that weights take, so they are unpacked
-in registers; of many rows 64 share what the first few have unpacked. Read ``grouped_tiles.py`` for the arithmetic.
+in registers; of many rows 64 share what the first few have unpacked. Read ``grouped_tiles.py`` for the arithmetic, and
+``grouped_blocks.py`` for that of processors with matrix units.
 
 Invariant: an output's bits depend on its row, its weights and its bias alone. In float32 they do not depend on the
-instructions that the processor has either; in bfloat16 there are two orders of additions, as in ``packed.py``.
+instructions that the processor has either; in bfloat16 there are three orders of additions, as in ``packed.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,15 @@ from typing import Any
 import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
+from pagedcore_kernels.cpu.matmul.amx import (
+    CONFIGURATION_WORDS,
+    TILE_STEPS,
+    configure_tiles,
+    may_use_tiles,
+    release_tiles,
+    rows_of_blocks,
+)
+from pagedcore_kernels.cpu.matmul.grouped_blocks import fill_with_ones, multiply_blocks_of_chunk
 from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     BUFFER_BYTES,
     CHUNK_STEPS,
@@ -33,9 +43,9 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     unit_bytes,
 )
 from pagedcore_kernels.cpu.matmul.packed import require_rows, work_items
-from pagedcore_kernels.cpu.matmul.tiles import PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
+from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
-from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats
+from pagedcore_kernels.cpu.simd import LANES, address_of, claim, load_int64, stack_floats, stack_int64
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
@@ -48,14 +58,19 @@ _WIDE_SUMS, _NARROW_SUMS = 16, 4
 _AHEAD_BYTES = 8192
 #: Panels that are packed at a time, so that packing takes little memory besides the values.
 _PANELS_AT_ONCE = 16
+#: Inputs that an instruction of matrix units takes.
+_TILE_INPUTS = 2 * TILE_STEPS
 #: Least and largest value, by bits; zero points may be one more than a value of 4 bits.
 _RANGES = {4: (-8, 7, 8), 8: (-128, 127, 127)}
 
 
-def form_of_grouped_product(dtype: torch.dtype) -> int | None:
-    """Say how these products are computed here; ``None``: they are not."""
+def form_of_grouped_product(dtype: torch.dtype, group_inputs: int = 0) -> int | None:
+    """Say how products are computed here whose groups have so many inputs; ``None``: they are not."""
     if not has_fused_vectors() or dtype not in (torch.float32, torch.bfloat16):
         return None
+    fills_tiles = group_inputs > 0 and group_inputs % _TILE_INPUTS == 0
+    if dtype == torch.bfloat16 and fills_tiles and may_use_tiles(MATRIX_UNITS):
+        return MATRIX_UNITS
     return PAIRS if dtype == torch.bfloat16 and has_instructions("avx512bf16", "avx512bw") else SINGLES
 
 
@@ -98,8 +113,7 @@ class PackedGroupedMatmul:
         self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int,
         bias: torch.Tensor | None, dtype: torch.dtype, codebook: str = "",
     ) -> None:  # fmt: skip
-        form = form_of_grouped_product(dtype)
-        if form is None:
+        if form_of_grouped_product(dtype) is None:
             raise InternalError(f"rows: {dtype} cannot be multiplied here by weights of few bits")
         _check(values, scales, zeros, bits, bias)
         if codebook and (codebook not in KIND_OF_CODEBOOK or bits != 4 or zeros is not None):
@@ -107,6 +121,8 @@ class PackedGroupedMatmul:
         (self._num_outputs, self._num_inputs), num_groups = values.shape, scales.shape[1]
         self._padding = -self._num_inputs % UNIT
         size = (self._num_inputs + self._padding) // num_groups
+        form = form_of_grouped_product(dtype, size)
+        assert form is not None  # Invariant: asked above
         self._num_panels = -(-self._num_outputs // PANEL)
         self._panels = _panels(values, scales, zeros, bits, self._num_panels, size)
         self.weight = torch.empty(0, dtype=dtype)
@@ -255,7 +271,10 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
     bytes_of_header = header_bytes(values, halves)
     panel_outputs, sum_bytes, least_rows, group_rows = PANEL, SUM_BYTES, _SHARE_ROWS, _GROUP_ROWS
     num_sums, num_weights = _GROUP_ROWS * PANEL, BUFFER_BYTES // 4
-    ahead_bytes = _AHEAD_BYTES
+    ahead_bytes, uses_matrix_units, num_words = _AHEAD_BYTES, int(form == MATRIX_UNITS), CONFIGURATION_WORDS
+    num_products = num_sums if uses_matrix_units else 1
+    has_ones = int(uses_matrix_units and values == WITH_LEAST)
+    num_inputs, num_ones = (_GROUP_ROWS * LANES, LANES * LANES) if has_ones else (1, 1)
 
     def matmul(parameters: Any) -> None:
         p = address_of(parameters)
@@ -267,7 +286,11 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
         panel_bytes = num_groups * group_bytes
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
         num_items = num_whole + (num_panels - num_whole) * num_shares
-        sums, buffer = stack_floats(num_sums), stack_floats(num_weights)
+        sums, buffer, products = stack_floats(num_sums), stack_floats(num_weights), stack_floats(num_products)
+        of_inputs, ones = stack_floats(num_inputs), stack_floats(num_ones)
+        configuration, configured_rows = stack_int64(num_words), 0
+        if has_ones:
+            fill_with_ones(ones)
         next_item = claim(counter)
         while next_item < num_items:
             # Why: claimed ahead, the panel after this one is known, and its beginning can be asked for.
@@ -282,7 +305,15 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
             while first_row < end_row:
                 count = min(group_rows, end_row - first_row)
                 begin, source = weight + panel * panel_bytes, rows + first_row * row_bytes
-                clear_sums(sums, count)
+                # Rows from ``last`` on have their sums ``spare`` places further on, as in ``packed.py``.
+                size, last, spare = count, 0, 0
+                if uses_matrix_units:
+                    size = rows_of_blocks(count)
+                    last, spare = count - size, (size - count % size) % size
+                    if size != configured_rows:
+                        configure_tiles(configuration, size)
+                        configured_rows = size
+                clear_sums(sums, count + spare)
                 for number in range(num_groups):
                     group, unit = begin + number * group_bytes, 0
                     here = group + bytes_of_header
@@ -291,15 +322,24 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                         units, ahead = min(chunk_units, num_units - unit), here + ahead_bytes
                         if ahead >= begin + panel_bytes:
                             ahead = next_panel + (ahead - begin - panel_bytes)
-                        multiply_tiles_of_chunk(
-                            form, bits, values, halves, most_sums, is_wide, source, row_bytes, count, here, group,
-                            units, sums, ahead, buffer,
-                        )
+                        if uses_matrix_units:
+                            multiply_blocks_of_chunk(
+                                bits, values, halves, source, row_bytes, count, size, here, group, units, sums, ahead,
+                                buffer, products, of_inputs, ones,
+                            )
+                        else:
+                            multiply_tiles_of_chunk(
+                                form, bits, values, halves, most_sums, is_wide, source, row_bytes, count, here, group,
+                                units, sums, ahead, buffer,
+                            )
                         source, unit, here = source + units * row_unit_bytes, unit + units, here + units * bytes_of_unit
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
-                    store_sums(is_bf16, sums + i * sum_bytes, bias + column * item_bytes, target, wanted)
+                    place = i + spare if i >= last else i
+                    store_sums(is_bf16, sums + place * sum_bytes, bias + column * item_bytes, target, wanted)
                 first_row += count
+        if uses_matrix_units:
+            release_tiles()
 
     return compile_kernel(matmul)
