@@ -16,12 +16,13 @@ def convert(
     out: Annotated[Path, typer.Option(help="Directory to write, which is not there yet.")],
     dtype: DtypeOption = None,
     calibration: Annotated[Path | None, typer.Option(
-        help="Prompts that stand for the model's use, one a line, text or .jsonl: w8a8 loses less then."
+        help="Prompts that stand for the model's use, one a line, text or .jsonl, for w8a8 and auto-int8."
     )] = None,
 ) -> None:
     """Write a model with quantised weights, which loads like any other and computes the same as with --quantization.
 
-    With --calibration, outliers of activations are moved into weights first, as far as the model allows.
+    With --calibration, w8a8 moves outliers of activations into weights first, as far as the model allows, and auto-int8
+    chooses by activations of these prompts.
     """
     from rich.progress import Progress
     from transformers.utils import logging
@@ -40,7 +41,17 @@ def convert(
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     console().print(f"{out}: {quantization}, {sum(path.stat().st_size for path in out.iterdir()):,} bytes")
-    if calibration is not None:
-        kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in unsmoothed))
-        left = f"not smoothed, without a norm right before them: {kinds}"
-        console().print(left if kinds else "all products smoothed")
+    if calibration is not None and quantization == "w8a8":
+        _print_unsmoothed(unsmoothed)
+
+
+def _print_unsmoothed(names: tuple[str, ...]) -> None:
+    """Say what a calibration set did not smooth, and why."""
+    of_experts = [name for name in names if ".experts." in name]
+    kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names if name not in of_experts))
+    if kinds:
+        console().print(f"not smoothed, without a norm right before them: {kinds}")
+    if of_experts:
+        console().print(f"not smoothed, as no token of the prompts chose their expert: {len(of_experts)} down_proj")
+    if not names:
+        console().print("all products smoothed")

@@ -84,10 +84,11 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
 
 
 def schemes_of(model: Any) -> dict[str, str]:
-    """Return the scheme of each layer that was quantised before it is packed, by name."""
+    """Return the scheme of each layer that was quantised before it is packed, by name; of experts, those of all."""
     from pagedcore.models.quantization.stored_weight import stored_weights
 
-    return {name: weight.scheme for name, module in model.named_modules() for weight in stored_weights(module)}
+    found = {name: " ".join(one.scheme for one in stored_weights(module)) for name, module in model.named_modules()}
+    return {name: schemes for name, schemes in found.items() if schemes}
 
 
 def _samples(model: Any) -> Iterator[bytes]:

@@ -135,14 +135,15 @@ def _multiply(products: Sequence[PackedLinear], rows: torch.Tensor, counts: list
 
 def matrices_of_experts(module: Any) -> tuple[torch.Tensor, ...]:
     """Return the weights [experts, out, in] of a module that ``use_experts_implementation`` decorates, of a known kind,
-    or a checkpoint's ``StoredMatrices`` in their place; none of any other.
+    or ``StoredMatrices`` in their place; none of any other.
     """
     if not getattr(module, "has_gate", False) or not hasattr(module, "_apply_gate") or module.has_post_expert_norm:
         return ()
     weights: Any = [vars(module).get(name, module._parameters.get(name)) for name in _WEIGHTS]
     if not all(one is not None and one.ndim == 3 for one in weights):
         return ()
-    return tuple(one.transpose(1, 2) if module.is_transposed else one for one in weights)
+    return tuple(one.transpose(1, 2) if module.is_transposed and not isinstance(one, StoredMatrices) else one
+                 for one in weights)
 
 
 def _has_experts(module: Any, factory: LinearFactory) -> bool:
@@ -152,18 +153,16 @@ def _has_experts(module: Any, factory: LinearFactory) -> bool:
 
 def _pack_each(experts: Any, name: str, factory: LinearFactory, on_unused: OnUnused) -> Any:
     """Pack a weight [experts, out, in], or transposed, expert by expert, and free it."""
-    if isinstance(stored := vars(experts).get(name), StoredMatrices):
-        delattr(experts, name)
-        packed = [PackedLinear(matrix, None, factory) for matrix in stored]  # type: ignore[arg-type]
-        for tensor in tensors_of(stored):
-            on_unused(tensor)
-        return nn.ModuleList(packed)
-    weight = experts.get_parameter(name)
+    stored = vars(experts).get(name)
+    weight = experts.get_parameter(name) if stored is None else stored
     biases = experts.get_parameter(f"{name}_bias") if experts.has_bias else [None] * len(weight)
-    matrices = weight.transpose(1, 2) if experts.is_transposed else weight
+    matrices = weight.transpose(1, 2) if experts.is_transposed and stored is None else weight
     packed = [PackedLinear(matrix, bias, factory) for matrix, bias in zip(matrices, biases, strict=True)]
-    for used in (name, f"{name}_bias") if experts.has_bias else (name,):
-        on_unused(experts.get_parameter(used))
+    names = (name, f"{name}_bias") if experts.has_bias else (name,)
+    for tensor in (*tensors_of(weight), *[experts.get_parameter(used) for used in names[1:]]):
+        on_unused(tensor)
+    for used in names:
+        delattr(experts, used)
         experts.register_parameter(used, None)
     return nn.ModuleList(packed)
 

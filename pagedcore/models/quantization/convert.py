@@ -33,13 +33,20 @@ from pagedcore.models.model_facts import max_model_len
 from pagedcore.models.model_path import gguf_in, is_gguf
 from pagedcore.models.pretrained import as_refusals, load_config, resolve_dtype
 from pagedcore.models.quantization import auto_int8
+from pagedcore.models.quantization.activations import load_model, rows_seen
 from pagedcore.models.quantization.calibration_set import read_calibration_set
 from pagedcore.models.quantization.embedding import FIELD, OF_HEAD, OWN_TABLE, kind_of_embedding
 from pagedcore.models.quantization.gguf_source import GGUFSource
 from pagedcore.models.quantization.packed_integers import num_words, pack
+from pagedcore.models.quantization.product_rows import Read
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.quantization.smoothing import Smoothing, find_smoothing
-from pagedcore.models.quantization.stored_experts import layers_of_experts, shapes_of_expert
+from pagedcore.models.quantization.stored_experts import (
+    PARTS,
+    layers_of_experts,
+    require_last_experts,
+    shapes_of_expert,
+)
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 
@@ -80,12 +87,13 @@ def convert(
         out: a directory that is not there, or is empty.
         quantization: a scheme, as in ``EngineConfig``.
         dtype: number format of what is not quantised, and of what is before that.
-        calibration: a file of prompts, over which the scales of ``smoothing.py`` are found first; w8a8 only, no GGUF.
+        calibration: a file of prompts, over which the scales of ``smoothing.py`` are found first, or the rows that
+            auto-int8 chooses by; no other scheme, and no GGUF.
         on_progress: called with the number of prompts computed and of all, if there are any, then with the number of
             tensors written and of all.
 
     Returns:
-        The names of quantised layers that the calibration set could not smooth; () without one.
+        The names of quantised layers that the calibration set did not smooth; () without one, and with auto-int8.
 
     Raises:
         InvalidConfig: an argument is not allowed, weights are missing or not finite, or ``out`` cannot be written.
@@ -95,12 +103,12 @@ def convert(
     source, target = os.fspath(DEMO_MODEL_DIR) if model == "demo" else gguf_in(model), Path(out)
     _check_arguments(model, source, target, quantization, dtype, has_calibration=calibration is not None)
     modules, files = _open(source, resolve_dtype(dtype))
-    quantized = _schemes(modules, files, quantization)
-    smoothing = Smoothing()
-    if calibration is not None:
-        if layers_of_experts(modules):
-            raise ModelNotSupported("calibration: got a mixture of experts, allowed are dense models.")
-        prompts = _read_prompts(calibration, source, modules.config)
+    prompts = None if calibration is None else _read_prompts(calibration, source, modules.config)
+    seen, smoothing = dict[str, torch.Tensor](), Smoothing()
+    if prompts is not None and quantization == auto_int8.NAME:
+        seen = rows_seen(load_model(source), auto_int8.modules_read(modules), prompts, on_progress)
+    quantized = _schemes(modules, files, quantization, seen)
+    if prompts is not None and quantization != auto_int8.NAME:
         smoothing = find_smoothing(source, prompts, quantized, modules.dtype, on_progress)
     head = auto_int8.name_of_head(modules)
     linears = SCHEMES.get(quantization) or SCHEMES.get(quantized.get(head, ""))
@@ -118,7 +126,9 @@ def _open(source: str, dtype: torch.dtype) -> tuple[Any, TensorFiles | GGUFSourc
     if not is_gguf(source):
         modules = _modules(load_config(source), dtype)
         with as_refusals(source):
-            return modules, TensorFiles(Path(source), module_name)
+            directory = TensorFiles(Path(source), module_name)
+            require_last_experts(modules, directory)
+            return modules, directory
     with as_refusals(source):
         files = GGUFSource(source, dtype)
         modules = _modules(files.config(), dtype)
@@ -163,10 +173,10 @@ def _check_arguments(
             f"quantization: got {quantization!r} with dtype {dtype!r}, allowed are "
             f"{', '.join((*SCHEMES, auto_int8.NAME))} with dtype 'float32' or 'bfloat16'."
         )
-    if has_calibration and quantization != "w8a8":
+    if has_calibration and quantization not in ("w8a8", auto_int8.NAME):
         raise InvalidConfig(
-            f"calibration: got a file with quantization {quantization!r}, allowed is w8a8: others keep activations as "
-            "they are."
+            f"calibration: got a file with quantization {quantization!r}, allowed are w8a8 and {auto_int8.NAME}: "
+            "others keep activations as they are."
         )
     if is_gguf(source) and has_calibration:
         raise ModelNotSupported("calibration: got a GGUF file, allowed are directories of transformers.")
@@ -176,10 +186,12 @@ def _check_arguments(
         raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
 
 
-def _schemes(modules: Any, files: TensorFiles | GGUFSource, quantization: str) -> dict[str, str]:
+def _schemes(
+    modules: Any, files: TensorFiles | GGUFSource, quantization: str, seen: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
     """Return the scheme of each layer that is quantised, experts' too, by its name."""
     if quantization == auto_int8.NAME:
-        quantized = auto_int8.choose(modules, _reader(modules, files))
+        quantized = auto_int8.choose(modules, _reader(modules, files), seen)
     else:
         quantized = {name: quantization for name, module in modules.named_modules()
                      if type(module) is nn.Linear and SCHEMES[quantization].can_quantize(module.in_features)}
@@ -216,12 +228,18 @@ def _modules(config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _reader(model: nn.Module, files: TensorFiles | GGUFSource) -> Callable[[str], torch.Tensor]:
-    """Return what reads a model's tensors by name, in the model's number format; tied ones by each of their names."""
+def _reader(model: nn.Module, files: TensorFiles | GGUFSource) -> Read:
+    """Return what reads a model's weights by the names of ``Read``, in its number format; tied ones by each name."""
     tensors = model.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    shapes, dtype = layers_of_experts(model), next(model.parameters()).dtype
 
     def read(name: str) -> torch.Tensor:
+        parent, _, last = name.rpartition(".")
+        if last.isdigit():
+            experts, _, kind = parent.rpartition(".")
+            layers = [f"{experts}.{last}.{part}" for part in PARTS[kind]]
+            return torch.cat([files.expect(f"{one}.weight", shapes[one], *FLOATS).to(dtype) for one in layers])
         tensor = tensors[name]
         return files.expect(first_names[id(tensor)], tuple(tensor.shape), *FLOATS).to(tensor.dtype)
 
@@ -239,11 +257,12 @@ def _parts(model: Any, quantized: Mapping[str, str], smoothing: Smoothing) -> li
         if layer in quantized and last == "weight":
             parts.append(_quantized_part(source, layer, tensor.shape, tensor.dtype, quantized[layer], smoothing))
         elif source == name:
-            shapes: Shapes = {name: (tensor.dtype, tuple(tensor.shape))}
-            parts.append(Part(source, tuple(tensor.shape), shapes, _converted(name, tensor.dtype, smoothing)))
+            parts.append(_part(name, tensor.shape, tensor.dtype, smoothing))
     dtype = next(model.parameters()).dtype
-    parts += [_quantized_part(f"{name}.weight", name, shape, dtype, quantized[name], smoothing)
-              for name, shape in layers_of_experts(model).items()]
+    for layer, shape in layers_of_experts(model).items():
+        name = f"{layer}.weight"
+        parts.append(_quantized_part(name, layer, shape, dtype, quantized[layer], smoothing) if layer in quantized
+                     else _part(name, shape, dtype, smoothing))
     return [_named_as_in_files(part, model.config.model_type) for part in parts]
 
 
@@ -254,8 +273,10 @@ def _named_as_in_files(part: Part, model_type: str) -> Part:
     })
 
 
-def _converted(name: str, dtype: torch.dtype, smoothing: Smoothing) -> Callable[[torch.Tensor], Tensors]:
-    return lambda tensor: {name: smoothing.scaled(name, tensor.to(dtype)).to(dtype)}
+def _part(name: str, shape: Sequence[int], dtype: torch.dtype, smoothing: Smoothing) -> Part:
+    """Describe a tensor that is not quantised."""
+    return Part(name, tuple(shape), {name: (dtype, tuple(shape))},
+                lambda tensor: {name: smoothing.scaled(name, tensor.to(dtype)).to(dtype)})
 
 
 def _quantized_part(
@@ -311,8 +332,10 @@ def _config(own: dict[str, Any], model: Any, quantized: Mapping[str, str], kind:
         }
         for number, ((scheme, size), names) in enumerate(layers.items())
     }
-    others = [file_name(name, model.config.model_type) for name, module in model.named_modules()
-              if name not in quantized and (type(module) is nn.Linear or type(module).__name__.endswith("Router"))]
+    linears_and_routers = [name for name, module in model.named_modules()
+                           if type(module) is nn.Linear or type(module).__name__.endswith("Router")]
+    others = [file_name(name, model.config.model_type) for name in (*linears_and_routers, *experts)
+              if name not in quantized]
     own.pop("torch_dtype", None)
     # Why beside the format's own part: other readers take the embedding as numbers, which are in the file too.
     return {

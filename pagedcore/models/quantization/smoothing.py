@@ -5,11 +5,14 @@ Owns which products of a fused family can be smoothed, the scales, and where the
 multiplied by it. The division costs nothing when the model runs: it is in the weight of the norm before the product,
 in the rows of ``v_proj`` before ``o_proj``, and in those of ``up_proj`` before ``down_proj``, which are linear in what
 they give. Products that read anything else, as of a residual without a norm, stay as they are.
+
+All experts of a layer read one norm: their gates and ups have one scale for each channel, by which the columns of the
+router are multiplied too, so that it chooses the same experts. The rows of an expert's up are divided for its own down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -17,13 +20,23 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.blueprint import tree_of
-from pagedcore.models.cpu.fused_match import NotFused, recognise
+from pagedcore.models.cpu.fused_match import NotFused, has_experts, recognise
 from pagedcore.models.families import Family
-from pagedcore.models.pretrained import load_config, load_pretrained
+from pagedcore.models.pretrained import load_config
+from pagedcore.models.quantization.activations import (
+    OnProgress,
+    Prompts,
+    compute,
+    format_of_weights,
+    load_model,
+    removed_after,
+    require_finite,
+)
 from pagedcore.models.quantization.schemes import QuantizedLinears
+from pagedcore.models.quantization.stored_experts import weight_of_layer
 from pagedcore.models.transformers_model import redirect_attention
 
 _ALPHA: Final = 0.5
@@ -44,6 +57,10 @@ class Product:
     """The linear layer whose last outputs the rows are linear in; "": none."""
     heads: tuple[int, int] = (1, -1)
     """How many groups of inputs read the same outputs of the producer, and how many outputs those are."""
+    others: tuple[str, ...] = ()
+    """Layers that read the rows too and are not quantised: routers."""
+    experts: str = ""
+    """The module that computes the layers, if they are an expert's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +74,7 @@ class Smoothing:
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
     """The weight of each norm that products were folded into."""
     unsmoothed: tuple[str, ...] = ()
-    """Names of the quantised linear layers that stay as they are."""
+    """Names of the quantised linear layers that stay as they are; of experts, those of which no row was seen."""
 
     def scaled(self, name: str, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Return the parameter ``name`` of the smoothed model, in float32 or wider where it is another one.
@@ -94,8 +111,8 @@ class Smoothing:
 
 
 def find_smoothing(
-    source: str, prompts: Sequence[Sequence[int]], quantized: Collection[str], dtype: torch.dtype,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    source: str, prompts: Prompts, quantized: Collection[str], dtype: torch.dtype,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Smoothing:
     """Run a model over prompts, one at a time, and return what smooths its quantised layers.
 
@@ -114,21 +131,19 @@ def find_smoothing(
         InvalidConfig: its weights cannot be loaded, or its activations or weights are not finite.
     """
     config = load_config(source)
-    stored = config.dtype if config.dtype in (torch.bfloat16, torch.float32) else torch.float32
-    family, place = _family_of(config, stored)
-    products = list(_products(family, place, int(config.num_hidden_layers)))
-    name = str(stored).removeprefix("torch.")
-    model = load_pretrained(source, dtype=name, is_quick=True)
+    tree = tree_of(config, format_of_weights(config), trust_remote_code=False)
+    family, place = _family_of(tree)
+    products = list(_products(tree, family, place))
+    model = load_model(source)
     inputs = input_maxima(model, products, prompts, on_progress)
     return smoothing_of(model, products, inputs, quantized, family.norm_offset or 0.0, dtype)
 
 
-def _family_of(config: Any, dtype: torch.dtype) -> tuple[Family, AttentionLayer]:
-    model = tree_of(config, dtype, trust_remote_code=False)
+def _family_of(tree: Any) -> tuple[Family, AttentionLayer]:
     with torch.device("meta"), torch.inference_mode():
-        layers, _ = redirect_attention(model)
+        layers, _ = redirect_attention(tree)
     try:
-        family = recognise(model, layers).family
+        family = recognise(tree, layers).family
     except NotFused as why:
         raise ModelNotSupported(
             f"calibration: only models of the fused decoder are smoothed, and this is none: {why}. Convert it without."
@@ -136,25 +151,38 @@ def _family_of(config: Any, dtype: torch.dtype) -> tuple[Family, AttentionLayer]
     return family, layers[0]
 
 
-def _products(family: Family, place: AttentionLayer, num_layers: int) -> Iterator[Product]:
-    """Yield all products of a dense model of a family."""
-    for layer in (f"model.layers.{number}." for number in range(num_layers)):
+def _products(tree: Any, family: Family, place: AttentionLayer) -> Iterator[Product]:
+    """Yield all products of a model of a family."""
+    for number, block in enumerate(tree.model.layers):
+        layer = f"model.layers.{number}."
         attention, mlp = (f"{layer}{name}." for name in ("self_attn", "mlp"))
         norm_in, _, norm_between, _ = (name and f"{layer}{name}" for name in family.norms)
         qkv, gate_up = [attention + name for name in family.qkv], [mlp + name for name in family.gate_up]
         yield Product(tuple(qkv), norm=norm_in)
         yield Product((f"{attention}o_proj",), producer=qkv[-1], heads=(place.num_kv_heads, place.value_head_size))
+        if has_experts(block):
+            yield from _products_of_experts(mlp, len(block.mlp.experts.down_proj), norm_between)
+            continue
         yield Product(tuple(gate_up), norm=norm_between)
         yield Product((f"{mlp}down_proj",), producer=gate_up[-1])
     yield Product(("lm_head",), norm="model.norm")
 
 
+def _products_of_experts(mlp: str, num_experts: int, norm: str) -> Iterator[Product]:
+    experts = f"{mlp}experts"
+    each = [f"{experts}.{number}." for number in range(num_experts)]
+    yield Product(tuple(f"{one}{name}" for one in each for name in ("gate_proj", "up_proj")), norm=norm,
+                  others=(f"{mlp}gate",))
+    for one in each:
+        yield Product((f"{one}down_proj",), producer=f"{one}up_proj", experts=experts)
+
+
 @torch.inference_mode()
 def input_maxima(
-    model: Any, products: Sequence[Product], prompts: Sequence[Sequence[int]],
-    on_progress: Callable[[int, int], None],
+    model: Any, products: Sequence[Product], prompts: Prompts, on_progress: OnProgress
 ) -> dict[str, torch.Tensor]:
-    """Return the largest magnitude of each input over all prompts, float64 [in], by the first layer of each product.
+    """Return the largest magnitude of each input over all prompts, float64 [in], by the first layer of each product; an
+    expert that no row chose has none.
 
     Raises:
         InvalidConfig: one is not finite.
@@ -171,21 +199,26 @@ def input_maxima(
     def before(name: str, module: nn.Module, given: tuple[torch.Tensor]) -> None:
         look(name, given[0])
 
+    def before_experts(name: str, experts: Any, given: tuple[torch.Tensor, ...]) -> None:
+        rows, chosen = given[:2]
+        for number in {*chosen.flatten().tolist()}:
+            gate_up = nn.functional.linear(rows[(chosen == number).any(1)], experts.gate_up_proj[number])
+            look(f"{name}.{number}.down_proj", experts._apply_gate(gate_up))
+
     hooks = [
         # Why at the norm: the output layer is asked for no logits.
         model.get_submodule(one.norm).register_forward_hook(partial(after, one.linears[0])) if one.norm
         else model.get_submodule(one.linears[0]).register_forward_pre_hook(partial(before, one.linears[0]))
-        for one in products
+        for one in products if not one.experts
     ]
-    try:
+    for name in {one.experts for one in products if one.experts}:
+        hooks.append(model.get_submodule(name).register_forward_pre_hook(partial(before_experts, name)))
+    with removed_after(hooks):
         for number, prompt in enumerate(prompts, 1):
-            model(input_ids=torch.tensor([list(prompt)]), use_cache=False, logits_to_keep=torch.arange(0))
+            compute(model, prompt, torch.arange(0))
             on_progress(number, len(prompts))
-    finally:
-        for hook in hooks:
-            hook.remove()
     for name, largest in found.items():
-        _require_finite(largest, f"the activations before {name}")
+        require_finite(largest, f"the activations before {name}")
     return found
 
 
@@ -209,11 +242,12 @@ def smoothing_of(
     columns, rows, norms = dict[str, torch.Tensor](), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     unsmoothed: list[str] = []
     for product in products:
-        names, largest = product.linears, inputs[product.linears[0]]
-        if not (product.norm or product.producer) or not all(name in quantized for name in names):
+        names, largest = product.linears, inputs.get(product.linears[0])
+        can_fold = bool(product.norm or product.producer)
+        if largest is None or not can_fold or not all(name in quantized for name in names):
             unsmoothed += [name for name in names if name in quantized]
             continue
-        weight = torch.stack([_column_maxima(model.get_submodule(name), name) for name in names]).amax(0)
+        weight = torch.stack([_column_maxima(weight_of_layer(model, name), name) for name in names]).amax(0)
         if product.norm:
             scales = smooth_scales(largest, weight)
             old = model.get_submodule(product.norm).weight.detach().to(dtype)
@@ -222,11 +256,11 @@ def smoothing_of(
             num_groups, size = product.heads
             shape = (num_groups, -1, len(largest) if size == -1 else size)
             scales = smooth_scales(largest.view(shape).amax(1), weight.view(shape).amax(1))
-            producer = model.get_submodule(product.producer)
-            rows[product.producer] = torch.ones(producer.out_features, dtype=torch.float64)
+            num_outputs = len(weight_of_layer(model, product.producer))
+            rows[product.producer] = torch.ones(num_outputs, dtype=torch.float64)
             rows[product.producer][-scales.numel() :] = scales.flatten()
             scales = scales[:, None].expand(shape[0], len(largest) // scales.numel(), shape[2]).flatten()
-        columns |= dict.fromkeys(names, scales)
+        columns |= dict.fromkeys((*names, *product.others), scales)
     return Smoothing(columns, rows, norms, tuple(unsmoothed))
 
 
@@ -255,13 +289,8 @@ def _fold_into_norm(
     return torch.where(is_exact, new, old), torch.where(is_exact, left, 1.0)
 
 
-def _column_maxima(linear: nn.Linear, name: str) -> torch.Tensor:
-    least, largest = linear.weight.detach().aminmax(dim=0)
+def _column_maxima(weight: torch.Tensor, name: str) -> torch.Tensor:
+    least, largest = weight.aminmax(dim=0)
     maxima = torch.maximum(-least, largest).double()
-    _require_finite(maxima, f"the weights of {name}")
+    require_finite(maxima, f"the weights of {name}")
     return maxima
-
-
-def _require_finite(maxima: torch.Tensor, what: str) -> None:
-    if not maxima.isfinite().all():
-        raise InvalidConfig(f"model: {what} are not finite; its files are damaged, or it needs a wider format.")

@@ -59,8 +59,8 @@ class StoredWeight:
     """A weight [out, in] that a product is made of.
 
     Of torch's functions it knows ``torch.cat`` over outputs, ``F.embedding`` where there is ``look_up``, and
-    ``F.linear``, whose results are zeros: what calls a model before it is packed looks at the way of its tensors, not
-    at numbers. All others raise ``TypeError``.
+    ``F.linear`` and the product of rows with what was its transpose, whose results are zeros: what calls a model before
+    it is packed looks at the way of its tensors, not at numbers. All others raise ``TypeError``.
     """
 
     scheme: str
@@ -90,7 +90,7 @@ class StoredWeight:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute; torch calls this in the place of its own functions."""
-        if function is torch.nn.functional.linear:
+        if function in (torch.nn.functional.linear, torch.Tensor.matmul, torch.Tensor.__matmul__):
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
         if function is torch.nn.functional.embedding and (look_up := args[1].look_up) is not None:
             return look_up(args[0])

@@ -237,6 +237,16 @@ def test_damaged_and_quantised_models_are_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model"]
 
 
+@pytest.mark.parametrize("quantization", ["w8a8", "auto-int8"])
+def test_experts_that_files_do_not_have_are_refused(quantization: str, tmp_path: Path) -> None:
+    """A configuration that names more of them than there is memory for their names costs none."""
+    source = save(tmp_path / "model", "mixtral")
+    change_config(Path(source), num_local_experts=2**40)
+    with pytest.raises(ModelNotSupported, match=f"experts.{2**40 - 1}.down_proj.weight is missing"):
+        convert(source, tmp_path / "out", quantization=quantization)
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def test_the_command_converts_the_demo_model(tmp_path: Path) -> None:
     """The command writes what the demo model needs to answer, its tokenizer too, and says where and how large it is."""
     out = tmp_path / "out"

@@ -20,7 +20,7 @@ from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.quantization.calibration_set import MAX_FILE_BYTES, MAX_PROMPT_TOKENS, MAX_TOKENS
 from pagedcore.models.quantization.checkpoint import load_stored, stored_format
 from pagedcore.models.quantization.convert import convert
-from pagedcore.models.quantization.smoothing import find_smoothing
+from pagedcore.models.quantization.smoothing import Smoothing, find_smoothing
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import VOCAB, tiny_model
 from support.runner import invoke
@@ -31,6 +31,8 @@ pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no suc
 WITHOUT_NORM = {"olmo2": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}}
 WITHOUT_NORM["olmo3"] = WITHOUT_NORM["olmo2"]
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3_text")
+CHOOSING = [*PROMPTS, [(5 * i + 3) % VOCAB for i in range(150)]]
+SPARSE = ("mixtral", "qwen3_moe", "olmoe")
 Planted = Callable[[Any], None]
 
 
@@ -39,13 +41,18 @@ def plant_outliers(model: Any) -> None:
     """Make a few channels of norms, values and gated rows fifty times as large; what reads them undoes it."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        for norm, readers in ((layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                              (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj))):
+        if hasattr(mlp, "experts"):
+            # Shape: [experts, gates and ups, in] and [experts, out, in]
+            between, down = [mlp.gate.weight, mlp.experts.gate_up_proj], mlp.experts.down_proj
+        else:
+            between, down = [mlp.gate_proj.weight, mlp.up_proj.weight], mlp.down_proj.weight
+        for norm, readers in ((layer.input_layernorm, [getattr(attention, f"{name}_proj").weight for name in "qkv"]),
+                              (layer.post_attention_layernorm, between)):
             norm.weight[[3, 17]] *= 50
             for reader in readers:
-                reader.weight[:, [3, 17]] /= 50
-        mlp.up_proj.weight[[5, 40]] *= 50
-        mlp.down_proj.weight[:, [5, 40]] /= 50
+                reader[..., [3, 17]] /= 50
+        between[-1][..., [-3, -20], :] *= 50
+        down[..., [-3, -20]] /= 50
         attention.v_proj.weight[[1, 20]] *= 50
         # Shape: 2 heads of values with 16 channels each are read by 2 heads of queries each.
         attention.o_proj.weight[:, [1, 17, 36, 52]] /= 50
@@ -70,25 +77,47 @@ def calibration_of(path: Path, prompts: list[list[int]] = PROMPTS) -> Path:
 
 
 def linears_of(model: Any) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    """Names of linear layers, those of experts as files have them."""
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)] + [
+        f"{name}.{number}.{part}" for name, module in model.named_modules() if name.endswith(".experts")
+        for number in range(len(module.down_proj)) for part in ("gate_proj", "up_proj", "down_proj")
+    ]
 
 
-@pytest.mark.parametrize("family", DENSE)
+def scaled(smoothing: Smoothing, name: str, old: torch.Tensor) -> torch.Tensor:
+    """A parameter of the smoothed model; of experts' matrices one by one."""
+    if old.ndim < 3:
+        return smoothing.scaled(name, old)
+    experts, _, kind = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    return torch.stack([
+        torch.cat([smoothing.scaled(f"{experts}.{number}.{part}.weight", half)
+                   for part, half in zip(parts, matrix.chunk(len(parts)), strict=True)])
+        for number, matrix in enumerate(old)
+    ])
+
+
+@pytest.mark.parametrize("family", DENSE + SPARSE)
 def test_the_folded_model_is_the_model(family: str, tmp_path: Path) -> None:
     """In numbers of double width logits differ by the rounding of norms alone, and every product that reads a norm,
-    values or gated rows is smoothed."""
+    values or gated rows is smoothed; so are experts and the routers that read their norm."""
     model = save(tmp_path, family)
     smoothing = find_smoothing(str(tmp_path), PROMPTS, linears_of(model), torch.float32)
     assert {name.rpartition(".")[2] for name in smoothing.unsmoothed} == WITHOUT_NORM.get(family, set())
     smoothed = {*smoothing.columns, *smoothing.unsmoothed}
-    assert smoothed == {*linears_of(model)}
+    routers = [f"model.layers.{number}.mlp.gate" for number in range(3)] if family in SPARSE else []
+    assert smoothed == {*linears_of(model), *routers}
     folded, tokens = copy.deepcopy(model).double(), torch.tensor([PROMPTS[-1]])
     for name, parameter in folded.named_parameters():
-        parameter.data = smoothing.scaled(name, parameter.data)
+        parameter.data = scaled(smoothing, name, parameter.data)
     new = folded.state_dict()
     changed = [name for name, one in model.named_parameters() if not torch.equal(one.double(), new[name])]
-    assert len(changed) > len(smoothed) - len(smoothing.unsmoothed)
+    of_experts = {name for name, one in model.named_parameters() if one.ndim == 3}
+    others = {f"{name}.weight" for name in (*smoothing.norms, *smoothing.columns) if ".experts." not in name}
+    assert {*changed} >= others | of_experts
     with torch.inference_mode():
+        for one in (model, folded):
+            one.config._experts_implementation = "eager"  # the other takes no numbers of double width
         before, after = (one(tokens).logits for one in (model.double(), folded))
     assert before.std() > 0.1
     assert (before - after).abs().max() < 1e-4 * before.std()
@@ -152,6 +181,63 @@ def test_outliers_cost_less(tmp_path: Path) -> None:
         assert convert(source, out, quantization="w8a8", dtype="float32", calibration=calibration) == ()
         errors.append(float(np.std(scores_of(out, must_fuse=True) - exact)))
     assert errors[1] < errors[0] / 4, errors
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_outliers_cost_less_in_mixtures(family: str, tmp_path: Path) -> None:
+    """The same with channels before experts, values, and outputs of all experts' ups that are fifty times as large."""
+    model = save(tmp_path / "model", family, change=plant_outliers)
+    exact, errors = scores_of_transformers(model), []
+    for calibration in (None, calibration_of(tmp_path / "set.jsonl", CHOOSING)):
+        source, out = str(tmp_path / "model"), tmp_path / f"out{len(errors)}"
+        assert convert(source, out, quantization="w8a8", dtype="float32", calibration=calibration) == ()
+        errors.append(float(np.std(scores_of(out, must_fuse=True) - exact)))
+    assert errors[1] < errors[0] / 2, errors
+
+
+@torch.inference_mode()
+def test_scales_of_experts_are_those_of_the_paper(tmp_path: Path) -> None:
+    """Gates and ups of all experts have the scales of all their weights together, and the router's columns are
+    multiplied by them; those of a down are made of the rows that chose its expert."""
+    model, seen = save(tmp_path / "model", "mixtral", change=plant_outliers), []
+    mlp = model.model.layers[1].mlp
+    mlp.experts.register_forward_pre_hook(lambda _, given: seen.append(given))
+    for prompt in PROMPTS:
+        model(torch.tensor([prompt]))
+    convert(str(tmp_path / "model"), tmp_path / "out", quantization="w8a8", dtype="float32",
+            calibration=calibration_of(tmp_path / "set.jsonl"))
+    new = load_file(tmp_path / "out" / "model.safetensors")
+    rows, chosen = (torch.cat([given[place] for given in seen]).numpy() for place in (0, 1))
+    gate_up, down = mlp.experts.gate_up_proj.detach().numpy(), mlp.experts.down_proj.detach().numpy()
+    columns, path = paper_scales(rows, *gate_up), "model.layers.1.block_sparse_moe"
+    assert np.allclose(new[f"{path}.gate.weight"].numpy(), mlp.gate.weight.detach().numpy() * columns, rtol=1e-5)
+    for number in range(4):
+        gate, up = np.split(gate_up[number].astype(np.float64), 2)
+        given = rows[(chosen == number).any(axis=1)].astype(np.float64)
+        of_gate = given @ gate.T
+        inside = of_gate / (1 + np.exp(-of_gate)) * (given @ up.T)
+        scales = paper_scales(inside, down[number])
+        expected = {"w1": gate * columns, "w2": down[number] * scales, "w3": up * columns / scales[:, None]}
+        for part, wanted in expected.items():
+            steps = new[f"{path}.experts.{number}.{part}.weight_scale"].numpy()
+            stored = new[f"{path}.experts.{number}.{part}.weight"].numpy() * steps
+            assert np.all(np.abs(stored - wanted) <= 0.51 * steps), (number, part)
+
+
+def test_an_expert_that_no_row_chooses_keeps_its_last_layer(tmp_path: Path) -> None:
+    """Its down and the rows of its up have the scale 1; its gate and up are divided with all others, and the result
+    names it."""
+    model = save(tmp_path, "mixtral")
+    smoothing = find_smoothing(str(tmp_path), [[5]], linears_of(model), torch.float32)
+    mlp = "model.layers.0.mlp.experts."
+    downs = {f"{mlp}{number}.down_proj" for number in range(4)}
+    unreached = downs & {*smoothing.unsmoothed}
+    assert len(unreached) == 2
+    assert {*smoothing.columns} & downs == downs - unreached
+    for name in unreached:
+        expert = name.rpartition(".")[0]
+        assert f"{expert}.up_proj" in smoothing.columns
+        assert f"{expert}.up_proj" not in smoothing.rows
 
 
 def test_an_embedding_is_not_scaled_with_the_output_layer_that_shares_it(tmp_path: Path) -> None:
@@ -227,7 +313,7 @@ def test_what_cannot_be_smoothed_is_refused(tmp_path: Path) -> None:
     """Schemes that keep activations, families whose products are not known, and activations that are not finite."""
     path = calibration_of(tmp_path / "set.jsonl", [[1, 2, VOCAB - 1]])
     save(tmp_path / "model")
-    with pytest.raises(InvalidConfig, match="calibration: got a file with quantization 'w4a16', allowed is w8a8"):
+    with pytest.raises(InvalidConfig, match="got a file with quantization 'w4a16', allowed are w8a8 and auto-int8"):
         convert(str(tmp_path / "model"), tmp_path / "out", quantization="w4a16", calibration=path)
     save(tmp_path / "other", "stablelm")
     with pytest.raises(ModelNotSupported, match="calibration: only models of the fused decoder"):
@@ -258,3 +344,8 @@ def test_the_command_smooths_by_texts(tmp_path: Path) -> None:
     printed = invoke("convert", str(tmp_path / "olmo"), "--quantization", "w8a8", "--calibration",
                      str(calibration_of(tmp_path / "ids.jsonl")), "--out", str(tmp_path / "out"))
     assert "not smoothed, without a norm right before them: q_proj, k_proj, v_proj, gate_proj, up_proj" in printed
+    save(tmp_path / "mixtral", "mixtral")
+    printed = invoke("convert", str(tmp_path / "mixtral"), "--quantization", "w8a8", "--calibration",
+                     str(calibration_of(tmp_path / "one.jsonl", [[5]])), "--out", str(tmp_path / "sparse"))
+    # Shape: a token chooses 2 of 4 experts in each of 3 layers.
+    assert "not smoothed, as no token of the prompts chose their expert: 6 down_proj" in printed
