@@ -7,6 +7,7 @@ models come from, ``decoder.py`` for the part a faster implementation replaces.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -48,6 +49,7 @@ from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_log = logging.getLogger("pagedcore")
 _OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul | JoinedMatmul
 MakeLayout = Callable[[int, torch.dtype, tuple[LayerShape, ...]], BlockLayout]
 """``(block_size, dtype, shapes) -> layout``, of a model in ``dtype``."""
@@ -238,9 +240,10 @@ class TransformersModel:
         attention = self._attention_factory(storage.layout, storage.pool)
         try:
             return test.check(lambda batch: self._compute(attention, batch))
-        except ModelNotSupported:
+        except ModelNotSupported as failure:
             if (fallback := self._decoder.fallback()) is None:
                 raise
+            _log.warning("%s: a slower decoder computes it, as the fast one failed: %s", self.name, failure)
             self._decoder = fallback
             return self._settle_decoder(test)
 

@@ -290,5 +290,6 @@ def test_sizes_that_kernels_handle() -> None:
                    {"dtype": torch.float16}, {"rotary_size": 4}):
         assert not can_compute(**{**fits, **change})
     assert [rows_at_once(n) for n in (1, 2, 64, 10_000)] == [1, 1, 8, 32]
-    assert [tokens_at_once(n) for n in (1, 31, 32, 64, 10_000)] == [1, 3, 32, 32, 32]
+    assert [tokens_at_once(n, are_apart=False) for n in (1, 31, 32, 64, 10_000)] == [1, 3, 32, 32, 32]
+    assert [tokens_at_once(n, are_apart=True) for n in (1, 31, 32, 64)] == [1, 3, 4, 8]
     assert [threads_for(n, 1024) for n in (1, 32, 33)] == [1, 1, None]

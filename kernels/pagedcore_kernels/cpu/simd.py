@@ -118,13 +118,16 @@ def store(b: Builder, value: Value, address: Value, offset: Value | int, align: 
     stored.align = align
 
 
-def prefetch_line(b: Builder, address: Value, offset: Value) -> None:
-    """Ask for a cache line ahead of its use; the second level is near enough, the first is full of what is in use."""
+def prefetch_line(b: Builder, address: Value, offset: Value, *, to_write: bool = False) -> None:
+    """Ask for a cache line ahead of its use; the second level is near enough, the first is full of what is in use.
+
+    A line that will be written is taken from other processors at once, where there is an instruction for that.
+    """
     byte = ir.IntType(8)
     kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), INT32, INT32, INT32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    read, near, data = (ir.Constant(INT32, number) for number in (0, 2, 1))
-    b.call(function, [pointer(b, address, offset, byte), read, near, data])
+    how, near, data = (ir.Constant(INT32, number) for number in (int(to_write), 2, 1))
+    b.call(function, [pointer(b, address, offset, byte), how, near, data])
 
 
 def item_bytes(number_format: int) -> int:

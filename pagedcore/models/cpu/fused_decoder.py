@@ -24,7 +24,7 @@ from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.fused_match import NotFused, Recognised, has_experts, recognise
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
-from pagedcore.models.cpu.recorded_steps import MOST_ROWS, RecordedSteps
+from pagedcore.models.cpu.recorded_steps import MOST_KEPT_ROWS, MOST_ROWS, RecordedSteps
 from pagedcore.models.cpu.step_rows import StepRows
 from pagedcore.models.decoder import Decoder, ModuleDecoder, router_products
 from pagedcore.models.families import Family
@@ -268,11 +268,14 @@ class FusedDecoder(Decoder):
         Logits of a step that ``RecordedSteps`` computes are overwritten by the next one.
         """
         attention, steps = step.attention, self._steps
-        if steps is not None and isinstance(attention, RecordableAttention) and _are_all(rows, len(token_ids)):
-            work = self._begin(step, token_ids, positions, steps.workspace_for(attention, len(rows)))
-            logits = self._repeat(steps, step, attention, work)
-            return logits if rows[-1] else logits[:1].expand(2, -1)
-        work, addend = self._begin(step, token_ids, positions), None
+        if steps is None or not isinstance(attention, RecordableAttention) or len(token_ids) > MOST_KEPT_ROWS:
+            work = self._begin(step, token_ids, positions)
+        else:
+            work = self._begin(step, token_ids, positions, steps.workspace)
+            if _are_all(rows, len(token_ids)):
+                logits = self._repeat(steps, step, attention, work)
+                return logits if rows[-1] else logits[:1].expand(2, -1)
+        addend = None
         for layer in self._layers:
             attended = layer.attend(step, work, addend)
             if layer is self._layers[-1]:
@@ -282,6 +285,7 @@ class FusedDecoder(Decoder):
                 work.keep(rows)
                 attended = attended[rows]
             addend = layer.feed_forward(work, attended)
+        work.workspace = None  # Why: what is returned is the caller's.
         return self._scaled(self._finish(work, addend))
 
     def _repeat(
@@ -331,7 +335,8 @@ class FusedDecoder(Decoder):
             slots = workspace.take("slots", num_rows, 1, torch.int64)[:, 0].copy_(slots)
         attention, destination = step.attention, None
         if isinstance(attention, ShowsKVPool) and isinstance(attention.layout, KVLayout):
-            destination = KVDestination(attention.layout, attention.pool, slots)
+            are_apart = num_rows <= MOST_ROWS and len(set((slots // attention.layout.block_size).tolist())) == num_rows
+            destination = KVDestination(attention.layout, attention.pool, slots, are_apart)
         return StepRows(residual, normed, gated, positions, destination, workspace)
 
 

@@ -21,6 +21,8 @@ from pagedcore_kernels.cpu.runtime.workspace import Workspace
 
 #: Most rows of a step that is recorded: with more of them Python's share is small, and their logits are large.
 MOST_ROWS: Final = 128
+#: Most rows of any step that is computed in the workspace, whose memory stays.
+MOST_KEPT_ROWS: Final = 1024
 #: Recordings that are kept: a few numbers of rows in turn, while sequences come and go. Each takes half a KiB per call.
 _MOST_RECORDINGS: Final = 16
 
@@ -34,16 +36,6 @@ class RecordedSteps:
         self._recordings: OrderedDict[Hashable, RecordedCalls] = OrderedDict()
         self._attention: Callable[[], object] = lambda: None
 
-    def workspace_for(self, attention: RecordableAttention, num_rows: int) -> Workspace:
-        """Return the workspace of a step with this attention backend; what it had before is still there."""
-        # Why by a weak reference: another backend may have its pool and arrays at the addresses of one that is gone.
-        is_another = self._attention() is not attention
-        if self.workspace.reserve(num_rows) or is_another:
-            self._recordings.clear()
-        if is_another:
-            self._attention = weakref.ref(attention)
-        return self.workspace
-
     def run(self, attention: RecordableAttention, others: Hashable, compute: Callable[[], None]) -> None:
         """Run ``compute``, or repeat the calls that it made in a step like this one.
 
@@ -54,8 +46,12 @@ class RecordedSteps:
         """
 
         def key() -> Hashable:
-            return num_threads(), others, attention.call_key()
+            return num_threads(), self.workspace.version, others, attention.call_key()
 
+        # Why by a weak reference: another backend may have its pool and arrays at the addresses of one that is gone.
+        if self._attention() is not attention:
+            self._recordings.clear()
+            self._attention = weakref.ref(attention)
         recorded = self._recordings.get(key())
         if recorded is not None:
             self._recordings.move_to_end(key())
@@ -63,7 +59,7 @@ class RecordedSteps:
             return
         with RecordedCalls() as recorded:
             compute()
-        # Why asked again: only now has the backend been asked for all that its calls need.
+        # Why asked again: only now is everything there that the calls need.
         self._recordings[key()] = recorded
         if len(self._recordings) > _MOST_RECORDINGS:
             self._recordings.popitem(last=False)

@@ -54,13 +54,14 @@ def rows_at_once(num_rows: int) -> int:
     return min(_MOST_ROWS_AT_ONCE, max(1, num_rows // _ROUNDS_OF_WORK))
 
 
-def tokens_at_once(num_tokens: int) -> int:
-    """Rows that a thread claims together where K is written.
+def tokens_at_once(num_tokens: int, *, are_apart: bool) -> int:
+    """Rows that a thread claims together where K is written, to blocks of their own if tokens are apart.
 
     Why: a cache line has the same element of K of 32 consecutive tokens in bfloat16. With fewer at once two threads
     write to the same lines, which takes four times as long.
     """
-    return _MOST_ROWS_AT_ONCE if num_tokens >= _MOST_ROWS_AT_ONCE else rows_at_once(num_tokens)
+    is_shared = num_tokens >= _MOST_ROWS_AT_ONCE and not are_apart
+    return _MOST_ROWS_AT_ONCE if is_shared else rows_at_once(num_tokens)
 
 
 def threads_for(num_rows: int, row_bytes: int) -> int | None:
@@ -142,6 +143,8 @@ class KVDestination:
     layout: KVLayout
     pool: torch.Tensor
     slots: torch.Tensor
+    are_apart: bool = False
+    """Whether each slot is in a block of its own; what is computed does not depend on it."""
 
 
 class RotaryEmbedding:
@@ -206,9 +209,10 @@ class RotaryEmbedding:
         if qkv.shape[1] != self._row_size:
             raise InternalError(f"qkv rows have {qkv.shape[1]} elements, expected {self._row_size}")
         num_rows = qkv.shape[0]
+        at_once = tokens_at_once(num_rows, are_apart=destination is not None and destination.are_apart)
         self._parameters.fill(
             qkv.data_ptr(), positions.data_ptr(), angles.data_ptr(), *self._norm_addresses, num_rows, *self._heads,
-            tokens_at_once(num_rows), *_places(destination, layer),
+            at_once, *_places(destination, layer),
         )  # fmt: skip
         self._kernel.run(self._parameters, threads_for(num_rows, self._row_size * qkv.itemsize))
 
@@ -333,6 +337,15 @@ def _rotary_kernel(
                 break
             for row in range(first, min(first + chunk, num_rows)):
                 queries = qkv + row * (num_heads + 2 * num_kv_heads) * head_bytes
+                # Safety: a negative slot means "nowhere"; as an address it would be memory before the pool.
+                slot = load_int64(slots, row) if slots != 0 else -1
+                key_place = keys + max(slot, 0) // block_size * block_bytes + max(slot, 0) % block_size * size
+                if slot >= 0:
+                    # Why here: the lines come while heads are rotated.
+                    for head in range(num_kv_heads):
+                        hidden_rows.ask_for_scattered(
+                            is_bf16, head_size, key_place + head * key_head_bytes, block_size
+                        )  # fmt: skip
                 cosines = angles + load_int64(positions, row) * rotary_size * 4
                 if norms == 2:
                     for part in range(2):
@@ -350,16 +363,12 @@ def _rotary_kernel(
                     hidden_rows.rotate_head(
                         is_bf16, rounds, rotary_lanes, rotary_size, address, cosines, cosines + rotary_size * 2
                     )  # fmt: skip
-                if slots == 0:
-                    continue
-                slot = load_int64(slots, row)
-                # Safety: a negative slot means "nowhere"; as an address it would be memory before the pool.
                 if slot < 0:
                     continue
                 block, offset = slot // block_size, slot % block_size
                 source = queries + num_heads * head_bytes
                 for head in range(num_kv_heads):
-                    key = keys + block * block_bytes + head * key_head_bytes + offset * size
+                    key = key_place + head * key_head_bytes
                     hidden_rows.scatter_row(is_bf16, head_size, source + head * head_bytes, key, block_size)
                     value = values + block * block_bytes + head * value_head_bytes + offset * value_bytes
                     hidden_rows.copy_row(is_bf16, head_size, source + (num_kv_heads + head) * head_bytes, value)

@@ -216,6 +216,20 @@ def copy_row(typing: Typing, is_bf16: Any, count: Any, source: Any, target: Any)
 
 
 @intrinsic(prefer_literal=True)
+def ask_for_scattered(typing: Typing, is_bf16: Any, count: Any, target: Any, stride: Any) -> Any:
+    """Ask for the cache lines that ``scatter_row`` writes to. Literal: is_bf16, count."""
+    size = simd.item_bytes(is_bf16.literal_value)
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        with cgutils.for_range(b, simd.int64(count.literal_value)) as loop:
+            place = b.mul(loop.index, b.mul(args[3], simd.int64(size)))
+            simd.prefetch_line(b, args[2], place, to_write=True)
+        return context.get_dummy_value()
+
+    return types.void(is_bf16, count, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
 def scatter_row(typing: Typing, is_bf16: Any, count: Any, source: Any, target: Any, stride: Any) -> Any:
     """``scatter_row(is_bf16, count, source, target, stride)``: element ``i`` goes to ``target[i * stride]``."""
     size = simd.item_bytes(is_bf16.literal_value)

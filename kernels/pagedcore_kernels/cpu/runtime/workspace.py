@@ -11,27 +11,22 @@ import torch
 class Workspace:
     """Room for the rows of a step, by what it is for.
 
-    Invariant: a tensor keeps its address until ``reserve`` returns True.
+    Invariant: a tensor keeps its address as long as ``version`` stays.
     """
 
     def __init__(self) -> None:
-        self._num_rows = 0
         self._rooms: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
-
-    def reserve(self, num_rows: int) -> bool:
-        """Have room for so many rows; return whether all tensors that were taken are void now."""
-        if num_rows <= self._num_rows:
-            return False
-        self._num_rows = 1 << (num_rows - 1).bit_length()
-        self._rooms.clear()
-        return True
+        self.version = 0
+        """How often memory was replaced by larger memory, or made."""
 
     def take(self, purpose: str, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return [num_rows, size], contiguous, with what was written there last; ``num_rows`` as reserved at most.
+        """Return [num_rows, size], contiguous: the same memory for the same purpose, size and number format.
 
-        The same purpose, size and number format are the same memory.
+        It has what was written there last, unless it had to grow.
         """
         key = purpose, size, dtype
-        if key not in self._rooms:
-            self._rooms[key] = torch.empty(self._num_rows, size, dtype=dtype)
-        return self._rooms[key][:num_rows]
+        room = self._rooms.get(key)
+        if room is None or len(room) < num_rows:
+            room = self._rooms[key] = torch.empty(1 << (num_rows - 1).bit_length(), size, dtype=dtype)
+            self.version += 1
+        return room[:num_rows]
