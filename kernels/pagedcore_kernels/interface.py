@@ -159,15 +159,7 @@ class RecordableMatmul(Protocol):
 
 @runtime_checkable
 class RecordableAttention(Protocol):
-    """An ``AttentionBackend`` whose calls may be recorded and repeated in other steps."""
-
-    def call_key(self) -> tuple[int, ...]:
-        """Return what the calls of the planned step have of it in them.
-
-        Calls that this object made in another step with an equal key, with tensors at the same addresses, compute the
-        planned step.
-        """
-        ...
+    """An ``AttentionBackend`` whose calls may be recorded: repeated, they compute the step that it has planned then."""
 
     def attend_to(
         self,

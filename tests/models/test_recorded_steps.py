@@ -13,12 +13,12 @@ import torch
 
 from models.test_fused_decoder import VOCAB, model_of
 from pagedcore.execution.ragged_batch import RaggedBatch, assemble
-from pagedcore.models.cpu import recorded_steps
+from pagedcore.models.cpu import fused_decoder
 from pagedcore.models.cpu.fused_decoder import FusedDecoder
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
-from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls
+from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SEQUENCES = 4, 120, 6
 #: Names of models, number formats, and options: norms of heads, windows and soft caps, every scheme, KV in int8.
@@ -78,10 +78,10 @@ def test_repeated_steps_give_the_same_bits(case: str, monkeypatch: pytest.Monkey
     num_repeated = 0
     run = RecordedCalls.run
 
-    def counted(self: RecordedCalls) -> None:
+    def counted(self: RecordedCalls, shape: StepShape) -> None:
         nonlocal num_repeated
         num_repeated += 1
-        run(self)
+        run(self, shape)
 
     monkeypatch.setattr(RecordedCalls, "run", counted)
     name, dtype, options = CASES[case]
@@ -89,7 +89,7 @@ def test_repeated_steps_give_the_same_bits(case: str, monkeypatch: pytest.Monkey
     num_repeated = 0
     for batch in steps():
         assert torch.equal(recording.forward(batch), plain.forward(batch))
-    assert num_repeated >= 50
+    assert num_repeated >= 2 * 70
 
 
 def test_wanted_rows_that_are_not_all_are_not_mixed_up() -> None:
@@ -112,20 +112,24 @@ def test_another_pool_is_not_written_by_old_calls() -> None:
         assert torch.equal(backend.forward(batch), wanted)
 
 
-def test_recordings_are_bounded() -> None:
-    """The latest ones are kept, and steps of many rows are not recorded."""
-    backend = take_over("llama")
-    decoder: Any = backend._decoder
-    for num_rows in range(2, 2 * recorded_steps._MOST_RECORDINGS):
-        backend.forward(step_of([(0, 0, num_rows)]))
-    assert len(decoder._steps._recordings) == recorded_steps._MOST_RECORDINGS
-    before = list(decoder._steps._recordings)
-    ids = np.zeros(recorded_steps.MOST_ROWS + 1, np.int64)
-    backend.forward(assemble(
-        ids + 5, ids, np.ones_like(ids), seq_ids=np.arange(len(ids)), tables=[np.array([1], np.int32)] * len(ids),
-        block_size=BLOCK_SIZE, is_sampled=np.ones(len(ids), np.bool_),
-    ))  # fmt: skip
-    assert list(decoder._steps._recordings) == before
+def test_steps_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts among tokens, more rows than ever and fewer again, few logits, many and none: the same bits, and logits
+    of many rows and steps of very many do not stay in memory.
+    """
+    monkeypatch.setattr(fused_decoder, "MOST_ROWS", 200)
+    monkeypatch.setattr(fused_decoder, "MOST_LOGITS", 20)
+    recording, plain = take_over("qwen2", torch.bfloat16), python_alone(take_over("qwen2", torch.bfloat16))
+    sizes = [(3, 3), (17, 1), (150, 2), (150, 150), (18, 18), (40, 0), (200, 5), (201, 5), (2, 2), (201, 201), (5, 1)]
+    for num_tokens, num_wanted in sizes:
+        pieces = [(0, 0, min(80, num_tokens - 1)), (1, 0, max(1, min(80, num_tokens - 81))), (2, 0, num_tokens - 161)]
+        batch = step_of([piece for piece in pieces if piece[2] > 0])
+        rows = np.random.default_rng(num_tokens).permutation(batch.num_tokens)[:num_wanted]
+        batch = dataclasses.replace(batch, logits_rows=rows)
+        assert torch.equal(recording.forward(batch), plain.forward(batch))
+    decoder: Any = recording._decoder
+    rooms = decoder._steps.workspace._rooms
+    assert max(len(room) for room in rooms.values()) == 256
+    assert max(len(room) for (purpose, *_), room in rooms.items() if purpose == "logits") <= 32
 
 
 @pytest.mark.parametrize("name", ["granite", "olmo2", "mixtral"])

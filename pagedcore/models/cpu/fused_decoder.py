@@ -24,7 +24,7 @@ from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.fused_match import NotFused, Recognised, has_experts, recognise
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
-from pagedcore.models.cpu.recorded_steps import MOST_KEPT_ROWS, MOST_ROWS, RecordedSteps
+from pagedcore.models.cpu.recorded_steps import MOST_LOGITS, MOST_ROWS, RecordedSteps
 from pagedcore.models.cpu.step_rows import StepRows
 from pagedcore.models.decoder import Decoder, ModuleDecoder, router_products
 from pagedcore.models.families import Family
@@ -39,6 +39,7 @@ from pagedcore_kernels.cpu.layers.elementwise import (
     RotaryEmbedding,
     SoftCap,
 )
+from pagedcore_kernels.cpu.runtime.recorded_calls import StepShape
 from pagedcore_kernels.cpu.runtime.workspace import Workspace
 from pagedcore_kernels.layout import KVLayout
 
@@ -263,47 +264,57 @@ class FusedDecoder(Decoder):
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Compute a batch; see ``Decoder``.
-
-        Logits of a step that ``RecordedSteps`` computes are overwritten by the next one.
-        """
+        """Compute a batch; see ``Decoder``. The next step may overwrite the logits."""
         attention, steps = step.attention, self._steps
-        if steps is None or not isinstance(attention, RecordableAttention) or len(token_ids) > MOST_KEPT_ROWS:
-            work = self._begin(step, token_ids, positions)
-        else:
-            work = self._begin(step, token_ids, positions, steps.workspace)
-            if _are_all(rows, len(token_ids)):
-                logits = self._repeat(steps, step, attention, work)
-                return logits if rows[-1] else logits[:1].expand(2, -1)
-        addend = None
+        if steps is not None and isinstance(attention, RecordableAttention) and len(token_ids) <= MOST_ROWS:
+            return self._repeat(steps, attention, step, self._begin(step, token_ids, positions, steps.workspace), rows)
+        work, addend = self._begin(step, token_ids, positions), None
         for layer in self._layers:
             attended = layer.attend(step, work, addend)
             if layer is self._layers[-1]:
                 if not len(rows):
-                    return work.residual.new_empty(0, self._head.out_features)
+                    return self._no_logits(work)
                 # Why: no later operation reads the other rows.
                 work.keep(rows)
                 attended = attended[rows]
             addend = layer.feed_forward(work, attended)
-        work.workspace = None  # Why: what is returned is the caller's.
-        return self._scaled(self._finish(work, addend))
+        return self._finish(work, addend)
 
     def _repeat(
-        self, steps: RecordedSteps, step: PagedStep, attention: RecordableAttention, work: StepRows
+        self, steps: RecordedSteps, attention: RecordableAttention, step: PagedStep, work: StepRows, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Compute a step of which all logits are wanted, as ``steps`` has it recorded."""
+        """Compute a step as ``steps`` has it recorded: to the attention of the last layer, and the wanted rows on."""
+        tables = tuple(angles.table.data_ptr() for angles in self._angles)
+        *layers, last = self._layers
 
-        def compute() -> None:
+        def compute_all() -> None:
             addend = None
-            for layer in self._layers:
+            for layer in layers:
                 addend = layer.feed_forward(work, layer.attend(step, work, addend))
-            self._finish(work, addend)
+            last.attend(step, work, addend)
 
-        steps.run(attention, tuple(angles.table.data_ptr() for angles in self._angles), compute)
-        logits = steps.workspace.take("logits", len(work.residual), self._head.out_features, work.residual.dtype)
-        return self._scaled(logits)
+        are_apart = work.destination is not None and work.destination.are_apart
+        steps.run("all rows", attention, tables, StepShape(len(work.residual), are_apart), compute_all)
+        if not len(rows):
+            return self._no_logits(work)
+        kept, attended = work.wanted(rows, last.place)
+        if len(rows) > MOST_LOGITS:
+            kept.workspace = None
+            return self._finish(kept, last.feed_forward(kept, attended))
+
+        def compute_wanted() -> None:
+            self._compute_logits(kept, last.feed_forward(kept, attended))
+
+        steps.run("wanted rows", attention, tables, StepShape(len(rows)), compute_wanted)
+        return self._scaled(kept.logits(self._head))
+
+    def _no_logits(self, work: StepRows) -> torch.Tensor:
+        return work.residual.new_empty(0, self._head.out_features)
 
     def _finish(self, work: StepRows, addend: torch.Tensor | None) -> torch.Tensor:
+        return self._scaled(self._compute_logits(work, addend))
+
+    def _compute_logits(self, work: StepRows, addend: torch.Tensor | None) -> torch.Tensor:
         """Return the logits as the output layer gives them, capped."""
         self._norm(work.residual, addend, work.normed)
         logits = work.multiply("logits", self._head, work.normed)
@@ -335,17 +346,9 @@ class FusedDecoder(Decoder):
             slots = workspace.take("slots", num_rows, 1, torch.int64)[:, 0].copy_(slots)
         attention, destination = step.attention, None
         if isinstance(attention, ShowsKVPool) and isinstance(attention.layout, KVLayout):
-            are_apart = num_rows <= MOST_ROWS and len(set((slots // attention.layout.block_size).tolist())) == num_rows
+            are_apart = len(set((slots // attention.layout.block_size).tolist())) == num_rows
             destination = KVDestination(attention.layout, attention.pool, slots, are_apart)
         return StepRows(residual, normed, gated, positions, destination, workspace)
-
-
-def _are_all(rows: torch.Tensor, num_tokens: int) -> bool:
-    """Whether ``rows`` are all tokens in order, a few only, or twice the first of two."""
-    if len(rows) != num_tokens or num_tokens > MOST_ROWS:
-        return False
-    chosen = rows.tolist()
-    return chosen == list(range(num_tokens)) or chosen == [0, 0]
 
 
 def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: tuple[str, ...]) -> PackedLinear:

@@ -54,6 +54,31 @@ class StepRows:
         multiply.multiply_to(out, rows, self.workspace)
         return out
 
+    def attended(self, place: AttentionLayer) -> torch.Tensor:
+        """Return what the last layer like ``place`` has attended, [T, H * Dv], where there is a workspace."""
+        assert self.workspace is not None
+        size = place.num_heads * place.value_head_size
+        return self.workspace.take("attended", len(self.residual), size, self.residual.dtype)
+
+    def wanted(self, rows: torch.Tensor, place: AttentionLayer) -> tuple[StepRows, torch.Tensor]:
+        """Return the chosen rows, and what the layer at ``place`` has attended for them, at places of their own."""
+        workspace, num_rows = self.workspace, len(rows)
+        assert workspace is not None
+
+        def take(purpose: str, like: torch.Tensor) -> torch.Tensor:
+            return workspace.take(f"wanted {purpose}", num_rows, like.shape[1], like.dtype)
+
+        attended, residual = self.attended(place), take("residual", self.residual).copy_(self.residual[rows])
+        kept = StepRows(
+            residual, take("normed", self.normed), take("gated", self.gated), self.positions, None, workspace
+        )
+        return kept, take("attended", attended).copy_(attended[rows])
+
+    def logits(self, head: PackedLinear) -> torch.Tensor:
+        """Return the logits [T, vocabulary] that were computed last, where there is a workspace."""
+        assert self.workspace is not None
+        return self.workspace.take("logits", len(self.residual), head.out_features, self.residual.dtype)
+
     def attend(self, step: PagedStep, place: AttentionLayer, query: torch.Tensor) -> torch.Tensor:
         """Return the attention of a query [T, H, D] as [T, H * Dv]."""
         how: dict[str, Any] = {"scale": place.scale, "window": place.window, "chunk": place.chunk,
@@ -62,7 +87,6 @@ class StepRows:
         if self.workspace is None:
             attended: torch.Tensor = attention.attend(place.index, query, **how)
             return attended.view(len(query), -1)
-        size = place.num_heads * place.value_head_size
-        out = self.workspace.take("attended", len(query), size, query.dtype)
+        out = self.attended(place)
         attention.attend_to(out.view(len(query), place.num_heads, -1), place.index, query, **how)
         return out

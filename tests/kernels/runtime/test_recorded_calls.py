@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
 from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, RmsNorm
 from pagedcore_kernels.cpu.runtime import recorded_calls, threads
-from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, present_recording
+from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape, present_recording
 from pagedcore_kernels.cpu.runtime.threads import Computing
 from pagedcore_kernels.cpu.runtime.workspace import Workspace
+from pagedcore_kernels.errors import InternalError
 
 NUM_ROWS, HIDDEN = 60, 1024
 
@@ -24,11 +26,11 @@ class Chain:
         self.halves = [torch.zeros(NUM_ROWS, HIDDEN // 2), torch.zeros(NUM_ROWS, HIDDEN // 2)]
         self._norm, self._gate = RmsNorm(torch.rand(HIDDEN), 1e-5), GatedActivation("silu", torch.float32)
 
-    def compute(self) -> None:
-        """Make three calls, the last two of which read what the first has written."""
-        self._norm(self.rows, None, self.normed)
-        self._gate(self.normed, self.halves[0])
-        self._gate(self.rows, self.halves[1])
+    def compute(self, num_rows: int) -> None:
+        """Make three calls, the second of which reads what the first has written."""
+        self._norm(self.rows[:num_rows], None, self.normed[:num_rows])
+        self._gate(self.normed[:num_rows], self.halves[0][:num_rows])
+        self._gate(self.rows[:num_rows], self.halves[1][:num_rows])
 
     def results(self) -> list[torch.Tensor]:
         """Return a copy of everything that was written."""
@@ -40,30 +42,41 @@ class Chain:
     lambda: Computing(2, uses_openmp=True), nullcontext,
 ], ids=["one thread", "two", "three", "OpenMP", "torch's setting"])  # fmt: skip
 def test_calls_made_again_are_those_of_python(context: object) -> None:
-    """The calls are made in order, each with the parameters that it had, on numbers that are new at its addresses."""
+    """The calls are made in order, each with the parameters that it had, on numbers that are new at its addresses, for
+    any number of rows.
+    """
     chain = Chain()
     with context(), RecordedCalls() as recorded:  # type: ignore[operator]
-        chain.compute()
-    for seed in range(3):
+        chain.compute(NUM_ROWS)
+    for seed, num_rows in enumerate((NUM_ROWS, 1, 7, 59, NUM_ROWS)):
         chain.rows[:] = torch.randn(NUM_ROWS, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        for one in (chain.normed, *chain.halves):
+            one.fill_(-7.0)
         with context():  # type: ignore[operator]
-            recorded.run()
+            recorded.run(StepShape(num_rows))
             again = chain.results()
-            chain.compute()
+            chain.compute(num_rows)
         assert all(map(torch.equal, again, chain.results()))
-        assert all(one.abs().sum() > 0 for one in again)
+        assert all((one[:num_rows] != -7.0).any() and (one[num_rows:] == -7.0).all() for one in again)
 
 
-def test_a_thread_that_may_not_share_a_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call keeps its bound of threads: one for little work."""
-    rows = torch.randn(2, 64)
+def test_threads_depend_on_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little work has one thread, and more has all."""
+    rows = torch.randn(NUM_ROWS, HIDDEN)
     with Computing(2), RecordedCalls() as recorded:
-        RmsNorm(torch.ones(64), 1e-5)(rows, None, torch.empty(2, 64))
-        GatedActivation("silu", torch.float32)(rows, torch.empty(2, 32))
+        RmsNorm(torch.ones(HIDDEN), 1e-5)(rows, None, torch.empty_like(rows))
+        GatedActivation("silu", torch.float32)(rows, torch.empty(NUM_ROWS, HIDDEN // 2))
     most = []
     monkeypatch.setattr(threads, "launch", lambda entry, parameters, most_threads: most.append(most_threads))
-    recorded.run()
-    assert most == [1, recorded_calls._ALL]
+    for num_rows in (2, NUM_ROWS):
+        recorded.run(StepShape(num_rows))
+    assert most == [1, recorded_calls._ALL, recorded_calls._ALL, recorded_calls._ALL]
+
+
+def test_a_kernel_that_cannot_be_resized_is_not_recorded() -> None:
+    """It would compute as many rows as it had, whatever memory they are in now."""
+    with pytest.raises(InternalError, match="depends on the number of rows"), RecordedCalls() as recorded:
+        recorded.add(0, np.zeros(3, np.int64), None)
 
 
 def test_a_recording_that_fails_is_empty() -> None:
@@ -74,14 +87,14 @@ def test_a_recording_that_fails_is_empty() -> None:
 
     def fail() -> None:
         with recorded:
-            chain.compute()
+            chain.compute(NUM_ROWS)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert present_recording() is None
     chain.normed.zero_()
-    recorded.run()
+    recorded.run(StepShape(NUM_ROWS))
     assert not chain.normed.any()
 
 

@@ -13,6 +13,7 @@ from pagedcore_kernels.cpu.attention import attend, write_kv
 from pagedcore_kernels.cpu.attention.step_words import StepWords
 from pagedcore_kernels.cpu.attention.variants import TILE, Variant
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
+from pagedcore_kernels.cpu.runtime.recorded_calls import Resize
 from pagedcore_kernels.cpu.simd import LOG2_E
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import RaggedRows
@@ -55,7 +56,7 @@ class NumbaCpuAttention:
         self._is_bf16 = dtype == torch.bfloat16
         self._plan: StepPlan | None = None
         self._kernels: dict[tuple[int, int], tuple[int, Kernel]] = {}
-        self._words, self._writes_kv = StepWords(), False
+        self._words = StepWords()
         self._attend_parameters = ParameterBlock(attend.NUM_ARGUMENTS)
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
 
@@ -83,18 +84,10 @@ class NumbaCpuAttention:
         self._plan = StepPlan(batch, self._pool.shape[0], self._layout.block_size)
         self._words.follow(self._plan)
 
-    def call_key(self) -> tuple[int, ...]:
-        """Return what the calls of the planned step have of it in them; see ``RecordableAttention``."""
-        plan, words = self._current_plan(), self._words
-        tiles = [word for queries in sorted({queries for queries, _ in self._kernels.values()})
-                 for word in words.tiles(queries)]  # fmt: skip
-        return plan.num_tokens, plan.num_computed, *words.rows, *tiles, *(words.writes() if self._writes_kv else ())
-
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key [T, KVH, D] and value [T, KVH, Dv] in the planned slots; see ``AttentionBackend``."""
         check_key_value(self._layout, layer, key, value, self._current_plan())
         shape, words, item = self._layout.layers[layer], self._words.writes(), key.itemsize
-        self._writes_kv = True
         self._write_parameters.fill(
             key.data_ptr(),
             key.stride(0) * item,
@@ -112,7 +105,8 @@ class NumbaCpuAttention:
         kernel = write_kv.write_kv_kernel(
             shape.key_head_size, shape.value_head_size, self._layout.block_size, int(self._is_bf16), int(self._is_int8)
         )
-        self._run(kernel, self._write_parameters, words[-1] * shape.num_kv_heads)
+        resize = self._words.sizes_of_writes, shape.num_kv_heads, write_kv.RUN_TOKENS
+        self._run(kernel, self._write_parameters, words[-1] * shape.num_kv_heads, resize)
 
     def attend(
         self,
@@ -184,7 +178,8 @@ class NumbaCpuAttention:
             (attend.CAP, softcap * LOG2_E if softcap > 0 else 0.0),
         ):
             parameters.set_float(word - parameters.FIRST, number)
-        self._run(kernel, parameters, tiles[-1] * query.shape[1])
+        resize = self._words.sizes_of_attention, queries, query.shape[1], (attend.BLOCK_TABLES, attend.TILE_ROWS)
+        self._run(kernel, parameters, tiles[-1] * query.shape[1], resize)
 
     def _attention_kernel(self, layer: int, group: int) -> tuple[int, Kernel]:
         """The kernel for ``group`` query heads per KV head, and how many tokens its work items take."""
@@ -197,9 +192,9 @@ class NumbaCpuAttention:
             self._kernels[layer, group] = variant.queries, attend.attention_kernel(variant)
         return self._kernels[layer, group]
 
-    def _run(self, kernel: Kernel, parameters: ParameterBlock, num_items: int) -> None:
+    def _run(self, kernel: Kernel, parameters: ParameterBlock, num_items: int, resize: Resize) -> None:
         if num_items:
-            kernel.run(parameters, num_items)
+            kernel.run(parameters, num_items, resize)
 
     def _current_plan(self) -> StepPlan:
         if self._plan is None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.step_plan import StepPlan
 
 #: Columns of block tables are copied by so many, so that a longer context seldom changes their width.
@@ -56,6 +57,17 @@ class StepWords:
                     for name, array in (("tokens", runs.tokens), ("slots", runs.slots), ("lengths", runs.lengths)))
             self._of_writes = *kept, len(runs.tokens)
         return self._of_writes
+
+    def sizes_of_attention(self, shape: StepShape, queries: int, num_heads: int, first: tuple[int, int]) -> Sizes:
+        """Say what a call of attention has of the present plan; ``first`` are the words of rows and of tiles."""
+        of_rows, of_tiles = first
+        tiles = self.tiles(queries)
+        return Sizes([*enumerate(self.rows, of_rows), *enumerate(tiles, of_tiles)], tiles[-1] * num_heads)
+
+    def sizes_of_writes(self, shape: StepShape, num_kv_heads: int, first: int) -> Sizes:
+        """Say what a call that writes K and V has of the present plan, from the word ``first`` on."""
+        words = self.writes()
+        return Sizes([*enumerate(words, first)], words[-1] * num_kv_heads)
 
     @property
     def _known_plan(self) -> StepPlan:

@@ -19,6 +19,7 @@ import torch
 
 from pagedcore_kernels.cpu.layers import hidden_rows
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
+from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.cpu.simd import LANES, address_of, claim, load_float32, load_int64
 from pagedcore_kernels.errors import InternalError
 
@@ -95,7 +96,10 @@ class RmsNorm:
             residual.data_ptr(), 0 if addend is None else addend.data_ptr(), self._weight.data_ptr(),
             out.data_ptr(), num_rows, hidden, rows_at_once(num_rows),
         )  # fmt: skip
-        self._kernels[addend is not None].run(self._parameters, threads_for(num_rows, hidden * residual.itemsize))
+        row_bytes = hidden * residual.itemsize
+        self._kernels[addend is not None].run(
+            self._parameters, threads_for(num_rows, row_bytes), (_sizes_of_norm, row_bytes)
+        )  # fmt: skip
 
 
 class GatedActivation:
@@ -114,7 +118,7 @@ class GatedActivation:
         """Read gate_up [T, 2 * intermediate] and write out [T, intermediate]; both contiguous."""
         num_rows, size = out.shape
         self._parameters.fill(gate_up.data_ptr(), out.data_ptr(), num_rows, size, rows_at_once(num_rows))
-        self._kernel.run(self._parameters)
+        self._kernel.run(self._parameters, resize=(_sizes_of_activation,))
 
 
 class SoftCap:
@@ -133,7 +137,7 @@ class SoftCap:
     def __call__(self, logits: torch.Tensor) -> None:
         """Bound ``logits``, contiguous and of any shape."""
         self._parameters.fill(logits.data_ptr(), logits.numel())
-        self._kernel.run(self._parameters)
+        self._kernel.run(self._parameters, resize=(_sizes_of_cap, logits.shape[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,26 @@ class RotaryEmbedding:
             qkv.data_ptr(), positions.data_ptr(), angles.data_ptr(), *self._norm_addresses, num_rows, *self._heads,
             at_once, *_places(destination, layer),
         )  # fmt: skip
-        self._kernel.run(self._parameters, threads_for(num_rows, self._row_size * qkv.itemsize))
+        row_bytes = self._row_size * qkv.itemsize
+        self._kernel.run(self._parameters, threads_for(num_rows, row_bytes), (_sizes_of_rotary, row_bytes))
+
+
+def _sizes_of_norm(shape: StepShape, row_bytes: int) -> Sizes:
+    num_rows = shape.num_rows
+    return Sizes([(5, num_rows), (7, rows_at_once(num_rows))], threads_for(num_rows, row_bytes))
+
+
+def _sizes_of_activation(shape: StepShape) -> Sizes:
+    return Sizes([(3, shape.num_rows), (5, rows_at_once(shape.num_rows))])
+
+
+def _sizes_of_cap(shape: StepShape, row_size: int) -> Sizes:
+    return Sizes([(2, shape.num_rows * row_size)])
+
+
+def _sizes_of_rotary(shape: StepShape, row_bytes: int) -> Sizes:
+    num_rows, at_once = shape.num_rows, tokens_at_once(shape.num_rows, are_apart=shape.are_apart)
+    return Sizes([(6, num_rows), (9, at_once)], threads_for(num_rows, row_bytes))
 
 
 def _places(destination: KVDestination | None, layer: int) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ from pagedcore_kernels.cpu.matmul.tiles import (
     store_sums,
 )
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
+from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.cpu.runtime.threads import num_threads
 from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats, stack_int64
 from pagedcore_kernels.errors import InternalError
@@ -63,6 +64,8 @@ _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
 _WIDE_SUMS, _NARROW_SUMS = 16, 4
 #: Fewest rows of a work item, where a panel is cut into several.
 _SHARE_ROWS = 64
+#: Words of the parameter block: the number of rows, and the first of the two of ``work_items``.
+SIZE_WORDS = 5, 9
 
 
 def form_of_product(dtype: torch.dtype, num_inputs: int) -> int | None:
@@ -143,7 +146,14 @@ class PackedMatmul:
             rows.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
             self._num_outputs, self._num_inputs, self._num_panels, *work_items(self._num_panels, num_rows),
         )  # fmt: skip
-        self._kernel.run(self._parameters)
+        self._kernel.run(self._parameters, resize=(sizes_of_product, self._num_panels, SIZE_WORDS))
+
+
+def sizes_of_product(shape: StepShape, num_panels: int, words: tuple[int, int], *, entry: int | None = None) -> Sizes:
+    """Say what depends on the number of rows; ``words`` are those of their number and of the work items."""
+    of_rows, of_items = words
+    num_whole, num_shares = work_items(num_panels, shape.num_rows)
+    return Sizes([(of_rows, shape.num_rows), (of_items, num_whole), (of_items + 1, num_shares)], entry=entry)
 
 
 def require_rows(

@@ -42,7 +42,7 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     scale_bytes,
     unit_bytes,
 )
-from pagedcore_kernels.cpu.matmul.packed import require_rows, work_items
+from pagedcore_kernels.cpu.matmul.packed import require_rows, sizes_of_product, work_items
 from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import LANES, address_of, claim, load_int64, stack_floats, stack_int64
@@ -60,6 +60,8 @@ _AHEAD_BYTES = 8192
 _PANELS_AT_ONCE = 16
 #: Inputs that an instruction of matrix units takes.
 _TILE_INPUTS = 2 * TILE_STEPS
+#: Words of the parameter block: the number of rows, and the first of the two of ``work_items``.
+_SIZE_WORDS = 5, 10
 #: Least and largest value, by bits; zero points may be one more than a value of 4 bits.
 _RANGES = {4: (-8, 7, 8), 8: (-128, 127, 127)}
 
@@ -180,7 +182,7 @@ class PackedGroupedMatmul:
             rows.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
             self._num_outputs, *self._sizes, self._num_panels, *work_items(self._num_panels, num_rows),
         )  # fmt: skip
-        self._kernel.run(self._parameters)
+        self._kernel.run(self._parameters, resize=(sizes_of_product, self._num_panels, _SIZE_WORDS))
 
 
 def _check(

@@ -18,11 +18,12 @@ import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
-from pagedcore_kernels.cpu.matmul.packed import matmul_kernel, require_rows, work_items
+from pagedcore_kernels.cpu.matmul.packed import SIZE_WORDS, matmul_kernel, require_rows, sizes_of_product, work_items
 from pagedcore_kernels.cpu.matmul.packing import panels_of
 from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
 from pagedcore_kernels.cpu.matmul.tiles import BYTE_MATRIX_UNITS, BYTES, PANEL, WIDENED_BYTES
 from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
+from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
@@ -172,4 +173,11 @@ class PackedInt8Matmul:
             scales.data_ptr(), self._scales.data_ptr(), self._corrections.data_ptr(),
         )  # fmt: skip
         kernel = self._kernel if num_rows < self._tiles_from else self._tiles_kernel
-        kernel.run(self._parameters)
+        kernels = self._tiles_from, self._kernel.address, self._tiles_kernel.address
+        kernel.run(self._parameters, resize=(_sizes_of_product, self._num_panels, *kernels))
+
+
+def _sizes_of_product(shape: StepShape, num_panels: int, tiles_from: int, vectors: int, tiles: int) -> Sizes:
+    """Say what depends on the number of rows: the kernel too, by its address."""
+    entry = vectors if shape.num_rows < tiles_from else tiles
+    return sizes_of_product(shape, num_panels, SIZE_WORDS, entry=entry)

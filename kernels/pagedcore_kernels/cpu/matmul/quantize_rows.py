@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
+from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.cpu.simd import (
     FLOAT,
     INT32,
@@ -74,8 +75,12 @@ class RowQuantizer:
         values = take("int8 rows", len(rows), rows.shape[1], torch.int8)
         scales = take("scales of rows", len(rows), 1, torch.float32)[:, 0]
         self._parameters.fill(rows.data_ptr(), values.data_ptr(), scales.data_ptr(), *rows.shape)
-        self._kernel.run(self._parameters)
+        self._kernel.run(self._parameters, resize=(_sizes,))
         return values, scales
+
+
+def _sizes(shape: StepShape) -> Sizes:
+    return Sizes([(4, shape.num_rows)])
 
 
 def _new(purpose: str, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:

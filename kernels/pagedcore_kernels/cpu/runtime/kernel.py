@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 
 from pagedcore_kernels.cpu.runtime.compiled import CompiledEntry, compile_entry
-from pagedcore_kernels.cpu.runtime.recorded_calls import present_recording
+from pagedcore_kernels.cpu.runtime.recorded_calls import Resize, present_recording
 from pagedcore_kernels.cpu.runtime.threads import launch
 
 
@@ -57,13 +57,15 @@ class Kernel:
         self.entry = entry
         self.address = entry.address
 
-    def run(self, parameters: ParameterBlock, most_threads: int | None = None) -> None:
+    def run(
+        self, parameters: ParameterBlock, most_threads: int | None = None, resize: Resize | None = None
+    ) -> None:
         """Run on the present threads, ``most_threads`` at most; return when the work is done.
 
-        The interpreter's lock is not held meanwhile.
+        The interpreter's lock is not held meanwhile. ``resize``: what depends on the number of rows, in a recording.
         """
         if (recording := present_recording()) is not None:
-            recording.add(self.address, parameters.words, most_threads)
+            recording.add(self.address, parameters.words, resize)
         launch(self.address, parameters.address, most_threads)
 
 

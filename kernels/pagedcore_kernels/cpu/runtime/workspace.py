@@ -27,6 +27,11 @@ class Workspace:
         key = purpose, size, dtype
         room = self._rooms.get(key)
         if room is None or len(room) < num_rows:
-            room = self._rooms[key] = torch.empty(1 << (num_rows - 1).bit_length(), size, dtype=dtype)
+            room = self._rooms[key] = torch.empty(self.capacity(num_rows), size, dtype=dtype)
             self.version += 1
         return room[:num_rows]
+
+    @staticmethod
+    def capacity(num_rows: int) -> int:
+        """Return how many rows there is room for at least where so many were taken."""
+        return 1 << (num_rows - 1).bit_length()
