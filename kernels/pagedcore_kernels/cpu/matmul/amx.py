@@ -4,9 +4,9 @@ The units multiply tiles: eight registers of up to sixteen rows of 64 bytes. An 
 bfloat16, or 64 in int8, of up to sixteen rows by sixteen outputs. A panel as ``tiles.py`` describes it is such tiles
 already: sixteen steps of sixteen outputs. ``packed.py`` makes a product of it.
 
-The products in bfloat16 have run on a Xeon. Those in int8 have **not run on hardware**: tests execute their tile
-instructions one by one in Python (``tests/support/emulated_tiles.py``) and read the machine code that LLVM makes for
-such a processor, and ``packed_int8.py`` compares them with vectors there before it uses them.
+Where there is no such processor, tests execute the tile instructions of int8 one by one in Python
+(``tests/support/emulated_tiles.py``) and read the machine code that LLVM makes for one. ``packed_int8.py`` compares
+products of int8 with vectors before it uses them.
 
 Invariant: an output in bfloat16 is the sum over 32 inputs at a time, in order, and of those over the even and the odd
 ones apart, in order. The processor does so for every row of a tile, however many it has. Sums of int8 are exact.
