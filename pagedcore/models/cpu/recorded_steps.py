@@ -64,6 +64,7 @@ class RecordedSteps:
             return
         with RecordedCalls() as calls:
             compute()
-        # Why asked now: the memory may have grown meanwhile.
-        most_rows = self.workspace.capacity(shape.num_rows)
-        self._parts[part] = _Recording(calls, (self.workspace.version, others), most_rows)
+        if not calls.is_empty:
+            # Why asked now: the memory may have grown meanwhile.
+            most_rows = self.workspace.capacity(shape.num_rows)
+            self._parts[part] = _Recording(calls, (self.workspace.version, others), most_rows)

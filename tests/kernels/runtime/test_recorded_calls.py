@@ -13,7 +13,6 @@ from pagedcore_kernels.cpu.runtime import recorded_calls, threads
 from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape, present_recording
 from pagedcore_kernels.cpu.runtime.threads import Computing
 from pagedcore_kernels.cpu.runtime.workspace import Workspace
-from pagedcore_kernels.errors import InternalError
 
 NUM_ROWS, HIDDEN = 60, 1024
 
@@ -74,9 +73,16 @@ def test_threads_depend_on_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_cannot_be_resized_is_not_recorded() -> None:
-    """It would compute as many rows as it had, whatever memory they are in now."""
-    with pytest.raises(InternalError, match="depends on the number of rows"), RecordedCalls() as recorded:
+    """It would compute as many rows as it had, whatever memory they are in now: nothing of the recording is left, and
+    nothing is recorded from there on.
+    """
+    chain = Chain()
+    with RecordedCalls() as recorded:
+        chain.compute(NUM_ROWS)
         recorded.add(0, np.zeros(3, np.int64), None)
+        assert present_recording() is None
+        chain.compute(NUM_ROWS)
+    assert recorded.is_empty
 
 
 def test_a_recording_that_fails_is_empty() -> None:

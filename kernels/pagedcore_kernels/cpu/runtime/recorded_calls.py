@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedcore_kernels.cpu.runtime.threads import launch_all
-from pagedcore_kernels.errors import InternalError
 
 #: 64-bit words of a cache line.
 _LINE: Final = 8
@@ -66,7 +65,8 @@ Resize = tuple[Any, ...]
 class RecordedCalls:
     """The kernels that run while this is entered, in order; they run then as ever.
 
-    Invariant: a recording is complete or empty: an exception on the way leaves nothing in it.
+    Invariant: a recording is complete or empty: it is empty after an exception on the way, or if a kernel ran that does
+    not say what depends on the number of rows.
     """
 
     def __init__(self) -> None:
@@ -74,16 +74,23 @@ class RecordedCalls:
         self._calls = np.empty((0, 3), np.int64)
         self._blocks = self._memory = np.empty((0, 1), np.int64)
         self._groups: list[tuple[Resize, Words]] = []
+        self._is_complete = True
 
     def add(self, entry: int, words: Words, resize: Resize | None) -> None:
         """Add the kernel at ``entry`` with the words of its parameter block, which are copied.
 
-        Raises:
-            InternalError: it cannot be resized.
+        One that cannot be resized ends the recording.
         """
         if resize is None:
-            raise InternalError("a kernel was recorded that does not say what depends on the number of rows")
-        self._added.append((entry, words.copy(), resize))
+            # Why ended here too: an interrupt may have left this thread recording.
+            _present.calls, self._added, self._is_complete = None, [], False
+        else:
+            self._added.append((entry, words.copy(), resize))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to make again."""
+        return not len(self._calls)
 
     def __enter__(self) -> RecordedCalls:
         _present.calls = self
@@ -91,7 +98,7 @@ class RecordedCalls:
 
     def __exit__(self, kind: object, *_: object) -> None:
         _present.calls = None
-        if kind is None and self._added:
+        if kind is None and self._is_complete and self._added:
             self._arrange()
         self._added = []
 
