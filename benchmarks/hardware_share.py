@@ -169,7 +169,7 @@ def main() -> None:
     names, backend, seconds, sizes = given.workloads.split(","), engine._components.runner.backend, {}, {}
     for name in names:
         steps.sizes = []
-        seconds[name], sizes[name] = answer(engine, workload(name)), steps.sizes
+        seconds[name], sizes[name] = answer(engine, workload(name)), list(steps.sizes)
     clock = Clock(backend.vocab_size)
     call_from_python(backend)
     parts_of: dict[str, Counter[str]] = {}
