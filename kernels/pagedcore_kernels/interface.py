@@ -161,6 +161,11 @@ class RecordableMatmul(Protocol):
 class RecordableAttention(Protocol):
     """An ``AttentionBackend`` whose calls may be recorded: repeated, they compute the step that it has planned then."""
 
+    @property
+    def only_runs_kernels(self) -> bool:
+        """Whether that holds for this one."""
+        ...
+
     def attend_to(
         self,
         output: torch.Tensor,

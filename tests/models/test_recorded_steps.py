@@ -112,6 +112,27 @@ def test_another_pool_is_not_written_by_old_calls() -> None:
         assert torch.equal(backend.forward(batch), wanted)
 
 
+class Counting(NumbaCpuAttention):
+    """Counts the layers that it attends for."""
+
+    num_calls = 0
+
+    def attend(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        Counting.num_calls += 1
+        return super().attend(*arguments, **options)
+
+
+def test_a_method_of_a_subclass_is_called_in_every_step() -> None:
+    """A backend of somebody else's that does more than kernels is not recorded."""
+    torch.manual_seed(0)
+    backend = TransformersModel(model_of("llama"), Counting, block_size=BLOCK_SIZE)
+    backend.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    before = Counting.num_calls
+    for batch in list(steps())[:5]:
+        backend.forward(batch)
+    assert Counting.num_calls == before + 5 * len(backend.layers)
+
+
 def test_steps_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts among tokens, more rows than ever and fewer again, few logits, many and none: the same bits, and logits
     of many rows and steps of very many do not stay in memory.

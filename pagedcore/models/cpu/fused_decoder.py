@@ -266,7 +266,9 @@ class FusedDecoder(Decoder):
     ) -> torch.Tensor:
         """Compute a batch; see ``Decoder``. The next step may overwrite the logits."""
         attention, steps = step.attention, self._steps
-        if steps is not None and isinstance(attention, RecordableAttention) and len(token_ids) <= MOST_ROWS:
+        if len(token_ids) > MOST_ROWS:
+            steps = None
+        if steps is not None and isinstance(attention, RecordableAttention) and attention.only_runs_kernels:
             return self._repeat(steps, attention, step, self._begin(step, token_ids, positions, steps.workspace), rows)
         work, addend = self._begin(step, token_ids, positions), None
         for layer in self._layers:

@@ -70,6 +70,14 @@ class NumbaCpuAttention:
         """The pool, uint8 [blocks, block_bytes]."""
         return self._pool
 
+    @property
+    def only_runs_kernels(self) -> bool:
+        """Whether calls can be recorded: not of a subclass with methods of its own, which would not be called again."""
+        kind = type(self)
+        return kind.attend is NumbaCpuAttention.attend and kind.attend_to is NumbaCpuAttention.attend_to and (
+            kind.write_kv is NumbaCpuAttention.write_kv
+        )  # fmt: skip
+
     @staticmethod
     def preferred_block_size(dtype: torch.dtype) -> int:
         """Tokens per block if nothing else decides."""
