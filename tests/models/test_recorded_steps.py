@@ -18,7 +18,7 @@ from pagedcore.models.cpu.fused_decoder import FusedDecoder
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
-from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape
+from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape, present_recording
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SEQUENCES = 4, 120, 6
 #: Names of models, number formats, and options: norms of heads, windows and soft caps, every scheme, KV in int8.
@@ -131,6 +131,26 @@ def test_a_method_of_a_subclass_is_called_in_every_step() -> None:
     for batch in list(steps())[:5]:
         backend.forward(batch)
     assert Counting.num_calls == before + 5 * len(backend.layers)
+
+
+def test_an_interrupt_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C between two kernels leaves no recording: the next steps are computed, and recorded, whole."""
+    backend, plain = take_over("llama"), python_alone(take_over("llama"))
+    attend_to = NumbaCpuAttention.attend_to
+
+    def interrupted(self: NumbaCpuAttention, output: torch.Tensor, layer: int, *given: Any, **options: Any) -> None:
+        if layer:
+            raise KeyboardInterrupt
+        attend_to(self, output, layer, *given, **options)
+
+    first, *others = list(steps())[:6]
+    monkeypatch.setattr(NumbaCpuAttention, "attend_to", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.forward(first)
+    monkeypatch.undo()
+    assert present_recording() is None
+    for batch in (first, *others):
+        assert torch.equal(backend.forward(batch), plain.forward(batch))
 
 
 def test_steps_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
