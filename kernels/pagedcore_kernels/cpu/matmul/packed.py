@@ -61,7 +61,7 @@ MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_S
 #: level brings weights, 128 KiB.
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
 #: Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
-_WIDE_SUMS, _NARROW_SUMS = 16, 4
+_WIDE_SUMS, _NARROW_SUMS = 24, 4
 #: Fewest rows of a work item, where a panel is cut into several.
 _SHARE_ROWS = 64
 #: Words of the parameter block: the number of rows, and the first of the two of ``work_items``.

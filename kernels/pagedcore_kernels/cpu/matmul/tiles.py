@@ -46,8 +46,9 @@ from pagedcore_kernels.cpu.simd import (
 
 #: Outputs that one work item computes: four vectors, a whole number of cache lines of weights.
 PANEL = 64
-#: Most rows of a tile: with four vectors of outputs enough sums to hide the latency of an addition.
-TILE_ROWS = 4
+#: Most rows of a tile: with four vectors of outputs 24 sums, as many as 32 registers hold beside weights and inputs. The
+#: more rows, the fewer bytes of weights the second cache level brings for each operation.
+TILE_ROWS = 6
 #: Bytes of a panel's weights for one step.
 STEP_BYTES = 4 * PANEL
 #: How a step is multiplied: float32; pairs of bfloat16 in one instruction; such pairs widened.
@@ -97,7 +98,11 @@ def multiply_tiles(
         row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
         source, target = rows + row * row_bytes, sums + row * SUM_BYTES
         share = ahead + tile * ahead_bytes // num_tiles
-        if end - row == 4:
+        if end - row == 6:
+            multiply_tile(form, most_sums, 6, source, row_bytes, weights, num_steps, target, is_first, share, step)
+        elif end - row == 5:
+            multiply_tile(form, most_sums, 5, source, row_bytes, weights, num_steps, target, is_first, share, step)
+        elif end - row == 4:
             multiply_tile(form, most_sums, 4, source, row_bytes, weights, num_steps, target, is_first, share, step)
         elif end - row == 3:
             multiply_tile(form, most_sums, 3, source, row_bytes, weights, num_steps, target, is_first, share, step)
@@ -136,6 +141,8 @@ def multiply_tile(
         x, stride, w, steps, target, first, next_memory, step = args[len(literals) :]
         starts = [b.add(x, b.mul(stride, int64(m))) for m in range(count)]
         starts_anew = b.icmp_signed("!=", first, int64(0))
+        # Why four lines where a step has a share of more than one: fewer let the memory of few rows wait.
+        needs_more_lines, quarter = b.icmp_signed(">", step, int64(_LINE)), b.sdiv(step, int64(_VECTORS))
 
         def multiply(vectors: range) -> None:
             places = [(m, v) for m in range(count) for v in vectors]
@@ -144,7 +151,11 @@ def multiply_tile(
                 panel_row = b.mul(loop.index, int64(STEP_BYTES))
                 weight = {v: _weights(b, kind, w, b.add(panel_row, int64(v * 64))) for v in vectors}
                 if vectors.start == 0:
-                    prefetch_line(b, next_memory, b.mul(loop.index, step))
+                    line = b.mul(loop.index, step)
+                    prefetch_line(b, next_memory, line)
+                    with b.if_then(needs_more_lines):
+                        for part in range(1, _VECTORS):
+                            prefetch_line(b, next_memory, b.add(line, b.mul(quarter, int64(part))))
                 row_step = b.mul(loop.index, int64(row_step_bytes(kind)))
                 for m in range(count):
                     for part in range(len(weight[vectors.start])):
