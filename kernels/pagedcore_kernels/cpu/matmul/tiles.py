@@ -46,8 +46,8 @@ from pagedcore_kernels.cpu.simd import (
 
 #: Outputs that one work item computes: four vectors, a whole number of cache lines of weights.
 PANEL = 64
-#: Most rows of a tile: with four vectors of outputs 24 sums, as many as 32 registers hold beside weights and inputs. The
-#: more rows, the fewer bytes of weights the second cache level brings for each operation.
+#: Most rows of a tile: with four vectors of outputs 24 sums, as many as 32 registers hold beside weights and inputs.
+#: The more rows, the fewer bytes of weights the second cache level brings for each operation.
 TILE_ROWS = 6
 #: Bytes of a panel's weights for one step.
 STEP_BYTES = 4 * PANEL
