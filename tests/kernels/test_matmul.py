@@ -66,7 +66,7 @@ def many_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 16, 17, 33, 64, 65, 131])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 13, 16, 17, 33, 64, 65, 131])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("is_biased", [False, True])
 @each_dtype

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -151,6 +153,30 @@ def test_an_interrupt_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) 
     assert present_recording() is None
     for batch in (first, *others):
         assert torch.equal(backend.forward(batch), plain.forward(batch))
+
+
+def test_models_in_several_threads_record_and_repeat_at_once() -> None:
+    """Two tenants of one process and its helpers: neither's kernels get into the other's recording."""
+    names = ("llama", "qwen3", "gemma2")
+    expected = {}
+    for name in names:
+        plain = python_alone(take_over(name))
+        expected[name] = [plain.forward(batch).clone() for batch in steps()]
+    ready = threading.Barrier(len(names))
+
+    def same_bits(name: str, backend: TransformersModel) -> bool:
+        ready.wait(60)
+        return all(
+            torch.equal(backend.forward(batch), wanted) for batch, wanted in zip(steps(), expected[name], strict=True)
+        )
+
+    for _ in range(5):
+        backends = [take_over(name) for name in names]
+        for backend in backends:
+            decoder: Any = backend._decoder
+            decoder._steps._parts.clear()
+        with ThreadPoolExecutor(len(names)) as pool:
+            assert all(pool.map(same_bits, names, backends))
 
 
 def test_steps_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from pagedcore_kernels.cpu.matmul.tiles import (
     SINGLES,
     STEP_BYTES,
     SUM_BYTES,
+    TILE_ROWS,
     add_products,
     lane_numbers,
 )
@@ -57,8 +58,6 @@ from pagedcore_kernels.cpu.simd import (
 
 #: Inputs of a unit of packed weights.
 UNIT = 8
-#: Most rows of a tile: unpacking weights needs registers of its own.
-TILE_ROWS = 4
 #: Most steps of a chunk. Part of the order of additions: another number gives other bits.
 CHUNK_STEPS = 64
 #: What 4 bits stand for, other than whole numbers: the number of each of the sixteen, from 0b0000 on.

@@ -37,6 +37,7 @@ from pagedcore_kernels.cpu.matmul.tiles import (
     SINGLES,
     STEP_BYTES,
     SUM_BYTES,
+    WIDENED_BYTES,
     WIDENED_PAIRS,
     is_of_bytes,
     multiply_tiles,
@@ -61,7 +62,8 @@ MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_S
 #: level brings weights, 128 KiB.
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
 #: Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
-_WIDE_SUMS, _NARROW_SUMS = 24, 4
+#: Widening takes registers of its own.
+_WIDE_SUMS, _WIDE_SUMS_OF_WIDENED, _NARROW_SUMS = 24, 16, 4
 #: Fewest rows of a work item, where a panel is cut into several.
 _SHARE_ROWS = 64
 #: Words of the parameter block: the number of rows, and the first of the two of ``work_items``.
@@ -188,7 +190,9 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
     is_bf16, is_scaled = int(dtype == torch.bfloat16), is_of_bytes(form)
     uses_matrix_units = int(form in (MATRIX_UNITS, BYTE_MATRIX_UNITS))
     weight_bytes = 1 if is_scaled else dtype.itemsize
-    most_sums = _WIDE_SUMS if has_wide_vectors() else _NARROW_SUMS
+    most_sums = _NARROW_SUMS
+    if has_wide_vectors():
+        most_sums = _WIDE_SUMS_OF_WIDENED if form in (WIDENED_PAIRS, WIDENED_BYTES) else _WIDE_SUMS
     panel_outputs, step_bytes, row_bytes_of_step, sum_bytes = PANEL, STEP_BYTES, row_step_bytes(form), SUM_BYTES
     chunk_steps = MATRIX_UNIT_CHUNK_STEPS if uses_matrix_units else CHUNK_STEPS
     single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS

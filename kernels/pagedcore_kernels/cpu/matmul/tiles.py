@@ -46,9 +46,9 @@ from pagedcore_kernels.cpu.simd import (
 
 #: Outputs that one work item computes: four vectors, a whole number of cache lines of weights.
 PANEL = 64
-#: Most rows of a tile: with four vectors of outputs 24 sums, as many as 32 registers hold beside weights and inputs.
-#: The more rows, the fewer bytes of weights the second cache level brings for each operation.
-TILE_ROWS = 6
+#: Most rows of a tile: four have enough sums to hide the latency of an addition; where registers hold the sums of six,
+#: the second cache level brings fewer bytes of weights for each operation.
+TILE_ROWS, LARGE_TILE_ROWS = 4, 6
 #: Bytes of a panel's weights for one step.
 STEP_BYTES = 4 * PANEL
 #: How a step is multiplied: float32; pairs of bfloat16 in one instruction; such pairs widened.
@@ -90,7 +90,8 @@ def multiply_tiles(
     is_first: int, ahead: int, ahead_bytes: int,
 ) -> None:  # fmt: skip
     """``multiply_tile`` for any number of rows, each tile asking for its share of the memory ahead."""
-    num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
+    tile_rows = LARGE_TILE_ROWS if most_sums >= LARGE_TILE_ROWS * _VECTORS else TILE_ROWS
+    num_tiles = (num_rows + tile_rows - 1) // tile_rows
     # Why a line: a cache line with every step, sooner than the share would need it, was faster.
     step = max(_LINE, STEP_BYTES // num_tiles)
     for tile in range(num_tiles):
