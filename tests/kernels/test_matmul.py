@@ -93,6 +93,22 @@ def test_exact_sums_are_exact(dtype: torch.dtype, num_inputs: int) -> None:
     assert torch.equal(PackedMatmul(weight, None)(rows).double(), rows.double() @ weight.double().T)
 
 
+@pytest.mark.parametrize("num_inputs", [1, 127, 129, CHUNK_STEPS, CHUNK_STEPS + 1, 2 * CHUNK_STEPS - 1, 700])
+@pytest.mark.skipif(not can_multiply(torch.float32, 1), reason="no such vectors")
+def test_the_order_of_additions(num_inputs: int) -> None:
+    """One after the other within a chunk, then the chunks: float64 holds each sum before it is rounded."""
+    generator = np.random.default_rng(0)
+    weight, rows = (generator.integers(-2047, 2048, (size, num_inputs)).astype(np.float32) for size in (70, 37))
+    total = np.zeros((37, 70), np.float32)
+    for start in range(0, num_inputs, CHUNK_STEPS):
+        chunk = np.zeros_like(total)
+        for i in range(start, min(start + CHUNK_STEPS, num_inputs)):
+            chunk = (chunk + np.multiply.outer(rows[:, i], weight[:, i]).astype(np.float64)).astype(np.float32)
+        total += chunk
+    actual = PackedMatmul(torch.from_numpy(weight), None)(torch.from_numpy(rows))
+    np.testing.assert_array_equal(actual.numpy(), total)
+
+
 @each_number_of_inputs
 @each_dtype
 def test_a_row_has_its_bits_in_any_company(dtype: torch.dtype, num_inputs: int) -> None:

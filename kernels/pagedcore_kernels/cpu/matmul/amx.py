@@ -197,7 +197,7 @@ def multiply_last_steps(
         source = rows + min(block * block_rows, num_rows - block_rows) * row_bytes
         target = sums + block * block_rows * SUM_BYTES
         multiply_tiles(
-            BYTES, most_sums, source, row_bytes, block_rows, weights, num_steps, target, is_first, ahead, 0
+            BYTES, most_sums, source, row_bytes, block_rows, weights, num_steps, target, is_first, 0, 0, 1, ahead, 0
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Matrix products of float32 or bfloat16 rows with packed weights, on x86 processors with AVX2 or AVX-512.
 
 Owns the arrangement of the weights and the kernel that reads each of them once per step from memory. A step of a few
-dozen rows is bound by memory and by arithmetic at once, so while one chunk of a panel is multiplied the next one is on
+dozen rows is bound by memory and by arithmetic at once, so while one slice of a panel is multiplied the next one is on
 its way: each tile asks for a share of it. That is what makes it faster there than oneDNN, whose products it replaces.
 Read ``tiles.py`` for the arithmetic, and ``amx.py`` for that of processors with matrix units.
 
@@ -52,13 +52,16 @@ from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floa
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
-#: Steps whose products are summed up in registers: 64 KiB of a panel, which stays in the second cache level while all
-#: rows of a group pass. Part of the order of additions: another number gives other bits.
+#: Steps whose products are summed up from nothing before they are added to those of earlier ones. Part of the order of
+#: additions: another number gives other bits.
 CHUNK_STEPS = 256
-#: The same with matrix units, where it changes no bit, since sums go on from where they were: 28 KiB of a panel stay in
-#: the first cache level until several blocks of rows have passed; a single block asks for memory further ahead.
+#: Steps of a chunk that are multiplied at once, part of no order: 32 KiB of a panel stay in the first cache level while
+#: all rows of a group pass.
+_SLICE_STEPS = 128
+#: The same with matrix units, whose sums go on from where they were, chunks or not: 28 KiB of a panel stay in the first
+#: cache level until several blocks of rows have passed; a single block asks for memory further ahead.
 MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_STEPS
-#: Rows that pass while a chunk stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
+#: Rows that pass while a slice stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
 #: level brings weights, 128 KiB.
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
 #: Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
@@ -194,10 +197,11 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
     if has_wide_vectors():
         most_sums = _WIDE_SUMS_OF_WIDENED if form in (WIDENED_PAIRS, WIDENED_BYTES) else _WIDE_SUMS
     panel_outputs, step_bytes, row_bytes_of_step, sum_bytes = PANEL, STEP_BYTES, row_step_bytes(form), SUM_BYTES
-    chunk_steps = MATRIX_UNIT_CHUNK_STEPS if uses_matrix_units else CHUNK_STEPS
+    chunk_steps, part_steps = CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS if uses_matrix_units else _SLICE_STEPS
     single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS
     group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
-    least_rows, num_sums, num_words = _SHARE_ROWS, group_rows * PANEL, CONFIGURATION_WORDS
+    num_sums, num_open_sums = group_rows * PANEL, PANEL if uses_matrix_units else group_rows * PANEL
+    least_rows, num_words = _SHARE_ROWS, CONFIGURATION_WORDS
     item_bytes, input_bytes, tile_steps = dtype.itemsize, INPUT_BYTES, TILE_STEPS if uses_matrix_units else 1
 
     def matmul(parameters: Any) -> None:
@@ -210,10 +214,11 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
         num_whole_steps = num_steps // tile_steps * tile_steps
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
         num_items = num_whole + (num_panels - num_whole) * num_shares
-        sums, configuration, configured_rows = stack_floats(num_sums), stack_int64(num_words), 0
+        sums, open_sums = stack_floats(num_sums), stack_floats(num_open_sums)
+        configuration, configured_rows = stack_int64(num_words), 0
         next_item = claim(counter)
         while next_item < num_items:
-            # Why: claimed ahead, the panel after this one is known, and its first chunk can be asked for.
+            # Why: claimed ahead, the panel after this one is known, and its first slice can be asked for.
             item, next_item = next_item, claim(counter)
             after = next_item if next_item < num_whole else num_whole + (next_item - num_whole) // num_shares
             next_panel = weight + min(after, num_panels - 1) * panel_bytes
@@ -225,31 +230,35 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
             while first_row < end_row:
                 count = min(group_rows, end_row - first_row)
                 # Rows from ``last`` on have their sums ``spare`` places further on: those of the last block.
-                chunk, last, spare = chunk_steps, 0, 0
+                part, last, spare = part_steps, 0, 0
                 if uses_matrix_units:
                     size = rows_of_blocks(count)
-                    chunk = single_block_chunk_steps if size == count else chunk_steps
+                    part = single_block_chunk_steps if size == count else part_steps
                     last, spare = count - size, (size - count % size) % size
                     if size != configured_rows:
                         configure_tiles(configuration, size)
                         configured_rows = size
                 start = 0
                 while start < num_whole_steps:
-                    steps = min(chunk, num_whole_steps - start)
+                    steps = min(part, num_whole_steps - start)
                     here = weight + panel * panel_bytes + start * step_bytes
                     ahead, ahead_bytes = here + steps * step_bytes, steps * step_bytes
-                    if start + chunk >= num_whole_steps:
-                        ahead, ahead_bytes = next_panel, min(chunk, num_steps) * step_bytes
-                    source, is_first = rows + first_row * row_bytes + start * row_bytes_of_step, int(start == 0)
+                    if start + part >= num_whole_steps:
+                        ahead, ahead_bytes = next_panel, min(part, num_steps) * step_bytes
+                    source = rows + first_row * row_bytes + start * row_bytes_of_step
                     if uses_matrix_units:
+                        is_first = int(start == 0)
                         multiply_blocks(
                             form, source, row_bytes, count, size, here, steps, sums, is_first, ahead, ahead_bytes
                         )
                     else:
+                        is_first, goes_on = int(start < chunk_steps), start % chunk_steps
+                        is_last = int((start + steps) % chunk_steps == 0 or start + steps == num_steps)
                         multiply_tiles(
-                            form, most_sums, source, row_bytes, count, here, steps, sums, is_first, ahead, ahead_bytes
-                        )
-                    start += chunk
+                            form, most_sums, source, row_bytes, count, here, steps, sums, is_first, open_sums, goes_on,
+                            is_last, ahead, ahead_bytes,
+                        )  # fmt: skip
+                    start += part
                 if uses_matrix_units and is_scaled and num_whole_steps < num_steps:
                     source = rows + first_row * row_bytes + num_whole_steps * row_bytes_of_step
                     here = weight + panel * panel_bytes + num_whole_steps * step_bytes

@@ -2,13 +2,13 @@
 
 A panel is ``PANEL`` outputs of a weight matrix, in steps that take ``STEP_BYTES`` of weights: one input in float32, two
 side by side in bfloat16, four in int8. An instruction multiplies a row's step by sixteen outputs and adds to sixteen
-sums, float32 or int32, which stay in registers over a whole chunk of steps. Where no instruction takes pairs of
+sums, float32 or int32, which stay in registers over a slice of a chunk of steps. Where no instruction takes pairs of
 bfloat16, the two are widened to float32 and added one after the other, to rows that were widened before; where none
 takes four int8, they are widened to int16, whose products cannot saturate. ``amx.py`` multiplies the same panels with
 other instructions; ``packed.py`` and ``packed_int8.py`` make products of them.
 
 Invariant: an output is the sum over chunks, in order, of the sum over the chunk's steps, in order; int32 sums are
-exact in any order. How many rows a tile has changes the speed and never a bit.
+exact in any order. How many rows a tile has and how a chunk is sliced change the speed and never a bit.
 """
 
 from __future__ import annotations
@@ -87,30 +87,48 @@ _PAIR_VECTOR = ir.VectorType(_BFloat(), 2 * LANES)
 @njit(inline="always")
 def multiply_tiles(
     form: int, most_sums: int, rows: int, row_bytes: int, num_rows: int, weights: int, num_steps: int, sums: int,
-    is_first: int, ahead: int, ahead_bytes: int,
+    is_first: int, open_sums: int, goes_on: int, is_last: int, ahead: int, ahead_bytes: int,
 ) -> None:  # fmt: skip
     """``multiply_tile`` for any number of rows, each tile asking for its share of the memory ahead."""
     tile_rows = LARGE_TILE_ROWS if most_sums >= LARGE_TILE_ROWS * _VECTORS else TILE_ROWS
     num_tiles = (num_rows + tile_rows - 1) // tile_rows
-    # Why a line: a cache line with every step, sooner than the share would need it, was faster.
-    step = max(_LINE, STEP_BYTES // num_tiles)
+    # Why not a line with every step: many requests at once would keep the loads of this slice waiting.
+    step = (STEP_BYTES + num_tiles - 1) // num_tiles
     for tile in range(num_tiles):
         # Tiles of even sizes: the smaller ones are slower for their size.
         row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-        source, target = rows + row * row_bytes, sums + row * SUM_BYTES
+        source, target, kept = rows + row * row_bytes, sums + row * SUM_BYTES, open_sums + row * SUM_BYTES
         share = ahead + tile * ahead_bytes // num_tiles
         if end - row == 6:
-            multiply_tile(form, most_sums, 6, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(
+                form, most_sums, 6, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
+                share, step,
+            )  # fmt: skip
         elif end - row == 5:
-            multiply_tile(form, most_sums, 5, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(
+                form, most_sums, 5, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
+                share, step,
+            )  # fmt: skip
         elif end - row == 4:
-            multiply_tile(form, most_sums, 4, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(
+                form, most_sums, 4, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
+                share, step,
+            )  # fmt: skip
         elif end - row == 3:
-            multiply_tile(form, most_sums, 3, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(
+                form, most_sums, 3, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
+                share, step,
+            )  # fmt: skip
         elif end - row == 2:
-            multiply_tile(form, most_sums, 2, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(
+                form, most_sums, 2, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
+                share, step,
+            )  # fmt: skip
         else:
-            multiply_tile(form, most_sums, 1, source, row_bytes, weights, num_steps, target, is_first, share, step)
+            multiply_tile(
+                form, most_sums, 1, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
+                share, step,
+            )  # fmt: skip
 
 
 @intrinsic(prefer_literal=True)
@@ -125,29 +143,37 @@ def multiply_tile(
     num_steps: Any,
     sums: Any,
     is_first: Any,
+    open_sums: Any,
+    goes_on: Any,
+    is_last: Any,
     ahead: Any,
     ahead_step: Any,
 ) -> Any:
-    """sums[num_rows, PANEL] = (nothing if ``is_first``, else sums) + rows[num_rows, num_steps] @ weights.
+    """chunk = (open_sums if ``goes_on``, else nothing) + rows[num_rows, num_steps] @ weights; then
+    sums[num_rows, PANEL] = (nothing if ``is_first``, else sums) + chunk if ``is_last``, else open_sums = chunk.
 
     Literal: form, most_sums (vectors of them that are in registers at once), num_rows. ``weights`` is the address of a
-    panel's chunk [num_steps, STEP_BYTES]; ``rows`` are ``row_bytes`` apart. With every step, memory ``ahead_step``
-    bytes further on from ``ahead`` is asked for.
+    slice of a panel's chunk [num_steps, STEP_BYTES]; ``is_first`` says that the chunk is the first, ``is_last`` that
+    the slice is the chunk's last; ``rows`` are ``row_bytes`` apart. With every step, memory ``ahead_step`` bytes
+    further on from ``ahead`` is asked for.
     """
     literals = (form, most_sums, num_rows)
     kind, most, count = (literal.literal_value for literal in literals)
     width = max(1, min(_VECTORS, most // count))
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        x, stride, w, steps, target, first, next_memory, step = args[len(literals) :]
+        x, stride, w, steps, target, first, kept, later, last, next_memory, step = args[len(literals) :]
         starts = [b.add(x, b.mul(stride, int64(m))) for m in range(count)]
-        starts_anew = b.icmp_signed("!=", first, int64(0))
+        starts_anew, continues, ends = (b.icmp_signed("!=", flag, int64(0)) for flag in (first, later, last))
         # Why four lines where a step has a share of more than one: fewer let the memory of few rows wait.
         needs_more_lines, quarter = b.icmp_signed(">", step, int64(_LINE)), b.sdiv(step, int64(_VECTORS))
 
         def multiply(vectors: range) -> None:
             places = [(m, v) for m in range(count) for v in vectors]
             totals = {place: cgutils.alloca_once_value(b, _zero(kind)) for place in places}
+            with b.if_then(continues):
+                for m, v in places:
+                    b.store(load(b, kept, m * SUM_BYTES + v * 64, _zero(kind).type, 4), totals[m, v])
             with cgutils.for_range(b, steps) as loop:
                 panel_row = b.mul(loop.index, int64(STEP_BYTES))
                 weight = {v: _weights(b, kind, w, b.add(panel_row, int64(v * 64))) for v in vectors}
@@ -164,17 +190,22 @@ def multiply_tile(
                         for v in vectors:
                             total = b.load(totals[m, v])
                             b.store(add_products(b, kind, total, weight[v][part], inputs), totals[m, v])
-            for m, v in places:
-                place, chunk = m * SUM_BYTES + v * 64, b.load(totals[m, v])
-                before = load(b, target, place, chunk.type, 4)
-                added = b.add(before, chunk) if is_of_bytes(kind) else b.fadd(before, chunk)
-                store(b, b.select(starts_anew, chunk, added), target, place, 4)
+            with b.if_else(ends) as (ended, remaining):
+                with ended:
+                    for m, v in places:
+                        place, chunk = m * SUM_BYTES + v * 64, b.load(totals[m, v])
+                        before = load(b, target, place, chunk.type, 4)
+                        added = b.add(before, chunk) if is_of_bytes(kind) else b.fadd(before, chunk)
+                        store(b, b.select(starts_anew, chunk, added), target, place, 4)
+                with remaining:
+                    for m, v in places:
+                        store(b, b.load(totals[m, v]), kept, m * SUM_BYTES + v * 64, 4)
 
         for start in range(0, _VECTORS, width):
             multiply(range(start, min(start + width, _VECTORS)))
         return context.get_dummy_value()
 
-    addresses = [types.int64] * 8
+    addresses = [types.int64] * 11
     return types.void(*literals, *addresses), codegen
 
 
