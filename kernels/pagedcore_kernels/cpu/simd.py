@@ -23,6 +23,8 @@ from numba.extending import intrinsic
 
 #: Lanes of a vector.
 LANES = 16
+#: Bytes of a cache line.
+LINE = 64
 #: log2(e): scores are scaled by it once so that every exponential is a power of two.
 LOG2_E = 1.4426950408889634
 
@@ -116,6 +118,27 @@ def store(b: Builder, value: Value, address: Value, offset: Value | int, align: 
     """Store a value."""
     stored = b.store(value, pointer(b, address, offset, value.type))
     stored.align = align
+
+
+def stream(b: Builder, value: Value, address: Value, offset: int) -> None:
+    """Store whole cache lines past the caches; the address is a multiple of ``LINE``. See ``drain_streams``."""
+    stored = b.store(value, pointer(b, address, offset, value.type), align=LINE)
+    stored.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(INT32, 1)]))
+
+
+@intrinsic
+def drain_streams(typing: Typing) -> Any:
+    """``drain_streams()``: what this thread has streamed is in memory before anything that it stores from now on.
+
+    Why: other stores are seen in order, and a thread that sees this one's work as done reads what was streamed.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse.sfence"), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 def prefetch_line(b: Builder, address: Value, offset: Value, *, to_write: bool = False) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
+from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors, may_stream
 from pagedcore_kernels.cpu.matmul.amx import (
     CONFIGURATION_WORDS,
     TILE_STEPS,
@@ -48,7 +48,7 @@ from pagedcore_kernels.cpu.matmul.tiles import (
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.cpu.runtime.threads import num_threads
-from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, stack_floats, stack_int64
+from pagedcore_kernels.cpu.simd import address_of, claim, drain_streams, load_int64, stack_floats, stack_int64
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
@@ -67,6 +67,8 @@ _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
 #: Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
 #: Widening takes registers of its own.
 _WIDE_SUMS, _WIDE_SUMS_OF_WIDENED, _NARROW_SUMS = 24, 16, 4
+#: Fewest rows whose outputs are streamed, if any: those of few rows are few, and in a cache when they are read.
+FEWEST_STREAMED_ROWS = 8
 #: Fewest rows of a work item, where a panel is cut into several.
 _SHARE_ROWS = 64
 #: Words of the parameter block: the number of rows, and the first of the two of ``work_items``.
@@ -202,6 +204,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
     group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
     num_sums, num_open_sums = group_rows * PANEL, PANEL if uses_matrix_units else group_rows * PANEL
     least_rows, num_words = _SHARE_ROWS, CONFIGURATION_WORDS
+    streams, fewest_streamed_rows = int(may_stream()), FEWEST_STREAMED_ROWS
     item_bytes, input_bytes, tile_steps = dtype.itemsize, INPUT_BYTES, TILE_STEPS if uses_matrix_units else 1
 
     def matmul(parameters: Any) -> None:
@@ -216,6 +219,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
         num_items = num_whole + (num_panels - num_whole) * num_shares
         sums, open_sums = stack_floats(num_sums), stack_floats(num_open_sums)
         configuration, configured_rows = stack_int64(num_words), 0
+        is_streamed = int(streams and num_rows >= fewest_streamed_rows)
         next_item = claim(counter)
         while next_item < num_items:
             # Why: claimed ahead, the panel after this one is known, and its first slice can be asked for.
@@ -276,12 +280,15 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
                         offsets = load_int64(p, 13) + column * 4
                         store_scaled_sums(
                             is_bf16, sums + place * sum_bytes, row_scale, offsets, of_outputs, bias + column * 4,
-                            target, wanted,
+                            target, wanted, is_streamed,
                         )  # fmt: skip
                     else:
-                        store_sums(is_bf16, sums + place * sum_bytes, bias + column * item_bytes, target, wanted)
+                        addend = bias + column * item_bytes
+                        store_sums(is_bf16, sums + place * sum_bytes, addend, target, wanted, is_streamed)
                 first_row += count
         if uses_matrix_units:
             release_tiles()
+        if streams:
+            drain_streams()
 
     return compile_kernel(matmul)

@@ -26,6 +26,7 @@ from pagedcore_kernels.cpu.simd import (
     INT32,
     INT64,
     LANES,
+    LINE,
     Builder,
     Typing,
     Value,
@@ -41,6 +42,7 @@ from pagedcore_kernels.cpu.simd import (
     prefetch_line,
     splat,
     store,
+    stream,
     to_bfloat16,
 )
 
@@ -63,7 +65,6 @@ SUM_BYTES = 4 * PANEL
 _VECTORS = PANEL // LANES
 _WHOLE = ir.VectorType(INT32, LANES)
 _WORDS = ir.VectorType(INT16, 2 * LANES)
-_LINE = 64
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -166,7 +167,7 @@ def multiply_tile(
         starts = [b.add(x, b.mul(stride, int64(m))) for m in range(count)]
         starts_anew, continues, ends = (b.icmp_signed("!=", flag, int64(0)) for flag in (first, later, last))
         # Why four lines where a step has a share of more than one: fewer let the memory of few rows wait.
-        needs_more_lines, quarter = b.icmp_signed(">", step, int64(_LINE)), b.sdiv(step, int64(_VECTORS))
+        needs_more_lines, quarter = b.icmp_signed(">", step, int64(LINE)), b.sdiv(step, int64(_VECTORS))
 
         def multiply(vectors: range) -> None:
             places = [(m, v) for m in range(count) for v in vectors]
@@ -210,48 +211,53 @@ def multiply_tile(
 
 
 @intrinsic(prefer_literal=True)
-def store_sums(typing: Typing, is_bf16: Any, sums: Any, bias: Any, out: Any, num_outputs: Any) -> Any:
-    """out[num_outputs] = sums + bias, rounded once; sums and bias are [PANEL], all of them readable."""
-    bf16 = is_bf16.literal_value
-    vector_bytes = LANES * item_bytes(bf16)
+def store_sums(
+    typing: Typing, is_bf16: Any, sums: Any, bias: Any, out: Any, num_outputs: Any, is_streamed: Any
+) -> Any:
+    """out[num_outputs] = sums + bias, rounded once; sums and bias are [PANEL], all of them readable.
 
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        _, source, addend, target, wanted = args
-        for v in range(_VECTORS):
-            place = v * vector_bytes
-            total = b.fadd(load(b, source, v * 64, floats(), 4), load_floats(b, addend, place, bf16))
-            rounded = to_bfloat16(b, total) if bf16 else total
-            _store_first(b, rounded, b.add(target, int64(place)), b.sub(wanted, int64(v * LANES)))
-        return context.get_dummy_value()
-
-    return types.void(is_bf16, *[types.int64] * 4), codegen
-
-
-@intrinsic(prefer_literal=True)
-def store_scaled_sums(
-    typing: Typing, is_bf16: Any, sums: Any, row_scale: Any, corrections: Any, scales: Any, bias: Any, out: Any,
-    num_outputs: Any,
-) -> Any:  # fmt: skip
-    """out[num_outputs] = float(sums - corrections) * row_scale * scales + bias, each operation rounded, in this order.
-
-    Sums and corrections are int32 [PANEL], scales and bias float32 [PANEL], all of them readable; ``row_scale`` is the
-    address of a float32.
+    Whole cache lines of a whole panel are streamed if ``is_streamed``.
     """
     bf16 = is_bf16.literal_value
     vector_bytes = LANES * item_bytes(bf16)
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        _, source, of_row, offsets, of_outputs, addend, target, wanted = args
+        _, source, addend, target, wanted, streamed = args
+        outputs = []
+        for v in range(_VECTORS):
+            total = b.fadd(load(b, source, v * 64, floats(), 4), load_floats(b, addend, v * vector_bytes, bf16))
+            outputs.append(to_bfloat16(b, total) if bf16 else total)
+        _store_outputs(b, outputs, target, wanted, streamed)
+        return context.get_dummy_value()
+
+    return types.void(is_bf16, *[types.int64] * 5), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store_scaled_sums(
+    typing: Typing, is_bf16: Any, sums: Any, row_scale: Any, corrections: Any, scales: Any, bias: Any, out: Any,
+    num_outputs: Any, is_streamed: Any,
+) -> Any:  # fmt: skip
+    """out[num_outputs] = float(sums - corrections) * row_scale * scales + bias, each operation rounded, in this order.
+
+    Sums and corrections are int32 [PANEL], scales and bias float32 [PANEL], all of them readable; ``row_scale`` is the
+    address of a float32. ``is_streamed`` as in ``store_sums``.
+    """
+    bf16 = is_bf16.literal_value
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        _, source, of_row, offsets, of_outputs, addend, target, wanted, streamed = args
+        outputs = []
         row = splat(b, load(b, of_row, 0, FLOAT, 4))
         for v in range(_VECTORS):
             total = b.sub(load(b, source, v * 64, _WHOLE, 4), load(b, offsets, v * 64, _WHOLE, 4))
             scaled = b.fmul(b.fmul(b.sitofp(total, floats()), row), load(b, of_outputs, v * 64, floats(), 4))
             value = b.fadd(scaled, load(b, addend, v * 64, floats(), 4))
-            rounded = to_bfloat16(b, value) if bf16 else value
-            _store_first(b, rounded, b.add(target, int64(v * vector_bytes)), b.sub(wanted, int64(v * LANES)))
+            outputs.append(to_bfloat16(b, value) if bf16 else value)
+        _store_outputs(b, outputs, target, wanted, streamed)
         return context.get_dummy_value()
 
-    return types.void(is_bf16, *[types.int64] * 7), codegen
+    return types.void(is_bf16, *[types.int64] * 8), codegen
 
 
 def is_of_bytes(form: int) -> bool:
@@ -324,6 +330,26 @@ def _multiply_pairs(b: Builder, some: Value, others: Value) -> Value:
 def lane_numbers(start: int, count: int) -> Value:
     """Return consecutive numbers, by which lanes are picked from a vector."""
     return ir.Constant(ir.VectorType(INT32, count), list(range(start, start + count)))
+
+
+def _store_outputs(b: Builder, outputs: list[Value], address: Value, count: Value, is_streamed: Value) -> None:
+    """Store the first ``count`` of a panel's outputs, which are vectors of ``LANES``."""
+    lane_bytes = 4 if outputs[0].type.element == FLOAT else 2
+    is_whole = b.icmp_signed(">=", count, int64(PANEL))
+    is_aligned = b.icmp_signed("==", b.and_(address, int64(LINE - 1)), int64(0))
+    may_stream = b.and_(b.icmp_signed("!=", is_streamed, int64(0)), b.and_(is_whole, is_aligned))
+    with b.if_else(may_stream) as (streamed, cached):
+        with streamed:
+            lines = outputs
+            if lane_bytes == 2:
+                both = lane_numbers(0, 2 * LANES)
+                lines = [b.shuffle_vector(*outputs[v : v + 2], both) for v in range(0, _VECTORS, 2)]
+            for number, line in enumerate(lines):
+                stream(b, line, address, number * LINE)
+        with cached:
+            for v, values in enumerate(outputs):
+                place = b.add(address, int64(v * LANES * lane_bytes))
+                _store_first(b, values, place, b.sub(count, int64(v * LANES)))
 
 
 def _store_first(b: Builder, values: Value, address: Value, count: Value) -> None:
