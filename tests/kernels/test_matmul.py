@@ -167,6 +167,25 @@ def test_nothing_is_written_beside_the_outputs(
     assert (room[4] == 7).all()
 
 
+@pytest.mark.parametrize("shift", [0, 1, 16])
+@pytest.mark.parametrize("num_rows", [7, 8, 70])
+@each_dtype
+def test_outputs_may_begin_anywhere(dtype: torch.dtype, num_rows: int, shift: int) -> None:
+    """At the beginning of a cache line, where whole lines may be streamed, or not; nothing is written beside them."""
+    product, rows = PackedMatmul(numbers(1, 130, 64, dtype=dtype), None), numbers(2, num_rows, 64, dtype=dtype)
+    whole = PackedMatmul(numbers(1, 130, 64, dtype=dtype)[:128], None)
+    memory = torch.full((130 * num_rows + 256,), 7.0, dtype=dtype)
+    start = -memory.data_ptr() % 64 // dtype.itemsize + shift
+    expected = product(rows)
+    for one, size in ((product, 130), (whole, 128)):
+        memory.fill_(7.0)
+        out = memory[start : start + num_rows * size].view(num_rows, size)
+        one.multiply_to(out, rows)
+        assert torch.equal(out, expected[:, :size])
+        assert (memory[:start] == 7).all()
+        assert (memory[start + num_rows * size :] == 7).all()
+
+
 @pytest.mark.skipif(not can_multiply(torch.bfloat16, 2), reason="no such vectors")
 def test_nothing_is_read_beyond_its_end() -> None:
     """Rows, weight, bias and outputs may end where memory ends, also while memory is asked for ahead."""
