@@ -141,10 +141,11 @@ def test_batch_mates_and_their_order_change_no_bit(shape: Shape) -> None:
             assert same_bits(part, alone[i])
 
 
-@pytest.mark.parametrize(("dtype", "is_int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_block_size_changes_no_bit(dtype: torch.dtype, is_int8: bool) -> None:
     """Pools of other block sizes give the same bits."""
-    shapes = [Shape(3, 2, 24, 20, size, dtype, is_int8) for size in (1, 4, 32)]
+    shapes = [Shape(3, 2, 24, 20, size, dtype, is_int8) for size in (1, 4, 16, 32)]
     tokens = sharp(shapes[0], LENGTH, seed=1)
     outputs = [in_steps(shape, tokens, [LENGTH - 3, 1, 2], seed=2, window=200) for shape in shapes]
     for output in outputs[1:]:
