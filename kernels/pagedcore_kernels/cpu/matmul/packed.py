@@ -11,6 +11,7 @@ the number of threads.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -68,7 +69,7 @@ _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
 #: Widening takes registers of its own.
 _WIDE_SUMS, _WIDE_SUMS_OF_WIDENED, _NARROW_SUMS = 24, 16, 4
 #: Fewest rows whose outputs are streamed, if any: those of few rows are few, and in a cache when they are read.
-FEWEST_STREAMED_ROWS = 8
+_FEWEST_STREAMED_ROWS = 8
 #: Fewest rows of a work item, where a panel is cut into several.
 _SHARE_ROWS = 64
 #: Words of the parameter block: the number of rows, and the first of the two of ``work_items``.
@@ -187,6 +188,11 @@ def work_items(num_panels: int, num_rows: int) -> tuple[int, int]:
     return num_panels - num_cut, most_shares
 
 
+def fewest_streamed_rows() -> int:
+    """From how many rows on a product stores its outputs past the caches; never where the processor gains nothing."""
+    return _FEWEST_STREAMED_ROWS if may_stream() else sys.maxsize
+
+
 @cache
 def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
     """Compile the kernel that writes outputs of a number format, or take it from the cache; its parameters are those
@@ -203,8 +209,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
     single_block_chunk_steps = _SINGLE_BLOCK_CHUNK_STEPS
     group_rows = _MATRIX_UNIT_GROUP_ROWS if uses_matrix_units else _GROUP_ROWS
     num_sums, num_open_sums = group_rows * PANEL, PANEL if uses_matrix_units else group_rows * PANEL
-    least_rows, num_words = _SHARE_ROWS, CONFIGURATION_WORDS
-    streams, fewest_streamed_rows = int(may_stream()), FEWEST_STREAMED_ROWS
+    least_rows, num_words, first_streamed = _SHARE_ROWS, CONFIGURATION_WORDS, fewest_streamed_rows()
     item_bytes, input_bytes, tile_steps = dtype.itemsize, INPUT_BYTES, TILE_STEPS if uses_matrix_units else 1
 
     def matmul(parameters: Any) -> None:
@@ -219,7 +224,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
         num_items = num_whole + (num_panels - num_whole) * num_shares
         sums, open_sums = stack_floats(num_sums), stack_floats(num_open_sums)
         configuration, configured_rows = stack_int64(num_words), 0
-        is_streamed = int(streams and num_rows >= fewest_streamed_rows)
+        is_streamed = int(num_rows >= first_streamed)
         next_item = claim(counter)
         while next_item < num_items:
             # Why: claimed ahead, the panel after this one is known, and its first slice can be asked for.
@@ -288,7 +293,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
                 first_row += count
         if uses_matrix_units:
             release_tiles()
-        if streams:
+        if is_streamed:
             drain_streams()
 
     return compile_kernel(matmul)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors, may_stream
+from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import (
     CONFIGURATION_WORDS,
     TILE_STEPS,
@@ -42,7 +42,7 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     scale_bytes,
     unit_bytes,
 )
-from pagedcore_kernels.cpu.matmul.packed import FEWEST_STREAMED_ROWS, require_rows, sizes_of_product, work_items
+from pagedcore_kernels.cpu.matmul.packed import fewest_streamed_rows, require_rows, sizes_of_product, work_items
 from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import LANES, address_of, claim, drain_streams, load_int64, stack_floats, stack_int64
@@ -276,7 +276,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
     ahead_bytes, uses_matrix_units, num_words = _AHEAD_BYTES, int(form == MATRIX_UNITS), CONFIGURATION_WORDS
     num_products = num_sums if uses_matrix_units else 1
     has_ones = int(uses_matrix_units and values == WITH_LEAST)
-    streams, fewest_streamed_rows = int(may_stream()), FEWEST_STREAMED_ROWS
+    first_streamed = fewest_streamed_rows()
     num_inputs, num_ones = (_GROUP_ROWS * LANES, LANES * LANES) if has_ones else (1, 1)
 
     def matmul(parameters: Any) -> None:
@@ -292,7 +292,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
         sums, buffer, products = stack_floats(num_sums), stack_floats(num_weights), stack_floats(num_products)
         of_inputs, ones = stack_floats(num_inputs), stack_floats(num_ones)
         configuration, configured_rows = stack_int64(num_words), 0
-        is_streamed = int(streams and num_rows >= fewest_streamed_rows)
+        is_streamed = int(num_rows >= first_streamed)
         if has_ones:
             fill_with_ones(ones)
         next_item = claim(counter)
@@ -346,7 +346,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                 first_row += count
         if uses_matrix_units:
             release_tiles()
-        if streams:
+        if is_streamed:
             drain_streams()
 
     return compile_kernel(matmul)

@@ -18,7 +18,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from pagedcore_kernels.cpu.simd import (
     FLOAT,
@@ -85,13 +85,19 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 _PAIR_VECTOR = ir.VectorType(_BFloat(), 2 * LANES)
 
 
+@register_jitable
+def most_rows_of_tile(most_sums: int) -> int:
+    """How many rows a tile has at most where so many vectors of sums are in registers at once."""
+    return LARGE_TILE_ROWS if most_sums >= LARGE_TILE_ROWS * _VECTORS else TILE_ROWS
+
+
 @njit(inline="always")
 def multiply_tiles(
     form: int, most_sums: int, rows: int, row_bytes: int, num_rows: int, weights: int, num_steps: int, sums: int,
     is_first: int, open_sums: int, goes_on: int, is_last: int, ahead: int, ahead_bytes: int,
 ) -> None:  # fmt: skip
     """``multiply_tile`` for any number of rows, each tile asking for its share of the memory ahead."""
-    tile_rows = LARGE_TILE_ROWS if most_sums >= LARGE_TILE_ROWS * _VECTORS else TILE_ROWS
+    tile_rows = most_rows_of_tile(most_sums)
     num_tiles = (num_rows + tile_rows - 1) // tile_rows
     # Why not a line with every step: many requests at once would keep the loads of this slice waiting.
     step = (STEP_BYTES + num_tiles - 1) // num_tiles
@@ -100,36 +106,10 @@ def multiply_tiles(
         row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
         source, target, kept = rows + row * row_bytes, sums + row * SUM_BYTES, open_sums + row * SUM_BYTES
         share = ahead + tile * ahead_bytes // num_tiles
-        if end - row == 6:
-            multiply_tile(
-                form, most_sums, 6, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
-                share, step,
-            )  # fmt: skip
-        elif end - row == 5:
-            multiply_tile(
-                form, most_sums, 5, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
-                share, step,
-            )  # fmt: skip
-        elif end - row == 4:
-            multiply_tile(
-                form, most_sums, 4, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
-                share, step,
-            )  # fmt: skip
-        elif end - row == 3:
-            multiply_tile(
-                form, most_sums, 3, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
-                share, step,
-            )  # fmt: skip
-        elif end - row == 2:
-            multiply_tile(
-                form, most_sums, 2, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
-                share, step,
-            )  # fmt: skip
-        else:
-            multiply_tile(
-                form, most_sums, 1, source, row_bytes, weights, num_steps, target, is_first, kept, goes_on, is_last,
-                share, step,
-            )  # fmt: skip
+        multiply_tile(
+            form, most_sums, source, row_bytes, end - row, weights, num_steps, target, is_first, kept, goes_on, is_last,
+            share, step,
+        )  # fmt: skip
 
 
 @intrinsic(prefer_literal=True)
@@ -137,9 +117,9 @@ def multiply_tile(
     typing: Typing,
     form: Any,
     most_sums: Any,
-    num_rows: Any,
     rows: Any,
     row_bytes: Any,
+    num_rows: Any,
     weights: Any,
     num_steps: Any,
     sums: Any,
@@ -153,23 +133,23 @@ def multiply_tile(
     """chunk = (open_sums if ``goes_on``, else nothing) + rows[num_rows, num_steps] @ weights; then
     sums[num_rows, PANEL] = (nothing if ``is_first``, else sums) + chunk if ``is_last``, else open_sums = chunk.
 
-    Literal: form, most_sums (vectors of them that are in registers at once), num_rows. ``weights`` is the address of a
-    slice of a panel's chunk [num_steps, STEP_BYTES]; ``is_first`` says that the chunk is the first, ``is_last`` that
-    the slice is the chunk's last; ``rows`` are ``row_bytes`` apart. With every step, memory ``ahead_step`` bytes
-    further on from ``ahead`` is asked for.
+    Literal: form, most_sums (vectors of them that are in registers at once); ``num_rows`` is at most
+    ``most_rows_of_tile``, and there is code for each. ``weights`` is the address of a slice of a panel's chunk
+    [num_steps, STEP_BYTES]; ``is_first`` says that the chunk is the first, ``is_last`` that the slice is the chunk's
+    last; ``rows`` are ``row_bytes`` apart. With every step, memory ``ahead_step`` bytes further on from ``ahead`` is
+    asked for.
     """
-    literals = (form, most_sums, num_rows)
-    kind, most, count = (literal.literal_value for literal in literals)
-    width = max(1, min(_VECTORS, most // count))
+    literals = (form, most_sums)
+    kind, most = (literal.literal_value for literal in literals)
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        x, stride, w, steps, target, first, kept, later, last, next_memory, step = args[len(literals) :]
-        starts = [b.add(x, b.mul(stride, int64(m))) for m in range(count)]
+        x, stride, wanted, w, steps, target, first, kept, later, last, next_memory, step = args[len(literals) :]
         starts_anew, continues, ends = (b.icmp_signed("!=", flag, int64(0)) for flag in (first, later, last))
         # Why four lines where a step has a share of more than one: fewer let the memory of few rows wait.
         needs_more_lines, quarter = b.icmp_signed(">", step, int64(LINE)), b.sdiv(step, int64(_VECTORS))
 
-        def multiply(vectors: range) -> None:
+        def multiply(count: int, vectors: range) -> None:
+            starts = [b.add(x, b.mul(stride, int64(m))) for m in range(count)]
             places = [(m, v) for m in range(count) for v in vectors]
             totals = {place: cgutils.alloca_once_value(b, _zero(kind)) for place in places}
             with b.if_then(continues):
@@ -202,12 +182,14 @@ def multiply_tile(
                     for m, v in places:
                         store(b, b.load(totals[m, v]), kept, m * SUM_BYTES + v * 64, 4)
 
-        for start in range(0, _VECTORS, width):
-            multiply(range(start, min(start + width, _VECTORS)))
+        for count in range(1, most_rows_of_tile(most) + 1):
+            with b.if_then(b.icmp_signed("==", wanted, int64(count))):
+                width = max(1, min(_VECTORS, most // count))
+                for start in range(0, _VECTORS, width):
+                    multiply(count, range(start, min(start + width, _VECTORS)))
         return context.get_dummy_value()
 
-    addresses = [types.int64] * 11
-    return types.void(*literals, *addresses), codegen
+    return types.void(*literals, *[types.int64] * 12), codegen
 
 
 @intrinsic(prefer_literal=True)
