@@ -7,16 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import llvmlite.binding
 import numpy as np
 import pytest
 import torch
+from numba import cfunc, types
 
 from kernels import edge_of_memory
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu import features
-from pagedcore_kernels.cpu.matmul import amx, packed
+from pagedcore_kernels.cpu.matmul import amx, packed, packed_grouped
 from pagedcore_kernels.cpu.matmul.packed import CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS, PackedMatmul, can_multiply
 
 #: Inputs of a chunk in bfloat16, of two in float32.
@@ -184,6 +186,23 @@ def test_outputs_may_begin_anywhere(dtype: torch.dtype, num_rows: int, shift: in
         assert torch.equal(out, expected[:, :size])
         assert (memory[:start] == 7).all()
         assert (memory[start + num_rows * size :] == 7).all()
+
+
+@pytest.mark.parametrize(("module", "make"), [
+    (packed, lambda: packed.matmul_kernel.__wrapped__(packed.SINGLES, torch.float32)),
+    (packed_grouped, lambda: packed_grouped._kernel.__wrapped__(packed.SINGLES, 4, 0, 0, torch.float32)),
+], ids=["packed", "grouped"])
+@pytest.mark.skipif(not features.may_stream(), reason="nothing is streamed here")
+def test_what_is_streamed_is_in_memory_when_a_kernel_ends(
+    monkeypatch: pytest.MonkeyPatch, module: Any, make: Callable[[], object]
+) -> None:
+    """No run can show that a thread saw the work as done before the outputs: the code is looked at."""
+    functions: list[Callable[[Any], None]] = []
+    monkeypatch.setattr(module, "compile_kernel", functions.append)
+    make()
+    code = cfunc(types.void(types.voidptr), error_model="numpy")(functions[0]).inspect_llvm()
+    assert "!nontemporal" in code
+    assert "call void @llvm.x86.sse.sfence" in code
 
 
 @pytest.mark.skipif(not can_multiply(torch.bfloat16, 2), reason="no such vectors")
