@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu import features
 from pagedcore_kernels.cpu.matmul import amx, packed, packed_grouped
 from pagedcore_kernels.cpu.matmul.packed import CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS, PackedMatmul, can_multiply
+from pagedcore_kernels.cpu.runtime.threads import Computing
 
 #: Inputs of a chunk in bfloat16, of two in float32.
 CHUNK = 2 * CHUNK_STEPS
@@ -203,6 +205,61 @@ def test_what_is_streamed_is_in_memory_when_a_kernel_ends(
     code = cfunc(types.void(types.voidptr), error_model="numpy")(functions[0]).inspect_llvm()
     assert "!nontemporal" in code
     assert "call void @llvm.x86.sse.sfence" in code
+
+
+def chain() -> tuple[list[PackedMatmul], torch.Tensor]:
+    """Return products that read each other's outputs, each part of which another thread may have written, and rows."""
+    weights = [numbers(seed, 512, 512) / 16 for seed in range(4)]
+    return [PackedMatmul(weight, None) for weight in weights], numbers(9, 70, 512)
+
+
+def through(products: list[PackedMatmul], rows: torch.Tensor) -> torch.Tensor:
+    for product in products:
+        rows = product(rows)
+    return rows
+
+
+@pytest.mark.skipif(not can_multiply(torch.float32, 2), reason="no such vectors")
+def test_busy_neighbours_change_no_bit() -> None:
+    """A thread that loses its core in the middle has its outputs in memory before others read them."""
+    products, rows = chain()
+    expected = through(products, rows)
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        with Computing(3):
+            assert all(torch.equal(through(products, rows), expected) for _ in range(200))
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+#: A forked child multiplies with the weights and kernels of its parent, which goes on meanwhile.
+FORKED_CHILD = """
+import os, torch
+from kernels.test_matmul import chain, through
+from pagedcore_kernels.cpu.runtime.threads import Computing
+products, rows = chain()
+with Computing(2):
+    expected = through(products, rows)
+child = os.fork()
+with Computing(2):
+    is_same = all(torch.equal(through(products, rows), expected) for _ in range(50))
+if child == 0:
+    os._exit(0 if is_same else 1)
+assert os.waitpid(child, 0)[1] == 0 and is_same
+print("the same")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.skipif(not can_multiply(torch.float32, 2), reason="no such vectors")
+def test_a_forked_child_multiplies_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parent and child at once, each with helpers of its own."""
+    tests = os.fspath(Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, *sys.path]))
+    done = subprocess.run([sys.executable, "-c", FORKED_CHILD], capture_output=True, text=True, check=False, timeout=99)
+    assert done.stdout == "the same\n", done.stderr
 
 
 @pytest.mark.skipif(not can_multiply(torch.bfloat16, 2), reason="no such vectors")
