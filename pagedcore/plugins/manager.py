@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from importlib.metadata import entry_points as entry_points_of
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -22,6 +21,7 @@ from pagedcore._version import __version__
 from pagedcore.errors import InvalidConfig
 from pagedcore.plugins import builtin, hookspecs
 from pagedcore.plugins.hookspecs import PROJECT_NAME, EngineInfo
+from pagedcore.plugins.installed import entry_points_of, name_and_version
 from pagedcore.plugins.registry import Registry
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class PluginManager:
     def try_add(self, entry_point: EntryPoint) -> None:
         """Load and register a plugin found by name; every failure is noted and logged, never raised."""
         name, dist = entry_point.name, entry_point.dist
-        distribution, version = (dist.name, dist.version) if dist else ("", "")
+        distribution, version = name_and_version(dist) if dist else ("", "")
         try:
             plugin = None if name in self._blocked else entry_point.load()
             self.add(plugin, name, distribution=distribution, version=version)

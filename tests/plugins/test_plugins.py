@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import signal
 import sys
 import types
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +139,25 @@ def test_a_malformed_target_is_refused_when_added(target: str) -> None:
     """A target has to be a module and an attribute."""
     with pytest.raises(InvalidConfig, match=r"package\.module:attribute"):
         create_plugin_manager([Policy(target=target)], entry_points=False)
+
+
+def test_what_is_installed_meanwhile_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution is there for the next engine once it is installed, and gone once it is removed."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def names() -> list[str]:
+        return [record.name for record in create_plugin_manager().records if record.distribution == "late"]
+
+    assert names() == []
+    (tmp_path / "made_up_late.py").write_text("")
+    folder = tmp_path / "late-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text("[pagedcore]\nlate = made_up_late\n")
+    assert names() == ["late"]
+    assert names() == ["late"]
+    shutil.rmtree(folder)
+    assert names() == []
 
 
 def test_order_is_builtin_then_entry_points_then_explicit(monkeypatch: pytest.MonkeyPatch) -> None:
