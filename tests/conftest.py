@@ -20,6 +20,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+gc.set_threshold(100_000, 20, 100)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> None:
     """Keep what earlier tests imported out of the collections that tests ask for: a tenth of the time remains."""

@@ -36,7 +36,7 @@ _ALTERNATING: dict[str, Any] = {
 
 #: Architecture -> what differs from the common configuration.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "afmoe": {**_HEAD, **_SLIDING},
+    "afmoe": {**_HEAD, **_SLIDING, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "apertus": {},
     "arcee": {},
     "bitnet": {},
@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 3, "vocab_size_per_layer_input": VOCAB,
         "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6,
     },
-    "gemma4_text": {**_SLIDING},
+    "gemma4_text": {**_SLIDING, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB},
     "glm": {**_HEAD},
     "glm4": {**_HEAD},
     "glm4_moe": {**_HEAD, **_ROUTED},
