@@ -4,7 +4,7 @@ Anything of yours that has the same members can take the place of the shipped im
 tokenizer or attention factory may offer beyond is one protocol for each ability, looked for with ``isinstance``:
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
-                    NamesVariablePart
+                    NamesVariablePart  DecodesGreedily
     Tokenizer       NamesTokens  HasVocabulary
     attention       AttentionRequirements  StoresInt8 (the factory)  ShowsKVPool (the backend)
 """
@@ -28,6 +28,7 @@ from pagedcore_kernels.interface import Int32Array as Int32Array
 from pagedcore_kernels.interface import Int64Array as Int64Array
 from pagedcore_kernels.interface import LinearFactory as LinearFactory
 from pagedcore_kernels.interface import Matmul as Matmul
+from pagedcore_kernels.interface import PicksLargest as PicksLargest
 from pagedcore_kernels.interface import RaggedRows as RaggedRows
 from pagedcore_kernels.interface import RecordableAttention as RecordableAttention
 from pagedcore_kernels.interface import RecordableMatmul as RecordableMatmul
@@ -231,6 +232,22 @@ class NamesVariablePart(Protocol):
     @property
     def variable_part(self) -> str:
         """What makes results depend on the schedule; empty if nothing does."""
+
+
+@runtime_checkable
+class DecodesGreedily(Protocol):
+    """A model backend that may choose the most likely tokens itself, so that nothing writes and reads their logits."""
+
+    @property
+    def decodes_greedily(self) -> bool:
+        """Whether it does for this model; asked before every step."""
+
+    def forward_greedily(self, batch: RaggedRows) -> Int64Array:
+        """Compute the batch, write its K/V to the slots, and return the [S] most likely tokens, S at least 1.
+
+        They are those that ``ModelBackend.forward`` gives the largest logits, the lowest id of equal ones; -1 where a
+        logit is NaN or plus infinity, or none is finite.
+        """
 
 
 class Detokenizer(Protocol):

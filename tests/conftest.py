@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
+# Why: compiling a kernel makes very many objects and no garbage; looking for some took a seventh of its time.
 gc.set_threshold(100_000, 20, 100)
 
 

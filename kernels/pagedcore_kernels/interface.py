@@ -158,6 +158,18 @@ class RecordableMatmul(Protocol):
 
 
 @runtime_checkable
+class PicksLargest(Protocol):
+    """A ``Matmul`` that can find the largest output of each row without writing the others to memory."""
+
+    def pick_to(self, candidates: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
+        """Write the candidates of ``rows`` [M, in] to ``candidates``, int64 [ceil(out / 64), M], contiguous.
+
+        ``pagedcore_kernels/cpu/matmul/largest.py`` says what they are and makes numbers of outputs of them.
+        """
+        ...
+
+
+@runtime_checkable
 class RecordableAttention(Protocol):
     """An ``AttentionBackend`` whose calls may be recorded: repeated, they compute the step that it has planned then."""
 

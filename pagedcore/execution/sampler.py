@@ -73,10 +73,9 @@ class Sampler:
             map(_is_plainly_greedy, sequences)
         ):
             # Why: float32 would be twice as many bytes, written to be read once.
-            self.forget()
             bits = logits.detach().contiguous().view(torch.int16).numpy()
             _mask_early_stops(bits, sequences)
-            return SampledTokens(self._pick_greedily(bits), [None] * len(sequences))
+            return self.take(self._pick_greedily(bits))
         rows = _as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
         reports = self._make_reports(rows, wanted)
@@ -90,6 +89,16 @@ class Sampler:
             if token_ids[i] >= 0:
                 logprobs[i] = report.describe(int(token_ids[i]), rows[i])
         return SampledTokens(token_ids, logprobs, failures=failures)
+
+    @staticmethod
+    def wants_largest(sequences: Seq[Sequence]) -> bool:
+        """Whether all that is wanted of each row is which token has the largest logit of the whole vocabulary."""
+        return all(_is_plainly_greedy(sequence) and not _is_too_short(sequence) for sequence in sequences)
+
+    def take(self, token_ids: Int64Array) -> SampledTokens:
+        """Return tokens [S] that the model has chosen, where that ``wants_largest``."""
+        self.forget()
+        return SampledTokens(token_ids, [None] * len(token_ids))
 
     def forget(self) -> None:
         """Forget the adjusters; they are made again from their sequences."""

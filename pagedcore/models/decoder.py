@@ -7,7 +7,7 @@ faster decoder for some architectures takes its place by having the same members
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -17,7 +17,7 @@ from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.models.quantization.schemes import QuantizedLinears
 from pagedcore.models.quantization.stored_weight import StoredLinears
-from pagedcore.protocols import LinearFactory
+from pagedcore.protocols import Int64Array, LinearFactory
 
 
 class Decoder(Protocol):
@@ -46,6 +46,22 @@ class Decoder(Protocol):
         Returns:
             Logits [S, vocabulary] in any float type.
         """
+        ...
+
+
+@runtime_checkable
+class GreedyDecoder(Protocol):
+    """A decoder that may also choose tokens, without the logits of a whole vocabulary."""
+
+    @property
+    def can_pick(self) -> bool:
+        """Whether it does for this model."""
+        ...
+
+    def pick(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> Int64Array:
+        """Compute a batch, arguments as for ``Decoder`` with S at least 2; return what ``DecodesGreedily`` says."""
         ...
 
 

@@ -25,7 +25,7 @@ from pagedcore.models.attention_interface import ATTENTION_KEY, PagedStep, atten
 from pagedcore.models.attention_layers import AttentionLayer, RecordingStep, layers_of
 from pagedcore.models.cpu.fused_decoder import best_decoder
 from pagedcore.models.cpu.packed_linear import FASTEST, probe_invariance
-from pagedcore.models.decoder import Decoder, DecoderFactory, PlainDecoder, call_model
+from pagedcore.models.decoder import Decoder, DecoderFactory, GreedyDecoder, PlainDecoder, call_model
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.llama_tree import ForCausalLM
 from pagedcore.models.quantization.embedding import quantize_embedding
@@ -36,6 +36,7 @@ from pagedcore.protocols import (
     AttentionBackend,
     AttentionFactory,
     AttentionRequirements,
+    Int64Array,
     LinearFactory,
     RaggedRows,
     StoresInt8,
@@ -174,18 +175,41 @@ class TransformersModel:
             InternalError: there is no KV pool yet.
             ModelTakenOver: the weights were changed.
         """
+        return self._compute(self._ready_attention(), batch)
+
+    @property
+    def decodes_greedily(self) -> bool:
+        """Whether ``forward_greedily`` does for this model what ``forward`` would; see ``DecodesGreedily``."""
+        # Why: whoever replaces ``forward`` decides what the logits are.
+        is_ours = getattr(self.forward, "__func__", None) is TransformersModel.forward
+        return is_ours and isinstance(self._decoder, GreedyDecoder) and self._decoder.can_pick
+
+    @torch.inference_mode()
+    def forward_greedily(self, batch: RaggedRows) -> Int64Array:
+        """Compute a batch; return the [S] most likely tokens, see ``DecodesGreedily``. Raises as ``forward``."""
+        attention = self._ready_attention()
+        assert isinstance(self._decoder, GreedyDecoder)  # Invariant: ``decodes_greedily`` was asked
+        with torch_beside_kernels():
+            return self._decoder.pick(*self._arguments(attention, batch))[: len(batch.logits_rows)]
+
+    def _ready_attention(self) -> AttentionBackend:
         if self._attention is None:
             raise InternalError("forward: allocate_kv has not been called")
         self._weights.require_unchanged()
-        return self._compute(self._attention, batch)
+        return self._attention
 
-    def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
+    def _arguments(
+        self, attention: AttentionBackend, batch: RaggedRows
+    ) -> tuple[PagedStep, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what the decoder takes; a lone wanted row is there twice."""
         send, wanted = self._device.send, batch.logits_rows
         step = PagedStep(attention, self.layers, batch, self.dtype, send(batch.positions))
-        rows = np.repeat(wanted, 2) if len(wanted) == 1 else wanted
+        return step, send(batch.token_ids), step.positions, send(np.repeat(wanted, 2) if len(wanted) == 1 else wanted)
+
+    def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
+        arguments = self._arguments(attention, batch)
         with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
-            logits = self._decoder(step, send(batch.token_ids), step.positions, send(rows))
-            logits = logits[: len(wanted)]
+            logits = self._decoder(*arguments)[: len(batch.logits_rows)]
             # Why: bfloat16 is what the sampler can read, which may need no more of it than the largest.
             is_read_as_it_is = logits.dtype == torch.bfloat16 and self._device.kind == "cpu"
             return (logits if is_read_as_it_is else logits.float()).contiguous().cpu()

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pagedcore.errors import StepFailed
+from pagedcore import SamplingParams
+from pagedcore.errors import InvalidLogits, StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.scheduler.plan import ScheduledRow
-from support.doubles import FlakyBackend, ToyBackend, make_sequence, toy_logits
+from support.doubles import FlakyBackend, ToyBackend, make_sequence, toy_answer, toy_logits
+from support.engine_builders import assert_all_free, make_engine, run
 
 
 def prepared(backend: Any, prompts: list[int]) -> tuple[ModelRunner, BlockManager, list[ScheduledRow]]:
@@ -58,3 +61,74 @@ def test_logits_of_another_kind_fail_the_step(logits: object) -> None:
     backend.forward = lambda batch: logits  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(StepFailed, match="expected float32"):
         runner.execute(rows, manager)
+
+
+class GreedyBackend(ToyBackend):
+    """Chooses tokens itself, until it is told not to."""
+
+    decodes_greedily = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_greedy = 0
+
+    def forward_greedily(self, batch: Any) -> Any:
+        """Return the most likely tokens."""
+        self.num_greedy += 1
+        return np.asarray(self.forward(batch)).argmax(1)
+
+
+def test_a_model_that_decodes_greedily_is_asked_to() -> None:
+    """For rows of which nothing else is wanted, and no other: not where one row of the step wants more, where a token
+    may not come yet, or when the model does not do so now.
+    """
+    backend = GreedyBackend()
+    runner, manager, rows = prepared(backend, [5, 9, 2])
+    rows[1] = ScheduledRow(rows[1].sequence, 0, 4)
+    expected = [int(toy_logits(np.array(row.sequence.token_ids)).argmax()) for row in (rows[0], rows[2])]
+
+    def sampled() -> tuple[list[int], int]:
+        backend.num_greedy = 0
+        return runner.execute(rows, manager).token_ids.tolist(), backend.num_greedy
+
+    assert sampled() == (expected, 1)
+    plain = rows[0]
+    for changes in ({"temperature": 1.0, "seed": 1}, {"logprobs": 1}, {"logit_bias": {3: 1.0}},
+                    {"repetition_penalty": 1.5}, {"min_tokens": 3}):  # fmt: skip
+        changed: Any = replace(plain.sequence.params, **changes)
+        rows[0] = ScheduledRow(replace(plain.sequence, params=changed), 0, 5)
+        tokens, num_greedy = sampled()
+        assert (tokens[1], num_greedy) == (expected[1], 0), changes
+    rows[0] = plain
+    backend.decodes_greedily = False
+    assert sampled() == (expected, 0)
+    assert runner.execute([ScheduledRow(rows[0].sequence, 0, 4)], manager).token_ids.tolist() == []
+
+
+@pytest.mark.parametrize("token_ids", [
+    None, [3, 3], np.array([3]), np.array([[3, 3]]), np.array([3.0, 3.0]), np.array([3, 32]), np.array([-2, 3]),
+], ids=["None", "list", "one", "matrix", "floats", "too large", "too small"])
+def test_tokens_of_another_kind_fail_the_step(token_ids: object) -> None:
+    """Only int64 ids of the vocabulary, one for each row, are tokens; no row gets another row's."""
+    backend = GreedyBackend()
+    runner, manager, rows = prepared(backend, [5, 2])
+    backend.forward_greedily = lambda batch: token_ids  # type: ignore[method-assign]
+    with pytest.raises(StepFailed, match=r"forward_greedily returned .* expected int64 token ids of shape \(2,\)"):
+        runner.execute(rows, manager)
+
+
+def test_a_row_without_a_valid_logit_ends_alone() -> None:
+    """A model that finds no token for a row, as for one with NaN, costs that request its answer and no other."""
+
+    class Finds(GreedyBackend):
+        def forward_greedily(self, batch: Any) -> Any:
+            """Find nothing for the first sequence."""
+            return np.where(batch.seq_ids == first, -1, super().forward_greedily(batch))
+
+    engine = make_engine(Finds())
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True)) for prompt in ([5, 6], [7])]
+    first = requests[0].sequences[0].sequence_id
+    run(engine)
+    assert isinstance(requests[0].error, InvalidLogits)
+    assert list(requests[1].output().outputs[0].token_ids) == toy_answer([7], 4)
+    assert_all_free(engine)

@@ -12,6 +12,7 @@ from pagedcore.errors import InvalidConfig
 from pagedcore.models.transformers_model import TransformersModel, requirements_of
 from pagedcore.protocols import (
     AttentionRequirements,
+    DecodesGreedily,
     DecodesTokens,
     DescribesItself,
     HasFingerprint,
@@ -33,7 +34,8 @@ from support.doubles import ToyBackend
 from support.engine_builders import make_engine
 from support.families import tiny_model
 
-OF_BACKENDS = (MovesKVBlocks, HostsKVPool, HasFingerprint, DescribesItself, UsesTorchThreads, NamesVariablePart)
+OF_BACKENDS = (MovesKVBlocks, HostsKVPool, HasFingerprint, DescribesItself, UsesTorchThreads, NamesVariablePart,
+               DecodesGreedily)
 
 
 class AbleBackend(ToyBackend):

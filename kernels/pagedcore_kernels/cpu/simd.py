@@ -220,6 +220,13 @@ def exp2(b: Builder, x: Value) -> Value:
     return b.select(b.fcmp_ordered("<", x, constant(-125.0, kind)), constant(0.0, kind), value)
 
 
+def combine_pairwise(values: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
+    """Combine values, a power of two of them, neighbours first: the order is fixed."""
+    while len(values) > 1:
+        values = [combine(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    return values[0]
+
+
 def reduce_lanes(b: Builder, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
     """Combine all lanes pairwise, halves first: the order is fixed."""
     width = vector.type.count

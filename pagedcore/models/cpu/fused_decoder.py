@@ -22,6 +22,7 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention_interface import PagedStep
 from pagedcore.models.attention_layers import AttentionLayer
 from pagedcore.models.cpu.fused_match import NotFused, Recognised, has_experts, recognise
+from pagedcore.models.cpu.output_layer import OutputLayer
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
 from pagedcore.models.cpu.recorded_steps import MOST_LOGITS, MOST_ROWS, RecordedSteps
@@ -31,7 +32,7 @@ from pagedcore.models.families import Family
 from pagedcore.models.llama_tree import embedding_scale
 from pagedcore.models.model_facts import max_model_len
 from pagedcore.models.quantization.stored_weight import tensors_of
-from pagedcore.protocols import LinearFactory, RecordableAttention, RecordableMatmul, ShowsKVPool
+from pagedcore.protocols import Int64Array, LinearFactory, RecordableAttention, RecordableMatmul, ShowsKVPool
 from pagedcore_kernels.cpu.layers.elementwise import (
     GatedActivation,
     KVDestination,
@@ -242,18 +243,19 @@ class FusedDecoder(Decoder):
             FusedLayer(layer, layers[number], family, gate, angles[number], multiplier, fuse, pack)
             for number, layer in enumerate(body.layers)
         ]
-        self._norm = _norm(body.norm, family)
         # Why: the embedding still has a weight that is tied.
         is_tied = model.lm_head.weight is body.embed_tokens.weight
-        self._head = _fuse(linears, (lambda weight: None) if is_tied else on_unused, model, ("lm_head",))
+        head = _fuse(linears, (lambda weight: None) if is_tied else on_unused, model, ("lm_head",))
         cap = config.final_logit_softcapping if family.is_gemma else None
-        self._cap = SoftCap(cap, model.dtype) if cap else None
-        self._divisor = float(config.logits_scaling) if family.has_multipliers else 1.0
+        self._output = OutputLayer(
+            _norm(body.norm, family), head, SoftCap(cap, model.dtype) if cap else None,
+            float(config.logits_scaling) if family.has_multipliers else 1.0,
+        )  # fmt: skip
         dense = [layer for layer in self._layers if layer.experts is None]
         self._gated_size = dense[0].down.in_features if dense else 0
-        self.products = (*(product for layer in self._layers for product in layer.products), self._head)
-        can_record = isinstance(self._head.multiply, RecordableMatmul) and self._head.multiply.only_runs_kernels
-        self._steps = RecordedSteps() if can_record and all(one.only_runs_kernels for one in self._layers) else None
+        self.products = (*(product for layer in self._layers for product in layer.products), head)
+        can_record = self._output.only_runs_kernels and all(one.only_runs_kernels for one in self._layers)
+        self._steps = RecordedSteps() if can_record else None
 
     def fallback(self) -> Decoder:
         """Return the general decoder on the same products: the model's modules, with parts of them as linear layers."""
@@ -261,30 +263,49 @@ class FusedDecoder(Decoder):
         general.products = self.products
         return general
 
+    @property
+    def can_pick(self) -> bool:
+        """Whether ``pick`` may be called; see ``GreedyDecoder``."""
+        return self._output.can_pick
+
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """Compute a batch; see ``Decoder``. The next step may overwrite the logits."""
+        return self._output.logits(self._compute(step, token_ids, positions, rows, picks=False))
+
+    def pick(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> Int64Array:
+        """Compute a batch without logits; see ``GreedyDecoder``."""
+        return self._output.token_ids(self._compute(step, token_ids, positions, rows, picks=True))
+
+    def _compute(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, picks: bool
+    ) -> torch.Tensor:
+        """Return what the output layer computes of ``rows``; ``picks`` as it takes it."""
         attention, steps = step.attention, self._steps
         if len(token_ids) > MOST_ROWS:
             steps = None
         if steps is not None and isinstance(attention, RecordableAttention) and attention.only_runs_kernels:
-            return self._repeat(steps, attention, step, self._begin(step, token_ids, positions, steps.workspace), rows)
+            work = self._begin(step, token_ids, positions, steps.workspace)
+            return self._repeat(steps, attention, step, work, rows, picks)
         work, addend = self._begin(step, token_ids, positions), None
         for layer in self._layers:
             attended = layer.attend(step, work, addend)
             if layer is self._layers[-1]:
                 if not len(rows):
-                    return self._no_logits(work)
+                    return self._output.no_logits(work)
                 # Why: no later operation reads the other rows.
                 work.keep(rows)
                 attended = attended[rows]
             addend = layer.feed_forward(work, attended)
-        return self._finish(work, addend)
+        return self._output.compute(work, addend, picks)
 
     def _repeat(
-        self, steps: RecordedSteps, attention: RecordableAttention, step: PagedStep, work: StepRows, rows: torch.Tensor
-    ) -> torch.Tensor:
+        self, steps: RecordedSteps, attention: RecordableAttention, step: PagedStep, work: StepRows, rows: torch.Tensor,
+        picks: bool,
+    ) -> torch.Tensor:  # fmt: skip
         """Compute a step as ``steps`` has it recorded: to the attention of the last layer, and the wanted rows on."""
         tables = tuple(angles.table.data_ptr() for angles in self._angles)
         *layers, last = self._layers
@@ -298,34 +319,18 @@ class FusedDecoder(Decoder):
         are_apart = work.destination is not None and work.destination.are_apart
         steps.run("all rows", attention, tables, StepShape(len(work.residual), are_apart), compute_all)
         if not len(rows):
-            return self._no_logits(work)
+            return self._output.no_logits(work)
         kept, attended = work.wanted(rows, last.place)
         if len(rows) > MOST_LOGITS:
             kept.workspace = None
-            return self._finish(kept, last.feed_forward(kept, attended))
+            return self._output.compute(kept, last.feed_forward(kept, attended), picks)
 
         def compute_wanted() -> None:
-            self._compute_logits(kept, last.feed_forward(kept, attended))
+            self._output.compute(kept, last.feed_forward(kept, attended), picks)
 
-        steps.run("wanted rows", attention, tables, StepShape(len(rows)), compute_wanted)
-        return self._scaled(kept.logits(self._head))
-
-    def _no_logits(self, work: StepRows) -> torch.Tensor:
-        return work.residual.new_empty(0, self._head.out_features)
-
-    def _finish(self, work: StepRows, addend: torch.Tensor | None) -> torch.Tensor:
-        return self._scaled(self._compute_logits(work, addend))
-
-    def _compute_logits(self, work: StepRows, addend: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits as the output layer gives them, capped."""
-        self._norm(work.residual, addend, work.normed)
-        logits = work.multiply("logits", self._head, work.normed)
-        if self._cap is not None:
-            self._cap(logits)
-        return logits
-
-    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._divisor == 1.0 else logits.div_(self._divisor)
+        part = "wanted rows, candidates" if picks else "wanted rows, logits"
+        steps.run(part, attention, tables, StepShape(len(rows)), compute_wanted)
+        return self._output.computed(kept, picks)
 
     def _begin(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, workspace: Workspace | None = None

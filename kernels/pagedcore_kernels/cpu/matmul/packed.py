@@ -29,7 +29,9 @@ from pagedcore_kernels.cpu.matmul.amx import (
     release_tiles,
     rows_of_blocks,
 )
+from pagedcore_kernels.cpu.matmul.largest import keep_candidate
 from pagedcore_kernels.cpu.matmul.packing import INPUT_BYTES, panels_of
+from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import (
     BYTE_MATRIX_UNITS,
     MATRIX_UNITS,
@@ -103,7 +105,7 @@ def products_here() -> tuple[int | None, ...]:
     return tuple(form_of_product(dtype, num_inputs) for dtype, num_inputs in formats)
 
 
-class PackedMatmul:
+class PackedMatmul(PackedProduct):
     """``rows @ weight.T + bias`` with a weight that was rearranged once.
 
     Args:
@@ -116,17 +118,16 @@ class PackedMatmul:
     def __init__(self, weight: torch.Tensor | Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         parts = [weight] if isinstance(weight, torch.Tensor) else weight
         weight = parts[0]
-        self._num_outputs, self._num_inputs = sum(len(part) for part in parts), weight.shape[1]
+        super().__init__(sum(len(part) for part in parts), weight.shape[1])
         form = form_of_product(weight.dtype, self._num_inputs)
         if form is None:
             raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
-        self._num_panels = -(-self._num_outputs // PANEL)
         self.weight = panels_of(parts)
         self._bias = weight.new_zeros(self._num_panels * PANEL)
         if bias is not None:
             self._bias[: self._num_outputs] = bias
         self._form, self._kernel = form, matmul_kernel(form, weight.dtype)
-        self._parameters = ParameterBlock(10)
+        self._parameters = ParameterBlock(11)
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -135,24 +136,16 @@ class PackedMatmul:
 
     @property
     def only_runs_kernels(self) -> bool:
-        """Whether ``multiply_to`` can be recorded; see ``RecordableMatmul``."""
+        """Whether its calls can be recorded; see ``RecordableMatmul``."""
         return self._form != WIDENED_PAIRS
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply ``rows`` [M, in], contiguous, of the weight's format, and return [M, out]."""
-        out = rows.new_empty(len(rows), self._num_outputs)
-        self.multiply_to(out, rows)
-        return out
-
-    def multiply_to(self, out: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
-        """Write the product to ``out`` [M, out], contiguous; see ``RecordableMatmul``."""
+    def _run(self, rows: torch.Tensor, out: int, candidates: int, workspace: RowRoom | None) -> None:
         num_rows = len(rows)
-        require_rows(rows, out, self.weight.dtype, self._num_inputs, self._num_outputs)
         if self._form == WIDENED_PAIRS:
             rows = rows.float()
         self._parameters.fill(
-            rows.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
-            self._num_outputs, self._num_inputs, self._num_panels, *work_items(self._num_panels, num_rows),
+            rows.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out, num_rows, self._num_outputs,
+            self._num_inputs, self._num_panels, *work_items(self._num_panels, num_rows), candidates,
         )  # fmt: skip
         self._kernel.run(self._parameters, resize=(sizes_of_product, self._num_panels, SIZE_WORDS))
 
@@ -162,20 +155,6 @@ def sizes_of_product(shape: StepShape, num_panels: int, words: tuple[int, int], 
     of_rows, of_items = words
     num_whole, num_shares = work_items(num_panels, shape.num_rows)
     return Sizes([(of_rows, shape.num_rows), (of_items, num_whole), (of_items + 1, num_shares)], entry=entry)
-
-
-def require_rows(
-    rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, num_inputs: int, num_outputs: int
-) -> None:
-    """Refuse what a kernel would read or write beyond its end.
-
-    Raises:
-        InternalError: ``rows`` are not [M, num_inputs] or ``out`` is not [M, num_outputs], contiguous and of ``dtype``.
-    """
-    # Safety: kernels read and write raw memory.
-    for name, tensor, size in (("rows", rows, num_inputs), ("out", out, num_outputs)):
-        if tensor.shape != (len(rows), size) or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise InternalError(f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)}, expected {dtype} [M, {size}]")
 
 
 def work_items(num_panels: int, num_rows: int) -> tuple[int, int]:
@@ -218,13 +197,14 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
         bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
         num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * weight_bytes // input_bytes
         num_panels, num_whole, num_shares = load_int64(p, 8), load_int64(p, 9), load_int64(p, 10)
+        candidates = load_int64(p, 11)
         row_bytes, panel_bytes = num_steps * row_bytes_of_step, num_steps * step_bytes
         num_whole_steps = num_steps // tile_steps * tile_steps
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
         num_items = num_whole + (num_panels - num_whole) * num_shares
         sums, open_sums = stack_floats(num_sums), stack_floats(num_open_sums)
         configuration, configured_rows = stack_int64(num_words), 0
-        is_streamed = int(num_rows >= first_streamed)
+        outputs, is_streamed = stack_floats(panel_outputs), int(num_rows >= first_streamed and candidates == 0)
         next_item = claim(counter)
         while next_item < num_items:
             # Why: claimed ahead, the panel after this one is known, and its first slice can be asked for.
@@ -279,10 +259,12 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
+                    if candidates != 0:
+                        target = outputs
                     place = i + spare if i >= last else i
                     if is_scaled:
-                        row_scale, of_outputs = load_int64(p, 11) + (first_row + i) * 4, load_int64(p, 12) + column * 4
-                        offsets = load_int64(p, 13) + column * 4
+                        row_scale, of_outputs = load_int64(p, 12) + (first_row + i) * 4, load_int64(p, 13) + column * 4
+                        offsets = load_int64(p, 14) + column * 4
                         store_scaled_sums(
                             is_bf16, sums + place * sum_bytes, row_scale, offsets, of_outputs, bias + column * 4,
                             target, wanted, is_streamed,
@@ -290,6 +272,9 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
                     else:
                         addend = bias + column * item_bytes
                         store_sums(is_bf16, sums + place * sum_bytes, addend, target, wanted, is_streamed)
+                    if candidates != 0:
+                        candidate = candidates + (panel * num_rows + first_row + i) * 8
+                        keep_candidate(is_bf16, outputs, wanted, column, candidate)
                 first_row += count
         if uses_matrix_units:
             release_tiles()

@@ -42,7 +42,9 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     scale_bytes,
     unit_bytes,
 )
-from pagedcore_kernels.cpu.matmul.packed import fewest_streamed_rows, require_rows, sizes_of_product, work_items
+from pagedcore_kernels.cpu.matmul.largest import keep_candidate
+from pagedcore_kernels.cpu.matmul.packed import fewest_streamed_rows, sizes_of_product, work_items
+from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import LANES, address_of, claim, drain_streams, load_int64, stack_floats, stack_int64
@@ -89,7 +91,7 @@ def packed_bytes(
     return -(-num_outputs // PANEL) * (num_groups * header + num_units * unit_bytes(bits))
 
 
-class PackedGroupedMatmul:
+class PackedGroupedMatmul(PackedProduct):
     """``rows @ (scales * (values - zeros)).T + bias`` with a weight that was rearranged once.
 
     Args:
@@ -120,15 +122,14 @@ class PackedGroupedMatmul:
         _check(values, scales, zeros, bits, bias)
         if codebook and (codebook not in KIND_OF_CODEBOOK or bits != 4 or zeros is not None):
             raise InternalError(f"codebook: got {codebook!r} for {bits} bits, {'no ' * (zeros is None)}zero points")
-        (self._num_outputs, self._num_inputs), num_groups = values.shape, scales.shape[1]
+        super().__init__(*values.shape)
+        num_groups = scales.shape[1]
         self._padding = -self._num_inputs % UNIT
         size = (self._num_inputs + self._padding) // num_groups
         form = form_of_grouped_product(dtype, size)
         assert form is not None  # Invariant: asked above
-        self._num_panels = -(-self._num_outputs // PANEL)
         self._panels = _panels(values, scales, zeros, bits, self._num_panels, size)
         self.weight = torch.empty(0, dtype=dtype)
-        """Empty, in the format of rows and outputs, which is what modules ask a weight for."""
         self._bias = torch.zeros(self._num_panels * PANEL, dtype=dtype)
         if bias is not None:
             self._bias[: self._num_outputs] = bias
@@ -137,7 +138,7 @@ class PackedGroupedMatmul:
         self._is_int8_by_output = bits == 8 and num_groups == 1 and zeros is None and not _is_half(scales)
         kind = KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros))
         self._kernel = _kernel(form, bits, kind, _is_half(scales), dtype)
-        self._parameters = ParameterBlock(11)
+        self._parameters = ParameterBlock(12)
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -161,26 +162,18 @@ class PackedGroupedMatmul:
 
     @property
     def only_runs_kernels(self) -> bool:
-        """Whether ``multiply_to`` can be recorded; see ``RecordableMatmul``."""
+        """Whether its calls can be recorded; see ``RecordableMatmul``."""
         return not (self._padding or self._is_widened)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply ``rows`` [M, in], contiguous, of ``weight.dtype``; return [M, out]."""
-        out = rows.new_empty(len(rows), self._num_outputs)
-        self.multiply_to(out, rows)
-        return out
-
-    def multiply_to(self, out: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
-        """Write the product to ``out`` [M, out], contiguous; see ``RecordableMatmul``."""
+    def _run(self, rows: torch.Tensor, out: int, candidates: int, workspace: RowRoom | None) -> None:
         num_rows = len(rows)
-        require_rows(rows, out, self.weight.dtype, self._num_inputs, self._num_outputs)
         if self._padding:
             rows = torch.nn.functional.pad(rows, (0, self._padding))
         if self._is_widened:
             rows = rows.float()
         self._parameters.fill(
-            rows.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
-            self._num_outputs, *self._sizes, self._num_panels, *work_items(self._num_panels, num_rows),
+            rows.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out, num_rows, self._num_outputs,
+            *self._sizes, self._num_panels, *work_items(self._num_panels, num_rows), candidates,
         )  # fmt: skip
         self._kernel.run(self._parameters, resize=(sizes_of_product, self._num_panels, _SIZE_WORDS))
 
@@ -285,6 +278,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
         bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
         num_outputs, num_groups, num_units = load_int64(p, 6), load_int64(p, 7), load_int64(p, 8)
         num_panels, num_whole, num_shares = load_int64(p, 9), load_int64(p, 10), load_int64(p, 11)
+        candidates = load_int64(p, 12)
         row_bytes, group_bytes = num_groups * num_units * row_unit_bytes, bytes_of_header + num_units * bytes_of_unit
         panel_bytes = num_groups * group_bytes
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
@@ -292,7 +286,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
         sums, buffer, products = stack_floats(num_sums), stack_floats(num_weights), stack_floats(num_products)
         of_inputs, ones = stack_floats(num_inputs), stack_floats(num_ones)
         configuration, configured_rows = stack_int64(num_words), 0
-        is_streamed = int(num_rows >= first_streamed)
+        outputs, is_streamed = stack_floats(panel_outputs), int(num_rows >= first_streamed and candidates == 0)
         if has_ones:
             fill_with_ones(ones)
         next_item = claim(counter)
@@ -340,9 +334,14 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
+                    if candidates != 0:
+                        target = outputs
                     place = i + spare if i >= last else i
                     addend = bias + column * item_bytes
                     store_sums(is_bf16, sums + place * sum_bytes, addend, target, wanted, is_streamed)
+                    if candidates != 0:
+                        candidate = candidates + (panel * num_rows + first_row + i) * 8
+                        keep_candidate(is_bf16, outputs, wanted, column, candidate)
                 first_row += count
         if uses_matrix_units:
             release_tiles()

@@ -18,8 +18,9 @@ import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
-from pagedcore_kernels.cpu.matmul.packed import SIZE_WORDS, matmul_kernel, require_rows, sizes_of_product, work_items
+from pagedcore_kernels.cpu.matmul.packed import SIZE_WORDS, matmul_kernel, sizes_of_product, work_items
 from pagedcore_kernels.cpu.matmul.packing import panels_of
+from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
 from pagedcore_kernels.cpu.matmul.tiles import BYTE_MATRIX_UNITS, BYTES, PANEL, WIDENED_BYTES
 from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
@@ -95,7 +96,7 @@ def packed_bytes(num_outputs: int, num_inputs: int) -> int:
     return -(-num_outputs // PANEL) * PANEL * (num_inputs + -num_inputs % ROW_MULTIPLE + 4 + 4 + 4)
 
 
-class PackedInt8Matmul:
+class PackedInt8Matmul(PackedProduct):
     """``rows @ (weight * scales).T + bias`` with a weight that was rearranged once.
 
     Args:
@@ -110,17 +111,15 @@ class PackedInt8Matmul:
         self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype,
         tiles_from: int | None = None,
     ) -> None:  # fmt: skip
-        self._num_outputs, self._num_inputs = weight.shape
+        super().__init__(*weight.shape)
         form = form_of_int8_product(self._num_inputs)
         if form is None or weight.dtype != torch.int8 or dtype not in (torch.float32, torch.bfloat16):
             raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
         self._padding = -self._num_inputs % ROW_MULTIPLE
-        self._num_panels = -(-self._num_outputs // PANEL)
         if self._padding:
             weight = torch.nn.functional.pad(weight, (0, self._padding))
         self._panels = panels_of([weight])
         self.weight = torch.empty(0, dtype=dtype)
-        """Empty, in the format of rows and outputs, which is what modules ask a weight for."""
         offset = UNSIGNED_OFFSET if form == BYTES else 0
         # Why: the sum over rows as uint8 is too large by the offset times the sum of the weights.
         corrections = offset * weight.sum(dim=1, dtype=torch.int32)
@@ -130,7 +129,7 @@ class PackedInt8Matmul:
         self._tiles_from = NEVER if not is_wide else fewest_tile_rows(dtype) if tiles_from is None else tiles_from
         self._quantize, self._kernel = RowQuantizer(dtype, offset), matmul_kernel(form, dtype)
         self._tiles_kernel = self._kernel if self._tiles_from == NEVER else matmul_kernel(BYTE_MATRIX_UNITS, dtype)
-        self._parameters = ParameterBlock(13)
+        self._parameters = ParameterBlock(14)
 
     def _filled(self, values: torch.Tensor) -> torch.Tensor:
         """Fill up to whole panels with zeros."""
@@ -151,25 +150,17 @@ class PackedInt8Matmul:
 
     @property
     def only_runs_kernels(self) -> bool:
-        """Whether ``multiply_to`` can be recorded; see ``RecordableMatmul``."""
+        """Whether its calls can be recorded; see ``RecordableMatmul``."""
         return not self._padding
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply ``rows`` [M, in], contiguous, of ``weight.dtype``; return [M, out], NaN for rows with inf or NaN."""
-        out = rows.new_empty(len(rows), self._num_outputs)
-        self.multiply_to(out, rows)
-        return out
-
-    def multiply_to(self, out: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
-        """Write the product to ``out`` [M, out], contiguous; see ``RecordableMatmul``."""
-        num_rows, size = len(rows), self._num_inputs
-        require_rows(rows, out, self.weight.dtype, size, self._num_outputs)
+    def _run(self, rows: torch.Tensor, out: int, candidates: int, workspace: RowRoom | None) -> None:
+        num_rows = len(rows)
         if self._padding:
             rows = torch.nn.functional.pad(rows, (0, self._padding))
         values, scales = self._quantize(rows, workspace)
         self._parameters.fill(
-            values.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out.data_ptr(), num_rows,
-            self._num_outputs, size + self._padding, self._num_panels, *work_items(self._num_panels, num_rows),
+            values.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out, num_rows, self._num_outputs,
+            self._num_inputs + self._padding, self._num_panels, *work_items(self._num_panels, num_rows), candidates,
             scales.data_ptr(), self._scales.data_ptr(), self._corrections.data_ptr(),
         )  # fmt: skip
         kernel = self._kernel if num_rows < self._tiles_from else self._tiles_kernel

@@ -40,18 +40,12 @@ def _load_chunk(b: Builder, address: Value) -> list[Value]:
     return [simd.load(b, address, vector * _VECTOR_BYTES, simd.floats(), 4) for vector in range(_VECTORS)]
 
 
-def _pairwise(values: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    while len(values) > 1:
-        values = [combine(values[i], values[i + 1]) for i in range(0, len(values), 2)]
-    return values[0]
-
-
 def _accumulators(b: Builder, start: float) -> list[Value]:
     return [cgutils.alloca_once_value(b, simd.constant(start)) for _ in range(_VECTORS)]
 
 
 def _total(b: Builder, accumulators: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    return simd.reduce_lanes(b, _pairwise([b.load(one) for one in accumulators], combine), combine)
+    return simd.reduce_lanes(b, simd.combine_pairwise([b.load(one) for one in accumulators], combine), combine)
 
 
 def _weight(b: Builder, logits: Value, largest: Value, scale: Value) -> Value:
@@ -72,12 +66,12 @@ def chunk_maxima(typing: Typing, address: Any, num_chunks: Any, maxima: Any) -> 
         seen = cgutils.alloca_once_value(b, simd.integer_constant(0, whole))
 
         def visit(index: Value, vectors: list[Value]) -> None:
-            largest = _pairwise(vectors, lambda x, y: simd.maximum(b, x, y))
+            largest = simd.combine_pairwise(vectors, lambda x, y: simd.maximum(b, x, y))
             reduced = simd.reduce_lanes(b, largest, lambda x, y: simd.maximum(b, x, y))
             simd.store(b, reduced, args[2], b.mul(index, simd.int64(4)), 4)
             # Why: an unordered comparison of two vectors finds the NaNs of both at once.
             pairs = [b.fcmp_unordered("uno", x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-            found = b.sext(_pairwise(pairs, b.or_), whole)
+            found = b.sext(simd.combine_pairwise(pairs, b.or_), whole)
             b.store(b.or_(b.load(seen), found), seen)
 
         _for_each_chunk(b, args[0], args[1], visit)

@@ -1,0 +1,64 @@
+"""What products with packed weights have in common: where their outputs go, or the candidates of the largest ones.
+
+Owns the checks of what a kernel reads and writes. Read ``packed.py``, ``packed_int8.py`` and ``packed_grouped.py`` for
+the products, and ``largest.py`` for candidates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from pagedcore_kernels.cpu.matmul.tiles import PANEL
+from pagedcore_kernels.errors import InternalError
+from pagedcore_kernels.interface import RowRoom
+
+
+class PackedProduct(ABC):
+    """``rows @ weight.T + bias``, see ``RecordableMatmul`` and ``PicksLargest``.
+
+    Args:
+        num_outputs: of the weight.
+        num_inputs: of the weight.
+    """
+
+    weight: torch.Tensor
+    """As packed, or empty, in the format of rows and outputs, which is what modules ask a weight for."""
+
+    def __init__(self, num_outputs: int, num_inputs: int) -> None:
+        self._num_outputs, self._num_inputs = num_outputs, num_inputs
+        self._num_panels = -(-num_outputs // PANEL)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [M, in], contiguous, of the format of ``weight``; return [M, out]."""
+        out = rows.new_empty(len(rows), self._num_outputs)
+        self.multiply_to(out, rows)
+        return out
+
+    def multiply_to(self, out: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
+        """Write the product to ``out`` [M, out], contiguous; see ``RecordableMatmul``."""
+        self._require_rows(rows)
+        _require("out", out, self.weight.dtype, (len(rows), self._num_outputs))
+        self._run(rows, out.data_ptr(), 0, workspace)
+
+    def pick_to(self, candidates: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
+        """Write the candidates of the largest outputs to ``candidates`` [panels, M], and no outputs; see
+        ``PicksLargest``.
+        """
+        self._require_rows(rows)
+        _require("candidates", candidates, torch.int64, (self._num_panels, len(rows)))
+        self._run(rows, 0, candidates.data_ptr(), workspace)
+
+    def _require_rows(self, rows: torch.Tensor) -> None:
+        _require("rows", rows, self.weight.dtype, (len(rows), self._num_inputs))
+
+    @abstractmethod
+    def _run(self, rows: torch.Tensor, out: int, candidates: int, workspace: RowRoom | None) -> None:
+        """Run the kernel; ``out`` and ``candidates`` are addresses, one of them 0."""
+
+
+def _require(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    # Safety: kernels read and write raw memory.
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise InternalError(f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)}, expected {dtype} {shape}")
