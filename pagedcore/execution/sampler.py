@@ -93,7 +93,10 @@ class Sampler:
     @staticmethod
     def wants_largest(sequences: Seq[Sequence]) -> bool:
         """Whether all that is wanted of each row is which token has the largest logit of the whole vocabulary."""
-        return all(_is_plainly_greedy(sequence) and not _is_too_short(sequence) for sequence in sequences)
+        return all(
+            _is_plainly_greedy(sequence) and not (_is_too_short(sequence) and sequence.stop_token_ids)
+            for sequence in sequences
+        )
 
     def take(self, token_ids: Int64Array) -> SampledTokens:
         """Return tokens [S] that the model has chosen, where that ``wants_largest``."""

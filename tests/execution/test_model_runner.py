@@ -96,9 +96,12 @@ def test_a_model_that_decodes_greedily_is_asked_to() -> None:
     for changes in ({"temperature": 1.0, "seed": 1}, {"logprobs": 1}, {"logit_bias": {3: 1.0}},
                     {"repetition_penalty": 1.5}, {"min_tokens": 3}):  # fmt: skip
         changed: Any = replace(plain.sequence.params, **changes)
-        rows[0] = ScheduledRow(replace(plain.sequence, params=changed), 0, 5)
+        rows[0] = ScheduledRow(replace(plain.sequence, params=changed, stop_token_ids=frozenset([9])), 0, 5)
         tokens, num_greedy = sampled()
         assert (tokens[1], num_greedy) == (expected[1], 0), changes
+    no_stop: Any = replace(plain.sequence.params, min_tokens=3)
+    rows[0] = ScheduledRow(replace(plain.sequence, params=no_stop), 0, 5)
+    assert sampled() == (expected, 1)
     rows[0] = plain
     backend.decodes_greedily = False
     assert sampled() == (expected, 0)
