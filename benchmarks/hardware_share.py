@@ -30,6 +30,7 @@ from matmul_cpu import HEAD, LAYER
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.execution.sampler import Sampler
+from pagedcore.models.cpu.output_layer import OutputLayer
 from pagedcore.models.cpu.packed_linear import OneDnnMatmul
 from pagedcore.models.quantization.schemes import SCHEMES
 from pagedcore.plugins.hookspecs import hookimpl
@@ -89,9 +90,11 @@ class Clock:
     def __init__(self, num_outputs_of_head: int) -> None:
         self.seconds: Counter[str] = Counter()
         for kind in (PackedMatmul, PackedInt8Matmul, PackedGroupedMatmul):
-            self._time(kind, "__call__", lambda it: PARTS[it._num_outputs == num_outputs_of_head])
+            for method in ("__call__", "pick_to"):
+                self._time(kind, method, lambda it: PARTS[it._num_outputs == num_outputs_of_head])
         self._time(NumbaCpuAttention, "attend", lambda it: "attention")
         self._time(Sampler, "sample", lambda it: "sampling")
+        self._time(OutputLayer, "token_ids", lambda it: "sampling")
 
     def _time(self, kind: type, method: str, part: Callable[[Any], str]) -> None:
         plain = getattr(kind, method)

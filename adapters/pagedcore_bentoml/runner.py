@@ -49,6 +49,7 @@ from pagedcore_http.drain import DrainSignal, OpenCalls
 from pagedcore_http.event_stream import ClientGone, run_until_disconnect
 from pagedcore_http.events import encode, frame_text
 from pagedcore_http.json_pieces import with_list
+from pagedcore_http.present_objects import PresentObjects
 from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, NotServing, refusal_of
 from pagedcore_http.salts import Caller, Salt, derive_salt
 
@@ -131,6 +132,7 @@ class PagedCoreRunner:
         self.open_calls = OpenCalls()
         """The calls in flight, those of a mounted ``OpenAIMount`` among them."""
         self._drain_signal = DrainSignal(self._drain_or_end)
+        self._present_objects = PresentObjects()
         self.body_limit = MAX_BODY_BYTES if self.max_body_bytes is None else self.max_body_bytes
         """Bytes of a request body that are accepted."""
 
@@ -178,9 +180,7 @@ class PagedCoreRunner:
         engine_metrics(engine)
         keep_idle_connections()
         self._drain_signal.install()
-        # Why: the present objects stay; collecting garbage among all of them stalls every stream for 0.2 s.
-        gc.collect()
-        gc.freeze()
+        self._present_objects.keep()
 
     @bentoml.on_shutdown
     async def pagedcore_stop(self) -> None:
@@ -191,7 +191,7 @@ class PagedCoreRunner:
         self._drain_signal.remove()
         await self.open_calls.drain(0.0 if self.open_calls.is_draining else self.drain_s)
         await self._close_engine()
-        gc.unfreeze()
+        self._present_objects.release()
 
     async def _drain_or_end(self) -> None:
         if await self.open_calls.drain(self.drain_s):

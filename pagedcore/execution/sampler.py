@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagedcore.errors import StepFailed
 from pagedcore.execution.logits_processor import process_row
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import Constraint, FloatArray, Int64Array, MaskRows
@@ -75,7 +76,7 @@ class Sampler:
             # Why: float32 would be twice as many bytes, written to be read once.
             bits = logits.detach().contiguous().view(torch.int16).numpy()
             _mask_early_stops(bits, sequences)
-            return self.take(self._pick_greedily(bits))
+            return self.take(self._pick_greedily(bits), len(sequences))
         rows = _as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
         reports = self._make_reports(rows, wanted)
@@ -98,10 +99,15 @@ class Sampler:
             for sequence in sequences
         )
 
-    def take(self, token_ids: Int64Array) -> SampledTokens:
-        """Return tokens [S] that the model has chosen, where that ``wants_largest``."""
+    def take(self, token_ids: Int64Array, count: int) -> SampledTokens:
+        """Return tokens [count] that were chosen for rows which ``wants_largest``; -1 for rows that are not valid.
+
+        Raises:
+            StepFailed: they are not tokens of so many rows.
+        """
+        _require_token_ids(token_ids, count, self._vocab_size)
         self.forget()
-        return SampledTokens(token_ids, [None] * len(token_ids))
+        return SampledTokens(token_ids, [None] * count)
 
     def forget(self) -> None:
         """Forget the adjusters; they are made again from their sequences."""
@@ -183,6 +189,17 @@ class Sampler:
             i: _Report(float(normalisers[place]), ids[place, :count], values[place, :count])
             for place, (i, count) in enumerate(wanted.items())
         }
+
+
+def _require_token_ids(token_ids: object, count: int, vocab_size: int) -> None:
+    # Why: users bring their own models.
+    wanted = f"expected int64 token ids of shape ({count},), each from -1 to {vocab_size - 1}"
+    if not isinstance(token_ids, np.ndarray):
+        raise StepFailed(f"model: forward_greedily returned a {type(token_ids).__name__}, {wanted}")
+    if token_ids.shape != (count,) or token_ids.dtype != np.int64:
+        raise StepFailed(f"model: forward_greedily returned {token_ids.dtype} of shape {token_ids.shape}, {wanted}")
+    if not (token_ids.min() >= -1 and token_ids.max() < vocab_size):
+        raise StepFailed(f"model: forward_greedily returned ids from {token_ids.min()} to {token_ids.max()}, {wanted}")
 
 
 def _as_array(logits: FloatArray | torch.Tensor) -> FloatArray:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -181,7 +182,7 @@ class TransformersModel:
     def decodes_greedily(self) -> bool:
         """Whether ``forward_greedily`` does for this model what ``forward`` would; see ``DecodesGreedily``."""
         # Why: whoever replaces ``forward`` decides what the logits are.
-        is_ours = getattr(self.forward, "__func__", None) is TransformersModel.forward
+        is_ours = self.forward == MethodType(TransformersModel.forward, self)
         return is_ours and isinstance(self._decoder, GreedyDecoder) and self._decoder.can_pick
 
     @torch.inference_mode()

@@ -120,6 +120,23 @@ def test_tokens_of_another_kind_fail_the_step(token_ids: object) -> None:
         runner.execute(rows, manager)
 
 
+def test_a_row_that_raises_there_ends_alone() -> None:
+    """The rows are computed in parts, as they are where ``forward`` raises."""
+
+    class Raises(GreedyBackend):
+        def forward_greedily(self, batch: Any) -> Any:
+            """Fail for the second sequence."""
+            if 1 in batch.seq_ids:
+                raise ValueError("not this one")
+            return super().forward_greedily(batch)
+
+    runner, manager, rows = prepared(Raises(), [5, 9, 2])
+    sampled = runner.execute(rows, manager)
+    expected = [int(toy_logits(np.array(row.sequence.token_ids)).argmax()) for row in rows]
+    assert sampled.token_ids.tolist() == [expected[0], -1, expected[2]]
+    assert list(sampled.failures) == [1]
+
+
 def test_a_row_without_a_valid_logit_ends_alone() -> None:
     """A model that finds no token for a row, as for one with NaN, costs that request its answer and no other."""
 

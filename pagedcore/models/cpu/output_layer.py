@@ -52,8 +52,7 @@ class OutputLayer:
         """Return the logits of what was computed for them."""
         return computed if self._divisor == 1.0 else computed.div_(self._divisor)
 
-    @staticmethod
-    def token_ids(candidates: torch.Tensor) -> Int64Array:
+    def token_ids(self, candidates: torch.Tensor) -> Int64Array:
         """Return the [S] most likely tokens, see ``DecodesGreedily``."""
         return largest_outputs(candidates.numpy())
 
