@@ -8,7 +8,7 @@
 # make bench-vllm   `pagedcore serve` beside `vllm serve`, which gets an environment of its own (3.4 GB)
 # make mutants bugs put in by hand, each with the test that finds it
 # make torture MINUTES=30  the suites of random cases at length      make soak MINUTES=60  a real engine, used badly
-# make browser the page of `pagedcore serve` in Debian's chromium, at most 90 s
+# make browser the page of `pagedcore serve` in Debian's chromium, about half a minute
 # make bento   a BentoML service, built and served in an environment of its own
 # make interop-lm-eval, make interop-litellm  clients of others, each in an environment of its own
 # make docs    the site, build/site/index.html  make architecture  the pictures of the documentation
@@ -43,7 +43,7 @@ soak: $(VENV)/.stamp-test
 
 CHROMIUM = /usr/bin/chromium
 browser: $(VENV)/.stamp-test $(VENV)/.stamp-browser $(CHROMIUM)
-	timeout 90 $(BIN)/python -m pytest -m browser tests/adapters/openai/test_browser.py $(PYTEST_ARGS)
+	timeout 240 $(BIN)/python -m pytest -m browser --timeout 60 tests/adapters/openai/test_browser.py $(PYTEST_ARGS)
 
 $(CHROMIUM):
 	@test "$$(id -u)" = 0 || { echo "make browser needs Debian's chromium: sudo apt-get install chromium"; exit 1; }

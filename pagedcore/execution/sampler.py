@@ -198,7 +198,7 @@ def _require_token_ids(token_ids: object, count: int, vocab_size: int) -> None:
         raise StepFailed(f"model: forward_greedily returned a {type(token_ids).__name__}, {wanted}")
     if token_ids.shape != (count,) or token_ids.dtype != np.int64:
         raise StepFailed(f"model: forward_greedily returned {token_ids.dtype} of shape {token_ids.shape}, {wanted}")
-    if not (token_ids.min() >= -1 and token_ids.max() < vocab_size):
+    if count and not -1 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise StepFailed(f"model: forward_greedily returned ids from {token_ids.min()} to {token_ids.max()}, {wanted}")
 
 

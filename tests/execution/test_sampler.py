@@ -357,3 +357,9 @@ def test_an_empty_step_samples_nothing():
     result = Sampler(VOCAB_SIZE).sample(np.empty((0, VOCAB_SIZE), np.float32), [])
     assert result.token_ids.shape == (0,)
     assert result.logprobs == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_no_row_nothing_is_sampled(dtype):
+    """A step of prompt chunks has logits of no row."""
+    assert len(Sampler(64).sample(torch.zeros(0, 64, dtype=dtype), []).token_ids) == 0
