@@ -242,11 +242,12 @@ class DecodesGreedily(Protocol):
     def decodes_greedily(self) -> bool:
         """Whether it does for this model; asked before every step."""
 
-    def forward_greedily(self, batch: RaggedRows) -> Int64Array:
+    def forward_greedily(self, batch: RaggedRows, barred: Int64Array) -> Int64Array:
         """Compute the batch, write its K/V to the slots, and return the [S] most likely tokens, S at least 1.
 
         They are those that ``ModelBackend.forward`` gives the largest logits, the lowest id of equal ones; -1 where a
-        logit is NaN or plus infinity, or none is finite.
+        logit is NaN or plus infinity, or none is finite. ``barred`` [B, 2] are pairs of row, below S, and token id:
+        what they have of finite logits counts as minus infinity.
         """
 
 

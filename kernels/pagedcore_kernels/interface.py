@@ -161,10 +161,13 @@ class RecordableMatmul(Protocol):
 class PicksLargest(Protocol):
     """A ``Matmul`` that can find the largest output of each row without writing the others to memory."""
 
-    def pick_to(self, candidates: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
+    def pick_to(
+        self, candidates: torch.Tensor, rows: torch.Tensor, barred: torch.Tensor, workspace: RowRoom | None = None
+    ) -> None:
         """Write the candidates of ``rows`` [M, in] to ``candidates``, int64 [ceil(out / 64), M], contiguous.
 
-        ``pagedcore_kernels/cpu/matmul/largest.py`` says what they are and makes numbers of outputs of them.
+        ``pagedcore_kernels/cpu/matmul/largest.py`` says what they are and makes numbers of outputs of them. ``barred``
+        are outputs that are no candidates, int64 [1 + 2B], contiguous: how many, then pairs of row and output.
         """
         ...
 

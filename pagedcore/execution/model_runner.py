@@ -105,7 +105,8 @@ class ModelRunner:
                 greedy is not None and sequences and no_scores and self._sampler.wants_largest(sequences)
                 and greedy.decodes_greedily
             ):  # fmt: skip
-                return self._sampler.take(greedy.forward_greedily(batch), len(sequences))
+                barred = self._sampler.barred_tokens(sequences)
+                return self._sampler.take(greedy.forward_greedily(batch, barred), len(sequences))
             logits = self.backend.forward(batch)
             _require_logits(logits, (len(batch.logits_rows), self.backend.vocab_size))
             if no_scores:

@@ -70,12 +70,10 @@ class Sampler:
             logits: float32 or bfloat16 [S, vocab_size] on the CPU; may be overwritten.
             sequences: [S]; row ``i`` is the distribution of what follows ``sequences[i].token_ids``.
         """
-        if isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16 and all(
-            map(_is_plainly_greedy, sequences)
-        ):
+        if isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16 and self.wants_largest(sequences):
             # Why: float32 would be twice as many bytes, written to be read once.
             bits = logits.detach().contiguous().view(torch.int16).numpy()
-            _mask_early_stops(bits, sequences)
+            _mask(bits, self.barred_tokens(sequences))
             return self.take(self._pick_greedily(bits), len(sequences))
         rows = _as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
@@ -93,11 +91,14 @@ class Sampler:
 
     @staticmethod
     def wants_largest(sequences: Seq[Sequence]) -> bool:
-        """Whether all that is wanted of each row is which token has the largest logit of the whole vocabulary."""
-        return all(
-            _is_plainly_greedy(sequence) and not (_is_too_short(sequence) and sequence.stop_token_ids)
-            for sequence in sequences
-        )
+        """Whether all that is wanted of each row is its most likely token, of those that may come yet."""
+        return all(map(_is_plainly_greedy, sequences))
+
+    def barred_tokens(self, sequences: Seq[Sequence]) -> Int64Array:
+        """Return the tokens that may not come yet, as they would end completions too soon: [B, 2] rows and ids."""
+        places = [(i, token_id) for i, one in enumerate(sequences) if _is_too_short(one)
+                  for token_id in one.stop_token_ids if token_id < self._vocab_size]  # fmt: skip
+        return np.array(places, np.int64).reshape(-1, 2)
 
     def take(self, token_ids: Int64Array, count: int) -> SampledTokens:
         """Return tokens [count] that were chosen for rows which ``wants_largest``; -1 for rows that are not valid.
@@ -216,12 +217,10 @@ def _is_plainly_greedy(sequence: Sequence) -> bool:
     return not sequence.params.temperature and sequence.num_logprobs is None and not sequence.is_adjusted
 
 
-def _mask_early_stops(bits: Int16Array, sequences: Seq[Sequence]) -> None:
-    """Mask the tokens that would end completions too soon, as ``RowAdjuster`` does, in rows of bfloat16."""
-    places = [(i, token_id) for i, one in enumerate(sequences) if _is_too_short(one)
-              for token_id in one.stop_token_ids if token_id < bits.shape[1]]  # fmt: skip
-    if places:
-        rows, columns = np.array(places).T
+def _mask(bits: Int16Array, barred: Int64Array) -> None:
+    """Mask tokens in rows of bfloat16, as ``RowAdjuster`` does in float32."""
+    if len(barred):
+        rows, columns = barred.T
         logits = bits[rows, columns]
         is_broken = (logits == _INFINITY) | (logits & 0x7FFF > _INFINITY)
         bits[rows, columns] = np.where(is_broken, logits, _MINUS_INFINITY)

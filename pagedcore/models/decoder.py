@@ -59,9 +59,11 @@ class GreedyDecoder(Protocol):
         ...
 
     def pick(
-        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, barred: Int64Array
     ) -> Int64Array:
-        """Compute a batch, arguments as for ``Decoder`` with S at least 2; return what ``DecodesGreedily`` says."""
+        """Compute a batch, arguments as for ``Decoder`` with S at least 2, and ``barred`` and the result as
+        ``DecodesGreedily`` says.
+        """
         ...
 
 

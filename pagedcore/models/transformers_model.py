@@ -186,12 +186,12 @@ class TransformersModel:
         return is_ours and isinstance(self._decoder, GreedyDecoder) and self._decoder.can_pick
 
     @torch.inference_mode()
-    def forward_greedily(self, batch: RaggedRows) -> Int64Array:
+    def forward_greedily(self, batch: RaggedRows, barred: Int64Array) -> Int64Array:
         """Compute a batch; return the [S] most likely tokens, see ``DecodesGreedily``. Raises as ``forward``."""
         attention = self._ready_attention()
         assert isinstance(self._decoder, GreedyDecoder)  # Invariant: ``decodes_greedily`` was asked
         with torch_beside_kernels():
-            return self._decoder.pick(*self._arguments(attention, batch))[: len(batch.logits_rows)]
+            return self._decoder.pick(*self._arguments(attention, batch), barred)[: len(batch.logits_rows)]
 
     def _ready_attention(self) -> AttentionBackend:
         if self._attention is None:

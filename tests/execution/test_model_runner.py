@@ -72,15 +72,17 @@ class GreedyBackend(ToyBackend):
         super().__init__()
         self.num_greedy = 0
 
-    def forward_greedily(self, batch: Any) -> Any:
+    def forward_greedily(self, batch: Any, barred: Any) -> Any:
         """Return the most likely tokens."""
         self.num_greedy += 1
-        return np.asarray(self.forward(batch)).argmax(1)
+        logits = np.asarray(self.forward(batch))
+        logits[tuple(barred.T)] = -np.inf
+        return logits.argmax(1)
 
 
 def test_a_model_that_decodes_greedily_is_asked_to() -> None:
-    """For rows of which nothing else is wanted, and no other: not where one row of the step wants more, where a token
-    may not come yet, or when the model does not do so now.
+    """For rows of which nothing else is wanted, and no other: not where one row of the step wants more, or when the
+    model does not do so now. Tokens that may not come yet are barred.
     """
     backend = GreedyBackend()
     runner, manager, rows = prepared(backend, [5, 9, 2])
@@ -94,14 +96,15 @@ def test_a_model_that_decodes_greedily_is_asked_to() -> None:
     assert sampled() == (expected, 1)
     plain = rows[0]
     for changes in ({"temperature": 1.0, "seed": 1}, {"logprobs": 1}, {"logit_bias": {3: 1.0}},
-                    {"repetition_penalty": 1.5}, {"min_tokens": 3}):  # fmt: skip
+                    {"repetition_penalty": 1.5}):
         changed: Any = replace(plain.sequence.params, **changes)
-        rows[0] = ScheduledRow(replace(plain.sequence, params=changed, stop_token_ids=frozenset([9])), 0, 5)
+        rows[0] = ScheduledRow(replace(plain.sequence, params=changed), 0, 5)
         tokens, num_greedy = sampled()
         assert (tokens[1], num_greedy) == (expected[1], 0), changes
-    no_stop: Any = replace(plain.sequence.params, min_tokens=3)
-    rows[0] = ScheduledRow(replace(plain.sequence, params=no_stop), 0, 5)
-    assert sampled() == (expected, 1)
+    longer: Any = replace(plain.sequence.params, min_tokens=3)
+    rows[0] = ScheduledRow(replace(plain.sequence, params=longer, stop_token_ids=frozenset([expected[0], 99])), 0, 5)
+    second = int(toy_logits(np.array(plain.sequence.token_ids)).argsort()[-2])
+    assert sampled() == ([second, expected[1]], 1)
     rows[0] = plain
     backend.decodes_greedily = False
     assert sampled() == (expected, 0)
@@ -115,7 +118,7 @@ def test_tokens_of_another_kind_fail_the_step(token_ids: object) -> None:
     """Only int64 ids of the vocabulary, one for each row, are tokens; no row gets another row's."""
     backend = GreedyBackend()
     runner, manager, rows = prepared(backend, [5, 2])
-    backend.forward_greedily = lambda batch: token_ids  # type: ignore[method-assign]
+    backend.forward_greedily = lambda batch, barred: token_ids  # type: ignore[method-assign]
     with pytest.raises(StepFailed, match=r"forward_greedily returned .* expected int64 token ids of shape \(2,\)"):
         runner.execute(rows, manager)
 
@@ -124,11 +127,11 @@ def test_a_row_that_raises_there_ends_alone() -> None:
     """The rows are computed in parts, as they are where ``forward`` raises."""
 
     class Raises(GreedyBackend):
-        def forward_greedily(self, batch: Any) -> Any:
+        def forward_greedily(self, batch: Any, barred: Any) -> Any:
             """Fail for the second sequence."""
             if 1 in batch.seq_ids:
                 raise ValueError("not this one")
-            return super().forward_greedily(batch)
+            return super().forward_greedily(batch, barred)
 
     runner, manager, rows = prepared(Raises(), [5, 9, 2])
     sampled = runner.execute(rows, manager)
@@ -141,9 +144,9 @@ def test_a_row_without_a_valid_logit_ends_alone() -> None:
     """A model that finds no token for a row, as for one with NaN, costs that request its answer and no other."""
 
     class Finds(GreedyBackend):
-        def forward_greedily(self, batch: Any) -> Any:
+        def forward_greedily(self, batch: Any, barred: Any) -> Any:
             """Find nothing for the first sequence."""
-            return np.where(batch.seq_ids == first, -1, super().forward_greedily(batch))
+            return np.where(batch.seq_ids == first, -1, super().forward_greedily(batch, barred))
 
     engine = make_engine(Finds())
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True)) for prompt in ([5, 6], [7])]

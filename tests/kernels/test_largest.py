@@ -55,10 +55,15 @@ def whole_numbers(num_outputs: int, num_inputs: int, seed: int = 0) -> torch.Ten
     return torch.randint(-3, 4, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
 
 
-def picked(product: PackedProduct, rows: torch.Tensor, num_outputs: int) -> npt.NDArray[np.int64]:
+NOTHING_BARRED = torch.zeros(1, dtype=torch.int64)
+
+
+def picked(
+    product: PackedProduct, rows: torch.Tensor, num_outputs: int, barred: torch.Tensor = NOTHING_BARRED
+) -> npt.NDArray[np.int64]:
     """Return the numbers that a product finds, in memory that held others."""
     candidates = torch.full((-(-num_outputs // PANEL), len(rows)), 2**62, dtype=torch.int64)
-    product.pick_to(candidates, rows)
+    product.pick_to(candidates, rows, barred)
     return largest_outputs(candidates.numpy())
 
 
@@ -105,6 +110,30 @@ def test_rows_that_are_not_valid(make: Callable[..., PackedProduct], dtype: torc
     assert found[[1, 4, 9]].tolist() == [-1] * 3
     others = np.delete(np.arange(12), [1, 4, 9])
     assert np.array_equal(found[others], alone[others])
+
+
+@each_dtype
+@each_product
+def test_barred_outputs_are_no_candidates(make: Callable[..., PackedProduct], dtype: torch.dtype) -> None:
+    """Of some rows one output, several in one panel or in two, or all are barred, the largest among them, and rows keep
+    theirs of which none is; what is not a number stays seen.
+    """
+    product = make(whole_numbers(150, 64), dtype, None)
+    rows = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    rows[6, 1] = NAN
+    outputs = product(rows).float().numpy()
+    order = np.argsort(-outputs, axis=1, kind="stable")
+    pairs = [(0, int(order[0, 0])), *((2, int(place)) for place in order[2, :40]), *((3, i) for i in range(150)),
+             (5, int(order[5, 7])), (6, 3), *((8, i) for i in (0, 63, 64, 149, 150, 191))]  # fmt: skip
+    expected = outputs.copy()
+    for row, place in pairs:
+        if place < 150 and expected[row, place] < INF:
+            expected[row, place] = -INF
+    barred = torch.tensor([len(pairs), *(number for pair in pairs for number in pair), 0, 0])
+    found = picked(product, rows, 150, barred)
+    assert np.array_equal(found, first_largest(expected))
+    assert found[[0, 2, 3, 6]].tolist() == [order[0, 1], order[2, 40], -1, -1]
+    assert found[[1, 4, 5, 7]].tolist() == order[[1, 4, 5, 7], 0].tolist()
 
 
 @pytest.mark.parametrize(("bias", "expected"), [
@@ -161,6 +190,10 @@ def test_memory_of_another_size_is_refused(make: Callable[..., PackedProduct]) -
     for candidates in (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(3, 3, dtype=torch.int64),
                        torch.zeros(3, 4, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int64).t()):  # fmt: skip
         with pytest.raises(InternalError, match=r"candidates: .* expected torch.int64 \(3, 4\)"):
-            product.pick_to(candidates, rows)
+            product.pick_to(candidates, rows, NOTHING_BARRED)
     with pytest.raises(InternalError, match=r"rows: .* expected torch.float32 \(4, 64\)"):
-        product.pick_to(torch.zeros(3, 4, dtype=torch.int64), torch.ones(4, 63))
+        product.pick_to(torch.zeros(3, 4, dtype=torch.int64), torch.ones(4, 63), NOTHING_BARRED)
+    for barred in (torch.tensor([1]), torch.tensor([2, 0, 0, 1]), torch.tensor([-1, 0, 0]), torch.zeros(1),
+                   torch.zeros(0, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)):  # fmt: skip
+        with pytest.raises(InternalError, match=r"barred: .* expected how many, then pairs"):
+            product.pick_to(torch.zeros(3, 4, dtype=torch.int64), rows, barred)

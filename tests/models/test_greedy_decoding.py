@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from support.families import tiny_model
 
 QUESTIONS = [f"{i} + {7 * i % 50} = " for i in range(24)]
 GREEDY = SamplingParams(max_tokens=12)
+NOTHING_BARRED = np.zeros((0, 2), np.int64)
 
 
 def largest(logits: torch.Tensor) -> list[int]:
@@ -44,8 +46,8 @@ def test_the_tokens_are_those_of_the_logits(case: str) -> None:
         if number % 5 == 3:
             assert torch.equal(backend.forward(batch), expected)
         else:
-            assert backend.forward_greedily(batch).tolist() == largest(expected)
-    assert python_alone(backend).forward_greedily(batch).tolist() == largest(expected)
+            assert backend.forward_greedily(batch, NOTHING_BARRED).tolist() == largest(expected)
+    assert python_alone(backend).forward_greedily(batch, NOTHING_BARRED).tolist() == largest(expected)
 
 
 def test_a_family_with_caps_may_have_a_model_without() -> None:
@@ -68,7 +70,20 @@ def test_models_that_record_nothing(name: str) -> None:
         for pieces in ([(i, 0, 20) for i in range(6)], [(0, 20, 21)], [(i, 20, 30) for i in (1, 2)]):
             batch = step_of(pieces)
             logits = backend.forward(batch).clone()
-            assert backend.forward_greedily(batch).tolist() == largest(logits)
+            assert backend.forward_greedily(batch, NOTHING_BARRED).tolist() == largest(logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+def test_barred_tokens_are_not_chosen(name: str) -> None:
+    """From step to step others, more and fewer of them, recorded or not; the other rows keep their tokens."""
+    backend, plain = take_over(name, torch.bfloat16), take_over(name, torch.bfloat16)
+    for number, batch in enumerate(steps()):
+        logits = plain.forward(batch).float()
+        rng, num_rows = np.random.default_rng(number), len(logits)
+        rows = rng.integers(0, num_rows, (1, 0, 3, 9, 200)[number % 5])
+        best = logits.argsort(descending=True).numpy()[rows, rng.integers(0, 3, len(rows))]
+        logits[rows, best] = -torch.inf
+        assert backend.forward_greedily(batch, np.stack([rows, best], 1)).tolist() == largest(logits)
 
 
 def test_rows_of_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +96,7 @@ def test_rows_of_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         batch = step_of([piece for piece in pieces if piece[2] > 0])
         rows = np.random.default_rng(num_tokens).permutation(batch.num_tokens)[:num_wanted]
         batch = dataclasses.replace(batch, logits_rows=rows)
-        assert backend.forward_greedily(batch).tolist() == largest(plain.forward(batch))
+        assert backend.forward_greedily(batch, NOTHING_BARRED).tolist() == largest(plain.forward(batch))
 
 
 def test_logits_have_no_memory_until_they_are_wanted() -> None:
@@ -91,7 +106,8 @@ def test_logits_have_no_memory_until_they_are_wanted() -> None:
     backend = take_over("qwen2", torch.bfloat16)
     decoder: Any = backend._decoder
     rooms, batch = decoder._steps.workspace._rooms, step_of([(0, 0, 50), (1, 0, 50)])
-    for take, most_logits in ((backend.forward_greedily, 32), (backend.forward, 128)):
+    greedily = partial(backend.forward_greedily, barred=NOTHING_BARRED)
+    for take, most_logits in ((greedily, 32), (backend.forward, 128)):
         take(batch)
         assert max(len(room) for (purpose, *_), room in rooms.items() if purpose == "logits") == most_logits
         [size] = [room.shape for (purpose, *_), room in rooms.items() if purpose == "candidates"]
@@ -105,9 +121,9 @@ class Counted:
         self.num_greedy = self.num_logits = 0
         picks, logits = TransformersModel.forward_greedily, TransformersModel._compute
 
-        def forward_greedily(model: TransformersModel, batch: RaggedRows) -> Any:
+        def forward_greedily(model: TransformersModel, batch: RaggedRows, barred: Any) -> Any:
             self.num_greedy += 1
-            return picks(model, batch)
+            return picks(model, batch, barred)
 
         def compute(model: TransformersModel, attention: Any, batch: RaggedRows) -> torch.Tensor:
             self.num_logits += bool(len(batch.logits_rows))
@@ -143,9 +159,9 @@ def test_answers_of_the_demo(dtype: str, monkeypatch: pytest.MonkeyPatch) -> Non
         mixed = answers(engine, [others[i % 12] if i % 12 < 3 else GREEDY for i in range(len(QUESTIONS))])
         assert counted.num_logits > 0
         assert all(mixed[i] == expected[i] for i in range(len(QUESTIONS)) if i % 12 > 2)
-        counted.num_greedy = 0
+        counted.num_logits = 0
         assert answers(engine, SamplingParams(max_tokens=30, min_tokens=30)) == longer
-        assert counted.num_greedy == 0
+        assert counted.num_logits == 0
     with Engine.from_pretrained("demo", dtype=dtype, num_kv_blocks=24, block_size=4, preemption="recompute") as engine:
         outputs = engine.generate(QUESTIONS, GREEDY)
         assert [one.outputs[0].token_ids for one in outputs] == expected

@@ -38,7 +38,6 @@ from pagedcore_kernels.cpu.layers.elementwise import (
     KVDestination,
     RmsNorm,
     RotaryEmbedding,
-    SoftCap,
 )
 from pagedcore_kernels.cpu.runtime.recorded_calls import StepShape
 from pagedcore_kernels.cpu.runtime.workspace import Workspace
@@ -247,14 +246,12 @@ class FusedDecoder(Decoder):
         is_tied = model.lm_head.weight is body.embed_tokens.weight
         head = _fuse(linears, (lambda weight: None) if is_tied else on_unused, model, ("lm_head",))
         cap = config.final_logit_softcapping if family.is_gemma else None
-        self._output = OutputLayer(
-            _norm(body.norm, family), head, SoftCap(cap, model.dtype) if cap else None,
-            float(config.logits_scaling) if family.has_multipliers else 1.0,
-        )  # fmt: skip
+        divisor = float(config.logits_scaling) if family.has_multipliers else 1.0
+        self._output = OutputLayer(_norm(body.norm, family), head, cap, divisor, model.dtype)
         dense = [layer for layer in self._layers if layer.experts is None]
         self._gated_size = dense[0].down.in_features if dense else 0
         self.products = (*(product for layer in self._layers for product in layer.products), head)
-        can_record = self._output.only_runs_kernels and all(one.only_runs_kernels for one in self._layers)
+        can_record = all(one.only_runs_kernels for one in self._layers) and self._output.only_runs_kernels
         self._steps = RecordedSteps() if can_record else None
 
     def fallback(self) -> Decoder:
@@ -272,24 +269,25 @@ class FusedDecoder(Decoder):
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """Compute a batch; see ``Decoder``. The next step may overwrite the logits."""
-        return self._output.logits(self._compute(step, token_ids, positions, rows, picks=False))
+        return self._output.logits(self._compute(step, token_ids, positions, rows, None))
 
     def pick(
-        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, barred: Int64Array
     ) -> Int64Array:
         """Compute a batch without logits; see ``GreedyDecoder``."""
-        return self._output.token_ids(self._compute(step, token_ids, positions, rows, picks=True))
+        return self._output.token_ids(self._compute(step, token_ids, positions, rows, barred))
 
     def _compute(
-        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, picks: bool
-    ) -> torch.Tensor:
-        """Return what the output layer computes of ``rows``; ``picks`` as it takes it."""
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
+        barred: Int64Array | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return logits of ``rows`` as the output layer computes them, or candidates if something is ``barred``."""
         attention, steps = step.attention, self._steps
         if len(token_ids) > MOST_ROWS:
             steps = None
         if steps is not None and isinstance(attention, RecordableAttention) and attention.only_runs_kernels:
             work = self._begin(step, token_ids, positions, steps.workspace)
-            return self._repeat(steps, attention, step, work, rows, picks)
+            return self._repeat(steps, attention, step, work, rows, barred)
         work, addend = self._begin(step, token_ids, positions), None
         for layer in self._layers:
             attended = layer.attend(step, work, addend)
@@ -300,11 +298,11 @@ class FusedDecoder(Decoder):
                 work.keep(rows)
                 attended = attended[rows]
             addend = layer.feed_forward(work, attended)
-        return self._output.compute(work, addend, picks)
+        return self._output.compute(work, addend, None if barred is None else self._output.bar(work, barred))
 
     def _repeat(
         self, steps: RecordedSteps, attention: RecordableAttention, step: PagedStep, work: StepRows, rows: torch.Tensor,
-        picks: bool,
+        barred: Int64Array | None,
     ) -> torch.Tensor:  # fmt: skip
         """Compute a step as ``steps`` has it recorded: to the attention of the last layer, and the wanted rows on."""
         tables = tuple(angles.table.data_ptr() for angles in self._angles)
@@ -323,14 +321,16 @@ class FusedDecoder(Decoder):
         kept, attended = work.wanted(rows, last.place)
         if len(rows) > MOST_LOGITS:
             kept.workspace = None
-            return self._output.compute(kept, last.feed_forward(kept, attended), picks)
+        not_these = None if barred is None else self._output.bar(kept, barred)
 
-        def compute_wanted() -> None:
-            self._output.compute(kept, last.feed_forward(kept, attended), picks)
+        def compute_wanted() -> torch.Tensor:
+            return self._output.compute(kept, last.feed_forward(kept, attended), not_these)
 
-        part = "wanted rows, candidates" if picks else "wanted rows, logits"
+        if kept.workspace is None:
+            return compute_wanted()
+        part = "logits of wanted rows" if barred is None else "candidates of wanted rows"
         steps.run(part, attention, tables, StepShape(len(rows)), compute_wanted)
-        return self._output.computed(kept, picks)
+        return self._output.computed(kept, not_these)
 
     def _begin(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, workspace: Workspace | None = None

@@ -21,32 +21,50 @@ from pagedcore_kernels.cpu.matmul.tiles import PANEL
 class OutputLayer:
     """Turns the last layer's rows into logits, or into candidates of the largest ones."""
 
-    def __init__(self, norm: RmsNorm, head: PackedLinear, cap: SoftCap | None, divisor: float) -> None:
+    def __init__(
+        self, norm: RmsNorm, head: PackedLinear, cap: float | None, divisor: float, dtype: torch.dtype
+    ) -> None:
         """Compute ``head`` of what ``norm`` makes of the rows, then cap the logits if there is a cap, then divide."""
         self.head = head
-        self._norm, self._cap, self._divisor = norm, cap, divisor
+        self._norm, self._cap, self._divisor = norm, SoftCap(cap, dtype) if cap else None, divisor
         self.only_runs_kernels = isinstance(head.multiply, RecordableMatmul) and head.multiply.only_runs_kernels
         """Whether ``compute`` can be recorded."""
         # Why: a cap and a divisor round, and may make equal what was not.
-        self.can_pick = cap is None and divisor == 1.0 and isinstance(head.multiply, PicksLargest)
+        self.can_pick = self._cap is None and divisor == 1.0 and isinstance(head.multiply, PicksLargest)
         """Whether there are candidates."""
 
-    def compute(self, work: StepRows, addend: torch.Tensor | None, picks: bool) -> torch.Tensor:
-        """Return logits [S, vocabulary] of the rows, not divided yet, or candidates [panels, S] if ``picks``."""
+    def compute(
+        self, work: StepRows, addend: torch.Tensor | None, barred: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return logits [S, vocabulary] of the rows, not divided yet, or candidates [panels, S] if something is
+        ``barred``, be it nothing: what ``bar`` returns.
+        """
         self._norm(work.residual, addend, work.normed)
-        if picks:
+        if barred is not None:
             candidates = self._candidates(work)
             multiply: Any = self.head.multiply
-            multiply.pick_to(candidates, work.normed, work.workspace)
+            multiply.pick_to(candidates, work.normed, barred, work.workspace)
             return candidates
         logits = work.multiply("logits", self.head, work.normed)
         if self._cap is not None:
             self._cap(logits)
         return logits
 
-    def computed(self, work: StepRows, picks: bool) -> torch.Tensor:
+    def computed(self, work: StepRows, barred: torch.Tensor | None) -> torch.Tensor:
         """Return what was computed last, where there is a workspace."""
-        return self._candidates(work) if picks else work.logits(self.head)
+        return work.logits(self.head) if barred is None else self._candidates(work)
+
+    @staticmethod
+    def bar(work: StepRows, barred: Int64Array) -> torch.Tensor:
+        """Return pairs of row and token, [B, 2], as the product takes them."""
+        count = len(barred)
+        if work.workspace is None:
+            room = torch.empty(1 + 2 * count, dtype=torch.int64)
+        else:
+            room = work.workspace.take("barred", 1 + 2 * count, 1, torch.int64).view(-1)
+        room[0] = count
+        room[1:] = torch.from_numpy(barred).flatten()
+        return room
 
     def logits(self, computed: torch.Tensor) -> torch.Tensor:
         """Return the logits of what was computed for them."""

@@ -42,7 +42,7 @@ class RecordedSteps:
 
     def run(
         self, part: str, attention: RecordableAttention, others: Hashable, shape: StepShape,
-        compute: Callable[[], None],
+        compute: Callable[[], object],
     ) -> None:
         """Run ``compute``, or repeat the calls that it made before.
 

@@ -5,6 +5,8 @@ of the largest is wanted. A kernel that is asked for it keeps one *candidate* fo
 store 64 outputs: an int64 whose upper half is the largest of them, as an integer that is ordered as float32 are, and
 whose lower half is the complement of that output's number. So the largest candidate of a row says its largest output
 and, of equal ones, the lowest number.
+
+Some outputs of some rows may be *barred*: they are no candidates, as if they were minus infinity.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba import njit, types
+from numba.extending import intrinsic, register_jitable
 
 from pagedcore_kernels.cpu.matmul.tiles import PANEL
 from pagedcore_kernels.cpu.simd import (
+    AS_BFLOAT16,
+    AS_FLOAT32,
+    FLOAT,
     INT32,
     INT64,
     LANES,
@@ -31,10 +36,12 @@ from pagedcore_kernels.cpu.simd import (
     integer_constant,
     item_bytes,
     load_floats,
+    load_int64,
     maximum,
     reduce_lanes,
     splat,
     store,
+    store_floats,
 )
 
 _VECTORS = PANEL // LANES
@@ -92,6 +99,43 @@ def keep_candidate(typing: Typing, is_bf16: Any, outputs: Any, num_outputs: Any,
         return context.get_dummy_value()
 
     return types.void(is_bf16, *[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def bar_output(typing: Typing, is_bf16: Any, outputs: Any, place: Any) -> Any:
+    """Make output number ``place`` of ``outputs`` minus infinity, unless it is NaN or infinity: those stay seen."""
+    bf16 = is_bf16.literal_value
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        _, source, place = args
+        offset = b.mul(place, int64(item_bytes(bf16)))
+        value = load_floats(b, source, offset, AS_BFLOAT16 if bf16 else AS_FLOAT32, 0)
+        is_number = b.fcmp_ordered("<", value, constant(_INFINITY, FLOAT))
+        store_floats(b, b.select(is_number, constant(-_INFINITY, FLOAT), value), source, offset, bf16)
+        return context.get_dummy_value()
+
+    return types.void(is_bf16, types.int64, types.int64), codegen
+
+
+@register_jitable
+def has_barred(barred: int, first: int) -> int:
+    """Whether any row has a barred output in the panel whose first output has the number ``first``.
+
+    ``barred`` is the address of int64: how many there are, then pairs of row and output.
+    """
+    for i in range(load_int64(barred, 0)):
+        if first <= load_int64(barred, 2 + 2 * i) < first + PANEL:
+            return 1
+    return 0
+
+
+@njit(inline="always")
+def bar_outputs(is_bf16: int, barred: int, row: int, first: int, outputs: int) -> None:
+    """Bar those of a row's ``outputs`` [PANEL] that ``barred`` has, see ``has_barred``."""
+    for i in range(load_int64(barred, 0)):
+        place = load_int64(barred, 2 + 2 * i) - first
+        if load_int64(barred, 1 + 2 * i) == row and 0 <= place < PANEL:
+            bar_output(is_bf16, outputs, place)
 
 
 def largest_outputs(candidates: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -29,7 +29,7 @@ from pagedcore_kernels.cpu.matmul.amx import (
     release_tiles,
     rows_of_blocks,
 )
-from pagedcore_kernels.cpu.matmul.largest import keep_candidate
+from pagedcore_kernels.cpu.matmul.largest import bar_outputs, has_barred, keep_candidate
 from pagedcore_kernels.cpu.matmul.packing import INPUT_BYTES, panels_of
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import (
@@ -127,7 +127,7 @@ class PackedMatmul(PackedProduct):
         if bias is not None:
             self._bias[: self._num_outputs] = bias
         self._form, self._kernel = form, matmul_kernel(form, weight.dtype)
-        self._parameters = ParameterBlock(11)
+        self._parameters = ParameterBlock(12)
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -139,13 +139,13 @@ class PackedMatmul(PackedProduct):
         """Whether its calls can be recorded; see ``RecordableMatmul``."""
         return self._form != WIDENED_PAIRS
 
-    def _run(self, rows: torch.Tensor, out: int, candidates: int, workspace: RowRoom | None) -> None:
+    def _run(self, rows: torch.Tensor, out: int, candidates: int, barred: int, workspace: RowRoom | None) -> None:
         num_rows = len(rows)
         if self._form == WIDENED_PAIRS:
             rows = rows.float()
         self._parameters.fill(
             rows.data_ptr(), self.weight.data_ptr(), self._bias.data_ptr(), out, num_rows, self._num_outputs,
-            self._num_inputs, self._num_panels, *work_items(self._num_panels, num_rows), candidates,
+            self._num_inputs, self._num_panels, *work_items(self._num_panels, num_rows), candidates, barred,
         )  # fmt: skip
         self._kernel.run(self._parameters, resize=(sizes_of_product, self._num_panels, SIZE_WORDS))
 
@@ -197,7 +197,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
         bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
         num_outputs, num_steps = load_int64(p, 6), load_int64(p, 7) * weight_bytes // input_bytes
         num_panels, num_whole, num_shares = load_int64(p, 8), load_int64(p, 9), load_int64(p, 10)
-        candidates = load_int64(p, 11)
+        candidates, barred = load_int64(p, 11), load_int64(p, 12)
         row_bytes, panel_bytes = num_steps * row_bytes_of_step, num_steps * step_bytes
         num_whole_steps = num_steps // tile_steps * tile_steps
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
@@ -257,14 +257,15 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
                         most_sums, source, row_bytes, count, size, here, rest, sums, is_first, next_panel
                     )
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
+                bars = candidates != 0 and has_barred(barred, column)
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
                     if candidates != 0:
                         target = outputs
                     place = i + spare if i >= last else i
                     if is_scaled:
-                        row_scale, of_outputs = load_int64(p, 12) + (first_row + i) * 4, load_int64(p, 13) + column * 4
-                        offsets = load_int64(p, 14) + column * 4
+                        row_scale, of_outputs = load_int64(p, 13) + (first_row + i) * 4, load_int64(p, 14) + column * 4
+                        offsets = load_int64(p, 15) + column * 4
                         store_scaled_sums(
                             is_bf16, sums + place * sum_bytes, row_scale, offsets, of_outputs, bias + column * 4,
                             target, wanted, is_streamed,
@@ -274,6 +275,8 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
                         store_sums(is_bf16, sums + place * sum_bytes, addend, target, wanted, is_streamed)
                     if candidates != 0:
                         candidate = candidates + (panel * num_rows + first_row + i) * 8
+                        if bars:
+                            bar_outputs(is_bf16, barred, first_row + i, column, outputs)
                         keep_candidate(is_bf16, outputs, wanted, column, candidate)
                 first_row += count
         if uses_matrix_units:

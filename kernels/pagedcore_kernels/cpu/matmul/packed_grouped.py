@@ -42,7 +42,7 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     scale_bytes,
     unit_bytes,
 )
-from pagedcore_kernels.cpu.matmul.largest import keep_candidate
+from pagedcore_kernels.cpu.matmul.largest import bar_outputs, has_barred, keep_candidate
 from pagedcore_kernels.cpu.matmul.packed import fewest_streamed_rows, sizes_of_product, work_items
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
@@ -138,7 +138,7 @@ class PackedGroupedMatmul(PackedProduct):
         self._is_int8_by_output = bits == 8 and num_groups == 1 and zeros is None and not _is_half(scales)
         kind = KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros))
         self._kernel = _kernel(form, bits, kind, _is_half(scales), dtype)
-        self._parameters = ParameterBlock(12)
+        self._parameters = ParameterBlock(13)
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -165,7 +165,7 @@ class PackedGroupedMatmul(PackedProduct):
         """Whether its calls can be recorded; see ``RecordableMatmul``."""
         return not (self._padding or self._is_widened)
 
-    def _run(self, rows: torch.Tensor, out: int, candidates: int, workspace: RowRoom | None) -> None:
+    def _run(self, rows: torch.Tensor, out: int, candidates: int, barred: int, workspace: RowRoom | None) -> None:
         num_rows = len(rows)
         if self._padding:
             rows = torch.nn.functional.pad(rows, (0, self._padding))
@@ -173,7 +173,7 @@ class PackedGroupedMatmul(PackedProduct):
             rows = rows.float()
         self._parameters.fill(
             rows.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out, num_rows, self._num_outputs,
-            *self._sizes, self._num_panels, *work_items(self._num_panels, num_rows), candidates,
+            *self._sizes, self._num_panels, *work_items(self._num_panels, num_rows), candidates, barred,
         )  # fmt: skip
         self._kernel.run(self._parameters, resize=(sizes_of_product, self._num_panels, _SIZE_WORDS))
 
@@ -278,7 +278,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
         bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
         num_outputs, num_groups, num_units = load_int64(p, 6), load_int64(p, 7), load_int64(p, 8)
         num_panels, num_whole, num_shares = load_int64(p, 9), load_int64(p, 10), load_int64(p, 11)
-        candidates = load_int64(p, 12)
+        candidates, barred = load_int64(p, 12), load_int64(p, 13)
         row_bytes, group_bytes = num_groups * num_units * row_unit_bytes, bytes_of_header + num_units * bytes_of_unit
         panel_bytes = num_groups * group_bytes
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
@@ -332,6 +332,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                             )
                         source, unit, here = source + units * row_unit_bytes, unit + units, here + units * bytes_of_unit
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
+                bars = candidates != 0 and has_barred(barred, column)
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
                     if candidates != 0:
@@ -341,6 +342,8 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                     store_sums(is_bf16, sums + place * sum_bytes, addend, target, wanted, is_streamed)
                     if candidates != 0:
                         candidate = candidates + (panel * num_rows + first_row + i) * 8
+                        if bars:
+                            bar_outputs(is_bf16, barred, first_row + i, column, outputs)
                         keep_candidate(is_bf16, outputs, wanted, column, candidate)
                 first_row += count
         if uses_matrix_units:

@@ -129,7 +129,7 @@ class PackedInt8Matmul(PackedProduct):
         self._tiles_from = NEVER if not is_wide else fewest_tile_rows(dtype) if tiles_from is None else tiles_from
         self._quantize, self._kernel = RowQuantizer(dtype, offset), matmul_kernel(form, dtype)
         self._tiles_kernel = self._kernel if self._tiles_from == NEVER else matmul_kernel(BYTE_MATRIX_UNITS, dtype)
-        self._parameters = ParameterBlock(14)
+        self._parameters = ParameterBlock(15)
 
     def _filled(self, values: torch.Tensor) -> torch.Tensor:
         """Fill up to whole panels with zeros."""
@@ -153,15 +153,15 @@ class PackedInt8Matmul(PackedProduct):
         """Whether its calls can be recorded; see ``RecordableMatmul``."""
         return not self._padding
 
-    def _run(self, rows: torch.Tensor, out: int, candidates: int, workspace: RowRoom | None) -> None:
+    def _run(self, rows: torch.Tensor, out: int, candidates: int, barred: int, workspace: RowRoom | None) -> None:
         num_rows = len(rows)
         if self._padding:
             rows = torch.nn.functional.pad(rows, (0, self._padding))
         values, scales = self._quantize(rows, workspace)
         self._parameters.fill(
             values.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out, num_rows, self._num_outputs,
-            self._num_inputs + self._padding, self._num_panels, *work_items(self._num_panels, num_rows), candidates,
-            scales.data_ptr(), self._scales.data_ptr(), self._corrections.data_ptr(),
+            self._num_inputs + self._padding, self._num_panels, *work_items(self._num_panels, num_rows),
+            candidates, barred, scales.data_ptr(), self._scales.data_ptr(), self._corrections.data_ptr(),
         )  # fmt: skip
         kernel = self._kernel if num_rows < self._tiles_from else self._tiles_kernel
         kernels = self._tiles_from, self._kernel.address, self._tiles_kernel.address

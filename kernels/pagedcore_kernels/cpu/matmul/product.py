@@ -40,22 +40,25 @@ class PackedProduct(ABC):
         """Write the product to ``out`` [M, out], contiguous; see ``RecordableMatmul``."""
         self._require_rows(rows)
         _require("out", out, self.weight.dtype, (len(rows), self._num_outputs))
-        self._run(rows, out.data_ptr(), 0, workspace)
+        self._run(rows, out.data_ptr(), 0, 0, workspace)
 
-    def pick_to(self, candidates: torch.Tensor, rows: torch.Tensor, workspace: RowRoom | None = None) -> None:
-        """Write the candidates of the largest outputs to ``candidates`` [panels, M], and no outputs; see
-        ``PicksLargest``.
-        """
+    def pick_to(
+        self, candidates: torch.Tensor, rows: torch.Tensor, barred: torch.Tensor, workspace: RowRoom | None = None
+    ) -> None:
+        """Write the candidates of the largest outputs, and no outputs; see ``PicksLargest``."""
         self._require_rows(rows)
         _require("candidates", candidates, torch.int64, (self._num_panels, len(rows)))
-        self._run(rows, 0, candidates.data_ptr(), workspace)
+        is_list = barred.dtype == torch.int64 and barred.ndim == 1 and barred.is_contiguous() and len(barred) > 0
+        if not is_list or not 0 <= barred[0] <= (len(barred) - 1) // 2:
+            raise InternalError(f"barred: {barred.dtype} of shape {tuple(barred.shape)}, expected how many, then pairs")
+        self._run(rows, 0, candidates.data_ptr(), barred.data_ptr(), workspace)
 
     def _require_rows(self, rows: torch.Tensor) -> None:
         _require("rows", rows, self.weight.dtype, (len(rows), self._num_inputs))
 
     @abstractmethod
-    def _run(self, rows: torch.Tensor, out: int, candidates: int, workspace: RowRoom | None) -> None:
-        """Run the kernel; ``out`` and ``candidates`` are addresses, one of them 0."""
+    def _run(self, rows: torch.Tensor, out: int, candidates: int, barred: int, workspace: RowRoom | None) -> None:
+        """Run the kernel; all numbers are addresses: that of ``out`` alone, or the others."""
 
 
 def _require(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
