@@ -33,7 +33,15 @@ class ModelRunner:
 
     def __init__(self, backend: ModelBackend, sampler: Sampler, threads: ComputeThreads) -> None:
         self.backend, self._sampler, self._threads = backend, sampler, threads
-        self._greedy = backend if isinstance(backend, DecodesGreedily) else None
+
+    @property
+    def backend(self) -> ModelBackend:
+        """The model."""
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: ModelBackend) -> None:
+        self._backend, self._greedy = backend, backend if isinstance(backend, DecodesGreedily) else None
 
     def idle(self) -> None:
         """End the helper threads that torch keeps for the calling thread; another engine's helpers run faster then."""
@@ -107,8 +115,8 @@ class ModelRunner:
             ):  # fmt: skip
                 barred = self._sampler.barred_tokens(sequences)
                 return self._sampler.take(greedy.forward_greedily(batch, barred), len(sequences))
-            logits = self.backend.forward(batch)
-            _require_logits(logits, (len(batch.logits_rows), self.backend.vocab_size))
+            logits = self._backend.forward(batch)
+            _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
             if no_scores:
                 return self._sampler.sample(logits, sequences)
             prompts = self._sampler.score(logits[len(sequences) :], [row for row in rows if row.scored_positions])

@@ -111,6 +111,17 @@ def test_a_model_that_decodes_greedily_is_asked_to() -> None:
     assert runner.execute([ScheduledRow(rows[0].sequence, 0, 4)], manager).token_ids.tolist() == []
 
 
+def test_a_model_in_the_place_of_another_is_asked_itself() -> None:
+    """Who looks at every logit, as tests do, puts a model with ``forward`` alone there."""
+    backend = GreedyBackend()
+    runner, manager, rows = prepared(backend, [5, 2])
+    runner.execute(rows, manager)
+    runner.backend = ToyBackend()
+    runner.backend.allocate_kv(32, 4)
+    runner.execute(rows, manager)
+    assert (backend.num_greedy, runner.backend.num_steps) == (1, 1)
+
+
 @pytest.mark.parametrize("token_ids", [
     None, [3, 3], np.array([3]), np.array([[3, 3]]), np.array([3.0, 3.0]), np.array([3, 32]), np.array([-2, 3]),
 ], ids=["None", "list", "one", "matrix", "floats", "too large", "too small"])
