@@ -197,3 +197,16 @@ def test_memory_of_another_size_is_refused(make: Callable[..., PackedProduct]) -
                    torch.zeros(0, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)):  # fmt: skip
         with pytest.raises(InternalError, match=r"barred: .* expected how many, then pairs"):
             product.pick_to(torch.zeros(3, 4, dtype=torch.int64), rows, barred)
+
+
+@each_dtype
+def test_zeros_of_both_signs_in_two_panels(dtype: torch.dtype) -> None:
+    """The first is the largest there too."""
+    kernel, block = candidate_kernel(int(dtype == torch.bfloat16)), ParameterBlock(4)
+    for signs in ((-0.0, 0.0), (0.0, -0.0), (-0.0, -0.0)):
+        candidates = np.zeros((2, 1), np.int64)
+        for panel, zero in enumerate(signs):
+            outputs = torch.full((PANEL,), zero).to(dtype)
+            block.fill(outputs.data_ptr(), PANEL, panel * PANEL, candidates[panel:].ctypes.data)
+            kernel.run(block, 1)
+        assert largest_outputs(candidates).tolist() == [0]
