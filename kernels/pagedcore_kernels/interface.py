@@ -167,7 +167,8 @@ class PicksLargest(Protocol):
         """Write the candidates of ``rows`` [M, in] to ``candidates``, int64 [ceil(out / 64), M], contiguous.
 
         ``pagedcore_kernels/cpu/matmul/largest.py`` says what they are and makes numbers of outputs of them. ``barred``
-        are outputs that are no candidates, int64 [1 + 2B], contiguous: how many, then pairs of row and output.
+        are outputs that are no candidates, int64 [1 + 2B], contiguous: how many, then pairs of row and output, sorted
+        by outputs.
         """
         ...
 

@@ -63,7 +63,7 @@ class OutputLayer:
         else:
             room = work.workspace.take("barred", 1 + 2 * count, 1, torch.int64).view(-1)
         room[0] = count
-        room[1:] = torch.from_numpy(barred).flatten()
+        room[1:] = torch.from_numpy(barred[barred[:, 1].argsort()]).flatten()
         return room
 
     def logits(self, computed: torch.Tensor) -> torch.Tensor:

@@ -118,24 +118,29 @@ def bar_output(typing: Typing, is_bf16: Any, outputs: Any, place: Any) -> Any:
 
 
 @register_jitable
-def has_barred(barred: int, first: int) -> int:
-    """Whether any row has a barred output in the panel whose first output has the number ``first``.
+def first_barred(barred: int, first: int) -> int:
+    """Number of the first pair whose output is ``first`` or larger.
 
-    ``barred`` is the address of int64: how many there are, then pairs of row and output.
+    ``barred`` is the address of int64: how many pairs there are, then row and output of each, sorted by outputs.
     """
-    for i in range(load_int64(barred, 0)):
-        if first <= load_int64(barred, 2 + 2 * i) < first + PANEL:
-            return 1
-    return 0
+    low, high = 0, load_int64(barred, 0)
+    while low < high:
+        middle = (low + high) // 2
+        if load_int64(barred, 2 + 2 * middle) < first:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @njit(inline="always")
-def bar_outputs(is_bf16: int, barred: int, row: int, first: int, outputs: int) -> None:
-    """Bar those of a row's ``outputs`` [PANEL] that ``barred`` has, see ``has_barred``."""
-    for i in range(load_int64(barred, 0)):
-        place = load_int64(barred, 2 + 2 * i) - first
-        if load_int64(barred, 1 + 2 * i) == row and 0 <= place < PANEL:
-            bar_output(is_bf16, outputs, place)
+def bar_outputs(is_bf16: int, barred: int, pair: int, row: int, first: int, outputs: int) -> None:
+    """Bar those of a row's ``outputs`` [PANEL], numbers ``first`` and up, that are in ``barred`` from ``pair`` on."""
+    # Why not all pairs: one caller's many stop tokens would cost every row.
+    while pair < load_int64(barred, 0) and load_int64(barred, 2 + 2 * pair) < first + PANEL:
+        if load_int64(barred, 1 + 2 * pair) == row:
+            bar_output(is_bf16, outputs, load_int64(barred, 2 + 2 * pair) - first)
+        pair += 1
 
 
 def largest_outputs(candidates: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

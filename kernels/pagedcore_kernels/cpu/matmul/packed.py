@@ -29,7 +29,7 @@ from pagedcore_kernels.cpu.matmul.amx import (
     release_tiles,
     rows_of_blocks,
 )
-from pagedcore_kernels.cpu.matmul.largest import bar_outputs, has_barred, keep_candidate
+from pagedcore_kernels.cpu.matmul.largest import bar_outputs, first_barred, keep_candidate
 from pagedcore_kernels.cpu.matmul.packing import INPUT_BYTES, panels_of
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import (
@@ -257,7 +257,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
                         most_sums, source, row_bytes, count, size, here, rest, sums, is_first, next_panel
                     )
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
-                bars = candidates != 0 and has_barred(barred, column)
+                pair = first_barred(barred, column) if candidates != 0 else 0
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
                     if candidates != 0:
@@ -275,8 +275,7 @@ def matmul_kernel(form: int, dtype: torch.dtype) -> Kernel:
                         store_sums(is_bf16, sums + place * sum_bytes, addend, target, wanted, is_streamed)
                     if candidates != 0:
                         candidate = candidates + (panel * num_rows + first_row + i) * 8
-                        if bars:
-                            bar_outputs(is_bf16, barred, first_row + i, column, outputs)
+                        bar_outputs(is_bf16, barred, pair, first_row + i, column, outputs)
                         keep_candidate(is_bf16, outputs, wanted, column, candidate)
                 first_row += count
         if uses_matrix_units:

@@ -42,7 +42,7 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     scale_bytes,
     unit_bytes,
 )
-from pagedcore_kernels.cpu.matmul.largest import bar_outputs, has_barred, keep_candidate
+from pagedcore_kernels.cpu.matmul.largest import bar_outputs, first_barred, keep_candidate
 from pagedcore_kernels.cpu.matmul.packed import fewest_streamed_rows, sizes_of_product, work_items
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
@@ -332,7 +332,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                             )
                         source, unit, here = source + units * row_unit_bytes, unit + units, here + units * bytes_of_unit
                 column, wanted = panel * panel_outputs, min(panel_outputs, num_outputs - panel * panel_outputs)
-                bars = candidates != 0 and has_barred(barred, column)
+                pair = first_barred(barred, column) if candidates != 0 else 0
                 for i in range(count):
                     target = out + ((first_row + i) * num_outputs + column) * item_bytes
                     if candidates != 0:
@@ -342,8 +342,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                     store_sums(is_bf16, sums + place * sum_bytes, addend, target, wanted, is_streamed)
                     if candidates != 0:
                         candidate = candidates + (panel * num_rows + first_row + i) * 8
-                        if bars:
-                            bar_outputs(is_bf16, barred, first_row + i, column, outputs)
+                        bar_outputs(is_bf16, barred, pair, first_row + i, column, outputs)
                         keep_candidate(is_bf16, outputs, wanted, column, candidate)
                 first_row += count
         if uses_matrix_units:
