@@ -72,9 +72,10 @@ class Sampler:
         """
         if isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16 and self.wants_largest(sequences):
             # Why: float32 would be twice as many bytes, written to be read once.
+            self.forget()
             bits = logits.detach().contiguous().view(torch.int16).numpy()
             _mask(bits, self.barred_tokens(sequences))
-            return self.take(self._pick_greedily(bits), len(sequences))
+            return SampledTokens(self._pick_greedily(bits), [None] * len(sequences))
         rows = _as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
         reports = self._make_reports(rows, wanted)

@@ -13,7 +13,7 @@ from importlib.metadata import Distribution, EntryPoint, entry_points
 
 def entry_points_of(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of a group, of all distributions that ``sys.path`` leads to."""
-    return _read(group, tuple((folder, _changed_at(folder)) for folder in map(os.path.abspath, sys.path)))
+    return _read(group, tuple(map(_state_of, sys.path)))
 
 
 @lru_cache(maxsize=64)
@@ -28,8 +28,10 @@ def _read(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint,
     return tuple(entry_points(group=group))
 
 
-def _changed_at(folder: str) -> int:
+def _state_of(folder: str) -> tuple[str, int]:
+    """Return where a folder is and when it was changed; -1 for what leads nowhere, as Python ignores it there too."""
     try:
-        return os.stat(folder).st_mtime_ns
+        path = os.path.abspath(folder)
+        return path, os.stat(path).st_mtime_ns
     except OSError:
-        return -1
+        return repr(folder), -1

@@ -120,7 +120,7 @@ def test_rag_prefixes(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCapt
     (small, _, hits, again), (_, host, host_hits, host_again), (large, _, all_hits, none) = rows
     assert small < needed // 2 < needed < large
     assert host > needed
-    assert hits < 20 < 50 < host_hits <= all_hits <= 75
+    assert hits < 20 < 60 < host_hits <= all_hits <= 75
     assert host_again < again // 4
     assert (again > small, none) == (True, 0)
     assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"

@@ -18,6 +18,7 @@ from pagedcore.models.cpu import fused_decoder
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.protocols import DecodesGreedily, FloatArray, RaggedRows
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from support.families import tiny_model
 
 QUESTIONS = [f"{i} + {7 * i % 50} = " for i in range(24)]
@@ -166,6 +167,29 @@ def test_answers_of_the_demo(dtype: str, monkeypatch: pytest.MonkeyPatch) -> Non
         outputs = engine.generate(QUESTIONS, GREEDY)
         assert [one.outputs[0].token_ids for one in outputs] == expected
         assert sum(one.metrics.num_preemptions for one in outputs if one.metrics) > 0
+
+
+@pytest.mark.parametrize("is_after", [False, True], ids=["before the product", "after it"])
+def test_an_interrupt_in_the_output_layer_loses_nothing(is_after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C while the step is recorded, once: the engine goes on, with the answers of one that was left alone."""
+    with Engine.from_pretrained("demo") as engine:
+        expected = answers(engine, GREEDY)
+    pick_to, interrupts = PackedProduct.pick_to, [True]
+
+    def interrupted(product: PackedProduct, *arguments: Any) -> None:
+        if is_after or not interrupts:
+            pick_to(product, *arguments)
+        if interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+
+    with Engine.from_pretrained("demo") as engine:
+        monkeypatch.setattr(PackedProduct, "pick_to", interrupted)
+        requests = [engine.add_request(question, GREEDY) for question in QUESTIONS]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        while engine.has_pending_requests():
+            engine.step()
+        assert [request.output().outputs[0].token_ids for request in requests] == expected
 
 
 class Biased(TransformersModel):

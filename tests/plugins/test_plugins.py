@@ -160,6 +160,20 @@ def test_what_is_installed_meanwhile_is_found(tmp_path: Path, monkeypatch: pytes
     assert names() == []
 
 
+def test_a_path_that_leads_nowhere_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs put all kinds of things there, and remove the folder that they are in."""
+    usual = [record.name for record in create_plugin_manager().records]
+    for entry in ("no/such/folder", tmp_path, "x" * 5000):
+        with monkeypatch.context() as changed:
+            changed.setattr(sys, "path", [*sys.path, entry])
+            assert [record.name for record in create_plugin_manager().records] == usual
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert [record.name for record in create_plugin_manager().records] == usual
+
+
 def test_order_is_builtin_then_entry_points_then_explicit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plugins are met in a fixed order, whatever order the distributions are listed in."""
     installed(monkeypatch, zebra=Policy("z"), ape=Policy("a"))
