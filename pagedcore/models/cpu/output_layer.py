@@ -25,7 +25,7 @@ class OutputLayer:
         self, norm: RmsNorm, head: PackedLinear, cap: float | None, divisor: float, dtype: torch.dtype
     ) -> None:
         """Compute ``head`` of what ``norm`` makes of the rows, then cap the logits if there is a cap, then divide."""
-        self.head = head
+        self._head = head
         self._norm, self._cap, self._divisor = norm, SoftCap(cap, dtype) if cap else None, divisor
         self.only_runs_kernels = isinstance(head.multiply, RecordableMatmul) and head.multiply.only_runs_kernels
         """Whether ``compute`` can be recorded."""
@@ -42,17 +42,17 @@ class OutputLayer:
         self._norm(work.residual, addend, work.normed)
         if barred is not None:
             candidates = self._candidates(work)
-            multiply: Any = self.head.multiply
+            multiply: Any = self._head.multiply
             multiply.pick_to(candidates, work.normed, barred, work.workspace)
             return candidates
-        logits = work.multiply("logits", self.head, work.normed)
+        logits = work.multiply("logits", self._head, work.normed)
         if self._cap is not None:
             self._cap(logits)
         return logits
 
     def computed(self, work: StepRows, barred: torch.Tensor | None) -> torch.Tensor:
         """Return what was computed last, where there is a workspace."""
-        return work.logits(self.head) if barred is None else self._candidates(work)
+        return work.logits(self._head) if barred is None else self._candidates(work)
 
     @staticmethod
     def bar(work: StepRows, barred: Int64Array) -> torch.Tensor:
@@ -76,10 +76,10 @@ class OutputLayer:
 
     def no_logits(self, work: StepRows) -> torch.Tensor:
         """Return logits of no row."""
-        return work.residual.new_empty(0, self.head.out_features)
+        return work.residual.new_empty(0, self._head.out_features)
 
     def _candidates(self, work: StepRows) -> torch.Tensor:
-        num_panels, num_rows = -(-self.head.out_features // PANEL), len(work.residual)
+        num_panels, num_rows = -(-self._head.out_features // PANEL), len(work.residual)
         if work.workspace is None:
             return torch.empty(num_panels, num_rows, dtype=torch.int64)
         return work.workspace.take("candidates", num_rows, num_panels, torch.int64).view(num_panels, num_rows)
