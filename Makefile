@@ -20,6 +20,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MINUTES ?= 10
 
+# Tests and examples start some hundred Pythons. Without bytecode on disk each would compile the sources anew, for 0.2 s.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test check browser slow mutants torture soak bench bench-doors bench-vllm bento kernels formats interop-ray gpu docs \
 	architecture interop-lm-eval interop-litellm
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 from attention_cpu import Case, gather, ours, theirs
-from guest import interval, pairs
-from interleaved import markdown
+from guest import pairs
+from interleaved import interval, markdown
 from matmul_cpu import HEAD, LAYER, Product, products
 from torch.nn.functional import linear
 

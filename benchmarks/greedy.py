@@ -11,13 +11,12 @@ the machine.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from typing import Any
 
 import numpy as np
-from interleaved import markdown, ratios
+from interleaved import interval, markdown, ratios
 
 from pagedcore import Engine, SamplingParams
 
@@ -49,13 +48,6 @@ def measure(engine: Engine, num_rows: int, num_pairs: int) -> tuple[list[float],
         engine.step()
     # Why: the first steps of each way record their kernel calls.
     return times[False][1:], times[True][1:]
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Return the interval of 95 % of a median, by the sign test."""
-    ordered, count = sorted(values), len(values)
-    place = max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)))
-    return ordered[place], ordered[count - 1 - place]
 
 
 def main() -> None:

@@ -25,9 +25,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import comb
 from pathlib import Path
 from typing import Any
+
+from interleaved import interval
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Rows and generated tokens of a piece of work, long enough for several slices of a neighbour's time. Of GPT-2 torch
@@ -181,17 +182,6 @@ def summary(values: list[float]) -> str:
     """Say the median and its interval."""
     low, high = interval(values)
     return f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f}; {len(values)} pairs)"
-
-
-def interval(values: list[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the order statistics that enclose the median with this confidence."""
-    ordered, number = sorted(values), len(values)
-    tail, place = 0.0, 0
-    while place < number // 2 and tail + comb(number, place) / 2**number <= (1 - confidence) / 2:
-        tail += comb(number, place) / 2**number
-        place += 1
-    place = max(0, place - 1)
-    return ordered[place], ordered[number - 1 - place]
 
 
 def pairs(number: int, first: Callable[[], float], second: Callable[[], float]) -> list[float]:

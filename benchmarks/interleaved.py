@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import comb
 
 
 def turns(ways: Sequence[str], num_rounds: int) -> Iterator[list[str]]:
@@ -39,6 +40,17 @@ def median_and_spread(values: Sequence[float], shown: Callable[[float], str] = "
 def ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
     """Return some / others, round by round."""
     return [one / other for one, other in zip(some, others, strict=True)]
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the order statistics that enclose the median with this confidence."""
+    ordered, number = sorted(values), len(values)
+    tail, place = 0.0, 0
+    while place < number // 2 and tail + comb(number, place) / 2**number <= (1 - confidence) / 2:
+        tail += comb(number, place) / 2**number
+        place += 1
+    place = max(0, place - 1)
+    return ordered[place], ordered[number - 1 - place]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

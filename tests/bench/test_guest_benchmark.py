@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import guest
+import interleaved
 import psutil
 import pytest
+
+from pagedcore.demo_model import DEMO_MODEL_DIR
 
 BENCHMARKS = Path(guest.__file__).parent
 
@@ -20,7 +23,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
     """Of many samples of twenty, about 19 in 20 have the true median in their interval, which is never all of it."""
     rng = random.Random(0)
     samples = [[rng.gauss(0, 1) for _ in range(20)] for _ in range(2000)]
-    intervals = [guest.interval(sample) for sample in samples]
+    intervals = [interleaved.interval(sample) for sample in samples]
     held = sum(low <= 0 <= high for low, high in intervals) / len(intervals)
     assert 0.94 <= held <= 0.98
     assert all(min(one) < low <= statistics.median(one) <= high < max(one)
@@ -29,7 +32,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 
 def test_few_pairs_have_a_wide_interval() -> None:
     """Where no order statistics enclose the median surely enough, the interval is the whole range."""
-    assert guest.interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert interleaved.interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
 
 
 def test_pairs_alternate() -> None:
@@ -62,6 +65,8 @@ def test_neighbours_end_with_a_benchmark_that_is_killed() -> None:
     ("guest.py --pairs 1 --only same-1", r"same-1: of quiet: [\d.]+ "),
     pytest.param("guest.py --pairs 1 --only engines", r"engines: .* of one alone: [\d.]+ ", marks=pytest.mark.slow),
     ("greedy.py --model demo --pairs 3 --rows 1,4", r"\| 4 \| [\d.]+ \| [\d.]+ \| [\d.]+ \([\d.]+ to [\d.]+\) \| 3 \|"),
+    (f"start.py --runs 2 --model {DEMO_MODEL_DIR}",
+     r"\| model, imports done \| [\d.]+ \([\d.]+ - [\d.]+\) \| 2 \|"),
     ("event_loop.py --doors asyncgen --seconds 0.2 --turns 1 --long-prompts", r"engine above that of the stub, ms: -?"),
 ])  # fmt: skip
 def test_the_benchmarks_run(command: str, expected: str) -> None:
