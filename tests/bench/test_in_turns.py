@@ -1,0 +1,59 @@
+"""Engines asked in turn: the others are stopped meanwhile, and the first is compared with the best of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import guest
+import psutil
+
+IN_TURNS = Path(guest.__file__).parent / "peers" / "in_turns.py"
+#: Answers each name with its own figure, and with the states of the other engines' processes on the error output.
+ENGINE = """
+import json, os, sys, time, psutil
+figure, folder = float(sys.argv[1]), sys.argv[2]
+open(f"{folder}/{os.getpid()}", "w").close()
+for line in sys.stdin:
+    ids, deadline, others = [int(name) for name in os.listdir(folder) if name != str(os.getpid())], time.time() + 10, []
+    # A process that sleeps stops when it is next given a core.
+    while set(others := [psutil.Process(pid).status() for pid in ids]) - {"stopped"} and time.time() < deadline:
+        time.sleep(0.01)
+    print("a line of a log", flush=True)
+    print(json.dumps({"peer": "fake", "workload": line.strip(), "out_tok_s": figure, "tpot_ms": figure,
+                      "others": others}), flush=True)
+"""
+
+
+def ask(tmp_path: Path, figures: dict[str, float | str], workloads: str) -> subprocess.CompletedProcess[str]:
+    """Ask engines that answer with given figures, two rounds."""
+    (tmp_path / "engine.py").write_text(ENGINE)
+    (tmp_path / "processes").mkdir()
+    line = [sys.executable, str(IN_TURNS), "--rounds", "2", "--workloads", workloads]
+    for name, figure in figures.items():
+        command = f"exec {sys.executable} {tmp_path / 'engine.py'} '{figure}' {tmp_path / 'processes'}"
+        line += ["--engine", f"{name}={command}"]
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_first_is_compared_with_the_best_and_nothing_else_runs(tmp_path: Path) -> None:
+    """Of tokens per second the best is the largest, of ms per token the smallest; nothing is left running."""
+    done = ask(tmp_path, {"ours": 30.0, "slow": 10.0, "fast": 20.0}, "w1,w3")
+    assert done.returncode == 0, done.stderr
+    assert "| w1, out_tok_s | 30.0 (30.0 to 30.0) | 10.0 (10.0 to 10.0) | 20.0 (20.0 to 20.0) | 1.50 (" in done.stdout
+    assert re.search(r"\| w3, tpot_ms \| 30.00 .* \| 10.00 .* \| 20.00 .* \| 3.00 \(3.00 to 3.00\) \|", done.stdout)
+    answers = [line for line in done.stderr.splitlines() if line.startswith("{")]
+    assert len(answers) == 12
+    assert all('"others": ["stopped", "stopped"]' in line for line in answers)
+    assert sum('"workload": "w1@2"' in line for line in answers) == 3
+    assert not any(psutil.pid_exists(int(path.name)) for path in (tmp_path / "processes").iterdir())
+
+
+def test_an_engine_that_ends_is_named(tmp_path: Path) -> None:
+    """And those that were loaded before it are ended."""
+    done = ask(tmp_path, {"ours": 1.0, "broken": "no number"}, "w1")
+    assert done.returncode == 1
+    assert re.search(r"EOFError: .*no number.* ended before it answered warm", done.stderr)
+    assert not any(psutil.pid_exists(int(path.name)) for path in (tmp_path / "processes").iterdir())
