@@ -34,8 +34,10 @@ class Peer:
 
     def __init__(self, command: str) -> None:
         """Load it, and wait until it has warmed up."""
+        # Why no session of its own: if this script is killed, the system then ends process groups that are stopped, and
+        # the one that works finds its input closed.
         self._process = subprocess.Popen(
-            f"{command} --workloads -", shell=True, cwd=HERE, start_new_session=True, text=True,
+            f"{command} --workloads -", shell=True, cwd=HERE, process_group=0, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         try:

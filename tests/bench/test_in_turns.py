@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import guest
 import psutil
+import pytest
 
 IN_TURNS = Path(guest.__file__).parent / "peers" / "in_turns.py"
 #: Answers each name with its own figure, and with the states of the other engines' processes on the error output.
@@ -27,15 +31,27 @@ for line in sys.stdin:
 """
 
 
-def ask(tmp_path: Path, figures: dict[str, float | str], workloads: str) -> subprocess.CompletedProcess[str]:
-    """Ask engines that answer with given figures, two rounds."""
+def command_of(tmp_path: Path, figures: dict[str, float | str], workloads: str, rounds: int = 2) -> list[str]:
+    """Return the command that asks engines that answer with given figures."""
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "processes").mkdir()
-    line = [sys.executable, str(IN_TURNS), "--rounds", "2", "--workloads", workloads]
+    line = [sys.executable, str(IN_TURNS), "--rounds", str(rounds), "--workloads", workloads]
     for name, figure in figures.items():
         command = f"exec {sys.executable} {tmp_path / 'engine.py'} '{figure}' {tmp_path / 'processes'}"
         line += ["--engine", f"{name}={command}"]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+    return line
+
+
+def ask(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    return subprocess.run(command_of(*arguments), capture_output=True, text=True, check=False, timeout=60)
+
+
+def left(tmp_path: Path) -> list[int]:
+    """Return the engines that are still there."""
+    ids = [int(path.name) for path in (tmp_path / "processes").iterdir()]
+    assert ids
+    return [pid for pid in ids if psutil.pid_exists(pid)]
 
 
 def test_the_first_is_compared_with_the_best_and_nothing_else_runs(tmp_path: Path) -> None:
@@ -48,7 +64,7 @@ def test_the_first_is_compared_with_the_best_and_nothing_else_runs(tmp_path: Pat
     assert len(answers) == 12
     assert all('"others": ["stopped", "stopped"]' in line for line in answers)
     assert sum('"workload": "w1@2"' in line for line in answers) == 3
-    assert not any(psutil.pid_exists(int(path.name)) for path in (tmp_path / "processes").iterdir())
+    assert not left(tmp_path)
 
 
 def test_an_engine_that_ends_is_named(tmp_path: Path) -> None:
@@ -56,4 +72,21 @@ def test_an_engine_that_ends_is_named(tmp_path: Path) -> None:
     done = ask(tmp_path, {"ours": 1.0, "broken": "no number"}, "w1")
     assert done.returncode == 1
     assert re.search(r"EOFError: .*no number.* ended before it answered warm", done.stderr)
-    assert not any(psutil.pid_exists(int(path.name)) for path in (tmp_path / "processes").iterdir())
+    assert not left(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_engine_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
+    """Neither one that works nor those that are stopped."""
+    command = command_of(tmp_path, {"ours": 1.0, "one": 1.0, "other": 1.0}, "w1", 1_000_000)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "w1@1" in process.stderr.readline()
+        assert len(left(tmp_path)) == 3
+        process.send_signal(number)
+        # Why read: its errors end when it and its engines have ended.
+        process.stderr.read()
+    deadline = time.monotonic() + 30
+    while left(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left(tmp_path)
