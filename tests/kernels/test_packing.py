@@ -9,7 +9,7 @@ import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors
 from pagedcore_kernels.cpu.matmul import packing
-from pagedcore_kernels.cpu.matmul.packing import panels_of
+from pagedcore_kernels.cpu.matmul.packing import panels_of, sums_of
 from pagedcore_kernels.cpu.matmul.tiles import PANEL
 
 pytestmark = pytest.mark.skipif(not has_fused_vectors(), reason="no packed products here")
@@ -59,6 +59,17 @@ def test_weights_may_lie_anywhere(offset: int) -> None:
     spread = torch.zeros(70, 24, dtype=torch.int8)[:, ::2].copy_(plain)
     for other in (memory[offset:].view(70, 12), spread):
         assert torch.equal(panels_of([other]), panels_of([plain]))
+
+
+@pytest.mark.parametrize("item_bytes", [1, packing._ITEM_BYTES])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 64), (70, 129), (0, 8), (5, 0)], ids=str)
+def test_sums_are_those_of_torch(shape: tuple[int, int], item_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every row once, of weights with gaps too."""
+    monkeypatch.setattr(packing, "_ITEM_BYTES", item_bytes)
+    numbers = weight(*shape, torch.int8)
+    spread = torch.zeros(shape[0], 2 * shape[1], dtype=torch.int8)[:, ::2].copy_(numbers)
+    for given in (numbers, spread, torch.full(shape, -128, dtype=torch.int8)):
+        assert torch.equal(sums_of(given), given.sum(1, dtype=torch.int64))
 
 
 def test_several_threads_share_the_panels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,8 @@ def _load_intrinsic(kind: Any, size: int, result: Any, convert: Callable[[Builde
 load_int64 = _load_intrinsic(INT64, 8, types.int64, lambda b, value: value)
 #: ``load_int32(address, index) -> int64``, sign-extended.
 load_int32 = _load_intrinsic(INT32, 4, types.int64, lambda b, value: b.sext(value, INT64))
+#: ``load_int8(address, index) -> int64``, sign-extended.
+load_int8 = _load_intrinsic(INT8, 1, types.int64, lambda b, value: b.sext(value, INT64))
 #: ``load_float32(address, index) -> float32``
 load_float32 = _load_intrinsic(FLOAT, 4, types.float32, lambda b, value: value)
 #: ``load_bfloat16(address, index) -> float32``

@@ -19,7 +19,7 @@ import torch
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
 from pagedcore_kernels.cpu.matmul.packed import SIZE_WORDS, matmul_kernel, sizes_of_product, work_items
-from pagedcore_kernels.cpu.matmul.packing import panels_of
+from pagedcore_kernels.cpu.matmul.packing import panels_of, sums_of
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
 from pagedcore_kernels.cpu.matmul.tiles import BYTE_MATRIX_UNITS, BYTES, PANEL, WIDENED_BYTES
@@ -122,7 +122,7 @@ class PackedInt8Matmul(PackedProduct):
         self.weight = torch.empty(0, dtype=dtype)
         offset = UNSIGNED_OFFSET if form == BYTES else 0
         # Why: the sum over rows as uint8 is too large by the offset times the sum of the weights.
-        corrections = offset * weight.sum(dim=1, dtype=torch.int32)
+        corrections = (offset * sums_of(weight)).int()
         self._corrections, self._scales = self._filled(corrections), self._filled(scales.float())
         self._bias = self._filled(scales.new_zeros(0) if bias is None else bias.float())
         is_wide = form == BYTES
