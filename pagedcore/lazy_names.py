@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from pagedcore.full_collections import full_collections_put_off
+
 
 def lazy_names(
     package: str, homes: Mapping[str, str], *, extra: str = "", brought: Collection[str] = ()
@@ -27,7 +29,8 @@ def lazy_names(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            value = getattr(importlib.import_module(homes[name]), name)
+            with full_collections_put_off():
+                value = getattr(importlib.import_module(homes[name]), name)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in brought:
                 raise

@@ -22,6 +22,7 @@ from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
 from pagedcore.errors import EngineClosed, InternalError
 from pagedcore.execution.kv_transfers import KVTransfers
+from pagedcore.full_collections import full_collections_put_off
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore.request_options import NO_OPTIONS, OptionKeywords, RequestOptions
@@ -108,14 +109,13 @@ class Engine(Quoting):
             raise
 
     @classmethod
+    @full_collections_put_off()
     def from_pretrained(cls, model: Any, **settings: Any) -> Engine:
         """Build an engine.
 
         Args:
-            model: ``"demo"``, a directory, a hub id, a loaded ``PreTrainedModel`` (taken over: its linears are
-                repacked), or your own ``ModelBackend``.
-            **settings: the fields of ``EngineConfig``, or ``config``, an ``EngineConfig`` whose values those given
-                beside it replace; ``tokenizer`` may also be a tokenizer object.
+            model: ``"demo"``, a directory, a hub id, a ``PreTrainedModel`` (repacked), or your own ``ModelBackend``.
+            **settings: fields of ``EngineConfig``, which replace those of ``config``; ``tokenizer`` may be an object.
 
         Raises:
             InvalidConfig: a setting is unknown or out of range, or the model cannot run here.
