@@ -16,6 +16,7 @@ from pagedcore.models.cpu.fused_match import NotFused, recognise
 from pagedcore.models.cpu.packed_experts import left_alone
 from pagedcore.models.model_path import is_gguf
 from pagedcore.models.pretrained import computing_dtype
+from pagedcore.models.quantization import checkpoint
 from pagedcore.models.quantization.checkpoint import config_of, stored_format
 from pagedcore.models.quantization.gguf import GGUF
 from pagedcore.models.quick_start import why_not_quick
@@ -38,7 +39,11 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     stored = stored_format(name)
     config = config_of(name, stored, trust_remote_code)
     dtype = computing_dtype("auto")
-    reason = why_not_quick(directory) if directory.is_dir() else "names on the hub are its to find"
+    reason = "names on the hub are its to find"
+    if stored is not None:
+        reason = checkpoint.why_not_quick(name, stored)
+    elif directory.is_dir():
+        reason = why_not_quick(directory)
     files = "read without transformers" if not reason else f"loaded by transformers: {reason}"
     quantisation = "none" if stored is None else f"{stored.scheme}, as the files have it"
     # Why before the tree is built: building it makes the configuration's format the tree's.

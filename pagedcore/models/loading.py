@@ -125,7 +125,8 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
 
     dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
     if stored is not None:
-        return load_stored(_source(model), stored, computing_dtype(dtype, device.kind), trust_remote_code=trust)
+        number_format, is_quick = computing_dtype(dtype, device.kind), device.kind == "cpu"
+        return load_stored(_source(model), stored, number_format, trust_remote_code=trust, is_quick=is_quick)
     if isinstance(model, str | os.PathLike):
         model = load_pretrained(
             model_source(model), dtype=dtype, trust_remote_code=trust, is_quick=device.kind == "cpu",

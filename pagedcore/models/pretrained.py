@@ -21,7 +21,7 @@ from pagedcore.errors import InvalidConfig, ModelNotSupported, PagedcoreError, d
 from pagedcore.execution.machine import this_machine
 from pagedcore.models.ownership import require_free
 from pagedcore.models.quick_start import NotQuick, read_model
-from pagedcore.models.supported_models import check_config
+from pagedcore.models.supported_models import check_config, check_num_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +63,8 @@ def load_pretrained(
     config = load_config(name, trust_remote_code=trust_remote_code)
     _tell_format(config.dtype, resolve_dtype(dtype), is_chosen)
     with as_refusals(name), _no_progress_bar():
+        if is_local:
+            check_num_layers(Path(name), config)
         model, report = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
             local_files_only=is_local, trust_remote_code=trust_remote_code,

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 
 from pagedcore.models.families import FAMILIES, module_name
 from pagedcore.models.llama_tree import ForCausalLM
+from pagedcore.models.tensor_shapes import EXPERT_COUNTS, is_mixture, num_experts, shapes_of
 
 _Check = Callable[[Any], bool]
-_Shapes = dict[str, tuple[int, ...]]
 
 
 class NotQuick(Exception):
@@ -102,7 +102,6 @@ _GEMMA: Final[Mapping[str, _Check]] = {
     "query_pre_attn_scalar": _is_positive, "sliding_window": _is_window, "tie_word_embeddings": _is_bool,
     "use_bidirectional_attention": _is_off,
 }
-_COUNTS: Final = ("num_local_experts", "num_experts")
 _EXPERTS: Final[Mapping[str, _Check]] = {
     "num_experts_per_tok": _is_size, "output_router_logits": _is_off,
     "router_aux_loss_coef": _is_anything,
@@ -191,6 +190,27 @@ def read_model(directory: Path, dtype: torch.dtype) -> ForCausalLM:
     return ForCausalLM(config, generation, weights).eval()
 
 
+def build_tree(directory: Path, dtype: torch.dtype, num_tensors: int, left_out: AbstractSet[str]) -> ForCausalLM:
+    """Build the modules of a model whose weights have shapes and no memory (torch's "meta"): those of a quantised one.
+
+    Args:
+        directory: has config.json.
+        dtype: number format of the weights.
+        num_tensors: how many its files have.
+        left_out: fields of config.json that say how weights are stored, which others read.
+
+    Raises:
+        NotQuick: transformers has to build it.
+    """
+    config, generation = read_config(directory, left_out)
+    _require(not FAMILIES[config.model_type].has_experts, "it is a quantised mixture of experts")
+    # Safety: layers that files do not have are found before anything of their number is made.
+    _require(config.num_hidden_layers <= num_tensors, "its files lack tensors")
+    shapes = shapes_of(config).items()
+    weights = {module_name(name): torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes}
+    return ForCausalLM(config, generation, weights).eval()
+
+
 def why_not_quick(directory: Path) -> str:
     """Return why ``read_model`` leaves a directory to transformers, or "" if it does not; no weight is read."""
     try:
@@ -200,18 +220,22 @@ def why_not_quick(directory: Path) -> str:
         return str(reason)
 
 
-def read_config(directory: Path) -> tuple[_Config, SimpleNamespace]:
+def read_config(directory: Path, left_out: AbstractSet[str] = frozenset()) -> tuple[_Config, SimpleNamespace]:
     """Return the configurations of a model and of its generation, as transformers would have them in what is read here.
+
+    Args:
+        directory: has config.json.
+        left_out: as of ``build_tree``.
 
     Raises:
         NotQuick: as ``read_model``.
     """
     _require(not (directory / "adapter_config.json").exists(), "it has an adapter")
-    raw = _read_json(directory / "config.json")
+    raw = {name: value for name, value in _read_json(directory / "config.json").items() if name not in left_out}
     class_name, own_fields = _FAMILIES.get(str(raw.get("model_type")), ("", {}))
     # Rule: files have either name, and transformers makes it its own.
-    if len(old := [name for name in _COUNTS if name in raw]) == 1:
-        raw[next((name for name in _COUNTS if name in own_fields), old[0])] = raw.pop(old[0])
+    if len(old := [name for name in EXPERT_COUNTS if name in raw]) == 1:
+        raw[next((name for name in EXPERT_COUNTS if name in own_fields), old[0])] = raw.pop(old[0])
     _require(raw.get("architectures") == [class_name], f"it is none of {', '.join(_FAMILIES)}")
     fields = {**_FIELDS, **own_fields}
     for name in sorted({*raw, *fields}):
@@ -229,7 +253,7 @@ def read_config(directory: Path) -> tuple[_Config, SimpleNamespace]:
     config.dtype = raw.get("dtype") or raw.get("torch_dtype")
     config.head_dim = raw.get("head_dim") or config.hidden_size // config.num_attention_heads
     _require(_is_size(config.head_dim) and config.head_dim % 2 == 0, "head_dim is no size")
-    _require(vars(config).get("num_experts_per_tok", 0) <= _num_experts(config), "it chooses more experts than it has")
+    _require(vars(config).get("num_experts_per_tok", 0) <= num_experts(config), "it chooses more experts than it has")
     _require_layers(config, raw, own_fields)
     generation = directory / "generation_config.json"
     eos_token_id = _read_json(generation).get("eos_token_id") if generation.exists() else None
@@ -286,9 +310,9 @@ def _weights(directory: Path, config: _Config) -> Iterator[dict[str, Any]]:
             _require(sum(len(file.keys()) for file in files) == len(holders), "a tensor is there twice")
             # Safety: layers or experts that files do not have are found before anything of their number is made.
             _require(config.num_hidden_layers <= len(holders), "its files lack tensors")
-            num_mixtures = sum(_is_mixture(config, number) for number in range(config.num_hidden_layers))
-            _require(num_mixtures * _num_experts(config) <= len(holders), "its files lack experts")
-            shapes = _shapes_of(config)
+            num_mixtures = sum(is_mixture(config, number) for number in range(config.num_hidden_layers))
+            _require(num_mixtures * num_experts(config) <= len(holders), "its files lack experts")
+            shapes = shapes_of(config)
             _require(holders.keys() == shapes.keys(), "its files have other tensors than the architecture")
             for name, shape in shapes.items():
                 header = holders[name].get_slice(name)
@@ -308,78 +332,6 @@ def _file_names(directory: Path) -> set[str]:
     # Safety: an index may name files outside of the directory.
     _require(all(Path(name).name == name for name in found), "its index names files elsewhere")
     return found
-
-
-def _shapes_of(config: _Config) -> _Shapes:
-    hidden = config.hidden_size
-    shapes: _Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    attention, dense = _shapes_of_attention(config), _shapes_of_mlp(config)
-    sparse = _shapes_of_experts(config) if FAMILIES[config.model_type].has_experts else {}
-    for number in range(config.num_hidden_layers):
-        layer = attention | (sparse if _is_mixture(config, number) else dense)
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
-def _shapes_of_attention(config: _Config) -> _Shapes:
-    """Return the tensors of a layer but for its second half, by the rest of their names; norms are here."""
-    hidden, head = config.hidden_size, config.head_dim
-    query, kv = config.num_attention_heads * head, config.num_key_value_heads * head
-    family, size = FAMILIES[config.model_type], {"q_proj": query, "k_proj": kv, "v_proj": kv}
-    products = {
-        **{f"self_attn.{name}": (size.get(name, query + 2 * kv), hidden) for name in family.qkv},
-        "self_attn.o_proj": (hidden, query),
-    }
-    vectors = dict.fromkeys(filter(None, family.norms), hidden)
-    if family.has_head_norms:
-        is_whole = family.norm_offset == 0.0 or config.model_type == "olmoe"
-        vectors |= {"self_attn.q_norm": query if is_whole else head, "self_attn.k_norm": kv if is_whole else head}
-    return {**_with_biases(config, products), **{f"{name}.weight": (size,) for name, size in vectors.items()}}
-
-
-def _shapes_of_mlp(config: _Config) -> _Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    names = FAMILIES[config.model_type].gate_up
-    products = {f"mlp.{name}": (2 * inner // len(names), hidden) for name in names}
-    return _with_biases(config, {**products, "mlp.down_proj": (hidden, inner)})
-
-
-def _shapes_of_experts(config: _Config) -> _Shapes:
-    """Return the tensors of a mixture by the names that files have."""
-    hidden, inner = config.hidden_size, vars(config).get("moe_intermediate_size", config.intermediate_size)
-    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
-    if config.model_type == "mixtral":
-        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    shapes: _Shapes = {f"{block}.gate.weight": (_num_experts(config), hidden)}
-    for number in range(_num_experts(config)):
-        parts = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
-        shapes |= {f"{block}.experts.{number}.{name}.weight": shape for name, shape in parts.items()}
-    return shapes
-
-
-def _is_mixture(config: _Config, number: int) -> bool:
-    """Whether a layer is one: the configuration of Qwen3-MoE may say of some that they are dense."""
-    fields, has_experts = vars(config), FAMILIES[config.model_type].has_experts
-    is_left_out = number in fields.get("mlp_only_layers", ())
-    return has_experts and not is_left_out and (number + 1) % fields.get("decoder_sparse_step", 1) == 0
-
-
-def _num_experts(config: _Config) -> int:
-    """Return how many a mixture has; 0: the architecture has none."""
-    return next((int(vars(config)[name]) for name in _COUNTS if name in vars(config)), 0)
-
-
-def _with_biases(config: _Config, products: Mapping[str, tuple[int, ...]]) -> _Shapes:
-    biases = {f"{name}.bias": (shape[0],) for name, shape in products.items() if _has_bias(config, name)}
-    return {**{f"{name}.weight": shape for name, shape in products.items()}, **biases}
-
-
-def _has_bias(config: _Config, name: str) -> bool:
-    if name.startswith("mlp."):
-        return bool(config.mlp_bias)
-    return bool(config.attention_bias) or (config.model_type == "qwen2" and not name.endswith("o_proj"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported
@@ -105,6 +107,26 @@ def check_device(model: nn.Module, allowed: str = "cpu") -> None:
     for parameter in model.parameters():
         if (kind := parameter.device.type) not in ("cpu", allowed):
             raise InvalidConfig(f"model: it has weights on {kind!r}, allowed is {allowed!r}. Move it there.")
+
+
+def check_num_layers(directory: Path, config: Any) -> None:
+    """Refuse more layers than a directory's files have tensors, before a layer is made.
+
+    Args:
+        directory: nothing is refused if it has no safetensors.
+        config: as transformers has it.
+
+    Raises:
+        ModelNotSupported: there are fewer.
+        SafetensorError: a file is damaged.
+    """
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    num_tensors = 0
+    for path in (paths := sorted(directory.glob("*.safetensors"))):
+        with safe_open(path, framework="pt") as file:
+            num_tensors += len(file.keys())
+    if paths and isinstance(num_layers, int) and num_layers > num_tensors:
+        raise ModelNotSupported(f"model: num_hidden_layers is {num_layers}, and its files have {num_tensors} tensors.")
 
 
 def check_attention_was_taken(config: Any) -> None:

@@ -7,14 +7,17 @@ compare every tensor's shape with its module, then map tensors. A file per forma
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
+from pagedcore.errors import ModelNotSupported
 from pagedcore.models.cpu.packed_linear import can_pack
 from pagedcore.models.families import module_name
 from pagedcore.models.model_path import is_gguf
@@ -28,10 +31,16 @@ from pagedcore.models.quantization.gptq import GPTQ
 from pagedcore.models.quantization.stored_experts import replace_experts
 from pagedcore.models.quantization.stored_weight import StoredWeight, refusal
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
+from pagedcore.models.quick_start import NotQuick, build_tree
+from pagedcore.models.supported_models import check_num_layers
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from pagedcore.models.llama_tree import ForCausalLM
+
+_log = logging.getLogger("pagedcore")
 
 
 class StoredFormat(Protocol):
@@ -103,7 +112,9 @@ def config_of(source: str, stored: StoredFormat | None, trust_remote_code: bool)
 
 
 @torch.no_grad()
-def load_stored(source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
+def load_stored(
+    source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_remote_code: bool, is_quick: bool = False
+) -> PreTrainedModel | ForCausalLM:
     """Load a model of a directory whose linear layers have a ``StoredWeight`` where the files hold them quantised.
 
     Args:
@@ -112,31 +123,73 @@ def load_stored(source: str, stored: StoredFormat, dtype: torch.dtype, *, trust_
         stored: as ``stored_format`` says.
         dtype: number format of all other weights, and of rows.
         trust_remote_code: whether code shipped with the model may run.
+        is_quick: build it without transformers where that computes the same.
 
     Raises:
         ModelNotSupported: the architecture cannot run here, or the files hold other tensors than it has.
         InvalidConfig: a file is damaged.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
     if not isinstance(stored, GGUF):
         source = find_directory(source, "*.safetensors", "*.json", *(["*.py"] if trust_remote_code else []))
+    model = _tree_of(source, stored, dtype, trust_remote_code, is_quick)
+    with as_refusals(source):
+        files = _open_files(source, stored, model)
+        replace_weights(model, files, stored, dtype)
+        _map_tensors(model, files)
+        if isinstance(stored, GGUF):
+            stored.scale_angles(model)
+        elif (kind := getattr(model.config, FIELD, None)) is not None:
+            restore_embedding(model, kind, stored.scheme)
+    loaded: PreTrainedModel | ForCausalLM = model
+    return loaded
+
+
+def why_not_quick(source: str, stored: StoredFormat) -> str:
+    """Return why ``load_stored`` leaves a model to transformers, or "" if it does not; no weight is read."""
+    try:
+        _quick_tree(source, stored, torch.float32)
+    except NotQuick as reason:
+        return str(reason)
+    return ""
+
+
+def _quick_tree(source: str, stored: StoredFormat, dtype: torch.dtype) -> ForCausalLM:
+    """Build a model's modules without transformers.
+
+    Raises:
+        NotQuick: transformers builds others, or says more of what is wrong.
+    """
+    if isinstance(stored, GGUF):
+        raise NotQuick("it is a GGUF file")
+    try:
+        num_tensors = len(TensorFiles(Path(source)))
+    except (ModelNotSupported, SafetensorError, OSError) as error:
+        raise NotQuick(f"its weights could not be read ({type(error).__name__})") from error
+    tree = build_tree(Path(source), dtype, num_tensors, left_out={"quantization_config", FIELD})
+    if (kind := _read(source, "config.json").get(FIELD)) is not None:
+        setattr(tree.config, FIELD, kind)
+    return tree
+
+
+def _tree_of(source: str, stored: StoredFormat, dtype: torch.dtype, trust_remote_code: bool, is_quick: bool) -> Any:
+    """Return a model's modules, with buffers and without memory for its weights."""
+    if is_quick:
+        try:
+            return _quick_tree(source, stored, dtype)
+        except NotQuick as reason:
+            _log.debug("The modules of the model are those of transformers: %s.", reason)
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
     config = config_of(source, stored, trust_remote_code)
     with as_refusals(source):
+        if not isinstance(stored, GGUF):
+            check_num_layers(Path(source), config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         if (Path(source) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=True)
-        files = _open_files(source, stored, model)
-        replace_weights(model, files, stored, dtype)
         _compute_buffers(model)
-        _map_tensors(model, files)
-        if isinstance(stored, GGUF):
-            stored.scale_angles(model)
-        elif (kind := getattr(config, FIELD, None)) is not None:
-            restore_embedding(model, kind, stored.scheme)
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def _open_files(source: str, stored: StoredFormat, model: nn.Module) -> TensorFiles | GGUF:

@@ -44,6 +44,9 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape; nothing is read."""
         return tuple(self._slice(name).get_shape())
