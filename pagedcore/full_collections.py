@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -17,6 +18,8 @@ from typing import Final
 _PUT_OFF: Final = 40
 _holders: Final[set[object]] = set()
 _of_host: list[int] = []
+#: Reentrant, as a finaliser or a signal's handler may come in while it is held.
+_lock = threading.RLock()
 
 
 @contextmanager
@@ -27,30 +30,33 @@ def full_collections_put_off() -> Iterator[None]:
     """
     holder = object()
     try:
-        _holders.add(holder)
-        first, second, third = gc.get_threshold()
-        if third < _PUT_OFF:
-            # Why first: an interrupt may come between any two lines, and the host's number must be known then.
-            _of_host[:] = [third]
-            gc.set_threshold(first, second, _PUT_OFF)
+        with _lock:
+            _holders.add(holder)
+            first, second, third = gc.get_threshold()
+            if third < _PUT_OFF:
+                # Why first: an interrupt may come between any two lines, and the host's number must be known then.
+                _of_host[:] = [third]
+                gc.set_threshold(first, second, _PUT_OFF)
         yield
     finally:
-        _holders.discard(holder)
-        _restore()
+        _leave({holder})
 
 
-def _restore() -> None:
-    first, second, third = gc.get_threshold()
-    if not _holders and _of_host:
-        if third == _PUT_OFF:
-            gc.set_threshold(first, second, *_of_host)
-        _of_host.clear()
+def _leave(holders: set[object]) -> None:
+    with _lock:
+        _holders.difference_update(holders)
+        first, second, third = gc.get_threshold()
+        if not _holders and _of_host:
+            if third == _PUT_OFF:
+                gc.set_threshold(first, second, *_of_host)
+            _of_host.clear()
 
 
 def _after_fork() -> None:
-    # Why: the other threads that were inside do not exist in a child.
-    _holders.clear()
-    _restore()
+    # Why: the other threads that were inside, or had the lock, do not exist in a child.
+    global _lock
+    _lock = threading.RLock()
+    _leave(set(_holders))
 
 
 os.register_at_fork(after_in_child=_after_fork)

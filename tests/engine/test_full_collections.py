@@ -63,6 +63,28 @@ def test_the_last_block_restores_what_the_host_had() -> None:
     assert gc.get_threshold() == (700, 10, 10)
 
 
+def test_many_threads_come_and_go() -> None:
+    """The host's threshold is there whenever nobody is inside."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def come_and_go() -> None:
+        for _ in range(300):
+            with full_collections_put_off():
+                pass
+
+    try:
+        for _ in range(10):
+            threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert gc.get_threshold() == (700, 10, 10)
+    finally:
+        sys.setswitchinterval(interval)
+
+
 @pytest.mark.parametrize("chosen", [(500, 5, 5), (0, 10, 10), (700, 10, 1000)], ids=str)
 def test_what_a_host_sets_meanwhile_stays(chosen: tuple[int, int, int]) -> None:
     """It wins over ours, and a later block begins from it."""

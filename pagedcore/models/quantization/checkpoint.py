@@ -166,7 +166,7 @@ def _quick_tree(source: str, stored: StoredFormat, dtype: torch.dtype) -> ForCau
     except (ModelNotSupported, SafetensorError, OSError) as error:
         raise NotQuick(f"its weights could not be read ({type(error).__name__})") from error
     tree = build_tree(Path(source), dtype, num_tensors, left_out={"quantization_config", FIELD})
-    if (kind := _read(source, "config.json").get(FIELD)) is not None:
+    if (kind := (_read(source, "config.json") or {}).get(FIELD)) is not None:
         setattr(tree.config, FIELD, kind)
     return tree
 
