@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pagedcore.errors import ModelNotSupported
+from pagedcore.errors import InvalidConfig, ModelNotSupported
 
 _LENGTH_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
@@ -38,8 +38,15 @@ def max_model_len(config: Any) -> int:
 
 
 def eos_token_ids(model: Any) -> frozenset[int]:
-    """Return the tokens that end a completion, from the generation settings and the configuration."""
+    """Return the tokens that end a completion, from the generation settings and the configuration.
+
+    Raises:
+        InvalidConfig: one of them is no whole number.
+    """
     sources = (getattr(model, "generation_config", None), model.config)
     values = [getattr(source, "eos_token_id", None) for source in sources]
     flat = [token for value in values for token in (value if isinstance(value, list | tuple) else [value])]
-    return frozenset(int(token) for token in flat if token is not None)
+    found = [token for token in flat if token is not None]
+    if wrong := [token for token in found if type(token) is not int]:
+        raise InvalidConfig(f"model: eos_token_id has {str(wrong[0])[:80]!r}, allowed are ids of tokens.")
+    return frozenset(found)

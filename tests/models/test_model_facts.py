@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pagedcore.errors import ModelNotSupported
+from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.model_facts import eos_token_ids, max_model_len
 
 
@@ -51,3 +51,11 @@ def test_end_tokens_come_from_both_places(generation: Any, own: Any, expected: s
     """Whatever generation settings or configuration call the end ends an answer."""
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=generation), config=config(eos_token_id=own))
     assert eos_token_ids(model) == expected
+
+
+@pytest.mark.parametrize("given", ["x", [1, "2"], 2.5, True, {"a": 1}, [[3]]], ids=str)
+def test_end_tokens_that_are_none_are_refused(given: Any) -> None:
+    """Files of a model may say anything."""
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=given), config=config(eos_token_id=1))
+    with pytest.raises(InvalidConfig, match="eos_token_id has "):
+        eos_token_ids(model)
