@@ -27,6 +27,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from interleaved import markdown, turns
 
 HERE = Path(__file__).resolve().parent
+#: Ends a process group when its input closes, as it does however this script ends: what is stopped would stay for ever.
+GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
 
 
 class Peer:
@@ -34,12 +36,13 @@ class Peer:
 
     def __init__(self, command: str) -> None:
         """Load it, and wait until it has warmed up."""
-        # Why no session of its own: if this script is killed, the system then ends process groups that are stopped, and
-        # the one that works finds its input closed.
         self._process = subprocess.Popen(
-            f"{command} --workloads -", shell=True, cwd=HERE, process_group=0, text=True,
+            f"{command} --workloads -", shell=True, cwd=HERE, start_new_session=True, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
+        self._guard = subprocess.Popen(
+            [sys.executable, "-c", GUARD, str(self._process.pid)], start_new_session=True, stdin=subprocess.PIPE
+        )
         try:
             self.ask("warm")
         except BaseException:
@@ -67,6 +70,9 @@ class Peer:
 
     def end(self) -> None:
         """End it and all that it started."""
+        # Why first: later another process may have the engine's number.
+        self._guard.kill()
+        self._guard.wait()
         # Why: of an engine that ended by itself no process may be left.
         with contextlib.suppress(ProcessLookupError):
             self._signal(signal.SIGKILL)

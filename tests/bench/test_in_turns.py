@@ -75,6 +75,7 @@ def test_an_engine_that_ends_is_named(tmp_path: Path) -> None:
     assert not left(tmp_path)
 
 
+@pytest.mark.timeout(90)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_engine_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
     """Neither one that works nor those that are stopped."""
