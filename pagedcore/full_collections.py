@@ -10,13 +10,21 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 #: The threshold of the oldest generation meanwhile, in units of 7,000 new objects: an engine takes 20.
 _PUT_OFF: Final = 40
-_holders: Final[set[object]] = set()
+
+
+class _Holder:
+    """A block that is not left yet."""
+
+
+#: Weak, as an interrupt may come before a block is taken out here; then the next block that is left restores.
+_holders: Final[weakref.WeakSet[_Holder]] = weakref.WeakSet()
 _of_host: list[int] = []
 #: Reentrant, as a finaliser or a signal's handler may come in while it is held.
 _lock = threading.RLock()
@@ -28,7 +36,7 @@ def full_collections_put_off() -> Iterator[None]:
 
     What the host sets meanwhile (``gc.set_threshold``, ``gc.disable``) stays, and ``gc.collect`` collects.
     """
-    holder = object()
+    holder = _Holder()
     try:
         with _lock:
             _holders.add(holder)
@@ -39,10 +47,10 @@ def full_collections_put_off() -> Iterator[None]:
                 gc.set_threshold(first, second, _PUT_OFF)
         yield
     finally:
-        _leave({holder})
+        _leave([holder])
 
 
-def _leave(holders: set[object]) -> None:
+def _leave(holders: Iterable[_Holder]) -> None:
     with _lock:
         _holders.difference_update(holders)
         first, second, third = gc.get_threshold()
@@ -56,7 +64,7 @@ def _after_fork() -> None:
     # Why: the other threads that were inside, or had the lock, do not exist in a child.
     global _lock
     _lock = threading.RLock()
-    _leave(set(_holders))
+    _leave(list(_holders))
 
 
 os.register_at_fork(after_in_child=_after_fork)

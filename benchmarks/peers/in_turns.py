@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from interleaved import markdown, turns
+from interleaved import markdown, median_and_spread, ratios, turns
 
 HERE = Path(__file__).resolve().parent
 #: Ends a process group when its input closes, as it does however this script ends: what is stopped would stay for ever.
@@ -82,10 +81,6 @@ class Peer:
         os.killpg(self._process.pid, number)
 
 
-def _shown(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -107,12 +102,10 @@ def main() -> None:
                     result = peers[name].ask(workload if workload == "w3" else f"{workload}@{number}")
                     print(json.dumps({"engine": name, **result}), file=sys.stderr, flush=True)
                     figures[name].append(result[key])
-            beside = [
-                figures[first][number] / best(figures[other][number] for other in others)
-                for number in range(given.rounds)
-            ] if others else []  # fmt: skip
-            shown = [_shown(values, digits) for values in figures.values()]
-            table.append([f"{workload}, {key}", *shown, _shown(beside, 2) if beside else ""])
+            best_other = [best(theirs) for theirs in zip(*(figures[name] for name in others), strict=True)]
+            shown = [median_and_spread(values, f"{{:.{digits}f}}".format) for values in figures.values()]
+            beside = median_and_spread(ratios(figures[first], best_other), "{:.2f}".format) if others else ""
+            table.append([f"{workload}, {key}", *shown, beside])
     finally:
         for peer in peers.values():
             peer.end()

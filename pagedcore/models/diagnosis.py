@@ -17,7 +17,6 @@ from pagedcore.models.cpu.packed_experts import left_alone
 from pagedcore.models.model_path import is_gguf
 from pagedcore.models.pretrained import computing_dtype
 from pagedcore.models.quantization import checkpoint
-from pagedcore.models.quantization.checkpoint import config_of, stored_format
 from pagedcore.models.quantization.gguf import GGUF
 from pagedcore.models.quick_start import why_not_quick
 from pagedcore.models.transformers_model import redirect_attention
@@ -36,8 +35,8 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         InvalidConfig: there is no such model.
     """
     name, directory = os.fspath(source), Path(source)
-    stored = stored_format(name)
-    config = config_of(name, stored, trust_remote_code)
+    stored = checkpoint.stored_format(name)
+    config = checkpoint.config_of(name, stored, trust_remote_code)
     dtype = computing_dtype("auto")
     reason = "names on the hub are its to find"
     if stored is not None:

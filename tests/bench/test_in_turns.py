@@ -58,8 +58,8 @@ def test_the_first_is_compared_with_the_best_and_nothing_else_runs(tmp_path: Pat
     """Of tokens per second the best is the largest, of ms per token the smallest; nothing is left running."""
     done = ask(tmp_path, {"ours": 30.0, "slow": 10.0, "fast": 20.0}, "w1,w3")
     assert done.returncode == 0, done.stderr
-    assert "| w1, out_tok_s | 30.0 (30.0 to 30.0) | 10.0 (10.0 to 10.0) | 20.0 (20.0 to 20.0) | 1.50 (" in done.stdout
-    assert re.search(r"\| w3, tpot_ms \| 30.00 .* \| 10.00 .* \| 20.00 .* \| 3.00 \(3.00 to 3.00\) \|", done.stdout)
+    assert "| w1, out_tok_s | 30.0 (30.0 - 30.0) | 10.0 (10.0 - 10.0) | 20.0 (20.0 - 20.0) | 1.50 (" in done.stdout
+    assert re.search(r"\| w3, tpot_ms \| 30.00 .* \| 10.00 .* \| 20.00 .* \| 3.00 \(3.00 - 3.00\) \|", done.stdout)
     answers = [line for line in done.stderr.splitlines() if line.startswith("{")]
     assert len(answers) == 12
     assert all('"others": ["stopped", "stopped"]' in line for line in answers)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from pagedcore import full_collections
 from pagedcore.full_collections import full_collections_put_off
+from support.interrupts import Lost, interrupted_at
 
 START = """
 import gc, torch
@@ -83,6 +85,19 @@ def test_many_threads_come_and_go() -> None:
             assert gc.get_threshold() == (700, 10, 10)
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_an_interrupt_at_any_line_is_mended_by_the_next_block() -> None:
+    """At none does the host lose its threshold for good."""
+    with interrupted_at(0) as num_lines, full_collections_put_off():
+        pass
+    assert num_lines[0] > 10
+    for line in range(1, num_lines[0] + 1):
+        with suppress(Lost), interrupted_at(line), full_collections_put_off():
+            pass
+        with full_collections_put_off():
+            assert gc.get_threshold() == (700, 10, full_collections._PUT_OFF)
+        assert gc.get_threshold() == (700, 10, 10), line
 
 
 @pytest.mark.parametrize("chosen", [(500, 5, 5), (0, 10, 10), (700, 10, 1000)], ids=str)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from pagedcore.errors import ModelNotSupported
+from pagedcore.errors import ModelNotSupported, PagedcoreError
 from pagedcore.models import quick_start
 from pagedcore.models.diagnosis import diagnose
 from pagedcore.models.fingerprint import model_fingerprint
@@ -128,3 +129,56 @@ def test_damaged_files_are_left_to_transformers(tmp_path: Path) -> None:
     stored = stored_format(str(tmp_path))
     assert stored is not None
     assert why_not_quick(str(tmp_path), stored).startswith("its weights could not be read (")
+
+
+def outcome(directory: Path) -> Any:
+    """Return the scores of a model, or what it is refused with."""
+    try:
+        return scores_of(directory)
+    except PagedcoreError as error:
+        return repr(error)
+
+
+@pytest.mark.parametrize("changes", [
+    {"embedding_quantization": 5}, {"embedding_quantization": ["x"]}, {"embedding_quantization": "lm_head"},
+    {"embedding_quantization": "int8"}, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}, {"vocab_size": 7},
+    {"head_dim": 3}, {"eos_token_id": "x"}, {"num_hidden_layers": 10**9}, {"rms_norm_eps": -1}, {"rope_theta": 0},
+], ids=str)
+def test_odd_configurations_end_alike(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same scores or in the same refusal, whoever builds the modules."""
+    write_checkpoint(tmp_path, "gptq", "qwen2")
+    change_config(tmp_path, **changes)
+    quick = outcome(tmp_path)
+    monkeypatch.setattr(quick_start, "_FAMILIES", {})
+    assert np.array_equal(quick, outcome(tmp_path))
+
+
+@pytest.mark.parametrize("change", ["gone", "of integers", "of another shape", "in float16", "in float64"])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_odd_tensors_end_alike(
+    name: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm and a bias that are not what the architecture has."""
+    write_checkpoint(tmp_path, "gptq", "qwen2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensor = tensors.pop(name)
+    kinds = {"of integers": tensor.long(), "of another shape": torch.ones(7), "in float16": tensor.half(),
+             "in float64": tensor.double()}
+    others = {} if change == "gone" else {name: kinds[change]}
+    save_file({**tensors, **others}, tmp_path / "model.safetensors", {"format": "pt"})
+    quick = outcome(tmp_path)
+    monkeypatch.setattr(quick_start, "_FAMILIES", {})
+    assert np.array_equal(quick, outcome(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": [1, "x"]}'])
+def test_odd_generation_settings_end_alike(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused with a typed error."""
+    write_checkpoint(tmp_path, "gptq", "qwen2")
+    (tmp_path / "generation_config.json").write_text(text)
+    quick = outcome(tmp_path)
+    assert isinstance(quick, str)
+    monkeypatch.setattr(quick_start, "_FAMILIES", {})
+    assert quick == outcome(tmp_path)
