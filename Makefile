@@ -19,6 +19,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 MINUTES ?= 10
+AN_HOUR := --timeout 3600 -o faulthandler_timeout=3700
 
 # Tests and examples start some hundred Pythons. Without bytecode on disk each would compile the sources anew, for 0.2 s.
 export PYTHONDONTWRITEBYTECODE =
@@ -33,7 +34,7 @@ test: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 slow: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m slow --timeout 3600 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow $(AN_HOUR) $(PYTEST_ARGS)
 
 mutants: $(VENV)/.stamp-test
 	PYTHONPATH=.:kernels:adapters:tests $(BIN)/python -m mutants $(MUTANTS_ARGS)
@@ -54,11 +55,11 @@ $(CHROMIUM):
 	apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
 
 bento: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m bento --timeout 3600 tests/adapters/bentoml $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m bento $(AN_HOUR) tests/adapters/bentoml $(PYTEST_ARGS)
 
 # An environment of its own for each client, which the pins of ours would not let in; the server is ours.
 interop-lm-eval interop-litellm: interop-%: $(VENV)/.stamp-test build/interop-%/.stamp
-	$(BIN)/python -m pytest -m interop --timeout 3600 tests/adapters/openai/test_interop.py \
+	$(BIN)/python -m pytest -m interop $(AN_HOUR) tests/adapters/openai/test_interop.py \
 		-k $(subst -,_,$*) $(PYTEST_ARGS)
 
 build/interop-%/.stamp: tests/interop/%.txt
@@ -68,7 +69,7 @@ build/interop-%/.stamp: tests/interop/%.txt
 	touch $@
 
 kernels: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m kernels --timeout 3600 tests/kernels tests/ptxsim $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim $(PYTEST_ARGS)
 
 formats:
 	$(MAKE) VENV=build/formats build/formats/.stamp-formats

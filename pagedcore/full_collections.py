@@ -9,62 +9,46 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-#: The threshold of the oldest generation meanwhile, in units of 7,000 new objects: an engine takes 20.
-_PUT_OFF: Final = 40
-
-
-class _Holder:
-    """A block that is not left yet."""
-
-
-#: Weak, as an interrupt may come before a block is taken out here; then the next block that is left restores.
-_holders: Final[weakref.WeakSet[_Holder]] = weakref.WeakSet()
-_of_host: list[int] = []
-#: Reentrant, as a finaliser or a signal's handler may come in while it is held.
-_lock = threading.RLock()
+#: The threshold of the oldest generation meanwhile, in units of 7,000 new objects: an engine takes 20. A number that no
+#: host chooses, so that it tells who set it.
+_PUT_OFF: Final = 41
+#: What the host had when ours was set last. No lock: an interrupt may leave one held, and all later imports would wait.
+_of_host: Final = [0]
 
 
 @contextmanager
 def full_collections_put_off() -> Iterator[None]:
-    """Have no full collection start by itself until the last block is left, or until 280,000 objects have come.
+    """Have no full collection start by itself until this block is left, or until 287,000 objects have come.
 
-    What the host sets meanwhile (``gc.set_threshold``, ``gc.disable``) stays, and ``gc.collect`` collects.
+    A block inside of another, or of a thread that comes while another is inside, changes nothing. What the host sets
+    meanwhile (``gc.set_threshold``, ``gc.disable``) stays, and ``gc.collect`` collects.
     """
-    holder = _Holder()
-    try:
-        with _lock:
-            _holders.add(holder)
-            first, second, third = gc.get_threshold()
-            if third < _PUT_OFF:
-                # Why first: an interrupt may come between any two lines, and the host's number must be known then.
-                _of_host[:] = [third]
-                gc.set_threshold(first, second, _PUT_OFF)
+    first, second, third = gc.get_threshold()
+    if third >= _PUT_OFF:
         yield
+        return
+    try:
+        try:
+            # Why first: an interrupt may come between any two lines, and the host's number must be known then.
+            _of_host[0] = third
+            gc.set_threshold(first, second, _PUT_OFF)
+            yield
+        finally:
+            _restore()
     finally:
-        _leave([holder])
+        # Why again: an interrupt may have come into the first one.
+        _restore()
 
 
-def _leave(holders: Iterable[_Holder]) -> None:
-    with _lock:
-        _holders.difference_update(holders)
-        first, second, third = gc.get_threshold()
-        if not _holders and _of_host:
-            if third == _PUT_OFF:
-                gc.set_threshold(first, second, *_of_host)
-            _of_host.clear()
+def _restore() -> None:
+    first, second, third = gc.get_threshold()
+    if third == _PUT_OFF:
+        gc.set_threshold(first, second, *_of_host)
 
 
-def _after_fork() -> None:
-    # Why: the other threads that were inside, or had the lock, do not exist in a child.
-    global _lock
-    _lock = threading.RLock()
-    _leave(list(_holders))
-
-
-os.register_at_fork(after_in_child=_after_fork)
+# Why: the other threads that were inside do not exist in a child.
+os.register_at_fork(after_in_child=_restore)
