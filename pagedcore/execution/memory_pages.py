@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from pagedcore_kernels.cpu.runtime.huge_pages import use_huge_pages
+from pagedcore_kernels.cpu.runtime.huge_pages import empty_in_huge_pages
 
 _MADV_DONTNEED: Final = 4
 
@@ -59,6 +59,4 @@ class FileMappings:
         """Copy every parameter and buffer that lives in a mapped file; tied ones stay tied."""
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type == "cpu" and self.holds(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes):
-                copy = torch.empty_like(tensor.data)
-                use_huge_pages(copy)
-                tensor.data = copy.copy_(tensor.data)
+                tensor.data = empty_in_huge_pages(tensor.shape, tensor.dtype).copy_(tensor.data)

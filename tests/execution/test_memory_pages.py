@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import platform
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import nn
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models.cpu.packed_linear import PackedLinear
 from pagedcore_kernels.cpu.runtime import huge_pages
-from pagedcore_kernels.cpu.runtime.huge_pages import populate, use_huge_pages
+from pagedcore_kernels.cpu.runtime.huge_pages import empty_in_huge_pages, populate, use_huge_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -75,6 +76,86 @@ def test_advice_covers_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     use_huge_pages(tensor)
     first = tensor.data_ptr() // 2**21 * 2**21
     assert pages == list(range(first, tensor.data_ptr() + tensor.nbytes, 2**21))
+
+
+# Memory for weights --------------------------------------------------------------------------------------------------
+
+
+def test_tensors_lie_side_by_side_and_apart() -> None:
+    """At cache lines, of the shape and number format that was asked for; none shares a byte with another."""
+    tensors = [empty_in_huge_pages((3, size), dtype) for size in (1, 1000, 200_000)
+               for dtype in (torch.int8, torch.bfloat16, torch.float32)]  # fmt: skip
+    for number, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % 64 == 0
+        tensor.fill_(number)
+    assert [(tensor.shape, tensor.dtype) for tensor in tensors[-2:]] == [
+        ((3, 200_000), torch.bfloat16), ((3, 200_000), torch.float32)
+    ]
+    assert all((tensor == number).all() for number, tensor in enumerate(tensors))
+    assert tensors[1].data_ptr() - tensors[0].data_ptr() in (64, -64) or sys.platform != "linux"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="advice to Linux")
+def test_huge_pages_are_there_at_once() -> None:
+    """What is written is in huge pages, where the system gives them, without being moved."""
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this system gives none")
+    tensors = [empty_in_huge_pages((3 * 2**19,), torch.uint8).fill_(1) for _ in range(8)]
+    begin, fields = tensors[0].data_ptr(), Path("/proc/self/smaps").read_text().split("\n")
+    starts = [index for index, line in enumerate(fields) if "-" in line.split(" ")[0] and ":" not in line.split(" ")[0]]
+    for index in starts:
+        low, _, high = fields[index].split(" ")[0].partition("-")
+        if int(low, 16) <= begin < int(high, 16):
+            huge = next(line for line in fields[index:] if line.startswith("AnonHugePages"))
+            assert int(huge.split()[1]) >= 5 * 2048
+            return
+    raise AssertionError("the memory is not mapped")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="advice to Linux")
+def test_memory_goes_back_with_the_last_tensor() -> None:
+    """Not before, so that a neighbour's weights stay, and not later."""
+    process = psutil.Process()
+    large = empty_in_huge_pages((2**27,), torch.uint8).fill_(1)
+    neighbour = empty_in_huge_pages((2**20,), torch.uint8).fill_(7)
+    before = process.memory_info().rss
+    del large
+    assert (neighbour == 7).all()
+    del neighbour
+    assert before - process.memory_info().rss > 2**26
+    assert (empty_in_huge_pages((2**20,), torch.uint8).fill_(3) == 3).all()
+
+
+def test_a_thread_has_its_own_memory() -> None:
+    """Two threads that load models at once never get the same bytes."""
+    found: list[torch.Tensor] = []
+
+    def take(number: int) -> None:
+        found.extend(empty_in_huge_pages((1000,), torch.int32).fill_(number * 100 + part) for part in range(100))
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(int(tensor[0]) for tensor in found) == list(range(400))
+    assert all((tensor == tensor[0]).all() for tensor in found)
+
+
+def test_what_no_system_has_is_a_lack_of_memory() -> None:
+    """As any other allocation that fails, and the next one succeeds."""
+    with pytest.raises((MemoryError, RuntimeError), match="can't allocate memory"):
+        empty_in_huge_pages((2**62,), torch.uint8)
+    assert empty_in_huge_pages((0, 5), torch.float32).shape == (0, 5)
+    assert empty_in_huge_pages((), torch.float32).shape == ()
+    assert len(empty_in_huge_pages((5,), torch.float32)) == 5
+
+
+def test_other_systems_use_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no such advice, memory is torch's own."""
+    monkeypatch.setattr(huge_pages.sys, "platform", "darwin")
+    monkeypatch.setattr(huge_pages.mmap, "mmap", None)
+    assert empty_in_huge_pages((3, 5), torch.bfloat16).shape == (3, 5)
 
 
 # Mapped files --------------------------------------------------------------------------------------------------------

@@ -266,10 +266,10 @@ load_bfloat16 = _load_intrinsic(
 )
 
 
-def _store_intrinsic(size: int, kind: Any) -> Any:
+def _store_intrinsic(size: int, kind: Any, convert: Callable[[Builder, Value], Value] = lambda b, value: value) -> Any:
     def store_element(typing: Typing, address: Any, index: Any, value: Any) -> Any:
         def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-            store(b, args[2], args[0], b.mul(args[1], int64(size)), size)
+            store(b, convert(b, args[2]), args[0], b.mul(args[1], int64(size)), size)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, kind), codegen
@@ -279,6 +279,10 @@ def _store_intrinsic(size: int, kind: Any) -> Any:
 
 #: ``store_int64(address, index, value)``
 store_int64 = _store_intrinsic(8, types.int64)
+#: ``store_int32(address, index, int64)``: the lower half.
+store_int32 = _store_intrinsic(4, types.int64, lambda b, value: b.trunc(value, INT32))
+#: ``store_int8(address, index, int64)``: the lowest byte.
+store_int8 = _store_intrinsic(1, types.int64, lambda b, value: b.trunc(value, INT8))
 #: ``store_float32(address, index, value)``
 store_float32 = _store_intrinsic(4, types.float32)
 

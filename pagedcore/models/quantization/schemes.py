@@ -16,12 +16,11 @@ from pagedcore.models.cpu.packed_linear import FASTEST, can_pack, checked_output
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
 from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
+from pagedcore_kernels.cpu.matmul.quantize_weights import quantize_groups
 
-#: Least and largest value, by bits.
-_RANGES: Final = {8: (-127, 127), 4: (-8, 7)}
 #: Inputs of a group with a scale of its own, in int4: the first of these that divides a layer's.
 _GROUP_SIZES: Final = (128, 64, 32, *range(120, 8, -8))
-#: Numbers that are converted to float32 at a time, so that quantising a matrix takes 16 MiB besides it.
+#: Numbers of other formats that are converted to float32 at a time, which takes 16 MiB.
 _AT_ONCE: Final = 2**22
 
 
@@ -92,7 +91,7 @@ def quantize_per_output(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     A scale is a 127th of the output's largest magnitude, and a value the nearest integer to ``weight / scale``, ties to
     even. An output with an infinity or a NaN gets the scale NaN, so that its products are NaN.
     """
-    return _quantize(weight, weight.shape[1], 8)
+    return _quantize(weight, 1, 8)
 
 
 def quantize_by_group(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,24 +101,17 @@ def quantize_by_group(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     of use. A value is the nearest integer to ``weight / scale``, ties to even, 7 at most. A group with an infinity or a
     NaN gets the scale NaN.
     """
-    return _quantize(weight, group_size(weight.shape[1]), 4)
+    return _quantize(weight, weight.shape[1] // group_size(weight.shape[1]), 4)
 
 
-def _quantize(weight: torch.Tensor, size: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise, a few outputs at a time, in groups of ``size``."""
-    num_outputs, num_inputs = weight.shape
-    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(num_outputs, num_inputs // size)
-    num_rows = max(1, _AT_ONCE // num_inputs)
-    for start in range(0, num_outputs, num_rows):
-        part = weight[start : start + num_rows].float().reshape(-1, num_inputs // size, size)
-        least, largest = part.aminmax(dim=2)
-        scale = (torch.maximum(-least, largest) / 127 if bits == 8
-                 else torch.where(-least > largest, least, largest) / -8)  # fmt: skip
-        is_finite = scale.isfinite()
-        scales[start : start + num_rows] = torch.where(is_finite, scale, torch.nan)
-        divisor = torch.where(is_finite & (scale != 0), scale, torch.inf)
-        rounded = (part / divisor[..., None]).nan_to_num(0.0).round().clamp(*_RANGES[bits])
-        values[start : start + num_rows] = rounded.to(torch.int8).flatten(1)
+def _quantize(weight: torch.Tensor, num_groups: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if weight.dtype in (torch.float32, torch.bfloat16):
+        return quantize_groups(weight, num_groups, bits)
+    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), num_groups)
+    num_rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
+    for start in range(0, len(weight), num_rows):
+        part = slice(start, start + num_rows)
+        values[part], scales[part] = quantize_groups(weight[part].float(), num_groups, bits)
     return values, scales
 
 

@@ -31,10 +31,11 @@ def engine_of(model: Any, **settings: Any) -> Engine:
 
 each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+each_format = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 OURS = (PackedInt8Matmul, PackedGroupedMatmul)
 
 
-@each_dtype
+@each_format
 def test_weights_are_quantised_output_by_output(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and scales are those of NumPy, also where a matrix is converted in several parts."""
     monkeypatch.setattr(schemes, "_AT_ONCE", 200)
@@ -48,7 +49,7 @@ def test_weights_are_quantised_output_by_output(dtype: torch.dtype, monkeypatch:
     assert values.abs().max() == 127
 
 
-@each_dtype
+@each_format
 def test_weights_are_quantised_group_by_group(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and scales are those of NumPy, group by group: the largest magnitude is -8, whatever its sign."""
     monkeypatch.setattr(schemes, "_AT_ONCE", 2000)

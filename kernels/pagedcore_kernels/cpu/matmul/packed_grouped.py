@@ -26,6 +26,7 @@ from pagedcore_kernels.cpu.matmul.amx import (
     rows_of_blocks,
 )
 from pagedcore_kernels.cpu.matmul.grouped_blocks import fill_with_ones, multiply_blocks_of_chunk
+from pagedcore_kernels.cpu.matmul.grouped_packing import grouped_panels_of
 from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     BUFFER_BYTES,
     CHUNK_STEPS,
@@ -58,8 +59,6 @@ _SHARE_ROWS = 64
 _WIDE_SUMS, _NARROW_SUMS = 16, 4
 #: How far ahead of its use memory is asked for.
 _AHEAD_BYTES = 8192
-#: Panels that are packed at a time, so that packing takes little memory besides the values.
-_PANELS_AT_ONCE = 16
 #: Inputs that an instruction of matrix units takes.
 _TILE_INPUTS = 2 * TILE_STEPS
 #: Words of the parameter block: the number of rows, and the first of the two of ``work_items``.
@@ -128,7 +127,7 @@ class PackedGroupedMatmul(PackedProduct):
         size = (self._num_inputs + self._padding) // num_groups
         form = form_of_grouped_product(dtype, size)
         assert form is not None  # Invariant: asked above
-        self._panels = _panels(values, scales, zeros, bits, self._num_panels, size)
+        self._panels = grouped_panels_of(values, scales, zeros, bits, _kind_of(zeros))
         self.weight = torch.empty(0, dtype=dtype)
         self._bias = torch.zeros(self._num_panels * PANEL, dtype=dtype)
         if bias is not None:
@@ -217,43 +216,6 @@ def _is_half(scales: torch.Tensor) -> int:
 
 def _within(values: torch.Tensor, least: int, largest: int) -> bool:
     return bool(values.min() >= least) and bool(values.max() <= largest)
-
-
-def _panels(
-    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, num_panels: int, size: int
-) -> torch.Tensor:
-    """Return uint8 [num_panels, groups, scales, zero points or least weights, units of a group of ``size`` inputs].
-
-    Outputs and inputs that are filled up have values and scales of zero.
-    """
-    num_groups, num_units = scales.shape[1], size // UNIT
-    header, of_scales = header_bytes(_kind_of(zeros), _is_half(scales)), scale_bytes(_is_half(scales))
-    panels = torch.zeros(num_panels, num_groups, header + num_units * unit_bytes(bits), dtype=torch.uint8)
-    for start in range(0, num_panels, _PANELS_AT_ONCE):
-        target = panels[start : start + _PANELS_AT_ONCE]
-        count = len(target) * PANEL
-        outputs = slice(start * PANEL, start * PANEL + count)
-        target[:, :, :of_scales] = _by_panel(scales[outputs], count).view(torch.uint8)
-        if zeros is not None:
-            some = -zeros[outputs] if zeros.is_floating_point() else zeros[outputs]
-            target[:, :, of_scales:header] = _by_panel(some, count).view(torch.uint8)
-        part = values.new_zeros(count, num_groups * size)
-        part[: len(values[outputs]), : values.shape[1]] = values[outputs]
-        units = part.view(len(target), PANEL, num_groups, num_units, UNIT).permute(0, 2, 3, 1, 4)
-        target[:, :, header:] = (_nibbles(units) if bits == 4 else units.transpose(3, 4)).flatten(2).view(torch.uint8)
-    return panels
-
-
-def _by_panel(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Turn [outputs, groups] into [panels, groups, PANEL], filled up with zeros."""
-    filled = numbers.new_zeros(count, numbers.shape[1])
-    filled[: len(numbers)] = numbers
-    return filled.view(-1, PANEL, numbers.shape[1]).transpose(1, 2).contiguous()
-
-
-def _nibbles(units: torch.Tensor) -> torch.Tensor:
-    """Pack the last dimension, 8 values, into 4 bytes; see ``grouped_tiles``."""
-    return (units[..., [0, 4, 1, 5]] & 15) | (units[..., [2, 6, 3, 7]] << 4)
 
 
 @cache

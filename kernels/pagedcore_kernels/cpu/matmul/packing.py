@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pagedcore_kernels.cpu.matmul.tiles import PANEL, STEP_BYTES
-from pagedcore_kernels.cpu.runtime.huge_pages import use_huge_pages
+from pagedcore_kernels.cpu.runtime.huge_pages import empty_in_huge_pages
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import (
     address_of,
@@ -43,8 +43,7 @@ def panels_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     first, num_outputs = parts[0], sum(len(part) for part in parts)
     inputs = INPUT_BYTES // first.dtype.itemsize
-    panels = first.new_empty(-(-num_outputs // PANEL), first.shape[1] // inputs, PANEL, inputs)
-    use_huge_pages(panels)
+    panels = empty_in_huge_pages((-(-num_outputs // PANEL), first.shape[1] // inputs, PANEL, inputs), first.dtype)
     if num_outputs % PANEL:
         panels[-1].zero_()
     output = 0
