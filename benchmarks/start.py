@@ -1,6 +1,6 @@
 """How long an engine takes to its first token: the demo model with its imports, and a model whose imports are done.
 
-    python benchmarks/start.py [--model MODEL_DIR] [--runs 20] [--base CHECKOUT]
+    python benchmarks/start.py [--model MODEL_DIR [--quantization SCHEME]] [--runs 20] [--base CHECKOUT]
 
 Each start is a process of its own. ``demo`` counts all that follows ``import torch``: pagedcore's imports,
 ``Engine.from_pretrained("demo")`` and an answer of four tokens. With ``--model`` the second count begins at
@@ -40,7 +40,7 @@ with Engine.from_pretrained("demo") as engine:
     engine.generate(["What is 2 + 3?"], one)
 HFTokenizer.from_directory(sys.argv[1])
 begin = time.perf_counter()
-Engine.from_pretrained(sys.argv[1]).generate(["What is 2 + 3?"], one)
+Engine.from_pretrained(sys.argv[1], quantization=sys.argv[2]).generate(["What is 2 + 3?"], one)
 print(time.perf_counter() - begin)
 """
 
@@ -58,13 +58,14 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a directory, such as peers/make_model.py writes")
+    parser.add_argument("--quantization", default="none", help="of the model, while it is loaded")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--base", type=Path, help="another checkout")
     given = parser.parse_args()
     checkouts = {"here": HERE} | ({"base": given.base.resolve()} if given.base else {})
     kinds = {"demo, beyond import torch": (DEMO, list[str]())}
     if given.model:
-        kinds["model, imports done"] = MODEL, [str(Path(given.model).resolve())]
+        kinds["model, imports done"] = MODEL, [str(Path(given.model).resolve()), given.quantization]
     table = list[list[str]]()
     for kind, (script, arguments) in kinds.items():
         seconds: dict[str, list[float]] = {name: [] for name in checkouts}

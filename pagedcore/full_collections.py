@@ -47,6 +47,13 @@ def full_collections_put_off() -> Iterator[None]:
 def _restore() -> None:
     first, second, third = gc.get_threshold()
     if third == _PUT_OFF:
+        if gc.get_count()[2] > _of_host[0] and not gc.get_freeze_count():
+            # Why: what is there becomes old and the count begins anew, as after a full collection that finds nothing.
+            # It would come with the next young ones otherwise, in the first request.
+            try:
+                gc.freeze()
+            finally:
+                gc.unfreeze()
         gc.set_threshold(first, second, *_of_host)
 
 

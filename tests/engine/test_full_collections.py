@@ -21,9 +21,9 @@ generations = []
 gc.callbacks.append(lambda phase, info: generations.append(info["generation"]) if phase == "start" else None)
 from pagedcore import Engine, SamplingParams
 with Engine.from_pretrained("demo") as engine:
-    num_full = generations.count(2)
-    assert engine.generate(["What is 2 + 3?"], SamplingParams(max_tokens=3))[0].outputs[0].text
-print(num_full, generations.count(1) > 5, gc.get_threshold())
+    for number in range(20):
+        assert engine.generate([f"What is {number} + 3?"], SamplingParams(max_tokens=3))[0].outputs[0].text
+print(generations.count(2), generations.count(1) > 5, gc.get_threshold())
 """
 
 
@@ -37,7 +37,7 @@ def _own_threshold() -> Iterator[None]:
 
 @pytest.mark.parametrize("third", [10, 12])
 def test_a_start_waits_for_no_full_collection(third: int) -> None:
-    """Younger objects are collected meanwhile, and what the host had set is there afterwards."""
+    """Nor do the first requests. Younger objects are collected, and what the host had set is there afterwards."""
     script = START.replace("generations = []", f"generations = gc.set_threshold(700, 10, {third}) or []")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.split(maxsplit=2) == ["0", "True", f"(700, 10, {third})\n"], done.stderr
@@ -105,6 +105,72 @@ def test_an_interrupt_at_any_line_keeps_nothing() -> None:
         thread.start()
         thread.join(60)
         assert not thread.is_alive(), line
+
+
+def test_what_became_garbage_meanwhile_is_found_later() -> None:
+    """A collection that was due counts as done, and the next one finds all of it."""
+    script = """
+import gc, weakref
+from pagedcore.full_collections import full_collections_put_off
+class Cycle:
+    def __init__(self):
+        self.own = self
+gc.set_threshold(700, 10, 0)
+with full_collections_put_off():
+    early = weakref.ref(Cycle())
+    for _ in range(3):
+        gc.collect(1)
+    late = weakref.ref(Cycle())
+    print(gc.get_count()[2] > 0, end=" ")
+print(gc.get_count()[2], gc.get_freeze_count(), early() is None, late() is None, end=" ")
+gc.collect()
+print(late() is None)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "0", "0", "True", "False", "True"], done.stderr
+
+
+def test_what_a_host_has_frozen_stays_frozen() -> None:
+    """Then a collection that is due comes, as there is no other way to have it count as done."""
+    script = """
+import gc
+from pagedcore.full_collections import full_collections_put_off
+gc.freeze()
+frozen, (first, second, third) = gc.get_freeze_count(), gc.get_threshold()
+with full_collections_put_off():
+    for _ in range(third + 2):
+        gc.collect(1)
+print(gc.get_freeze_count() == frozen > 0, gc.get_count()[2] > third)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_a_signal_leaves_nothing_frozen() -> None:
+    """Whenever it comes."""
+    script = """
+import gc, signal
+from pagedcore.full_collections import full_collections_put_off
+def stop(number, frame):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, stop)
+gc.set_threshold(700, 10, 0)
+num_stopped = 0
+for delay in range(3000):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-6 + delay % 100 * 2e-7)
+        while True:
+            with full_collections_put_off():
+                gc.collect(0)
+                gc.collect(1)
+    except KeyboardInterrupt:
+        num_stopped += 1
+    assert gc.get_freeze_count() == 0, delay
+    assert gc.get_threshold() == (700, 10, 0), delay
+print(num_stopped)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["3000"], done.stderr
 
 
 @pytest.mark.parametrize("chosen", [(500, 5, 5), (0, 10, 10), (700, 10, 1000)], ids=str)
