@@ -8,6 +8,7 @@ where architectures disagree on what a field of their configuration means.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,11 @@ import torch
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models import model_facts, supported_models
+from pagedcore.models.attention_layers import AttentionLayer
+from pagedcore.models.cpu.fused_match import NotFused, recognise
 from pagedcore.models.cpu.packed_experts import matrices_of_experts
 from pagedcore.models.cpu.packed_linear import can_pack, matrix_of
+from pagedcore.models.cpu.shared_embedding import can_share
 from pagedcore.models.pretrained import computing_dtype
 from pagedcore.models.quantization import auto_int8
 from pagedcore.models.quantization.checkpoint import config_of, files_of, replace_weights, stored_format
@@ -39,7 +43,8 @@ class Blueprint:
     num_parameters: int
     """Numbers that the model was trained for; a matrix in two places counts once."""
     weight_bytes: int
-    """Bytes of the weights as an engine keeps them: a matrix in two places is arranged, and held, for each."""
+    """Bytes of the weights as an engine keeps them: a matrix in two places is arranged, and held, for each, but for an
+    embedding that reads its rows from the output layer's product."""
 
 
 def read_blueprint(
@@ -62,7 +67,8 @@ def read_blueprint(
     model = tree_of(config, dtype, settings.trust_remote_code)
     try:
         with torch.device("meta"), torch.inference_mode():
-            shapes = kv_shapes(redirect_attention(model)[0])
+            layers, _ = redirect_attention(model)
+            shapes = kv_shapes(layers)
     except RuntimeError as error:  # what torch raises for an operation that needs numbers
         raise ModelNotSupported(
             f"model: what {config.model_type!r} computes depends on its weights, so that the configuration does not "
@@ -84,20 +90,24 @@ def read_blueprint(
         layout=make_layout(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
         max_model_len=model_facts.max_model_len(config),
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=_weight_bytes(model, scheme, kind) if can_pack(dtype)
+        weight_bytes=_weight_bytes(model, scheme, kind, layers) if can_pack(dtype)
                      else sum(parameter.nbytes for parameter in parameters),
     )
 
 
-def _weight_bytes(model: Any, scheme: QuantizedLinears | None, kind: str) -> int:
+def _weight_bytes(
+    model: Any, scheme: QuantizedLinears | None, kind: str, layers: Mapping[int, AttentionLayer]
+) -> int:
     """Sum up what the modules hold, each its own, after ``scheme`` quantised linear layers and experts, and with an
-    embedding of a kind that ``embedding.py`` names.
+    embedding of a kind that ``embedding.py`` names, or that reads its rows from the output layer's product.
     """
     total = sum(int(one.nbytes) for module in model.modules() for one in module.parameters(recurse=False))
     total += sum(weight.num_bytes for module in model.modules() for weight in stored_weights(module))
     if kind:
         table = model.get_input_embeddings().weight
         total += embedding_bytes(kind, *table.shape) - int(table.nbytes)
+    elif scheme is None and _shares_rows(model, layers):
+        total -= int(model.get_input_embeddings().weight.nbytes)
     if scheme is None:
         return total
     for module in model.modules():
@@ -106,6 +116,15 @@ def _weight_bytes(model: Any, scheme: QuantizedLinears | None, kind: str) -> int
             count, num_outputs, num_inputs = one.shape
             total += count * scheme.weight_bytes(num_outputs, num_inputs, one.dtype) - one.nbytes
     return total
+
+
+def _shares_rows(model: Any, layers: Mapping[int, AttentionLayer]) -> bool:
+    """Whether a model's embedding has no matrix of its own in an engine; see ``shared_embedding.py``."""
+    try:
+        recognise(model, layers)
+    except NotFused:
+        return False
+    return can_share(model.get_input_embeddings(), model.get_output_embeddings())
 
 
 def tree_of(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:

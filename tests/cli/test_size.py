@@ -87,7 +87,7 @@ def again(report: SizeReport, **changes: Any) -> SizeReport:
 
 def test_each_advice_makes_it_fit_and_one_more_would_not() -> None:
     """Concurrency, context, number format and memory named in the advice are the largest that fit."""
-    report = size_model("demo", context=512, concurrency=8, dtype="float32", memory="16MiB")
+    report = size_model("demo", context=512, concurrency=8, dtype="float32", memory="15MiB")
     assert not report.fits
     assert again(report, concurrency=report.num_sequences_that_fit).fits
     assert not again(report, concurrency=report.num_sequences_that_fit + 1).fits

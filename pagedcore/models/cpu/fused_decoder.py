@@ -26,6 +26,7 @@ from pagedcore.models.cpu.output_layer import OutputLayer
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
 from pagedcore.models.cpu.recorded_steps import MOST_LOGITS, MOST_ROWS, RecordedSteps
+from pagedcore.models.cpu.shared_embedding import can_share, share_rows
 from pagedcore.models.cpu.step_rows import StepRows
 from pagedcore.models.decoder import Decoder, ModuleDecoder, router_products
 from pagedcore.models.families import Family
@@ -242,9 +243,12 @@ class FusedDecoder(Decoder):
             FusedLayer(layer, layers[number], family, gate, angles[number], multiplier, fuse, pack)
             for number, layer in enumerate(body.layers)
         ]
-        # Why: the embedding still has a weight that is tied.
-        is_tied = model.lm_head.weight is body.embed_tokens.weight
+        matrix, may_share = body.embed_tokens.weight, can_share(body.embed_tokens, model.lm_head)
+        # Why: an embedding that does not read the product's rows still has a weight that is tied.
+        is_tied = model.lm_head.weight is matrix
         head = _fuse(linears, (lambda weight: None) if is_tied else on_unused, model, ("lm_head",))
+        if may_share and share_rows(body.embed_tokens, head):
+            on_unused(matrix)
         cap = config.final_logit_softcapping if family.is_gemma else None
         divisor = float(config.logits_scaling) if family.has_multipliers else 1.0
         self._output = OutputLayer(_norm(body.norm, family), head, cap, divisor, model.dtype)

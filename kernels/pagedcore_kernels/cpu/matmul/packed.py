@@ -134,6 +134,12 @@ class PackedMatmul(PackedProduct):
         """Address and bytes of the packed weight."""
         return self.weight.data_ptr(), self.weight.nbytes
 
+    def weight_rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the weights of some outputs, int64 [n], as [n, in] in their number format."""
+        # Shape: the panels are [panels, steps, PANEL, inputs of a step], and a step's inputs are 32 bits
+        words = self.weight.view(torch.int32)[..., 0]
+        return words[outputs // PANEL, :, outputs % PANEL].view(self.weight.dtype)
+
     @property
     def only_runs_kernels(self) -> bool:
         """Whether its calls can be recorded; see ``RecordableMatmul``."""
