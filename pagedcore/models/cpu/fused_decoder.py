@@ -26,7 +26,7 @@ from pagedcore.models.cpu.output_layer import OutputLayer
 from pagedcore.models.cpu.packed_experts import pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, OnUnused, PackedLinear
 from pagedcore.models.cpu.recorded_steps import MOST_LOGITS, MOST_ROWS, RecordedSteps
-from pagedcore.models.cpu.shared_embedding import can_share, share_rows
+from pagedcore.models.cpu.shared_embedding import share_rows
 from pagedcore.models.cpu.step_rows import StepRows
 from pagedcore.models.decoder import Decoder, ModuleDecoder, router_products
 from pagedcore.models.families import Family
@@ -243,17 +243,15 @@ class FusedDecoder(Decoder):
             FusedLayer(layer, layers[number], family, gate, angles[number], multiplier, fuse, pack)
             for number, layer in enumerate(body.layers)
         ]
-        matrix, may_share = body.embed_tokens.weight, can_share(body.embed_tokens, model.lm_head)
-        # Why: an embedding that does not read the product's rows still has a weight that is tied.
-        is_tied = model.lm_head.weight is matrix
+        # Why: an embedding that does not read the product's rows keeps a weight that is tied.
+        is_tied = model.lm_head.weight is self._embedding.weight
         head = _fuse(linears, (lambda weight: None) if is_tied else on_unused, model, ("lm_head",))
-        if may_share and share_rows(body.embed_tokens, head):
-            on_unused(matrix)
+        if is_tied:
+            share_rows(self._embedding, head, on_unused)
         cap = config.final_logit_softcapping if family.is_gemma else None
         divisor = float(config.logits_scaling) if family.has_multipliers else 1.0
         self._output = OutputLayer(_norm(body.norm, family), head, cap, divisor, model.dtype)
-        dense = [layer for layer in self._layers if layer.experts is None]
-        self._gated_size = dense[0].down.in_features if dense else 0
+        self._gated_size = next((layer.down.in_features for layer in self._layers if layer.experts is None), 0)
         self.products = (*(product for layer in self._layers for product in layer.products), head)
         can_record = all(one.only_runs_kernels for one in self._layers) and self._output.only_runs_kernels
         self._steps = RecordedSteps() if can_record else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagedcore.models.cpu.packed_linear import PackedLinear, checked_outputs
+from pagedcore.models.cpu.packed_linear import OnUnused, PackedLinear, checked_outputs
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 
 
@@ -36,23 +36,27 @@ class RowsOfProduct:
 
 
 def can_share(embedding: Any, head: Any) -> bool:
-    """Whether an embedding and a linear layer, not packed yet, have one matrix that a product of ours shows."""
+    """Whether an embedding and a linear layer, not packed yet, have one matrix that ``share_rows`` makes one of."""
     weight = head.weight
-    is_one = isinstance(weight, nn.Parameter) and weight is embedding.weight and weight.device.type in ("cpu", "meta")
-    return is_one and embedding.max_norm is None and can_multiply(weight.dtype, weight.shape[1])
+    return weight is embedding.weight and _may_share(embedding) and can_multiply(weight.dtype, weight.shape[1])
 
 
-def share_rows(embedding: Any, head: PackedLinear) -> bool:
-    """Have an embedding read its rows from a packed layer, and return whether it does; see ``can_share``.
+def _may_share(embedding: Any) -> bool:
+    return isinstance(embedding.weight, nn.Parameter) and embedding.max_norm is None
 
-    It does not where the product is none of ours, or where one of the rows that are compared has other bits.
+
+def share_rows(embedding: Any, head: PackedLinear, on_unused: OnUnused) -> None:
+    """Have an embedding read its rows from the layer packed of its matrix, and report the matrix as unused.
+
+    It keeps the matrix where more than looking rows up is asked of it, where the product is none of ours, and where one
+    of the rows that are compared has other bits.
     """
-    if not isinstance(head.multiply, PackedMatmul):
-        return False
-    weight, chosen = embedding.weight.detach(), checked_outputs(head.out_features)
+    if not _may_share(embedding) or not isinstance(head.multiply, PackedMatmul):
+        return
+    weight, chosen = embedding.weight, checked_outputs(head.out_features)
     rows = head.multiply.weight_rows(chosen)
-    if not torch.equal(rows.view(torch.uint8), weight[chosen].view(torch.uint8)):
-        return False
+    if not torch.equal(rows.view(torch.uint8), weight.detach()[chosen].view(torch.uint8)):
+        return
     del embedding.weight
     embedding.weight = RowsOfProduct(head.multiply, (head.out_features, head.in_features), weight.dtype)
-    return True
+    on_unused(weight)
