@@ -367,8 +367,12 @@ def test_processors_without_bfloat16_compute_the_same_bits() -> None:
 @pytest.fixture
 def no_system_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the system refuse everything."""
+
+    def refused(*arguments: object) -> int:
+        return -1
+
     amx._is_permitted.cache_clear()
-    monkeypatch.setattr(amx.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=lambda *arguments: -1))
+    monkeypatch.setattr(amx.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=refused, madvise=refused))
     yield
     amx._is_permitted.cache_clear()
 
