@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import platform
 import sys
 import threading
@@ -140,6 +141,19 @@ def test_a_thread_has_its_own_memory() -> None:
         thread.join()
     assert sorted(int(tensor[0]) for tensor in found) == list(range(400))
     assert all((tensor == tensor[0]).all() for tensor in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a fork")
+def test_a_child_writes_into_memory_of_its_own() -> None:
+    """What a forked child has written, into old tensors and into new ones, its parent never sees."""
+    old = empty_in_huge_pages((1000,), torch.int32).fill_(1)
+    if not (child := os.fork()):
+        old.fill_(2)
+        new = empty_in_huge_pages((1000,), torch.int32).fill_(3)
+        os._exit(int(not ((old == 2).all() and (new == 3).all())))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (old == 1).all()
+    assert (empty_in_huge_pages((1000,), torch.int32) == 0).all()
 
 
 def test_what_no_system_has_is_a_lack_of_memory() -> None:

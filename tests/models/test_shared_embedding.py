@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ import torch
 
 from models.test_fused_decoder import SCHEDULE, run, take_over
 from pagedcore import Engine, SamplingParams
+from pagedcore.errors import InvalidToken
 from pagedcore.models.cpu.fused_decoder import best_decoder
-from pagedcore.models.cpu.packed_linear import OneDnnMatmul
-from pagedcore.models.cpu.shared_embedding import RowsOfProduct
+from pagedcore.models.cpu.packed_linear import OneDnnMatmul, PackedLinear
+from pagedcore.models.cpu.shared_embedding import RowsOfProduct, share_rows
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
-from support.families import tiny_model
+from support.families import VOCAB, tiny_model
+from support.interrupts import Lost, interrupted_at
 
 pytestmark = pytest.mark.skipif(not can_multiply(torch.float32, 64), reason="no packed products here")
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -92,6 +96,42 @@ def test_others_keep_a_matrix(reason: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(model.model.embed_tokens.weight, matrix)
     for one, other in zip(logits, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("token", [VOCAB, VOCAB + 1, 255, 256, -1, 2**63])
+def test_a_panel_may_have_more_rows_than_the_vocabulary(token: int, tmp_path: Path) -> None:
+    """A request that names one of them is refused, and its neighbour is answered."""
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    with Engine.from_pretrained(tmp_path, dtype="float32") as engine:
+        one = SamplingParams(max_tokens=2, ignore_eos=True)
+        with pytest.raises(InvalidToken):
+            engine.generate([[1, token]], one)
+        assert len(engine.generate([[1, VOCAB - 1]], one)[0].outputs[0].token_ids) == 2
+
+
+def test_an_interrupt_while_an_engine_is_made_leaves_the_next_one_right() -> None:
+    """At lines spread over all that a start executes, and at each of those that have one matrix read for two."""
+    questions, params = ["What is 2 + 3?", "What is 9 - 5?"], SamplingParams(max_tokens=8)
+
+    def answers() -> list[list[int]]:
+        with Engine.from_pretrained("demo") as engine:
+            return [list(output.outputs[0].token_ids) for output in engine.generate(questions, params)]
+
+    expected = answers()
+    with interrupted_at(0) as num_lines, Engine.from_pretrained("demo"):
+        pass
+    for line in range(1, num_lines[0], num_lines[0] // 12):
+        with suppress(Lost), interrupted_at(line), Engine.from_pretrained("demo"):
+            pass
+        assert answers() == expected, line
+    for line in range(1, 16):
+        model = tiny_model("llama", tie_word_embeddings=True)
+        head = PackedLinear(model.lm_head.weight, None)
+        given_up: list[torch.Tensor] = []
+        with suppress(Lost), interrupted_at(line):
+            share_rows(model.model.embed_tokens, head, given_up.append)
+        # A matrix that was given up may have lost its pages, and is read by nobody then.
+        assert not given_up or isinstance(model.model.embed_tokens.weight, RowsOfProduct), line
 
 
 def test_an_engine_of_the_demo_model_has_none() -> None:

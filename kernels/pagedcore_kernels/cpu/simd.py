@@ -101,6 +101,11 @@ def minimum(b: Builder, bound: Value, x: Value) -> Value:
     return b.select(b.fcmp_ordered("<", bound, x), bound, x)
 
 
+def larger(b: Builder, x: Value, y: Value) -> Value:
+    """The larger one of two signed integers, lane by lane."""
+    return b.select(b.icmp_signed(">", x, y), x, y)
+
+
 def pointer(b: Builder, address: Value, offset: Value | int, kind: Any) -> Value:
     """Typed pointer to ``address + offset``."""
     distance = int64(offset) if isinstance(offset, int) else offset

@@ -1,7 +1,7 @@
 """An embedding without a matrix of its own: it reads the rows that the output layer's product has.
 
-Many models have one matrix for both. Rearranged for products it still has all rows, so that nothing keeps it twice: of
-the shape of Qwen2.5-0.5B that is a sixth of all memory.
+Many models have one matrix for both (tied embeddings, ``tie_word_embeddings``). Rearranged for products it still has
+all rows, so that nothing keeps it twice: of the shape of Qwen2.5-0.5B that is a sixth of all memory.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from numba import njit
 
 from pagedcore_kernels.cpu.matmul.grouped_tiles import UNIT, header_bytes, scale_bytes, unit_bytes
 from pagedcore_kernels.cpu.matmul.tiles import PANEL
@@ -75,21 +76,32 @@ def _kernel(bits: int) -> Kernel:
             for group in range(num_groups):
                 units = panels + (panel * num_groups + group) * group_bytes + header
                 for start in range(0, num_units, units_at_once):
+                    count, target = min(units_at_once, num_units - start), units + start * bytes_of_unit
                     for row in range(num_rows):
                         source = rows + row * row_bytes + (group * num_units + start) * unit_inputs
-                        target = units + start * bytes_of_unit
-                        for unit in range(min(units_at_once, num_units - start)):
-                            if is_half_a_byte:
-                                # Two inputs meet in a byte, then the four bytes that have two.
-                                nibbles = load_int64(source, unit) & 0x0F0F0F0F0F0F0F0F
-                                pairs = nibbles | nibbles >> 12
-                                low = pairs & 0xFF | pairs >> 24 & 0xFF00
-                                high = pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000
-                                store_int32(target + unit * bytes_of_unit, row, low | high)
-                            else:
-                                for place in range(unit_inputs):
-                                    byte = load_int8(source, unit * unit_inputs + place)
-                                    store_int8(target + unit * bytes_of_unit + place * panel_outputs, row, byte)
+                        if is_half_a_byte:
+                            _move_nibbles(source, target, row, count)
+                        else:
+                            _move_bytes(source, target, row, count)
             panel = claim(counter)
 
     return compile_kernel(pack)
+
+
+@njit(inline="always")
+def _move_nibbles(source: int, target: int, row: int, num_units: int) -> None:
+    """Pack a row's values, 4 bits each, into the place of the row in each unit."""
+    for unit in range(num_units):
+        # Two inputs meet in a byte, then the four bytes that have two.
+        nibbles = load_int64(source, unit) & 0x0F0F0F0F0F0F0F0F
+        pairs = nibbles | nibbles >> 12
+        low = pairs & 0xFF | pairs >> 24 & 0xFF00
+        high = pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000
+        store_int32(target, unit * PANEL + row, low | high)
+
+
+@njit(inline="always")
+def _move_bytes(source: int, target: int, row: int, num_units: int) -> None:
+    """Put a row's values, a byte each, side by side with those of the panel's other rows."""
+    for place in range(num_units * UNIT):
+        store_int8(target, place * PANEL + row, load_int8(source, place))

@@ -30,7 +30,7 @@ from pagedcore_kernels.cpu.matmul.amx import (
     rows_of_blocks,
 )
 from pagedcore_kernels.cpu.matmul.largest import bar_outputs, first_barred, keep_candidate
-from pagedcore_kernels.cpu.matmul.packing import INPUT_BYTES, panels_of
+from pagedcore_kernels.cpu.matmul.packing import INPUT_BYTES, panels_of, rows_of
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import (
     BYTE_MATRIX_UNITS,
@@ -136,9 +136,7 @@ class PackedMatmul(PackedProduct):
 
     def weight_rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the weights of some outputs, int64 [n], as [n, in] in their number format."""
-        # Shape: the panels are [panels, steps, PANEL, inputs of a step], and a step's inputs are 32 bits
-        words = self.weight.view(torch.int32)[..., 0]
-        return words[outputs // PANEL, :, outputs % PANEL].view(self.weight.dtype)
+        return rows_of(self.weight, outputs)
 
     @property
     def only_runs_kernels(self) -> bool:

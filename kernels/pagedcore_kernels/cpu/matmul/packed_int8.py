@@ -19,7 +19,7 @@ import torch
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
 from pagedcore_kernels.cpu.matmul.packed import SIZE_WORDS, matmul_kernel, sizes_of_product, work_items
-from pagedcore_kernels.cpu.matmul.packing import panels_of, sums_of
+from pagedcore_kernels.cpu.matmul.packing import panels_of, rows_of, sums_of
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
 from pagedcore_kernels.cpu.matmul.tiles import BYTE_MATRIX_UNITS, BYTES, PANEL, WIDENED_BYTES
@@ -144,9 +144,7 @@ class PackedInt8Matmul(PackedProduct):
 
     def weight_rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the weights of some outputs, int64 [n], as float32 [n, in]: ``float(value) * scale``."""
-        # Shape: the panels are [panels, steps, PANEL, inputs of a step]
-        values = self._panels[outputs // PANEL, :, outputs % PANEL].flatten(1)[:, : self._num_inputs]
-        return values.float() * self._scales[outputs, None]
+        return rows_of(self._panels, outputs)[:, : self._num_inputs].float() * self._scales[outputs, None]
 
     @property
     def only_runs_kernels(self) -> bool:

@@ -56,6 +56,12 @@ def panels_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return panels
 
 
+def rows_of(panels: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """Return the weights of some outputs, int64 [n], as [n, in]: what ``panels_of`` was given."""
+    words = panels.view(torch.int32)[..., 0]
+    return words[outputs // PANEL, :, outputs % PANEL].view(panels.dtype)
+
+
 def sums_of(weight: torch.Tensor) -> torch.Tensor:
     """Return the sum of each row of int8 [out, in], int64 [out]; torch takes ten times as long."""
     rows, sums = weight.contiguous(), torch.empty(len(weight), dtype=torch.int64)

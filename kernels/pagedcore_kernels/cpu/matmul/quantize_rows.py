@@ -5,7 +5,7 @@ Invariant: what a row becomes depends on the row alone.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from pagedcore_kernels.cpu.simd import (
     int64,
     integer_constant,
     item_bytes,
+    larger,
     load_floats,
     load_int64,
     reduce_lanes,
@@ -143,6 +144,6 @@ def _largest_magnitude(b: Builder, row: Value, count: Value, is_bf16: int) -> Va
     with cgutils.for_range(b, count) as loop:
         inputs = load_floats(b, row, b.mul(loop.index, int64(vector_bytes)), is_bf16)
         here, before = b.and_(b.bitcast(inputs, _WHOLE), magnitude), b.load(largest)
-        b.store(b.select(b.icmp_signed(">", here, before), here, before), largest)
-    bits = reduce_lanes(b, b.load(largest), lambda x, y: b.select(b.icmp_signed(">", x, y), x, y))
+        b.store(larger(b, here, before), largest)
+    bits = reduce_lanes(b, b.load(largest), partial(larger, b))
     return b.bitcast(bits, FLOAT)

@@ -6,7 +6,7 @@ threads, where a chain of torch's operations would write it to memory eight time
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from pagedcore_kernels.cpu.simd import (
     int64,
     integer_constant,
     item_bytes,
+    larger,
     load_floats,
     load_int64,
     maximum,
@@ -141,10 +142,9 @@ def _number_of_largest_magnitude(b: Builder, source: Value, count: Value, is_bf1
     found = [cgutils.alloca_once_value(b, lowest) for _ in range(2)]
 
     def take(numbers: Value, places: list[Value]) -> None:
-        signs = integer_constant(_SIGN, numbers.type) if isinstance(numbers.type, ir.VectorType) else lowest
-        for place, here in zip(places, (numbers, b.xor(numbers, signs)), strict=True):
-            before = b.load(place)
-            b.store(b.select(b.icmp_signed(">", here, before), here, before), place)
+        turned = b.xor(numbers, integer_constant(_SIGN, numbers.type))
+        for place, here in zip(places, (numbers, turned), strict=True):
+            b.store(larger(b, here, b.load(place)), place)
 
     for start, end, lanes in _runs(b, count):
         kind = _WHOLE if lanes else INT32
@@ -154,8 +154,7 @@ def _number_of_largest_magnitude(b: Builder, source: Value, count: Value, is_bf1
             take(b.bitcast(numbers, kind), places)
         if lanes:
             for place, vectors in zip(found, places, strict=True):
-                of_lanes = reduce_lanes(b, b.load(vectors), lambda x, y: b.select(b.icmp_signed(">", x, y), x, y))
-                b.store(of_lanes, place)
+                b.store(reduce_lanes(b, b.load(vectors), partial(larger, b)), place)
     positive, negative = (b.load(place) for place in found)
     is_negative = b.icmp_signed(">", negative, positive)
     return b.bitcast(b.select(is_negative, b.xor(negative, lowest), positive), FLOAT)

@@ -1,4 +1,4 @@
-"""Huge pages of memory, for weights and KV blocks.
+"""Transparent huge pages (THP) of memory, for weights and KV blocks.
 
 Reading a gigabyte of weights in every step costs a tenth of the time in address translation alone where pages are of
 4 KiB. Where the kernel declines, nothing changes: contents and addresses stay.
