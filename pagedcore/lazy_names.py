@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from pagedcore.full_collections import full_collections_put_off
-
 
 def lazy_names(
     package: str, homes: Mapping[str, str], *, extra: str = "", brought: Collection[str] = ()
@@ -29,8 +27,7 @@ def lazy_names(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            with full_collections_put_off():
-                value = getattr(importlib.import_module(homes[name]), name)
+            value = getattr(importlib.import_module(homes[name]), name)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in brought:
                 raise

@@ -22,7 +22,6 @@ from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
 from pagedcore.errors import EngineClosed, InternalError
 from pagedcore.execution.kv_transfers import KVTransfers
-from pagedcore.full_collections import full_collections_put_off
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore.request_options import NO_OPTIONS, OptionKeywords, RequestOptions
@@ -109,7 +108,6 @@ class Engine(Quoting):
             raise
 
     @classmethod
-    @full_collections_put_off()
     def from_pretrained(cls, model: Any, **settings: Any) -> Engine:
         """Build an engine.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from architecture.sources import SOURCES, Source
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "ground": ("_version", "errors", "full_collections", "lazy_names", "outputs", "protocols"),
+    "ground": ("_version", "errors", "lazy_names", "outputs", "protocols"),
     "demo_model": ("demo_model",),
     "config": ("config",),
     "vocabulary": ("request_options", "sampling_params", "sequence", "structured_output"),

@@ -67,3 +67,14 @@ def test_harmless_namesakes_are_allowed(tmp_path) -> None:  # type: ignore[no-un
     path = tmp_path / "made_up.py"
     path.write_text("model.eval()\nf(trust_remote_code=trusted)\nf(trust_remote_code=False)\njson.load(file)")
     assert violations(Source("made_up", path)) == []
+
+
+COLLECTOR = {"callbacks", "collect", "disable", "enable", "freeze", "set_debug", "set_threshold", "unfreeze"}
+
+
+def test_the_garbage_collector_is_the_hosts() -> None:
+    """Only a program of ours and the servers, which have the process to themselves, touch Python's garbage collector."""
+    users = {source.module for source in SOURCES for node in ast.walk(source.tree)
+             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+             and (node.value.id, node.attr) in {("gc", name) for name in COLLECTOR}}
+    assert users == {"pagedcore.cli.simulate", "pagedcore_http.present_objects"}
