@@ -128,8 +128,30 @@ assert num_closed <= num_points * {1 - MIN_SHARE}, num_closed
 """
 
 
+GENERATORS = """
+import _testcapi
+
+def of(numbers):
+    return (number for number in numbers)
+
+kept = []
+for point in range(200):
+    _testcapi.set_nomemory(point, point + 1)
+    try:
+        kept.append(of([1]))
+    except MemoryError:
+        pass
+    finally:
+        _testcapi.remove_mem_hooks()
+"""
+
+
 def run_allocations(num_points: int, seed: int) -> None:
-    """In a process of its own, because a lack of memory may end it."""
+    """In a child process, because a lack of memory may end it."""
+    pytest.importorskip("_testcapi")
+    if subprocess.run([sys.executable, "-c", GENERATORS], check=False).returncode < 0:
+        # Why: CPython 3.12.1 and 3.13.0 do, in any program; 3.13.0 at one of 45 points of a step.
+        pytest.skip("this interpreter crashes by itself where memory for a generator lacks")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", ALLOCATIONS, "0", "8000", str(num_points), str(seed)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -139,14 +161,12 @@ def run_allocations(num_points: int, seed: int) -> None:
 def test_any_allocation_of_a_step_may_fail() -> None:
     """One allocation fails, at points chosen by a seed: the step is undone and repeated, every request completes as it
     would have, and no block is held in the end."""
-    pytest.importorskip("_testcapi")
     run_allocations(50, seed=1)
 
 
 @pytest.mark.slow
 def test_every_allocation_of_a_step_may_fail() -> None:
     """As above, at thousands of points."""
-    pytest.importorskip("_testcapi")
     run_allocations(6_000, seed=2)
 
 
