@@ -1,16 +1,29 @@
-"""``pagedcore kernels``: compile the CUDA kernels ahead of time, on a machine without a GPU."""
+"""``pagedcore kernels``: compile kernels ahead of time, for CPUs into Numba's cache, for GPUs into files."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
-from pagedcore.cli.common import console, error_console
+from pagedcore.cli.common import (
+    ConfigOption,
+    DtypeOption,
+    KVDtypeOption,
+    QuantizationOption,
+    console,
+    error_console,
+    open_engine,
+)
 from pagedcore.errors import InvalidConfig
 
-app = typer.Typer(help="Compile the kernels for GPUs ahead of time.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from pagedcore import Engine
+
+app = typer.Typer(help="Compile kernels ahead of time.", no_args_is_help=True)
 
 
 @app.command()
@@ -21,7 +34,7 @@ def build(
         list[str] | None, typer.Option(help="Only kernels whose name starts so, such as decode-bf16-bf16-128.")
     ] = None,
 ) -> None:
-    """Write a directory of compiled kernels that a machine with a GPU and without a compiler can run.
+    """Write a directory of compiled CUDA kernels that a machine with a GPU and without a compiler can run.
 
     Beside them it writes RESOURCES.md: the registers and memory that each of them needs.
     """
@@ -44,3 +57,54 @@ def build(
             console().print(f"{store.write(image).name}  {image.registers} registers", soft_wrap=True)
     (out / RESOURCES_FILE).write_text(resource_table(images), encoding="utf-8")
     console().print(f"{len(wanted)} kernels in {out}")
+
+
+class _Progress:
+    """A line that says at each refresh which kernel is compiled and how many have been."""
+
+    def __rich__(self) -> Text:
+        from pagedcore_kernels.cpu.runtime.compiled import compiled_entries, present_kernel
+
+        return Text(f"{len(compiled_entries())} kernels ready, {present_kernel() or 'computing'} ...")
+
+
+@app.command()
+def warm(
+    model: Annotated[str, typer.Argument(help='A model directory, a GGUF file, a hub id, or "demo".')] = "demo",
+    dtype: DtypeOption = None,
+    kv_cache_dtype: KVDtypeOption = None,
+    quantization: QuantizationOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Compile all kernels that a model uses on this kind of processor, into Numba's cache.
+
+    Give the settings that the model will run with. The cache is where NUMBA_CACHE_DIR says, else beside the code.
+    """
+    from pagedcore_kernels.cpu.runtime.compiled import compiled_entries
+
+    with error_console().status(_Progress()):
+        engine = open_engine(model, config, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization)
+        with engine:
+            compute_in_all_ways(engine)
+    entries = compiled_entries()
+    num_cached = sum(entry.was_cached for entry in entries)
+    found = [entry.cache_directory for entry in entries if entry.cache_directory is not None]
+    where = os.path.commonpath(found) if found else "nowhere: set NUMBA_CACHE_DIR"
+    num_compiled = len(entries) - num_cached
+    console().print(f"{num_compiled} kernels compiled, {num_cached} were cached, in {where}", soft_wrap=True)
+
+
+def compute_in_all_ways(engine: Engine) -> None:
+    """Complete a few prompts of token 0 so that the engine meets every kernel that a request may ask it for.
+
+    Greedy, sampled and with log-probabilities; alone and in company; beginnings of prompts and single tokens.
+    """
+    from pagedcore.sampling_params import SamplingParams
+
+    greedy = SamplingParams(max_tokens=3, ignore_eos=True)
+    reported = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    sampled = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01,
+                             logprobs=2, repetition_penalty=1.1, presence_penalty=0.5, n=2)
+    for way in (greedy, reported, sampled):
+        engine.generate([[0, 0]], way, show_progress=False)
+    engine.generate([[0] * 40, [0] * 80, [0, 0]], [greedy, reported, sampled], show_progress=False)

@@ -103,6 +103,6 @@ def watch(
             return
         if progress.is_idle or progress.mark != last_mark:
             num_silent, last_mark = 0, progress.mark
-        elif not compiled.is_compiling():
+        elif compiled.present_kernel() is None:
             num_silent += 1
     give_up(dead_after_s)

@@ -73,7 +73,7 @@ COLLECTOR = {"callbacks", "collect", "disable", "enable", "freeze", "set_debug",
 
 
 def test_the_garbage_collector_is_the_hosts() -> None:
-    """Only a program of ours and the servers, which have the process to themselves, touch Python's garbage collector."""
+    """Only a program and the servers, which have the process to themselves, touch Python's garbage collector."""
     users = {source.module for source in SOURCES for node in ast.walk(source.tree)
              if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
              and (node.value.id, node.attr) in {("gc", name) for name in COLLECTOR}}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,28 @@ def test_generate_answers_many_prompts_as_json(tmp_path: Path) -> None:
                for record in records)
     assert [record["prompt"] for record in records] == [question.prompt for question in questions]
     assert all(is_correct(question, record["text"]) for question, record in zip(questions, records, strict=True))
+
+
+ALL_KINDS = """
+from pagedcore import Engine, SamplingParams
+from pagedcore.cli.kernels import warm
+from pagedcore_kernels.cpu.runtime.compiled import compiled_entries
+
+warm("demo")
+num_entries = len(compiled_entries())
+with Engine.from_pretrained("demo", num_kv_blocks=12, host_kv_memory="1MiB") as engine:
+    kinds = [SamplingParams(max_tokens=40, n=2, temperature=1.0), SamplingParams(max_tokens=9, logprobs=20),
+             SamplingParams(max_tokens=40, logit_bias={5: 2.0}), SamplingParams(temperature=0.5, min_p=0.1)]
+    engine.generate(["What is 2 + 3?" * 3, "Hi", "What is 7 - 4?" * 9, "Hello"], kinds)
+assert len(compiled_entries()) == num_entries, compiled_entries()[num_entries:]
+"""
+
+
+def test_kernels_warm_leaves_nothing_to_compile() -> None:
+    """After it a process takes all kernels from the cache, and requests of other kinds need no further one."""
+    assert "kernels compiled" in invoke("kernels", "warm", "demo")
+    done = subprocess.run([sys.executable, "-c", ALL_KINDS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:19]) == (0, "0 kernels compiled,"), (done.stdout, done.stderr)
 
 
 def test_generate_keeps_a_form(tmp_path: Path) -> None:

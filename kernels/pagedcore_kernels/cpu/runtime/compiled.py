@@ -20,6 +20,7 @@ from pagedcore_kernels.errors import InternalError
 
 _PACKAGE = "pagedcore_kernels.cpu"
 _compiling: list[str] = []
+_entries: list[CompiledEntry] = []
 
 
 class CompiledEntry:
@@ -33,6 +34,11 @@ class CompiledEntry:
     def was_cached(self) -> bool:
         """Whether the machine code came from Numba's cache on disk."""
         return bool(self._compiled.cache_hits)
+
+    @property
+    def cache_directory(self) -> str | None:
+        """Where Numba keeps the machine code, ``None`` if there is no place that it may write to."""
+        return self._compiled._cache.cache_path  # type: ignore[no-any-return]
 
 
 def compile_entry(function: Callable[..., Any], signature: Any) -> CompiledEntry:
@@ -51,16 +57,23 @@ def compile_entry(function: Callable[..., Any], signature: Any) -> CompiledEntry
     function.__qualname__ += f"_{variant:08x}"
     _compiling.append(function.__qualname__)
     try:
-        return CompiledEntry(cfunc(signature, cache=True, error_model="numpy")(function))
+        entry = CompiledEntry(cfunc(signature, cache=True, error_model="numpy")(function))
     except RuntimeError:  # Numba found no writable place for a cache
-        return CompiledEntry(cfunc(signature, error_model="numpy")(function))
+        entry = CompiledEntry(cfunc(signature, error_model="numpy")(function))
     finally:
         _compiling.pop()
+    _entries.append(entry)
+    return entry
 
 
-def is_compiling() -> bool:
-    """Whether any thread of this process compiles a kernel now, or reads one from the cache."""
-    return bool(_compiling)
+def compiled_entries() -> list[CompiledEntry]:
+    """Everything that this process has compiled or taken from the cache, in this order."""
+    return list(_entries)
+
+
+def present_kernel() -> str | None:
+    """Name of a kernel that some thread of this process compiles now, or reads from the cache."""
+    return next(iter(_compiling), None)
 
 
 @cache
