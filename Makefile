@@ -3,6 +3,7 @@
 # make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a GPU
 # make formats quantised checkpoints against the libraries of their formats, in an environment of its own
 # make interop-ray  the Ray Serve application on a local Ray, in an environment of its own
+# make compat  the tests on CPython 3.12, 3.13 and 3.14, with the torch of the index, and on the newest versions of everything
 # make gpu     everything there is to measure on an NVIDIA GPU; see benchmarks/h200.md
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
 # make bench-vllm   `pagedcore serve` beside `vllm serve`, which gets an environment of its own (3.4 GB)
@@ -25,7 +26,7 @@ AN_HOUR := --timeout 3600 -o faulthandler_timeout=3700
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test check browser slow mutants torture soak bench bench-doors bench-vllm bento kernels formats interop-ray gpu docs \
-	architecture interop-lm-eval interop-litellm
+	architecture interop-lm-eval interop-litellm compat
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -82,6 +83,19 @@ interop-ray:
 	$(MAKE) VENV=build/interop-ray build/interop-ray/.stamp-interop-ray
 	build/interop-ray/bin/python -m pytest -m ray -o addopts=--import-mode=importlib tests/adapters/ray $(PYTEST_ARGS)
 
+# One environment for each Python, of some 6 GB where torch comes with CUDA; "newest" has no constraints.
+COMPAT ?= 3.12 3.13 3.14 newest
+python-of = $(firstword $(foreach one,$(shell command -v python$(1)) \
+	$(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1)),$(shell $(one) -c '' 2>/dev/null && echo $(one))))
+
+compat: $(COMPAT:%=compat-%)
+
+compat-newest:
+	$(MAKE) test VENV=build/$@ PYTHON=$(or $(call python-of,3.13),$(PYTHON)) CONSTRAINTS=
+
+compat-%:
+	$(if $(call python-of,$*),$(MAKE) test VENV=build/$@ PYTHON=$(call python-of,$*),@echo "no Python $* here: not tested")
+
 gpu: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/gpu.py build
 	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
@@ -117,8 +131,11 @@ build/vllm/.stamp: benchmarks/peers/vllm.txt
 	cd $(@D)/tcmalloc && apt-get download -q libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb .
 	touch $@
 
-# The stamp's name is the extra's name.
-$(VENV)/.stamp-%: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[$*]'
+# The stamp's name is the extra's name. At a terminal pip shows its bars.
+QUIET := $(shell test -t 2 || echo -q)
+CONSTRAINTS := -c constraints.txt -c constraints-cuda.txt
+$(VENV)/.stamp-%: pyproject.toml constraints.txt constraints-cuda.txt
+	test -x $(BIN)/python || { $(PYTHON) .ci/before_install.py && $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python .ci/before_install.py $(BIN)/python
+	$(BIN)/python -m pip install $(QUIET) $(CONSTRAINTS) -e '.[$*]'
 	touch $@
