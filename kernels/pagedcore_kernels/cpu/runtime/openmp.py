@@ -26,6 +26,10 @@ class OpenMPThreads:
         self._libgomp, self._set_mkl = libgomp, mkl_set_num_threads_local
         libgomp.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         libgomp.GOMP_parallel.restype = None
+        self.parallel, self.number_of_thread = (
+            int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+            for function in (libgomp.GOMP_parallel, libgomp.omp_get_thread_num))
+        """Addresses of ``GOMP_parallel`` and ``omp_get_thread_num``."""
 
     def set(self, num_threads: int, num_mkl_threads: int) -> int:
         """Set both for the calling thread; return the number for MKL before, where 0 means "as many as OpenMP"."""

@@ -27,6 +27,7 @@ import numpy as np
 
 from pagedcore_kernels.cpu.runtime import team_loop, team_waiting
 from pagedcore_kernels.cpu.runtime import team_memory as at
+from pagedcore_kernels.cpu.runtime.float_state import fesetenv_address
 
 _log = logging.getLogger("pagedcore")
 _LIBC = ctypes.CDLL(None)
@@ -218,6 +219,7 @@ def _new_memory(numbers: tuple[int, int, int] | None) -> int:
         at.MUTEX_UNLOCK: _address(_LIBC.pthread_mutex_unlock),
         at.CONDITION_WAIT: _address(_LIBC.pthread_cond_wait),
         at.CONDITION_BROADCAST: _address(_LIBC.pthread_cond_broadcast),
+        at.FESETENV: fesetenv_address(),
     }
     if numbers is not None:
         words[at.SYSCALL] = _address(_LIBC.syscall)

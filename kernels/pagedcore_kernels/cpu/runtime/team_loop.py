@@ -30,6 +30,7 @@ from pagedcore_kernels.cpu.runtime.atomics import (
     store_shared,
 )
 from pagedcore_kernels.cpu.runtime.compiled import CompiledEntry, compile_entry
+from pagedcore_kernels.cpu.runtime.float_state import DEFAULT
 from pagedcore_kernels.cpu.runtime.team_waiting import (
     SHORT_SPIN_NS,
     adapt_spin,
@@ -163,6 +164,9 @@ def helper_loop() -> CompiledEntry:
         gettid = load_int64(c, at.GETTID // 8)
         if gettid != 0:
             store_shared(helper + at.THREAD_ID, call_function(gettid, 0, 0, 0, 0, 0) & 0xFFFFFFFF)
+        fesetenv = load_int64(c, at.FESETENV // 8)
+        if fesetenv != 0:
+            call_function(fesetenv, DEFAULT, 0, 0, 0, 0)
         shorten_slice(c)
         while True:
             seen = load_shared(c + at.GENERATION)

@@ -63,6 +63,9 @@ GET_ATTRIBUTES_NUMBER: Final = 9 * LINE + 32
 """Numbers of the system calls ``sched_getattr`` and ``sched_setattr``."""
 SET_ATTRIBUTES_NUMBER: Final = 9 * LINE + 40
 
+FESETENV: Final = 9 * LINE + 48
+"""0 where the floating-point state of a thread is left as it is."""
+
 SLOTS: Final = 10 * LINE
 NUM_SLOTS: Final = 16
 # Of each slot:
