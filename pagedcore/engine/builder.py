@@ -34,6 +34,7 @@ from pagedcore.scheduler.quotes import QuoteBook
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.structured.grammars import Grammars
 from pagedcore.tool_calls.chat_format import ChatFormat
+from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
@@ -91,16 +92,17 @@ def build_components(
     config = EngineConfig.from_keywords(**{**start, **own_names(settings)})
     manager = create_plugin_manager(plugins)
     policy = make_policy(manager.registry.schedulers.load(config.scheduling_policy), config.policy_options)
-    with usable_torch():
-        backend = resolve_backend(model, config, manager.registry.load)
-    text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
-    memory = KVMemory(backend, config)
-    try:
-        return _assemble(model_name(model), config, manager, policy, backend, text, memory, tokenizer)
-    except BaseException:
-        # Why: the backend may be the user's own, and shall make the next engine.
-        memory.close()
-        raise
+    with DefaultFloatState():
+        with usable_torch():
+            backend = resolve_backend(model, config, manager.registry.load)
+        text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
+        memory = KVMemory(backend, config)
+        try:
+            return _assemble(model_name(model), config, manager, policy, backend, text, memory, tokenizer)
+        except BaseException:
+            # Why: the backend may be the user's own, and shall make the next engine.
+            memory.close()
+            raise
 
 
 def _assemble(

@@ -78,12 +78,16 @@ def _timed_forwards(
 
 def _time_forward(backend: ModelBackend, clock: Clock, block_size: int, num_tokens: int) -> float:
     """Time the first chunk of one sequence, in the first blocks of the pool."""
+    from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
+    from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
+
     one = np.ones(1, dtype=np.int64)
     batch = assemble(
         np.zeros(num_tokens, dtype=np.int64), 0 * one, num_tokens * one, seq_ids=0 * one,
         tables=[np.arange(-(-num_tokens // block_size), dtype=np.int32)], block_size=block_size,
     )
-    before_s = clock.now()
-    # Why: a device may still compute when forward returns; a number that is read has been computed.
-    float(backend.forward(batch)[0, 0])
-    return clock.now() - before_s
+    with DefaultFloatState(num_threads_of_torch()):
+        before_s = clock.now()
+        # Why: a device may still compute when forward returns; a number that is read has been computed.
+        float(backend.forward(batch)[0, 0])
+        return clock.now() - before_s

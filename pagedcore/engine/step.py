@@ -66,13 +66,17 @@ class StepRunner:
             EngineInUse: another thread is in a call of this engine.
             MemoryError: it lacked memory twice, and was undone.
         """
-        with self.exclusive(), self._ctrl_c:
-            try:
-                with self._change():
-                    return self._run(expire)
-            except MemoryError:
-                with self._change():
-                    return self._run(expire)
+        with self.exclusive(), self._runner.floats, self._ctrl_c:
+            # Why a call: no context covers the line of a ``try`` that comes first, as it is compiled.
+            return self._run_or_repeat(expire)
+
+    def _run_or_repeat(self, expire: Callable[[], None]) -> SchedulePlan:
+        try:
+            with self._change():
+                return self._run(expire)
+        except MemoryError:
+            with self._change():
+                return self._run(expire)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

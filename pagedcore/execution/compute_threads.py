@@ -12,6 +12,7 @@ from typing import Final
 
 from pagedcore.execution.thread_choice import ThreadChoice, Way
 from pagedcore_kernels.cpu.runtime.cores import num_usable_cores
+from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.team_memory import NUM_SLOTS
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads_of_torch
 
@@ -39,6 +40,9 @@ class ComputeThreads:
         self._begin_s = self._begin_cpu_s = 0.0
         self.last_way = self._choice.ways[0]
         """How the last step was computed."""
+        self.floats = DefaultFloatState()
+        """A context for what the present step computes, on threads of torch too where they do. Code of the host may
+        have changed the state of this one since the step began."""
 
     def step(self, num_tokens: int) -> ComputeThreads:
         """Return a context for one step of so many tokens, which gets the threads that suit it."""
@@ -72,6 +76,7 @@ class ComputeThreads:
             ways = [Way(most, uses_openmp=True)]
         else:
             ways = [Way(most), Way(1)] if most > 1 else [Way(1)]
+        self.floats = DefaultFloatState(most if self._computes_in_torch else 1)
         self._choice = ThreadChoice(tuple(ways))
         self._contexts = {
             way: Computing(way.num_threads, slot=self._slot, uses_openmp=way.uses_openmp) for way in ways

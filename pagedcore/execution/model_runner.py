@@ -22,6 +22,7 @@ from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import DecodesGreedily, ModelBackend
 from pagedcore.scheduler.plan import ScheduledRow
+from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
 
 _Part = tuple[Seq[ScheduledRow], SampledTokens]
@@ -33,6 +34,8 @@ class ModelRunner:
 
     def __init__(self, backend: ModelBackend, sampler: Sampler, threads: ComputeThreads) -> None:
         self.backend, self._sampler, self._threads = backend, sampler, threads
+        self.floats = DefaultFloatState()
+        """A context for the thread that makes a step, all of it."""
 
     @property
     def backend(self) -> ModelBackend:
@@ -108,7 +111,7 @@ class ModelRunner:
         sequences = [row.sequence for row in rows if row.is_sampled]
         batch, greedy = build_batch(rows, block_manager), self._greedy
         no_scores = len(batch.logits_rows) == len(sequences)
-        with self._threads.step(len(batch.token_ids)):
+        with self._threads.step(len(batch.token_ids)), self._threads.floats:
             if (
                 greedy is not None and sequences and no_scores and self._sampler.wants_largest(sequences)
                 and greedy.decodes_greedily

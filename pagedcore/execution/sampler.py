@@ -24,6 +24,7 @@ from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import Constraint, FloatArray, Int64Array, MaskRows
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.sequence import Sequence
+from pagedcore_kernels.cpu.runtime.float_state import use_default_floats
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
 
@@ -170,6 +171,8 @@ class Sampler:
                 reports[i].raw = rows[i].copy()
             if (process := sequence.params.logits_processor) is not None:
                 failure = process_row(process, rows[i], sequence.output_token_ids)
+                # Why: it is code of the host's, and other rows come after it.
+                use_default_floats()
                 if failure is not None:
                     failures[sequence.sequence_id] = failure
             adjuster.adjust(rows[i])

@@ -46,6 +46,9 @@ def resolve_backend(model: Any, config: EngineConfig, load: Loader) -> ModelBack
         InvalidConfig: there is no such entry, or it makes no backend of this.
         DeviceUnavailable: the device is not here; nothing was loaded.
     """
+    from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
+    from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
+
     if config.model_backend == "auto" and isinstance(model, ModelBackend):
         for name, is_given in (("device", config.device.startswith("cuda")),
                                ("kv_cache_dtype", config.kv_cache_dtype != "auto")):
@@ -56,7 +59,9 @@ def resolve_backend(model: Any, config: EngineConfig, load: Loader) -> ModelBack
                 )
         return model
     name = DEFAULT_MODEL_BACKEND if config.model_backend == "auto" else config.model_backend
-    backend = load("models", name)(model, config, load)
+    # Why here: this makes torch start its threads, which a backend of the user's own may do without.
+    with DefaultFloatState(num_threads_of_torch()):
+        backend = load("models", name)(model, config, load)
     if not isinstance(backend, ModelBackend):
         raise InvalidConfig(
             f"model_backend: {name!r} made {describe(backend)}, needed is an object with the members of ModelBackend."
