@@ -8,9 +8,11 @@ writes outside its buffers, misaligned, or before anything was written; where th
 warp-wide operation meets a divided warp, where a barrier cannot open, and where a ``cp.async`` is used before it was
 waited for. Every error quotes the PTX line and the thread. It needs NumPy and nothing else.
 
+``divided_operations`` reads a text without running it: no arguments may bring only part of a warp to a vote.
 ``mutants`` breaks a text on purpose, one barrier, wait or predicate at a time, to prove that tests would notice.
 Modules, in the order to read them: ``launch``, ``parser`` (``syntax``, ``body``), ``scheduler`` (``batch``), ``ops``
-(one module per family of instructions, on ``binder``), ``global_memory``, ``shared_memory``, ``races``, ``mutants``.
+(one module per family of instructions, on ``binder``), ``global_memory``, ``shared_memory``, ``races``, ``mutants``,
+``control_flow`` and ``uniformity``.
 What it does not model: timing, the last bits of approximate functions and of sums inside ``mma``, the payload of a
 NaN, the order of global memory between blocks, ``wgmma``, ``mbarrier`` and bulk copies.
 """
@@ -36,12 +38,14 @@ from pagedcore_ptxsim.errors import (
 from pagedcore_ptxsim.launch import Report, launch, unsupported
 from pagedcore_ptxsim.mutants import Mutant, mutants
 from pagedcore_ptxsim.parser import parse
+from pagedcore_ptxsim.uniformity import Divided, divided_operations
 
 __version__: Final = "0.1.0"
 __all__ = [
     "AsyncCopyFault",
     "BarrierFault",
     "DivergenceFault",
+    "Divided",
     "LaunchError",
     "MemoryFault",
     "Mutant",
@@ -53,6 +57,7 @@ __all__ = [
     "Runaway",
     "UninitializedRead",
     "UnsupportedPtx",
+    "divided_operations",
     "launch",
     "mutants",
     "parse",
