@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,24 @@ def test_an_image_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pyte
     store.write(image())
     monkeypatch.setattr(images, "source_digest", lambda: "0" * 16)
     assert store.read("copy", "sm_90") is None
+
+
+def test_whatever_a_kernel_is_made_of_is_part_of_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of any file that is compiled, or decides how, gives another digest; another Python other versions."""
+    package = Path(images.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "cuda")
+    monkeypatch.setattr(images, "__file__", str(tmp_path / "cuda" / "build" / "images.py"))
+    digests = [images.source_digest.__wrapped__()]
+    assert digests == [images.source_digest()]
+    compiled = [*(package / "device").glob("*.py"), package / "shapes.py", package / "build" / "variants.py",
+                package / "build" / "compiler.py"]
+    assert len(compiled) > 15
+    for path in compiled:
+        with (tmp_path / "cuda" / path.relative_to(package)).open("a") as file:
+            file.write("# changed")
+        digests.append(images.source_digest.__wrapped__())
+    assert len(set(digests)) == 1 + len(compiled)
+    assert toolchain.compiler_versions()["python"] == platform.python_version()
 
 
 def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:

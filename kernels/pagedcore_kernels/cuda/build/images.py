@@ -20,7 +20,7 @@ from pagedcore_kernels.errors import InvalidConfig
 
 SUFFIX: Final = ".kernel"
 FORMAT: Final = 1
-_SOURCES: Final = ("device/*.py", "shapes.py", "variants.py", "compiler.py")
+_SOURCES: Final = ("device/*.py", "shapes.py", "build/variants.py", "build/compiler.py")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class KernelImage:
 @cache
 def source_digest() -> str:
     """A digest of everything in this package that a cubin depends on."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for pattern in _SOURCES:
         for path in sorted(here.glob(pattern)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import platform
 import re
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ _COMPILER_LIBRARIES: Final = (
     ("nvidia-nvvm", "nvvm"), ("nvidia-nvjitlink", "nvJitLink"), ("nvidia-cuda-nvrtc", "nvrtc"),
 )
 _VERSIONED: Final = ("numba-cuda", "numba", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink")
-"""What decides about the code of a kernel."""
+"""What decides about the code of a kernel, and Python, whose bytecode Numba compiles."""
 
 
 def missing_compiler_parts() -> list[str]:
@@ -55,7 +56,7 @@ def require_bindings() -> None:
 
 @cache
 def _compiler_versions() -> dict[str, str]:
-    found = {}
+    found = {"python": platform.python_version()}
     for package in _VERSIONED:
         try:
             found[package] = importlib.metadata.version(package)
