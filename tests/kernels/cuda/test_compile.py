@@ -13,6 +13,7 @@ from pagedcore_kernels.cuda.build.compiler import link, parse_arch
 from pagedcore_kernels.cuda.build.resources import KernelResources, read_resource_table
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.build.variants import shipped_names
+from pagedcore_ptxsim import divided_operations
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 
@@ -71,6 +72,12 @@ def test_a_shipped_kernel_fits_the_gpu(name: str, arch: str) -> None:
     assert not missing
     assert ".local" not in ptx
     assert ".f64" not in ptx
+
+
+@pytest.mark.parametrize(("name", "arch"), [*FAST, *EVERYTHING])
+def test_a_warp_is_whole_wherever_it_has_to_be(name: str, arch: str) -> None:
+    """Votes, shuffles, tensor-core products and barriers lie where no branch, whatever the arguments, keeps lanes."""
+    assert [str(each) for each in divided_operations(compiled(name, arch)[1])] == []
 
 
 @pytest.mark.parametrize("name", ["decode-bf16-bf16-64-64", "prefill-bf16-bf16-64-64"])

@@ -98,8 +98,9 @@ def block_sum(base, lane, warp, number, count):
                    u32(number >> u64(32)), count, u32(0))
     cuda.syncthreads()
     words = ptx.lds128(base + u32(SLOTS_AT) + u32(u32(u32(lane) & u32(SAMPLE_WARPS - 1)) * u32(16)))
-    mine = of_words(words[0], words[1]) if lane < SAMPLE_WARPS else u64(0)
-    return warp_sum(mine), ptx.redux_add(words[2] if lane < SAMPLE_WARPS else u32(0))
+    is_slot = lane < SAMPLE_WARPS
+    mine = ptx.select(is_slot, of_words(words[0], words[1]), u64(0))
+    return warp_sum(mine), ptx.redux_add(ptx.select(is_slot, words[2], u32(0)))
 
 
 @cuda.jit(device=True, inline="always")

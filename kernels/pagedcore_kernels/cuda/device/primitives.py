@@ -5,7 +5,8 @@ address the 32-bit offset in the shared window. It knows nothing of attention; r
 
 Rules that the kernels rely on: every ``.sync`` instruction is marked convergent, so that LLVM never moves it into
 divergent code; memory accesses that must stay in order have a side effect and clobber memory; ``add.rn`` and
-``mul.rn`` name their rounding, so that no compiler fuses or reorders them.
+``mul.rn`` name their rounding, so that no compiler fuses or reorders them. A choice in the argument of a ``.sync``
+instruction is a ``select``: of ``return vote(x if c else y)`` CPython compiles two votes, one behind each of x and y.
 """
 
 from __future__ import annotations
@@ -156,6 +157,16 @@ def _bitcast(name: str, source: Any, target: Any) -> Any:
 
 as_f32 = _bitcast("as_f32", u32, f32)
 as_u32 = _bitcast("as_u32", f32, u32)
+
+
+@intrinsic
+def select(typingctx: Any, condition: Any, first: Any, second: Any) -> Any:
+    """The first if the condition is true, else the second, without a branch; both are of the first one's type."""
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return builder.select(*values)
+
+    return signature(first, types.boolean, first, first), generate
 
 
 def _half(name: str, shift: int) -> Any:

@@ -60,8 +60,8 @@ def measure(bits, index, largest, scale, of_ties, low, cut, last_tie):
 def gather(base, row, size, lane, warp, low, cut, last_tie):
     """Move what is kept into shared memory, in order. The slots have the warps' counts of it from the last sum."""
     words = ptx.lds128(base + u32(SLOTS_AT) + u32(u32(u32(lane) & u32(SAMPLE_WARPS - 1)) * u32(16)))
-    place = ptx.redux_add(words[2] if lane < warp else u32(0))
-    total = ptx.redux_add(words[2] if lane < SAMPLE_WARPS else u32(0))
+    place = ptx.redux_add(ptx.select(lane < warp, words[2], u32(0)))
+    total = ptx.redux_add(ptx.select(lane < SAMPLE_WARPS, words[2], u32(0)))
     before = u32(u32(u32(1) << u32(lane)) - u32(1))
     tile, end = view.run_of_tiles(size, warp)
     step, last_step = i32(tile * 4), i32(end * 4)
@@ -137,7 +137,7 @@ def select(base, row, aligned, short, size, lane, warp, of_ties, goal, fraction,
         if votes != u32(0):
             found = i32(i32(step * 32) + i32(i32(cuda.ffs(votes)) - 1))
         else:
-            goal = u64(goal - view.warp_sum(passed if lane == 31 else u64(0)))
+            goal = u64(goal - view.warp_sum(ptx.select(lane == 31, passed, u64(0))))
         step = i32(step + 1)
     return found
 
@@ -175,7 +175,7 @@ def sample_kernel() -> Any:
                     best_index = u32(i + j)
             tile = i32(tile + 1)
         top = ptx.redux_max(best)
-        where = ptx.redux_min(best_index if best == top else u32(0xFFFFFFFF))
+        where = ptx.redux_min(ptx.select(best == top, best_index, u32(0xFFFFFFFF)))
         least = ptx.redux_min(least)
         invalid = ptx.redux_max(invalid)
         if lane == 0:
@@ -183,7 +183,7 @@ def sample_kernel() -> Any:
         cuda.syncthreads()
         words = ptx.lds128(base + u32(SLOTS_AT) + u32(u32(u32(lane) & u32(SAMPLE_WARPS - 1)) * u32(16)))
         top = ptx.redux_max(words[0])
-        where = ptx.redux_min(words[1] if words[0] == top else u32(0xFFFFFFFF))
+        where = ptx.redux_min(ptx.select(words[0] == top, words[1], u32(0xFFFFFFFF)))
         least = ptx.redux_min(words[2])
         invalid = ptx.redux_max(words[3])
         at = rows + u64(cuda.blockIdx.x) * u64(SAMPLE_ROW_BYTES)
