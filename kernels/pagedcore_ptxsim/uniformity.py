@@ -83,7 +83,7 @@ class _Analysis:
             for each in self._flow.until_all_meet(position) if jumps else [position]:
                 self.divided.setdefault(each, instruction)
                 self._widen(each, _ANY)
-        self._widen(position, _ANY if position in self.divided else _result(instruction, sources))
+        self._widen(position, _result(instruction, sources))
 
     def _bits(self, name: str, origins: list[int]) -> int:
         """The bits of a register that may differ."""

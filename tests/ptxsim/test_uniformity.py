@@ -50,7 +50,9 @@ def test_a_vote_that_was_compiled_twice_is_found() -> None:
     "mov.u32 %r2, %laneid; setp.eq.u32 %p1, %r2, 0;",
     "mov.u64 %rd5, %clock64; setp.eq.u64 %p1, %rd5, 0;",
     "add.s64 %rd5, %rd1, %rd10; ld.global.u32 %r2, [%rd5]; setp.eq.u32 %p1, %r2, 0;",
+    "add.s64 %rd5, %rd1, %rd10; st.global.u32 [%rd5], 0; ld.global.u32 %r2, [%rd5]; setp.eq.u32 %p1, %r2, 0;",
     "ld.u32 %r2, [%rd1]; setp.eq.u32 %p1, %r2, 0;",
+    "ld.volatile.global.u32 %r2, [%rd1]; setp.eq.u32 %p1, %r2, 0;",
     "atom.global.add.u32 %r2, [%rd1], 1; setp.eq.u32 %p1, %r2, 0;",
     "shfl.sync.up.b32 %r2|%p1, %r20, 1, 0, 0xffffffff;",
     "elect.sync %r2|%p1, 0xffffffff;",
@@ -62,11 +64,15 @@ def test_a_vote_that_was_compiled_twice_is_found() -> None:
     "setp.lt.u32 %p1, %r1, 48;",
     "setp.gt.s32 %p1, %r1, 32;",
     "add.s64 %rd5, %rd1, %rd10; ld.global.u32 %r2, [%rd5]; setp.lt.s32 %p1, %r2, 0;",
-    "mov.b64 %rd5, {%r20, %r1}; shr.u64 %rd5, %rd5, 5; setp.eq.u64 %p1, %rd5, 0;",
+    "shl.b32 %r2, %r1, 27; shr.s32 %r2, %r2, 5; shr.u32 %r2, %r2, 27; setp.eq.u32 %p1, %r2, 0;",
+    "shl.b32 %r2, %r1, 27; cvt.s64.s32 %rd5, %r2; shr.u64 %rd5, %rd5, 40; setp.eq.u64 %p1, %rd5, 0;",
+    "add.cc.u32 %r2, %r1, -1; addc.u32 %r2, 0, 0; setp.eq.u32 %p1, %r2, 0;",
+    "mov.u32 %r2, 0; mov.b64 %rd5, {%r2, %r1}; shr.u64 %rd5, %rd5, 5; setp.eq.u64 %p1, %rd5, 0;",
     "cvt.rn.f32.u32 %f1, %r1; mov.b32 %r2, %f1; shr.u32 %r2, %r2, 5; setp.eq.u32 %p1, %r2, 0;",
     # A value that was chosen behind a branch by lane.
     f"mov.u32 %r3, 0; {LANE} @%p1 bra CHOSEN; mov.u32 %r3, 1;\nCHOSEN: setp.eq.u32 %p1, %r3, 0;",
     f"mov.u32 %r3, 0; {LANE} @%p1 mov.u32 %r3, 1; setp.eq.u32 %p1, %r3, 0;",
+    "setp.eq.u64 %p2, %rd1, 0; mov.u32 %r3, %r1; @%p2 mov.u32 %r3, 0; setp.eq.u32 %p1, %r3, 0;",
 ])
 def test_what_differs_between_lanes_divides(predicate: str) -> None:
     """Thread numbers, own memory, orders of lanes, and what is computed from them keep lanes from a vote."""
