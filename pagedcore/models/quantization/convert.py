@@ -49,6 +49,8 @@ from pagedcore.models.quantization.stored_experts import (
 )
 from pagedcore.models.quantization.tensor_files import FLOATS, TensorFiles
 from pagedcore.tokenizer.tokenizer import HFTokenizer
+from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
+from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
 
 #: What goes along: everything about text, and how to generate. Code does not.
 _OTHER_FILES: Final = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*_map.json", "added_tokens.json",
@@ -102,22 +104,23 @@ def convert(
     """
     source, target = os.fspath(DEMO_MODEL_DIR) if model == "demo" else gguf_in(model), Path(out)
     _check_arguments(model, source, target, quantization, dtype, has_calibration=calibration is not None)
-    modules, files = _open(source, resolve_dtype(dtype))
-    prompts = None if calibration is None else _read_prompts(calibration, source, modules.config)
-    seen, smoothing = dict[str, torch.Tensor](), Smoothing()
-    if prompts is not None and quantization == auto_int8.NAME:
-        seen = rows_seen(load_model(source), auto_int8.modules_read(modules), prompts, on_progress)
-    quantized = _schemes(modules, files, quantization, seen)
-    if prompts is not None and quantization != auto_int8.NAME:
-        smoothing = find_smoothing(source, prompts, quantized, modules.dtype, on_progress)
-    head = auto_int8.name_of_head(modules)
-    linears = SCHEMES.get(quantization) or SCHEMES.get(quantized.get(head, ""))
-    kind = kind_of_embedding(modules, linears) if linears is not None else ""
-    if kind == OF_HEAD and head in smoothing.columns:
-        kind = OWN_TABLE  # the columns of the output layer are no longer those of the embedding
-    parts = _parts(modules, quantized, smoothing)
-    config = _config(_own_config(source, modules), modules, quantized, kind)
-    _write(target, parts, files, config, on_progress)
+    with DefaultFloatState(num_threads_of_torch()):
+        modules, files = _open(source, resolve_dtype(dtype))
+        prompts = None if calibration is None else _read_prompts(calibration, source, modules.config)
+        seen, smoothing = dict[str, torch.Tensor](), Smoothing()
+        if prompts is not None and quantization == auto_int8.NAME:
+            seen = rows_seen(load_model(source), auto_int8.modules_read(modules), prompts, on_progress)
+        quantized = _schemes(modules, files, quantization, seen)
+        if prompts is not None and quantization != auto_int8.NAME:
+            smoothing = find_smoothing(source, prompts, quantized, modules.dtype, on_progress)
+        head = auto_int8.name_of_head(modules)
+        linears = SCHEMES.get(quantization) or SCHEMES.get(quantized.get(head, ""))
+        kind = kind_of_embedding(modules, linears) if linears is not None else ""
+        if kind == OF_HEAD and head in smoothing.columns:
+            kind = OWN_TABLE  # the columns of the output layer are no longer those of the embedding
+        parts = _parts(modules, quantized, smoothing)
+        config = _config(_own_config(source, modules), modules, quantized, kind)
+        _write(target, parts, files, config, on_progress)
     return smoothing.unsmoothed
 
 

@@ -19,6 +19,7 @@ from pagedcore.models.quantization import convert as converting
 from pagedcore.models.quantization.convert import convert
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import VOCAB, tiny_model
+from support.host_floats import host_floats, x86_glibc_only
 from support.quantized_checkpoints import change_config, change_tensors
 from support.runner import invoke
 
@@ -256,3 +257,12 @@ def test_the_command_converts_the_demo_model(tmp_path: Path) -> None:
     with Engine.from_pretrained(out) as engine, Engine.from_pretrained("demo", quantization="w8a8") as other:
         texts = [one.generate(["What is 17 + 25?"])[0].outputs[0].text for one in (engine, other)]
     assert texts[0] == texts[1]
+
+
+@x86_glibc_only
+def test_a_host_that_rounds_up_changes_no_weight(tmp_path: Path) -> None:
+    """Converting takes the default floating-point state."""
+    convert("demo", tmp_path / "default", quantization="w4a16")
+    with host_floats("up"):
+        convert("demo", tmp_path / "up", quantization="w4a16")
+    assert (tmp_path / "up/model.safetensors").read_bytes() == (tmp_path / "default/model.safetensors").read_bytes()
