@@ -27,8 +27,6 @@ MAX_OF_A_KIND: Final = 2**13
 millisecond, but a collection of garbage may come in between."""
 MAX_ESCAPES: Final = 2**18
 """Backslashes of a body. The parser takes up to ten times as long for an escape as for a byte of text."""
-MAX_HEADER_BYTES: Final = 2**14
-"""Bytes of all header names and values."""
 MAX_JSON_DEPTH: Final = 64
 """Lists and objects inside each other."""
 _HOLDERS: Final = frozenset((dict, list))
@@ -55,7 +53,6 @@ async def read_object(request: Request, max_body_bytes: int) -> dict[str, Any]:
         RefusedAtTheDoor: the type, the size or the form is refused, with the status that says so.
         ClientDisconnect: the client disconnected before the end of its body.
     """
-    _require_short_headers(request)
     _require_json(request)
     body = await _read(request, max_body_bytes)
     if len(body) <= _LONG_BODY:
@@ -82,13 +79,6 @@ async def read_fields(request: Request, known: Collection[str], required: Collec
         if name not in fields:
             raise InvalidPrompt(name, None, f"an object with the field {name}")
     return fields
-
-
-def _require_short_headers(request: Request) -> None:
-    size = sum(len(name) + len(value) for name, value in request.headers.raw)
-    if size > MAX_HEADER_BYTES:
-        raise RefusedAtTheDoor(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers", size,
-                               f"at most {MAX_HEADER_BYTES} bytes")
 
 
 def _require_json(request: Request) -> None:

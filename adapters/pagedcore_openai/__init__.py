@@ -30,4 +30,4 @@ _HOMES: Final = {
     "serve": "pagedcore_openai.server",
 }
 
-__getattr__ = lazy_names(__name__, _HOMES, extra="pagedcore[openai]", brought=("starlette", "uvicorn"))
+__getattr__ = lazy_names(__name__, _HOMES, extra="pagedcore[openai]", brought=("starlette", "uvicorn", "httptools"))

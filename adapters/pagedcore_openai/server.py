@@ -14,6 +14,8 @@ import uvicorn
 from pagedcore.errors import InvalidConfig, describe_name
 from pagedcore_http.drain import KEEP_IDLE_S
 from pagedcore_openai.app import DRAIN_S, OpenAIApp, create
+from pagedcore_openai.bounded_server import BoundedServer
+from pagedcore_openai.connections import connections_within_handles
 from pagedcore_openai.tenants import LOOPBACK, ApiKeys, Browsers
 
 KEYS_VARIABLE: Final = "PAGEDCORE_API_KEYS"
@@ -68,7 +70,8 @@ def serve(
         settings: as for ``create``.
 
     Raises:
-        InvalidConfig: the address cannot be listened on, a key or a setting is refused.
+        InvalidConfig: the address cannot be listened on, a key or a setting is refused, or this process may open too
+            few files.
         RequestFailed: a model fails on its first token.
     """
     api_keys = keys_of_environment()
@@ -84,8 +87,9 @@ def serve(
     hosts = {*LOOPBACK, *allow_hosts} if host in LOOPBACK or allow_hosts else None
     config = uvicorn.Config("", host=host, port=port, log_config=None, log_level="warning", access_log=False,
                             server_header=False, timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=KEEP_IDLE_S,
-                            lifespan="on")
+                            lifespan="on", ws="none")
     Browsers(hosts, allow_origins)
+    max_connections = connections_within_handles()
     # Why first: a taken port is said before a model is loaded.
     listener = _bind(config)
     with listener:
@@ -100,27 +104,7 @@ def serve(
             announce(greeting(app, url, api_keys is not None))
             opened(f"{url}/")
 
-        server = _Server(config, ready)
-        server.run([listener])
-
-
-class _Server(uvicorn.Server):
-    """Says when it answers, and ends in order however often it is told to."""
-
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._announce = announce
-
-    async def startup(self, sockets: Any = None) -> None:
-        """Start to listen."""
-        await super().startup(sockets)
-        self._announce()
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        """Begin to end."""
-        # Why not uvicorn's: it would leave out the lifespan's end after a second Ctrl-C, and raise the signal again
-        # when everything has been closed.
-        self.should_exit = True
+        BoundedServer(config, ready, max_connections).run([listener])
 
 
 def _bind(config: uvicorn.Config) -> Any:
