@@ -7,7 +7,10 @@ the uvicorn that is installed. Which connections there are is kept in ``connecti
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import sys
+import termios
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
@@ -28,8 +31,8 @@ MAX_PIPELINED: Final = 16
 """Requests that a client may send on a connection before it has the answer to an earlier one."""
 _CHUNK_BYTES: Final = 16
 """Bytes besides its content that a chunk of a body may have at no charge: its length and the ends of lines."""
-_PROGRESS_BYTES: Final = 48 * 1024
-"""What a client has to take of a response in ``Times.reading_s``: the bytes between uvicorn's two marks."""
+_PROGRESS_BYTES: Final = 2**15
+"""What a client has to take in ``Times.reading_s`` of a response of which more than 64 KiB wait for it."""
 USED_OF_UVICORN: Final = ("_unsupported_upgrade_warning", "cycle", "flow", "headers", "pipeline", "server_state")
 """What has no documentation there."""
 
@@ -41,7 +44,7 @@ class Times:
     headers_s: float = 10.0
     """From accept, or from a later request's first byte, to the end of the headers."""
     reading_s: float = 60.0
-    """For the client to take some of a response that waits to be sent."""
+    """For the client to take some of a response that waits for it."""
     refused_s: float = 2.0
     """For the client to read a refusal while what it sends is thrown away."""
 
@@ -66,7 +69,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_refused = False
         self._refusal: RefusedAtTheDoor | None = None
         """Why the parser was stopped, if it was by this class."""
-        self._num_unsent = 0
+        self._num_unread = 0
         self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -186,8 +189,13 @@ class BoundedHttp(HttpToolsProtocol):
         """Wait for the next request if there is nothing to do for an earlier one."""
         if self._is_refused or self._is_in_call or self.flow.write_paused:
             return
-        self._is_idle = not self._num_bytes and not self.transport.is_closing()
-        self._wait(self.timeout_keep_alive if self._is_idle else self._times.headers_s)
+        if self.transport.is_closing():
+            self._wait(self._times.reading_s)
+        elif self._num_bytes:
+            self._wait(self._times.headers_s)
+        else:
+            self._is_idle = True
+            self._wait(self.timeout_keep_alive)
 
     def _stop_parser(self, refusal: RefusedAtTheDoor) -> None:
         self._refusal = refusal
@@ -215,15 +223,20 @@ class BoundedHttp(HttpToolsProtocol):
             self.drop()
 
     def _watch_reader(self) -> None:
-        self._num_unsent = self.transport.get_write_buffer_size()
+        self._num_unread = self._count_unread()
         self._reading = self.loop.call_later(self._times.reading_s, self._require_progress)
 
     def _require_progress(self) -> None:
         # Why bytes, and not any progress: a client could take a few of them for hours.
-        if self._num_unsent - self.transport.get_write_buffer_size() < _PROGRESS_BYTES:
+        if self._num_unread - self._count_unread() < _PROGRESS_BYTES:
             self.drop()
         else:
             self._watch_reader()
+
+    def _count_unread(self) -> int:
+        # Why the system's too: megabytes may lie there, and it takes no more before the client has read a third of it.
+        queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
     def _stop_timer(self) -> None:
         if self._reading is not None:

@@ -15,12 +15,13 @@ from pagedcore_openai.bounded_http import Times
 from pagedcore_openai.bounded_server import BoundedServer
 from support.async_helpers import wait_until
 
+WHOLE_BYTES = 2**24
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
 
 async def small_app(scope: Any, receive: Any, send: Any) -> None:
     """Answer with the length of the body at "/body" and the headers at "/headers", else without reading a body; "/big"
-    sends until the client goes."""
+    sends until the client goes, "/whole" 16 MiB in one piece."""
     if scope["type"] == "lifespan":
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
@@ -37,6 +38,9 @@ async def small_app(scope: Any, receive: Any, send: Any) -> None:
         while not leaving.done():
             await send({"type": "http.response.body", "body": b"x" * 2**16, "more_body": True})
             await asyncio.sleep(0)
+        return
+    if scope["path"] == "/whole":
+        await send({"type": "http.response.body", "body": b"x" * WHOLE_BYTES, "more_body": False})
         return
     text = str(scope["headers"] if scope["path"] == "/headers" else size).encode()
     await send({"type": "http.response.body", "body": text, "more_body": False})

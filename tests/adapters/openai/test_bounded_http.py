@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -15,7 +16,7 @@ pytest.importorskip("uvicorn")
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from adapters.openai.bounded import GET, Bounded, bounded, is_closed, read_all, wait_until_open
+from adapters.openai.bounded import GET, WHOLE_BYTES, Bounded, bounded, is_closed, read_all, wait_until_open
 from pagedcore_openai.bounded_http import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
@@ -40,8 +41,8 @@ def served() -> Iterator[Bounded]:
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[Bounded]:
-    """A server that waits for half a second only."""
-    with bounded(times=QUICK, timeout_keep_alive=1) as server:
+    """A server that waits for half a second only, but between requests."""
+    with bounded(times=QUICK) as server:
         yield server
 
 
@@ -141,17 +142,24 @@ def test_the_time_for_headers_runs_from_accept_on(quick: Bounded) -> None:
 
 @pytest.mark.parametrize("more", [b"\r", b"G", b"GET / HTTP/1.1\r\nX: y"])
 def test_later_requests_have_the_same_time(quick: Bounded, more: bytes) -> None:
-    """From the first byte after a response, whatever it is; a connection without one is closed after the idle time."""
-    with quick.connect(GET + b"\r\n") as busy, quick.connect(GET + b"\r\n") as idle:
-        for one in (busy, idle):
-            assert status_of(one.recv(2**16)) == 200
+    """From the first byte after a response, whatever it is."""
+    with quick.connect(GET + b"\r\n") as connection:
+        assert status_of(connection.recv(2**16)) == 200
+        time.sleep(QUICK.headers_s * 1.5)
         began_s = time.monotonic()
-        busy.sendall(more)
-        assert status_of(read_all(busy)) == 408
+        connection.sendall(more)
+        assert status_of(read_all(connection)) == 408
         assert time.monotonic() - began_s > QUICK.headers_s * 0.9
-        assert read_all(idle) == b""
+
+
+def test_idle_connections_are_closed() -> None:
+    """A connection between two requests is closed after the time that uvicorn is given for it, without a word."""
+    with bounded(times=QUICK, timeout_keep_alive=1) as served, served.connect(GET + b"\r\n") as connection:
+        assert status_of(connection.recv(2**16)) == 200
+        began_s = time.monotonic()
+        assert read_all(connection) == b""
         assert time.monotonic() - began_s > 0.9
-    wait_until_open(quick, 0)
+        wait_until_open(served, 0)
 
 
 def test_a_body_that_nobody_reads_has_no_more_time(quick: Bounded) -> None:
@@ -162,8 +170,11 @@ def test_a_body_that_nobody_reads_has_no_more_time(quick: Bounded) -> None:
     with quick.connect(start) as late, quick.connect(start) as whole:
         for one in (late, whole):
             assert status_of(one.recv(2**16)) == 200
-        whole.sendall(b"x" * 1000 + GET + b"\r\n")
+        whole.sendall(b"x" * 1000)
+        time.sleep(QUICK.headers_s * 2)
+        whole.sendall(GET + b"\r\n")
         assert status_of(whole.recv(2**16)) == 200
+        late.sendall(b"x")
         began_s = time.monotonic()
         while not is_closed(late) and time.monotonic() - began_s < 5:
             late.settimeout(5)
@@ -189,9 +200,21 @@ def test_what_a_body_has_besides_its_content_is_bounded(served: Bounded, rest: b
 
 
 def test_chunks_of_one_byte_are_no_burden(served: Bounded) -> None:
-    """20,000 of them are a body like any other."""
-    with served.connect(CHUNKED + chunks(20_000) + b"0\r\n\r\n") as connection:
-        assert connection.recv(2**16).endswith(b"5\r\n20000\r\n0\r\n\r\n")
+    """60,000 of them are a body like any other."""
+    with served.connect(CHUNKED + chunks(60_000) + b"0\r\n\r\n") as connection:
+        assert connection.recv(2**16).endswith(b"5\r\n60000\r\n0\r\n\r\n")
+
+
+def test_the_bytes_of_a_body_are_not_those_of_the_next_headers(served: Bounded) -> None:
+    """After long trailers the next request has the whole bound, and so has the one after it."""
+    with served.connect() as connection:
+        for _ in range(2):
+            connection.sendall(CHUNKED)
+            time.sleep(0.05)
+            connection.sendall(b"1\r\nx\r\n0\r\nX: " + b"y" * 40_000 + b"\r\n\r\n")
+            assert status_of(connection.recv(2**16)) == 200
+            connection.sendall(padded(GET, MAX_HEADER_BYTES))
+            assert status_of(connection.recv(2**16)) == 200
 
 
 def test_trailers_are_no_headers(served: Bounded) -> None:
@@ -244,33 +267,38 @@ def test_a_client_may_ask_before_it_sends_its_body(served: Bounded) -> None:
         assert status_of(connection.recv(2**16)) == 200
 
 
-def test_a_client_that_reads_nothing_loses_its_connection(quick: Bounded) -> None:
-    """After the time to read, and its call learns that it has gone; so one that takes a little now and then."""
-    nothing, little = quick.connect(b"GET /big HTTP/1.1\r\n\r\n"), quick.connect(b"GET /big HTTP/1.1\r\n\r\n")
-    began_s = time.monotonic()
-    while quick.num_open and time.monotonic() - began_s < 10:
-        try:
-            little.recv(100)
-        except OSError:
-            break
-        time.sleep(0.02)
-    wait_until_open(quick, 0)
-    assert time.monotonic() - began_s > QUICK.reading_s * 0.9
-    wait_until(lambda: not quick.server.server_state.tasks)
-    nothing.close()
-    little.close()
-
-
-def test_a_client_that_reads_slowly_gets_everything(quick: Bounded) -> None:
-    """More than the progress that is asked for, over several of the times to read."""
-    with quick.connect(b"GET /big HTTP/1.1\r\n\r\n") as connection:
-        began_s, num_bytes = time.monotonic(), 0
-        while time.monotonic() - began_s < 4 * QUICK.reading_s:
-            num_bytes += len(connection.recv(2**19))
+@pytest.mark.parametrize(("path", "num_taken"), [("/big", 0), ("/big", 500), ("/whole", 0), ("/whole", 2**20)])
+def test_a_client_that_stops_reading_loses_its_connection(quick: Bounded, path: str, num_taken: int) -> None:
+    """After the time to read, whether it has taken nothing, takes too little every time, or has read before; its call
+    ends.
+    """
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+        connection.settimeout(10)
+        connection.connect(quick.address)
+        connection.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+        began_s = time.monotonic()
+        while num_taken > 1000 and num_taken > (took := len(connection.recv(2**16))):
+            num_taken -= took
+        wait_until_open(quick, 1)
+        while quick.num_open and time.monotonic() - began_s < 10:
+            if num_taken == 500:
+                with suppress(OSError):
+                    connection.recv(num_taken)
             time.sleep(0.02)
-        assert quick.num_open == 1
-        assert num_bytes > 2**22
-    wait_until_open(quick, 0)
+        assert QUICK.reading_s * 0.9 < time.monotonic() - began_s < 10
+        wait_until(lambda: not quick.server.server_state.tasks)
+
+
+def test_a_client_that_reads_slowly_gets_everything() -> None:
+    """16 MiB in one piece, over several of the times to read, and beyond the idle time."""
+    with bounded(times=QUICK, timeout_keep_alive=1) as served:
+        with served.connect(b"GET /whole HTTP/1.1\r\n\r\n") as connection:
+            num_bytes = 0
+            while num_bytes < WHOLE_BYTES:
+                num_bytes += len(connection.recv(2**18, socket.MSG_WAITALL))
+                time.sleep(0.04)
+        wait_until_open(served, 0)
 
 
 def test_uvicorn_has_the_shape_that_is_overridden() -> None:

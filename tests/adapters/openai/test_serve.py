@@ -246,6 +246,15 @@ def test_idle_connections_outlive_those_of_clients(monkeypatch: pytest.MonkeyPat
     assert seen[0].timeout_keep_alive > 60
 
 
+def test_there_are_no_websockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their connections would leave the bounds of the server, and nothing is served on them."""
+    seen: list[uvicorn.Config] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, _: seen.append(server.config))
+    serve({"demo": ToyBackend()}, port=0, num_kv_blocks=16)
+    seen[0].load()
+    assert seen[0].ws_protocol_class is None
+
+
 def test_settings_come_from_options_before_those_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """``--config`` gives the settings that no option gives; a server's queue is long unless the file says otherwise."""
     seen: list[Any] = []
