@@ -12,9 +12,11 @@ import json
 import sys
 import termios
 from dataclasses import dataclass
+from functools import cache
 from http import HTTPStatus
 from typing import Any, Final
 
+import httptools
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -25,16 +27,26 @@ from pagedcore_openai.errors import openai_refusal
 
 MAX_HEADER_BYTES: Final = 2**16
 """Bytes of a request line and its headers; as many of a body's other bytes, such as trailers."""
-MAX_HEADERS: Final = 256
+MAX_HEADERS: Final = 128
 """Headers of a request. Each takes a hundred bytes of memory besides its own."""
-MAX_PIPELINED: Final = 16
+MAX_PIPELINED: Final = 8
 """Requests that a client may send on a connection before it has the answer to an earlier one."""
 _CHUNK_BYTES: Final = 16
 """Bytes besides its content that a chunk of a body may have at no charge: its length and the ends of lines."""
 _PROGRESS_BYTES: Final = 2**15
 """What a client has to take in ``Times.reading_s`` of a response of which more than 64 KiB wait for it."""
-USED_OF_UVICORN: Final = ("_unsupported_upgrade_warning", "cycle", "flow", "headers", "pipeline", "server_state")
+USED_OF_UVICORN: Final = (
+    "cycle", "flow", "headers", "loop", "parser", "pipeline", "server_state", "timeout_keep_alive",
+)
 """What has no documentation there."""
+
+Refused = tuple[HTTPStatus, str, object, str]
+"""What ``RefusedAtTheDoor`` is made of."""
+NOT_HTTP: Final[Refused] = HTTPStatus.BAD_REQUEST, "request", None, "HTTP/1.1"
+TOO_LONG: Final[Refused] = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers", MAX_HEADER_BYTES + 1,
+                            f"at most {MAX_HEADER_BYTES} bytes")
+TOO_MANY: Final[Refused] = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers", MAX_HEADERS + 1,
+                            f"at most {MAX_HEADERS}")
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,10 @@ class Times:
     """For the client to take some of a response that waits for it."""
     refused_s: float = 2.0
     """For the client to read a refusal while what it sends is thrown away."""
+
+
+class ParserStopped(Exception):
+    """Raised within the parser, which then reads no further."""
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -67,8 +83,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_in_headers = False
         self._is_idle = False
         self._is_refused = False
-        self._refusal: RefusedAtTheDoor | None = None
-        """Why the parser was stopped, if it was by this class."""
+        self._refusal = NOT_HTTP
+        """Why the parser stops, if it does."""
         self._num_unread = 0
         self._reading: asyncio.TimerHandle | None = None
 
@@ -79,8 +95,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self._connections.admit(self):
             self._wait(self._times.headers_s)
         else:
-            self._refuse(RefusedAtTheDoor(HTTPStatus.SERVICE_UNAVAILABLE, "connections", self._connections.limit + 1,
-                                          f"at most {self._connections.limit}"))
+            limit = self._connections.limit
+            self._refuse((HTTPStatus.SERVICE_UNAVAILABLE, "connections", limit + 1, f"at most {limit}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -97,11 +113,18 @@ class BoundedHttp(HttpToolsProtocol):
             # Safety: counted before the parser has it, because the time that it takes grows with the square.
             room = MAX_HEADER_BYTES - self._num_bytes
             if room <= 0:
-                self._refuse(_too_large("headers", MAX_HEADER_BYTES + 1, f"at most {MAX_HEADER_BYTES} bytes"))
+                self._refuse(TOO_LONG)
                 return
             piece, data = data[:room], data[room:]
             self._num_bytes += len(piece)
-            super().data_received(piece)
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade:
+                # Why nothing: a client that offers another protocol has its answer in this one.
+                pass
+            except httptools.HttpParserError:
+                # Why not uvicorn's way: a stranger must not be able to fill the log.
+                self._refuse(self._refusal)
 
     def on_message_begin(self) -> None:
         """Begin a request."""
@@ -114,14 +137,15 @@ class BoundedHttp(HttpToolsProtocol):
             # Safety: a trailer comes after the headers were looked at, and must not become one of them.
             return
         if len(self.headers) >= MAX_HEADERS:
-            self._stop_parser(_too_large("headers", MAX_HEADERS + 1, f"at most {MAX_HEADERS}"))
+            self._refusal = TOO_MANY
+            raise ParserStopped
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Begin a call."""
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop_parser(RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "requests without an answer", MAX_PIPELINED + 1,
-                                               f"at most {MAX_PIPELINED}"))
+            # Why no refusal of this: there is no place for one before the answers to the others.
+            raise ParserStopped
         super().on_headers_complete()
         self._is_in_headers = False
         self._num_bytes = 0
@@ -154,9 +178,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._stop_timer()
         self._settle()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser has not taken."""
-        self._refuse(self._refusal or RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "request", None, "HTTP/1.1"))
+    def timeout_keep_alive_handler(self) -> None:
+        """Leave the end of an idle connection to ``expire``: uvicorn's timer does not see what arrives."""
 
     def has_unsent(self) -> bool:
         """Whether a part of a response has not been sent."""
@@ -170,13 +193,10 @@ class BoundedHttp(HttpToolsProtocol):
     def expire(self) -> None:
         """Close, because the time is over; say why to a client that has begun a request."""
         if self._num_bytes and not self._is_refused and not self.transport.is_closing():
-            self._refuse(RefusedAtTheDoor(HTTPStatus.REQUEST_TIMEOUT, "headers", None,
-                                          f"all of them within {self._times.headers_s:g} seconds"))
+            limit = f"all of them within {self._times.headers_s:g} seconds"
+            self._refuse((HTTPStatus.REQUEST_TIMEOUT, "headers", None, limit))
         else:
             self.drop()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing of a client that offers another protocol: it has its answer in this one."""
 
     @property
     def _is_in_call(self) -> bool:
@@ -187,33 +207,25 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _settle(self) -> None:
         """Wait for the next request if there is nothing to do for an earlier one."""
-        if self._is_refused or self._is_in_call or self.flow.write_paused:
+        if self._is_refused or self.flow.write_paused:
             return
         if self.transport.is_closing():
+            # Why before calls: those that were to come after a response which closes are never begun.
             self._wait(self._times.reading_s)
-        elif self._num_bytes:
+        elif self._num_bytes and not self._is_in_call:
             self._wait(self._times.headers_s)
-        else:
+        elif not self._is_in_call:
             self._is_idle = True
             self._wait(self.timeout_keep_alive)
 
-    def _stop_parser(self, refusal: RefusedAtTheDoor) -> None:
-        self._refusal = refusal
-        raise refusal
-
-    def _refuse(self, error: RefusedAtTheDoor) -> None:
+    def _refuse(self, refusal: Refused) -> None:
         """Send a refusal and close; between the parts of a response there is no place for one."""
         if self._is_in_call:
             self.drop()
             return
-        refusal = openai_refusal(error)
-        body = json.dumps(refusal.body).encode()
-        headers = [*self.server_state.default_headers, (b"content-type", b"application/json"),
-                   (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
-        if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
-        lines = [b"%s: %s\r\n" % header for header in headers]
-        self.transport.write(b"".join([STATUS_LINE[refusal.status], *lines, b"\r\n", body]))
+        start, rest = _response(*refusal)
+        usual = [b"%s: %s\r\n" % header for header in self.server_state.default_headers]
+        self.transport.write(b"".join([start, *usual, rest]))
         self._is_refused, self._is_idle = True, False
         self._wait(self._times.refused_s)
         try:
@@ -235,7 +247,11 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _count_unread(self) -> int:
         # Why the system's too: megabytes may lie there, and it takes no more before the client has read a third of it.
-        queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        try:
+            queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:
+            # Why: it has been closed, and this has not been told yet.
+            return 0
         return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
     def _stop_timer(self) -> None:
@@ -244,5 +260,13 @@ class BoundedHttp(HttpToolsProtocol):
             self._reading = None
 
 
-def _too_large(what: str, given: int, limit: str) -> RefusedAtTheDoor:
-    return RefusedAtTheDoor(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, what, given, limit)
+@cache
+def _response(*refusal: Any) -> tuple[bytes, bytes]:
+    """Return the first line of a refusal, and what comes after the headers that every response has."""
+    # Why kept: a stranger causes as many as he likes, and there are few different ones.
+    told = openai_refusal(RefusedAtTheDoor(*refusal))
+    body = json.dumps(told.body).encode()
+    headers = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
+    if told.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers += b"retry-after: %d\r\n" % RETRY_AFTER_S
+    return STATUS_LINE[told.status], headers + b"\r\n" + body
