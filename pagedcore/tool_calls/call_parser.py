@@ -14,6 +14,7 @@ from pagedcore.tool_calls.events import ArgumentsDelta, ChatEvent, ContentDelta,
 from pagedcore.tool_calls.json_scanner import WHITESPACE, CallScanner
 
 ARGUMENTS: Final = ("arguments",)
+_PIECE: Final = 1024
 
 
 def split_at_tag(text: str, tag: str) -> tuple[str, bool, str]:
@@ -28,11 +29,36 @@ def split_at_tag(text: str, tag: str) -> tuple[str, bool, str]:
     return text[: len(text) - length], False, text[len(text) - length :]
 
 
+class HeldBlank:
+    """The whitespace at the end of a text so far, which is held back until there is text after it."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def push(self, text: str) -> str:
+        """Take further text; return all that is certain by now, which ends with no whitespace."""
+        written = text.rstrip(WHITESPACE)
+        blank = text[len(written) :]
+        if written:
+            written = self.take() + written
+        if blank:
+            self._pieces.append(blank)
+        return written
+
+    def take(self) -> str:
+        """Return what was held back, and hold it no longer."""
+        blank = "".join(self._pieces)
+        self._pieces.clear()
+        return blank
+
+
 class CallParser(ABC):
     """A state machine over the text of one completion. A format is its states: methods that take from ``_rest`` what
     they understand, and return whether they can go on without further text.
 
     Whitespace between content and a call, and between calls, is dropped.
+
+    Invariant: ``_rest`` is short, so that a state may copy it.
     """
 
     keys: ClassVar[Collection[str]] = ARGUMENTS
@@ -45,7 +71,7 @@ class CallParser(ABC):
         self._names, self._new_id = names, new_id
         self._rest = ""
         self._events: list[ChatEvent] = []
-        self._blank = ""
+        self._blank = HeldBlank()
         self._undecided: list[str] = []
         self._num_calls = 0
         self._is_after_call = self._is_open = self._has_end = False
@@ -54,9 +80,10 @@ class CallParser(ABC):
 
     def push(self, text: str) -> list[ChatEvent]:
         """Take the next piece of text; return the events that have become certain."""
-        self._rest += text
-        while self._rest and self._state():
-            pass
+        for place in range(0, len(text), _PIECE):
+            self._rest += text[place : place + _PIECE]
+            while self._rest and self._state():
+                pass
         return self._take_events()
 
     def finish(self) -> list[ChatEvent]:
@@ -66,9 +93,9 @@ class CallParser(ABC):
             self._events.append(ArgumentsDelta(self._num_calls - 1, rest))
         elif not self._is_open:
             self._write(self._left(rest))
-            if not self._num_calls and self._blank:
-                self._events.append(ContentDelta(self._blank))
-        self._undecided, self._blank = [], ""
+            if not self._num_calls and (blank := self._blank.take()):
+                self._events.append(ContentDelta(blank))
+        self._undecided, self._blank = [], HeldBlank()
         return self._take_events()
 
     @abstractmethod
@@ -101,10 +128,7 @@ class CallParser(ABC):
         if not text:
             return
         self._is_after_call = False
-        text = self._blank + text
-        written = text.rstrip(WHITESPACE)
-        self._blank = text[len(written) :]
-        if written:
+        if written := self._blank.push(text):
             self._events.append(ContentDelta(written))
 
     def _write_until(self, tag: str) -> bool:
@@ -166,7 +190,7 @@ class CallParser(ABC):
         return False
 
     def _open(self, name: str) -> None:
-        self._is_open, self._has_end, self._undecided, self._blank = True, False, [], ""
+        self._is_open, self._has_end, self._undecided, self._blank = True, False, [], HeldBlank()
         self._events.append(ToolCallStart(self._num_calls, self._new_id(), name))
         self._num_calls += 1
 

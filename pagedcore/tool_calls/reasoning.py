@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagedcore.tool_calls.call_parser import split_at_tag
+from pagedcore.tool_calls.call_parser import HeldBlank, split_at_tag
 from pagedcore.tool_calls.events import ChatEvent, ReasoningDelta
 from pagedcore.tool_calls.formats import OutputParser, ReasoningFormat
 from pagedcore.tool_calls.json_scanner import WHITESPACE
@@ -19,8 +19,8 @@ class ReasoningParser:
     def __init__(self, form: ReasoningFormat, content: OutputParser, *, is_open: bool) -> None:
         """Begin before a completion; with ``is_open`` its prompt has ended with the first tag."""
         self._form, self._content = form, content
-        self._rest = self._blank = ""
-        self._has_text = False
+        self._rest = ""
+        self._blank, self._has_text = HeldBlank(), False
         self._state: Callable[[], list[ChatEvent]] = self._in_reasoning if is_open else self._start
 
     def push(self, text: str) -> list[ChatEvent]:
@@ -33,16 +33,20 @@ class ReasoningParser:
         rest, self._rest = self._rest, ""
         if self._state == self._in_reasoning:
             return [*self._write(rest), *self._content.finish()]
+        rest = self._blank.take() + rest
         return [*(self._content.push(rest) if rest else []), *self._content.finish()]
 
     def _start(self) -> list[ChatEvent]:
         text, tag = self._rest.lstrip(WHITESPACE), self._form.begin
+        self._blank.push(self._rest[: len(self._rest) - len(text)])
+        self._rest = text
         if text.startswith(tag):
+            self._blank = HeldBlank()
             self._rest, self._state = text[len(tag) :], self._in_reasoning
         elif tag.startswith(text):
             return []
         else:
-            self._state = self._after
+            self._rest, self._state = self._blank.take() + text, self._after
         return self._state()
 
     def _in_reasoning(self) -> list[ChatEvent]:
@@ -50,7 +54,7 @@ class ReasoningParser:
         events = self._write(before)
         if not is_closed:
             return events
-        self._state = self._before_content
+        self._blank, self._state = HeldBlank(), self._before_content
         return [*events, *self._state()]
 
     def _before_content(self) -> list[ChatEvent]:
@@ -65,11 +69,7 @@ class ReasoningParser:
         return self._content.push(text)
 
     def _write(self, text: str) -> list[ChatEvent]:
-        text = self._blank + text
-        if not self._has_text:
-            text = text.lstrip(WHITESPACE)
-        written = text.rstrip(WHITESPACE)
-        self._blank = text[len(written) :]
+        written = self._blank.push(text if self._has_text else text.lstrip(WHITESPACE))
         self._has_text = self._has_text or bool(written)
         return [ReasoningDelta(written)] if written else []
 
