@@ -33,6 +33,7 @@ from pagedcore_kernels.errors import InternalError as InternalError
 from pagedcore_kernels.errors import InvalidConfig as InvalidConfig
 from pagedcore_kernels.errors import MissingDependency as MissingDependency
 from pagedcore_kernels.errors import PagedcoreError as PagedcoreError
+from pagedcore_kernels.errors import is_passing as is_passing
 
 _NAME: Final = re.compile("[A-Za-z_][A-Za-z0-9_]{0,39}")
 

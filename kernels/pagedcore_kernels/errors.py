@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+_PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
 class PagedcoreError(Exception):
@@ -31,3 +34,11 @@ class MissingDependency(InvalidConfig, ImportError):
 
 class InternalError(PagedcoreError):
     """A stated law of the engine does not hold: please report it with the message."""
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error says that the system lacks memory, file handles or threads now, and nothing of what was asked.
+
+    What failed with it is worth asking again later.
+    """
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _PASSING)

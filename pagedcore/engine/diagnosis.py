@@ -5,6 +5,7 @@ unasked: after a failed step, after a defect, and when nothing progresses althou
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -59,7 +60,7 @@ class Diagnosis:
             self._recorder.watch_beams(groups)
         self._wait_log = WaitLog()
         self._idle_since_s: float | None = None
-        self._dumped_s: list[float] = []
+        self._num_dumps, self._next_dump_s = 0, -math.inf
 
     def _noted(self, request: Request) -> Request:
         """Return a request whose sequences are new, recorded if there is a recorder."""
@@ -134,13 +135,13 @@ class Diagnosis:
         ``None``: the flight recorder is off, there are enough such files, or it cannot be written; no error is raised.
         """
         now_s = self._clock.now()
-        is_enough = len(self._dumped_s) >= MAX_DUMPS or (self._dumped_s and now_s < self._dumped_s[-1] + _PAUSE_S)
-        if self._recorder is None or is_enough:
+        if self._recorder is None or self._num_dumps >= MAX_DUMPS or now_s < self._next_dump_s:
             return None
-        self._dumped_s.append(now_s)
+        self._next_dump_s = now_s + _PAUSE_S
         with suppress(Exception):
             path = str(Path(tempfile.mkdtemp(prefix="pagedcore-recording-")) / f"{why}.jsonl.gz")
             self.dump_recording(path)
+            self._num_dumps += 1
             _log.warning("flight recorder: the last steps are in %s", path)
             return path
         return None

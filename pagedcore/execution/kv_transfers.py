@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from pagedcore.config.limits import MAX_TRANSFER_S
-from pagedcore.errors import InternalError, InvalidConfig
+from pagedcore.errors import InternalError, InvalidConfig, is_passing
 from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.kv_cache.prefix_cache import BlockMemory
@@ -43,7 +43,8 @@ class KVTransfers:
         self._started_s: dict[int, float] = {}
         self._late: set[int] = set()
         self._polled: Sequence[tuple[int, bool]] = ()
-        self._has_failed_poll = self._has_failed_populate = False
+        self._is_never_populated = False
+        self._told: set[str] = set()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks before the next step computes."""
@@ -57,16 +58,19 @@ class KVTransfers:
         does little takes little.
         """
         store, num_used = self._store, device.num_used_blocks + device.num_cached_blocks
-        if not isinstance(store, PopulatesBlocks) or self._has_failed_populate:
+        if not isinstance(store, PopulatesBlocks) or self._is_never_populated:
             return False
         try:
             if free_memory_bytes() < _LEAVES_FREE * _MOST_AHEAD_BYTES:
                 return False
+        except InvalidConfig:  # the system's fault, and a passing one
+            return False
+        try:
             return bool(store.populate(num_used + min(num_used, _MOST_AHEAD_BYTES // store.block_bytes)))
         except Exception as error:  # the store may be the user's own, and nothing depends on this
-            self._has_failed_populate = True
-            _log.exception("KV pool: the store cannot take memory ahead (%s); it is not asked again",
-                           type(error).__name__)
+            self._is_never_populated = not is_passing(error)
+            again = "it is not asked again" if self._is_never_populated else "it is asked again later"
+            self._tell_once(f"KV pool: the store cannot take memory ahead ({type(error).__name__}); {again}")
             return False
 
     def advance(self) -> None:
@@ -97,9 +101,7 @@ class KVTransfers:
         except MemoryError:  # this machine's fault, not the store's
             raise
         except Exception as error:  # the store may be the user's own; what it does not report is timed out
-            if not self._has_failed_poll:
-                self._has_failed_poll = True
-                _log.exception("host KV: the store cannot say which transfers have ended (%s)", type(error).__name__)
+            self._tell_once(f"host KV: the store cannot say which transfers have ended ({type(error).__name__})")
             ended = []
             if wait:
                 # Why: nothing can run until a transfer ends or is timed out; other programs need the core meanwhile.
@@ -122,6 +124,12 @@ class KVTransfers:
         self._started_s.clear()
         self._late.clear()
         self._polled = ()
+
+    def _tell_once(self, message: str) -> None:
+        """Log the error at hand, unless the same was logged before: it may come with every step."""
+        if message not in self._told:
+            self._told.add(message)
+            _log.exception("%s", message)
 
     def _time_out_late(self) -> None:
         latest_s = self._clock.now() - self._longest_s

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from pagedcore_kernels.cpu.runtime.cores import num_usable_cores
+from pagedcore_kernels.cpu.runtime.cores import num_usable_cores, read_of_system, unreadable_system
 
 #: Flags worth knowing, as Linux names them; x86 first, then ARM.
 _INTERESTING = (
@@ -49,10 +49,14 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Read the machine; nothing is cached, because a container's limits may change."""
+    """Read the machine; nothing is cached, because a container's limits may change.
+
+    Raises:
+        InvalidConfig: the system lacks file handles or memory now.
+    """
     info = _read("/proc/cpuinfo")
     flags = set(_field(info, "flags").split()) | set(_field(info, "Features").split())
-    limit, total = _read("/sys/fs/cgroup/memory.max").strip(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, total = _read("/sys/fs/cgroup/memory.max"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         cpu_name=_field(info, "model name") or platform.processor() or platform.machine(),
         num_cores=num_usable_cores(),
@@ -62,10 +66,7 @@ def this_machine() -> Machine:
 
 
 def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return read_of_system(Path(path))
 
 
 def _field(info: str, name: str) -> str:
@@ -75,10 +76,17 @@ def _field(info: str, name: str) -> str:
 
 
 def free_memory_bytes() -> int:
-    """Return the memory that can be had now without swapping: the machine's, or the container's if that is less."""
-    free = int(psutil.virtual_memory().available)
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    used = _read("/sys/fs/cgroup/memory.current").strip()
+    """Return the memory that can be had now without swapping: the machine's, or the container's if that is less.
+
+    Raises:
+        InvalidConfig: the system lacks file handles or memory now.
+    """
+    try:
+        free = int(psutil.virtual_memory().available)
+    except OSError as error:
+        raise unreadable_system(error) from error
+    limit = _read("/sys/fs/cgroup/memory.max")
+    used = _read("/sys/fs/cgroup/memory.current")
     if not (limit.isdigit() and used.isdigit()):
         return free
     # Why: the kernel counts file pages as used, but reclaims inactive ones before it refuses.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import pluggy
 
 from pagedcore._version import __version__
-from pagedcore.errors import InvalidConfig
+from pagedcore.errors import InvalidConfig, is_passing
 from pagedcore.plugins import builtin, hookspecs
 from pagedcore.plugins.hookspecs import PROJECT_NAME, EngineInfo
 from pagedcore.plugins.installed import entry_points_of, name_and_version
@@ -94,13 +94,21 @@ class PluginManager:
         self._records[name] = PluginRecord(name, distribution, version, "active", hooks=hooks)
 
     def try_add(self, entry_point: EntryPoint) -> None:
-        """Load and register a plugin found by name; every failure is noted and logged, never raised."""
+        """Load and register a plugin found by name; a failure of it is noted and logged, never raised.
+
+        Raises:
+            InvalidConfig: the system lacks file handles or memory now: without the plugin there would be an engine that
+                lacks it for good.
+        """
         name, dist = entry_point.name, entry_point.dist
         distribution, version = name_and_version(dist) if dist else ("", "")
         try:
             plugin = None if name in self._blocked else entry_point.load()
             self.add(plugin, name, distribution=distribution, version=version)
         except (Exception, SystemExit) as error:  # an import of a third party can raise anything, even an exit
+            if is_passing(error):
+                raise InvalidConfig(f"plugin {name!r}: it cannot be loaded now ({type(error).__name__}: the system "
+                                    "lacks file handles or memory). Free some, and try again.") from error
             reason = f"{type(error).__name__}: {error}"
             # Why: two distributions may claim one name; the second record must not replace the first
             key = name if name not in self._records else f"{name} of {distribution}"

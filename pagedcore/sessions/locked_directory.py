@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from pagedcore.errors import is_passing
+
 _log = logging.getLogger("pagedcore")
 
 PARKED: Final = ("pagedcore-parked-", "")
@@ -52,6 +54,8 @@ def _lock(path: Path) -> tuple[Path, int]:
         except (FileNotFoundError, BlockingIOError):
             raise
         except OSError as error:
+            if is_passing(error):
+                raise
             _log.warning("directories cannot be locked here (%s): files of a killed process stay", error.strerror)
             path = path.rename(path.with_name(f"{path.name}-unlocked"))
         return path, handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.stream import CompletionFuture
 from support.async_helpers import wait_until
-from support.doubles import FakeClock, FlakyBackend, GatedBackend, ToyBackend
+from support.doubles import FakeClock, FlakyBackend, GatedBackend, ToyBackend, raising
 from support.recordings import toy_engine
 
 
@@ -118,7 +119,7 @@ def test_the_log_of_reasons_adds_up() -> None:
 
 def test_a_failed_step_leaves_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the model fails, the request's error names the file with the last steps, which can be replayed; only so many
-    are written, and not one after the other.
+    are written, and not one after the other; what could not be written does not count.
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     clock = FakeClock()
@@ -130,6 +131,11 @@ def test_a_failed_step_leaves_a_recording(tmp_path: Path, monkeypatch: pytest.Mo
         assert str(path) in request.error.__notes__[0]
         assert replay_decisions(read_recording(path)).difference is None
         assert engine.dump_unasked("again") is None
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "mkdtemp", raising(OSError(errno.EMFILE, "Too many open files")))
+            for _ in range(MAX_DUMPS):
+                clock.advance(100.0)
+                assert engine.dump_unasked("again") is None
         for _ in range(2 * MAX_DUMPS):
             clock.advance(100.0)
             engine.dump_unasked("again")

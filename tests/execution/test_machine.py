@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from pagedcore.errors import InvalidConfig
 from pagedcore.execution import machine
 from pagedcore.execution.machine import free_memory_bytes, this_machine
+from support.doubles import raising
 
 X86 = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n\nprocessor\t: 1\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd sve bf16 i8mm\n"
@@ -66,3 +71,16 @@ def test_free_memory_is_what_a_container_has_left(
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
     pretend(monkeypatch, **files)
     assert free_memory_bytes() == free
+
+
+@pytest.mark.parametrize("read", [this_machine, free_memory_bytes])
+def test_a_lack_of_file_handles_is_not_taken_for_another_machine(
+    read: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be read now is an error, not an older processor without a limit on memory."""
+    refuse = raising(OSError(errno.EMFILE, "Too many open files", "/proc/cpuinfo"))
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", refuse)
+    with pytest.raises(InvalidConfig, match="Too many open files") as raised:
+        read()
+    assert "/proc" not in str(raised.value)

@@ -11,6 +11,7 @@ from torch import nn
 
 from pagedcore.models.cpu.packed_experts import PackedExperts, RouterWeight, pack_experts
 from pagedcore.models.cpu.packed_linear import FASTEST, PackedLinear
+from support.doubles import raising
 from support.families import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -129,8 +130,10 @@ def test_a_routers_logits_do_not_depend_on_the_number_of_rows() -> None:
             assert torch.equal(alone.sigmoid(), wide.sigmoid()[row : row + 1])
 
 
-def test_a_router_that_multiplies_in_another_way_keeps_its_matrix() -> None:
-    """What takes the place of a matrix raises ``TypeError`` for any other function; such a router gets its own back."""
+def test_a_router_that_multiplies_in_another_way_keeps_its_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes the place of a matrix raises ``TypeError`` for any other function; such a router gets its own back.
+    One that could not be tried for lack of memory is no such router, and the model is refused.
+    """
 
     class OtherRouter(nn.Linear):
         """Multiplies by an operator."""
@@ -148,6 +151,9 @@ def test_a_router_that_multiplies_in_another_way_keeps_its_matrix() -> None:
     assert router.weight is before
     assert dict(router.named_parameters())["weight"] is before
     assert not unused
+    monkeypatch.setattr(OtherRouter, "forward", raising(RuntimeError("DefaultCPUAllocator: can't allocate memory")))
+    with pytest.raises(RuntimeError, match="allocate"):
+        pack_experts(router, linears=FASTEST, routers=FASTEST, on_unused=unused.append)
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import shutil
 import signal
@@ -19,7 +20,7 @@ from pagedcore.plugins import manager as manager_module
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.plugins.manager import EngineHooks, PluginManager, create_plugin_manager, expose
 from pagedcore.plugins.registry import Registry
-from support.doubles import toy_answer
+from support.doubles import raising, toy_answer
 from support.engine_builders import assert_all_free, make_engine
 
 
@@ -193,6 +194,13 @@ def test_a_broken_entry_point_is_recorded_and_left_out(monkeypatch: pytest.Monke
     record = next(record for record in manager.records if record.name == "broken")
     assert "made_up_broken" in record.reason
     assert "broken" in caplog.text
+
+
+def test_a_plugin_is_not_left_out_for_lack_of_file_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system lacks at the moment refuses the engine, which would do without the plugin for good."""
+    monkeypatch.setattr(EntryPoint, "load", raising(OSError(errno.EMFILE, "Too many open files", "plugin.py")))
+    with pytest.raises(InvalidConfig, match="plugin 'mine': it cannot be loaded now"):
+        PluginManager().try_add(EntryPoint("mine", "mine", "pagedcore"))
 
 
 def test_a_clashing_entry_point_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

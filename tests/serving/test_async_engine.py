@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import inspect
 import sys
@@ -25,7 +26,7 @@ from pagedcore.serving import engine_loop
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.commands import Commands
 from support.async_helpers import SlowBackend, broken_step, complete, params, wait_until
-from support.doubles import FlakyBackend, ToyBackend, toy_answer
+from support.doubles import FlakyBackend, ToyBackend, raising, toy_answer
 from support.engine_builders import make_engine
 
 
@@ -381,26 +382,44 @@ def test_losing_the_engine_stops_its_thread() -> None:
 
 
 
+@pytest.mark.parametrize(("error", "advice"), [
+    (ValueError(), "ValueError); it is not asked again"),
+    (OSError(errno.EMFILE, "Too many open files"), "OSError); it is asked again later"),
+    (MemoryError(), "MemoryError); it is asked again later"),
+])
 def test_a_store_that_cannot_take_memory_ahead_stops_nobody(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said once, the store is asked once, and requests are served as before."""
+    """It is said once, requests are served as before, and a store that lacked what may come back is asked again."""
     monkeypatch.setattr(engine_loop, "IDLE_CHECK_S", 0.01)
     backend, asked = ToyBackend(), list[int]()
 
     def populate(num_blocks: int) -> bool:
         asked.append(num_blocks)
-        raise MemoryError
+        raise error
 
     with AsyncEngine(make_engine(backend, check_invariants=False)) as engine:
         backend.cache_store.populate = populate  # type: ignore[attr-defined]
         wait_until(lambda: bool(asked))
         assert asyncio.run(complete(engine, [1] * 9, 3)) == toy_answer([1] * 9, 3)
         assert asyncio.run(engine.call(Engine.idle)) is False
-    assert len(asked) == 1
+    assert (len(asked) == 1) is ("not" in advice)
     assert [record.getMessage() for record in caplog.records if "ahead" in record.getMessage()] == [
-        "KV pool: the store cannot take memory ahead (MemoryError); it is not asked again"
+        f"KV pool: the store cannot take memory ahead ({advice}"
     ]
+
+
+def test_a_system_without_file_handles_switches_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it cannot be read how much memory is free, none is taken ahead; afterwards it is."""
+    backend, asked = ToyBackend(), list[int]()
+    engine = make_engine(backend, check_invariants=False)
+    backend.cache_store.populate = asked.append  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", raising(OSError(errno.EMFILE, "Too many open files", "/proc/meminfo")))
+        assert not engine.idle()
+    assert asked == []
+    engine.idle()
+    assert asked == [0]
 
 
 def test_an_idle_engine_takes_memory_for_as_many_blocks_as_were_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -19,6 +20,7 @@ import pytest
 from pagedcore.sessions import locked_directory
 from pagedcore.sessions.kv_file import KVDirectory, replace_file
 from pagedcore.sessions.locked_directory import PARKED, PART, make_locked, release, sweep
+from support.doubles import raising
 from support.toy_sessions import ask, make
 
 CHILD = """
@@ -169,6 +171,18 @@ def test_without_locks_nothing_is_swept(
     directory.close()
     other.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lack_of_memory_is_no_lack_of_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that could not be locked at one moment is made at the next, with a lock."""
+    directory = KVDirectory(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", raising(OSError(errno.ENOMEM, "Cannot allocate memory")))
+        with pytest.raises(OSError, match="Cannot allocate"):
+            directory.name_file()
+    assert list(tmp_path.iterdir()) == []
+    assert "unlocked" not in str(directory.name_file())
+    directory.close()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

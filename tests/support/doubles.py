@@ -8,7 +8,7 @@ place changes the answer or trips an assertion; ``toy_answer`` says what the ans
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 from types import MappingProxyType
@@ -32,6 +32,15 @@ from pagedcore.sequence import Sequence
 VOCAB_SIZE = 32
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _ids = count()
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    """Return a function that raises an error whatever it is called with."""
+
+    def call(*_: object, **__: object) -> Any:
+        raise error
+
+    return call
 
 
 def toy_logits(token_ids: npt.NDArray[np.int64], vocab_size: int = VOCAB_SIZE) -> FloatArray:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.models.cpu.packed_linear import (
     FASTEST,
     VECTOR,
@@ -184,7 +185,9 @@ def _pack_router(router: Any, factory: LinearFactory, on_unused: OnUnused) -> Pa
     others = [weight.new_zeros(num_experts)] * (len(inspect.signature(router.forward).parameters) - 1)
     try:
         router(weight.new_zeros(2, hidden_size), *others)
-    except Exception:  # Why any: other versions of the class may do anything with their matrix.
+    except Exception as error:  # Why any: other versions of the class may do anything with their matrix.
+        if is_out_of_memory(error):
+            raise
         del router.weight
         router.weight = weight
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -10,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
 from kernels.runtime.kernels_for_tests import count_kernel, hold_kernel
+from pagedcore_kernels.cpu.runtime import team as team_module
 from pagedcore_kernels.cpu.runtime import team_memory as at
 from pagedcore_kernels.cpu.runtime import team_waiting
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
@@ -337,6 +340,29 @@ def test_a_system_that_refuses_threads(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(one, "_start_helper", lambda: calls.append(1) or False)
     assert all(count(one, 1, 2) for _ in range(3))
     assert calls == [1]
+    assert one.close()
+
+
+def test_a_refused_helper_comes_later(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A system that lacks threads is asked again after a while, by whoever wakes helpers, and says it once."""
+    one, clock, refusals = Team(), SimpleNamespace(now=100.0), [errno.EAGAIN, errno.EAGAIN, 0]
+    create = team_module._LIBC.pthread_create
+    monkeypatch.setattr(team_module.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(team_module, "_LIBC", SimpleNamespace(
+        pthread_create=lambda *of: refusals.pop(0) or create(*of), pthread_join=team_module._LIBC.pthread_join,
+        pthread_setname_np=team_module._LIBC.pthread_setname_np))
+    one.launcher(1, 1)
+    assert one.num_helpers == 0
+    clock.now += team_module.RETRY_S
+    for _ in range(3):
+        one.wake(1)
+    assert (one.num_helpers, refusals) == (0, [0])
+    clock.now += team_module.RETRY_S
+    one.wake(1)
+    assert (one.num_helpers, refusals) == (1, [])
+    assert caplog.text.count("could not be started") == 1
+    monkeypatch.undo()
+    assert count(one, 1, 1)
     assert one.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 
 from pagedcore_kernels.cpu.runtime import openmp, threads
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
+from support.doubles import raising
 
 libgomp_only = pytest.mark.skipif(openmp.openmp_threads() is None, reason="torch brings no libgomp here")
 
@@ -115,6 +118,13 @@ def test_outside_of_an_engine_torch_is_left_alone() -> None:
 
 
 def test_without_libgomp_there_is_nothing_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where torch has no libgomp, kernels run on the team and torch is left alone."""
+    """Where torch has no libgomp, kernels run on the team and torch is left alone; a lack of file handles says nothing.
+    """
     monkeypatch.setattr(openmp.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     assert openmp.openmp_threads.__wrapped__() is None
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    assert openmp.openmp_threads.__wrapped__() is None
+    monkeypatch.setattr(os, "scandir", raising(OSError(errno.EMFILE, "Too many open files")))
+    monkeypatch.setattr(os, "listdir", raising(OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(OSError, match="Too many"):
+        openmp.openmp_threads.__wrapped__()

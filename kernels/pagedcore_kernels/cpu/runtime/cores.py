@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from pagedcore_kernels.errors import InvalidConfig, is_passing
+
 
 def num_usable_cores(root: Path = Path("/")) -> int:
     """Return the number of cores, at least 1; a quota of one and a half cores is one core.
@@ -25,9 +27,9 @@ def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
     """Yield every CPU quota that binds this process, in cores."""
     for folder, version in _group_folders(root):
         if version == 2:
-            quota, _, period = _read(folder / "cpu.max").partition(" ")
+            quota, _, period = read_of_system(folder / "cpu.max").partition(" ")
         else:
-            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+            quota, period = read_of_system(folder / "cpu.cfs_quota_us"), read_of_system(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(period) > 0:
             yield int(quota) / int(period)
 
@@ -47,7 +49,7 @@ def _group_folders(root: Path) -> Iterator[tuple[Path, int]]:
 
 def _groups(root: Path) -> Iterator[tuple[int, str]]:
     """Yield the version of a hierarchy that can limit the CPU, and the path of this process's group in it."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_of_system(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
@@ -58,7 +60,7 @@ def _groups(root: Path) -> Iterator[tuple[int, str]]:
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str, str]]:
     """Yield root, mount point, type and options of every mount; see proc_pid_mountinfo(5)."""
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read_of_system(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
         if len(fields) >= 5 and len(kinds) >= 3:
@@ -73,8 +75,21 @@ def _below(group: str, mount_root: str) -> PurePosixPath:
     return path if ".." not in path.parts else PurePosixPath("/")
 
 
-def _read(path: Path) -> str:
+def read_of_system(path: Path) -> str:
+    """Return what a file of the system's says, without whitespace around it; nothing where there is no such file.
+
+    Raises:
+        InvalidConfig: the system lacks file handles or memory now, so that this says nothing about the file.
+    """
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+    except OSError as error:
+        if is_passing(error):
+            raise unreadable_system(error) from error
         return ""
+
+
+def unreadable_system(error: OSError) -> InvalidConfig:
+    """Return the error of what the system cannot say at present."""
+    return InvalidConfig(f"machine: what the system says of it cannot be read now ({error.strerror}). Close files or "
+                         "raise the limit (ulimit -n), and try again.")

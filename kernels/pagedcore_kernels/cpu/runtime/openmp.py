@@ -6,6 +6,7 @@ torch brings a libgomp of its own. Its settings belong to the calling thread, so
 from __future__ import annotations
 
 import ctypes
+import fnmatch
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,11 +54,12 @@ class OpenMPThreads:
 def openmp_threads() -> OpenMPThreads | None:
     """Return the threads of the libgomp that torch has loaded, or ``None`` where it uses something else."""
     folder = Path(torch.__file__).parent / "lib"
-    paths = sorted(folder.glob("libgomp*.so*"))
-    if not paths:
+    # Why not glob: it takes a directory that cannot be listed at the moment for an empty one.
+    names = sorted(fnmatch.filter(os.listdir(folder), "libgomp*.so*")) if folder.is_dir() else []
+    if not names:
         return None
     torch_cpu = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
-    return OpenMPThreads(ctypes.CDLL(str(paths[0])), getattr(torch_cpu, "MKL_Set_Num_Threads_Local", None))
+    return OpenMPThreads(ctypes.CDLL(str(folder / names[0])), getattr(torch_cpu, "MKL_Set_Num_Threads_Local", None))
 
 
 _is_forked = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import math
 import os
 import platform
 import signal
@@ -40,6 +41,8 @@ _CALL_NUMBERS: Final = {
 _CLOCK_NUMBER: Final = 6 if sys.platform == "darwin" else 1
 #: How long the end of the interpreter waits for helpers that still hold work, in seconds.
 END_TIMEOUT_S: Final = 5.0
+#: How long a system that has refused a thread is not asked for another one, in seconds.
+RETRY_S: Final = 10.0
 _RUN = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 _WAKE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)
 
@@ -74,6 +77,7 @@ class Team:
         self._lock = threading.Lock()
         self._threads: list[ctypes.c_ulong] = []
         self._is_closed = False
+        self._refused_s = -math.inf
         self._loops = team_loop.helper_loop(), team_loop.run_loop(), team_loop.wake_loop(), team_loop.run_all_loop()
         self._memory = _new_memory(call_numbers() if has_futex is not False else None)
         self._words = np.ctypeslib.as_array(
@@ -110,16 +114,25 @@ class Team:
         return partial(self._run_all, self._memory + at.SLOTS + slot * at.SLOT_BYTES)
 
     def wake(self, num_helpers: int) -> None:
-        """Wake so many helpers that sleep, so that they are awake when the next kernel comes."""
+        """Wake so many helpers that sleep, so that they are awake when the next kernel comes; those that could not be
+        started may be by now.
+        """
+        if num_helpers > self.num_helpers:
+            self.grow(num_helpers)
         self._wake(self._memory, min(num_helpers, self.num_helpers))
 
     def grow(self, num_helpers: int) -> None:
-        """Start helpers until there are ``num_helpers``, or as many as the system allows; none after ``close``."""
+        """Start helpers until there are ``num_helpers``, or as many as the system allows; none after ``close``.
+
+        A system that refuses a thread is asked again after ``RETRY_S``, not for every kernel.
+        """
         with self._lock:
+            if time.monotonic() < self._refused_s + RETRY_S:
+                return
             while len(self._threads) < min(num_helpers, at.MOST_HELPERS) and not self._is_closed:
                 if not self._start_helper():
-                    break
-            # Why the number that was asked for: a system that refuses a thread is not asked again for every kernel.
+                    self._refused_s = time.monotonic()
+                    return
             self.num_helpers = max(self.num_helpers, num_helpers)
 
     def counters(self) -> TeamCounters:
@@ -188,7 +201,9 @@ class Team:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if error:
             self._words[at.NUM_ALIVE // 8] -= 1
-            _log.warning("a helper thread could not be started (%s); kernels run on fewer threads", os.strerror(error))
+            if self._refused_s == -math.inf:
+                _log.warning("a helper thread could not be started (%s); kernels run on fewer threads until it can",
+                             os.strerror(error))
             return False
         self._threads.append(thread)
         self._words[at.NUM_HELPERS // 8] = len(self._threads)
