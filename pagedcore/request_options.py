@@ -14,6 +14,8 @@ from pagedcore.errors import InvalidSalt
 
 TIMEOUT: Final[FieldRule[float | None]] = seconds(0, MAX_TIMEOUT_S, above_low=True).or_none()
 """What every door accepts as the longest time to the end of a completion, in seconds; ``None``: no limit."""
+WAIT: Final[FieldRule[float]] = seconds(0, MAX_TIMEOUT_S)
+"""How long a call that waits for the engine may do so, in seconds."""
 
 _TARGET_MS: Final = number(0, 1000 * MAX_TIMEOUT_S, above_low=True)
 _WEIGHT: Final = number(1 / MAX_WEIGHT, MAX_WEIGHT)

@@ -95,8 +95,6 @@ class PagedCoreRunner:
     ``true`` and ``false``, and 262,144 escapes."""
     degraded_after_s: ClassVar[float] = 10.0
     """Seconds without progress after which the service is not ready; longer than the longest step."""
-    dead_after_s: ClassVar[float] = 60.0
-    """Seconds without progress after which the service is not alive."""
     max_priority: ClassVar[int | None] = None
     """The highest ``priority`` that a call may ask for; ``None``: any."""
 
@@ -203,7 +201,8 @@ class PagedCoreRunner:
             await self._engine.aclose(CLOSE_LIMIT_S)
 
     async def __is_alive__(self) -> bool:
-        """Whether this process may recover: its engine exists and is not stalled for good."""
+        """Whether this process may recover: its engine takes calls, which it does until it hangs for ``dead_after_s``.
+        """
         return self._health() != "dead"
 
     async def __is_ready__(self) -> bool:
@@ -220,7 +219,7 @@ class PagedCoreRunner:
     def _health(self) -> str:
         if self._engine is None:
             return "degraded"
-        return self._engine.health(degraded_after_s=self.degraded_after_s, dead_after_s=self.dead_after_s).status
+        return self._engine.health(degraded_after_s=self.degraded_after_s).status
 
     def salt_of(self, ctx: bentoml.Context | None) -> Salt | Awaitable[Salt]:
         """Return the cache salt of a call's tenant, text or bytes of any length above 0; ``None``: all tenants share.

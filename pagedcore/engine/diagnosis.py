@@ -74,7 +74,8 @@ class Diagnosis:
         For operators: the answer names other requests. ``request_id`` is the engine's id or the caller's own label; an
         id that is not known gives the state "unknown".
 
-        Raises ``EngineInUse`` if another thread is in a call of this engine.
+        Raises ``EngineInUse`` if another thread is in a call of this engine, ``InvalidRequest`` for an id that is no
+        text.
         """
         with self._steps.exclusive():
             if self._steps.is_torn:

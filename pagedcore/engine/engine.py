@@ -194,7 +194,7 @@ class Engine(Quoting):
         return self.sessions.take_in(self.sessions.read(path), options)
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request now and free its blocks; return whether it was live. Unknown ids are no error."""
+        """End a request now and free its blocks; return whether it was live. Raises ``InvalidRequest`` for no text."""
         self._recover()
         request = self.requests.find(request_id)
         if request is None or request.is_done:

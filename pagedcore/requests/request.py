@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-from pagedcore.errors import RequestStateError
+from pagedcore.errors import InvalidRequest, RequestStateError
 from pagedcore.outputs import RequestMetrics, RequestOutput, TokenLogprobs, Usage
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
@@ -116,7 +116,12 @@ class Request:
         return None if known is None else (None, *known)
 
     def take_new_tokens(self, index: int = 0) -> list[int]:
-        """Return the tokens of completion ``index`` that were not taken yet; each token is returned once."""
+        """Return the tokens of completion ``index`` that were not taken yet; each token is returned once.
+
+        Raises ``InvalidRequest`` if there is no such completion.
+        """
+        if type(index) is not int or not 0 <= index < len(self.sequences):
+            raise InvalidRequest("index", index, f"an integer from 0 to {len(self.sequences) - 1}")
         sequence = self.sequences[index]
         taken = max(self._num_taken.get(sequence.sequence_id, 0), sequence.num_prompt_tokens)
         self._num_taken[sequence.sequence_id] = len(sequence.token_ids)

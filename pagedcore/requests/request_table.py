@@ -89,7 +89,9 @@ class RequestTable:
         return iter(tuple(self._by_id.values()))
 
     def find(self, request_id: str) -> Request | None:
-        """Return the request with exactly this id."""
+        """Return the request with exactly this id. Raises ``InvalidRequest`` for an id that is no text."""
+        if not isinstance(request_id, str):
+            raise InvalidRequest("request_id", request_id, "text, as a request's request_id is")
         return self._by_id.get(request_id)
 
     def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:

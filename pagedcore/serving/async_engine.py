@@ -24,7 +24,7 @@ from pagedcore.errors import EngineClosed, ForkedProcess
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
-from pagedcore.request_options import OptionKeywords, RequestOptions
+from pagedcore.request_options import WAIT, OptionKeywords, RequestOptions
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
@@ -43,8 +43,8 @@ STREAM_INTERVAL_S: Final = 0.05
 """How often a reader gets new text, in seconds: twenty times a second looks continuous."""
 _DEAD_AFTER: Final = seconds(0, MAX_TIMEOUT_S, above_low=True)
 DEAD_AFTER_S: Final = 300.0
-"""How long a step may take before the engine is given up, in seconds. Unlike a verdict of ``health``, which a late step
-takes back, that is final; so it is longer than any step should be, of a large model on a small machine too."""
+"""How long a step may take before the engine is given up, in seconds. Unlike "degraded", which a late step takes back,
+that is final; so it is longer than any step should be, of a large model on a small machine too."""
 QUEUE_TIMEOUT_S: Final = 300.0
 """The longest wait for a first start unless the engine has its own ``queue_timeout_s``, in seconds."""
 _T = TypeVar("_T")
@@ -232,8 +232,11 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.
 
-        Raises ``EngineClosed`` if the engine was closed, or its thread did not answer within ``timeout_s`` seconds.
+        Raises:
+            InvalidRequest: ``timeout_s`` is not a number of seconds from 0 to thirty days.
+            EngineClosed: the engine was closed, or its thread did not answer within so many seconds.
         """
+        timeout_s = WAIT.check("timeout_s", timeout_s)
         try:
             return self.send(lambda engine: engine.stats()).result(timeout_s)
         except TimeoutError:
@@ -243,7 +246,8 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
         """Say where a request stands and why it waits; ``request_id`` is the engine's or the caller's own label.
 
         For operators: the answer names other requests. As ``Engine.explain``, and "held" for a labelled request that
-        the engine's queue has no room for yet; one whose caller waits for room is unknown. Raises ``EngineClosed``.
+        the engine's queue has no room for yet; one whose caller waits for room is unknown. Raises ``EngineClosed``, and
+        ``InvalidRequest`` for an id that is no text.
         """
         result = CompletionFuture[Explanation]()
         self._commands.put(lambda worker: result.complete(worker.explain(request_id)), result)
@@ -258,15 +262,17 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
         manager.add(plugin, type(plugin).__name__)
         self.send(lambda engine: engine.hooks.add(manager))
 
-    def health(self, *, degraded_after_s: float = 10.0, dead_after_s: float = 60.0) -> Health:
+    def health(self, *, degraded_after_s: float = 10.0) -> Health:
         """Judge whether the engine makes progress, by the seconds since its last step or idle check; never waits.
 
         While everybody waits for KV blocks that are on their way between the memories there is no step. A long step
-        looks like a standstill if it takes more than ``degraded_after_s``; after ``dead_after_s`` waiting is pointless.
+        looks like a standstill if it takes more than ``degraded_after_s``. "dead" is an engine that refuses calls: it
+        was closed, its thread has ended, or it was given up after ``dead_after_s`` of this object.
+
+        Raises ``InvalidRequest`` if ``degraded_after_s`` is not a number of seconds from 0 to thirty days.
         """
-        return self._progress.judge(
-            is_alive=self._thread.is_alive(), degraded_after_s=degraded_after_s, dead_after_s=dead_after_s
-        )
+        limit_s = WAIT.check("degraded_after_s", degraded_after_s)
+        return self._progress.judge(is_alive=self._thread.is_alive(), degraded_after_s=limit_s)
 
     @property
     def is_alive(self) -> bool:
@@ -278,7 +284,10 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
 
         A step that has not ended after ``timeout_s`` seconds, or ``dead_after_s`` without it, is left to itself, with
         the memory that it may write to: readers get ``EngineHung``, and this returns.
+
+        Raises ``InvalidRequest`` if ``timeout_s`` is not a number of seconds from 0 to thirty days; nothing is closed.
         """
+        timeout_s = WAIT.or_none().check("timeout_s", timeout_s)
         if (finalizer := self._finalizer.detach()) is not None:
             finalizer[1](timeout_s)
 

@@ -3,6 +3,8 @@
 Owns the marks that the thread leaves and what is read from them, by callers and by the watchdog; it never looks at a
 request, and asking never waits for the thread. Who leaves the marks is in ``engine_loop``, who asks is
 ``AsyncEngine.health``.
+
+Law: an engine is dead exactly when it takes no calls any more, which silence makes it by the watchdog's verdict only.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Health:
     """One moment's verdict on an engine."""
 
     status: HealthStatus
-    """"ready": send requests; "degraded": send them elsewhere; "dead": make a new engine."""
+    """"ready": send requests; "degraded": send them elsewhere; "dead": make a new engine, as this one refuses them."""
     reason: str
     """Why, in words made of numbers and names only."""
     silent_s: float
@@ -70,16 +72,15 @@ class Progress:
             self._num_failed_steps = 0
         self._last_s = self._clock.now()
 
-    def judge(self, *, is_alive: bool, degraded_after_s: float, dead_after_s: float) -> Health:
-        """Say how the thread does, if it exists (``is_alive``); limits as for ``AsyncEngine.health``."""
+    def judge(self, *, is_alive: bool, degraded_after_s: float) -> Health:
+        """Say how the thread does, if it exists (``is_alive``); the limit as for ``AsyncEngine.health``."""
         silent_s, num_failed = self._clock.now() - self._last_s, self._num_failed_steps
         if self.is_given_up:
             return Health("dead", "the engine thread hangs and was given up", silent_s, num_failed)
         if self.has_ended or not is_alive:
             return Health("dead", "the engine thread has ended", silent_s, num_failed)
         if silent_s > degraded_after_s:
-            status: HealthStatus = "dead" if silent_s > dead_after_s else "degraded"
-            return Health(status, f"no step or idle check has ended for {silent_s:.1f} s", silent_s, num_failed)
+            return Health("degraded", f"no step or idle check has ended for {silent_s:.1f} s", silent_s, num_failed)
         if num_failed >= MAX_FAILED_STEPS:
             return Health("degraded", f"the last {num_failed} steps failed", silent_s, num_failed)
         return Health("ready", "steps are being made", silent_s, num_failed)

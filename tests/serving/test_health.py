@@ -20,7 +20,7 @@ from support.engine_builders import make_engine
 
 
 def judge(progress: Progress, is_alive: bool = True) -> Health:
-    return progress.judge(is_alive=is_alive, degraded_after_s=10.0, dead_after_s=60.0)
+    return progress.judge(is_alive=is_alive, degraded_after_s=10.0)
 
 
 class BlockedBackend(ToyBackend):
@@ -43,16 +43,19 @@ def blocked() -> Iterator[BlockedBackend]:
     backend.go_on.set()
 
 
-def test_silence_makes_degraded_then_dead_and_progress_makes_ready_again() -> None:
-    """The verdict depends on the time since the last mark alone."""
+def test_silence_degrades_and_progress_makes_ready_again() -> None:
+    """The verdict depends on the time since the last mark alone; no silence is as good as a thread that was given up.
+    """
     clock = FakeClock()
     progress = Progress(clock)
     seen = []
-    for seconds in (9.0, 2.0, 49.5, 1.0):
+    for seconds in (9.0, 2.0, 1e6):
         clock.advance(seconds)
         seen.append(judge(progress).status)
     progress.step_ended(has_output=False, has_failed=False)
-    assert [*seen, judge(progress).status] == ["ready", "degraded", "dead", "dead", "ready"]
+    assert [*seen, judge(progress).status] == ["ready", "degraded", "degraded", "ready"]
+    progress.is_given_up = True
+    assert judge(progress).status == "dead"
 
 
 def test_failed_steps_in_a_row_degrade_and_one_good_step_heals() -> None:
@@ -97,14 +100,11 @@ async def test_health_turns_bad_when_loop_thread_dies(monkeypatch: pytest.Monkey
 
 
 async def test_health_turns_bad_when_loop_thread_hangs(blocked: BlockedBackend) -> None:
-    """A thread that exists but sits in one step is degraded, then dead, and ready again after its next step."""
+    """A thread that exists but sits in one step is degraded, and ready again after its next step."""
     with AsyncEngine(make_engine(blocked)) as engine:
         hanging = asyncio.create_task(complete(engine, [1], 3))
-        await asyncio.to_thread(
-            wait_until, lambda: engine.health(degraded_after_s=0.05, dead_after_s=60.0).status == "degraded"
-        )
+        await asyncio.to_thread(wait_until, lambda: engine.health(degraded_after_s=0.05).status == "degraded")
         assert engine.is_alive
-        assert engine.health(degraded_after_s=0.01, dead_after_s=0.02).status == "dead"
         blocked.go_on.set()
         assert await hanging == toy_answer([1], 3)
         assert engine.health().status == "ready"
@@ -124,9 +124,7 @@ async def test_waiting_for_blocks_on_their_way_is_no_progress() -> None:
     async with AsyncEngine(engine) as running:
         waiting = asyncio.create_task(complete(running, prompt, 3))
         await asyncio.to_thread(wait_until, lambda: bool(store.under_way))
-        await asyncio.to_thread(
-            wait_until, lambda: running.health(degraded_after_s=0.05, dead_after_s=60.0).status == "degraded"
-        )
+        await asyncio.to_thread(wait_until, lambda: running.health(degraded_after_s=0.05).status == "degraded")
         store.is_hung = False
         assert await waiting == toy_answer(prompt, 3)
         assert running.health(degraded_after_s=IDLE_CHECK_S + 1.0).status == "ready"

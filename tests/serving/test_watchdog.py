@@ -320,7 +320,7 @@ def hanging(dead_after_s):
 backend, stopped, future = hanging(1.5)
 print("in a step", flush=True)
 sys.stdin.readline()
-status = stopped.health(degraded_after_s=1000, dead_after_s=1000).status
+status = stopped.health(degraded_after_s=1000).status
 backend.go_on.set()
 tokens = len(future.result(30).outputs[0].token_ids)
 closed, left = hanging(0.3), hanging(0.3)
