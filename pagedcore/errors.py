@@ -5,7 +5,7 @@
           - InvalidPrompt  PromptEmpty  PromptTooLong  InvalidToken  InvalidText
           - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed  InvalidSalt
           - InvalidGrammar  InvalidTools
-          - TooManySequences  TooManyLogprobs  UnknownParameter  RequestTooLarge
+          - TooManySequences  TooManyLogprobs  UnknownParameter (TypeError)  RequestTooLarge
           - RequestStateError  SessionStateError  InvalidSessionFile  ModelMismatch
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported  ModelTakenOver  DeviceUnavailable  MissingDependency  MemoryBudgetExceeded
@@ -21,12 +21,15 @@
           - RecordingMismatch
       * InternalError                     a law of the engine is broken: a defect of pagedcore
 
-Messages are made of names, numbers and limits only: never a prompt, a path or an object's repr.
+Messages are made of names, numbers and limits only: never a prompt, a path or an object's repr. An operator's own
+setting is shown, unless it is long, a path or a secret.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from typing import Final
 
 from pagedcore_kernels.errors import InternalError as InternalError
@@ -36,6 +39,8 @@ from pagedcore_kernels.errors import PagedcoreError as PagedcoreError
 from pagedcore_kernels.errors import is_passing as is_passing
 
 _NAME: Final = re.compile("[A-Za-z_][A-Za-z0-9_]{0,39}")
+_SHOWN: Final = re.compile(r"[^/\\]{0,64}", re.DOTALL)
+_LONGEST_NAME: Final = 64
 
 
 def describe_name(name: object) -> str:
@@ -53,6 +58,17 @@ def describe(value: object) -> str:
         return f"a string of {len(value)} characters"
     kind = value if isinstance(value, type) else type(value)
     return f"a value of type {kind.__name__}"
+
+
+def show(value: object) -> str:
+    """Say what an operator's own setting was: short text that is no path as it is. Not for secrets or callers' text."""
+    return repr(value) if isinstance(value, str) and _SHOWN.fullmatch(value) else describe(value)
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """Ask whether the known name was meant that is most like a given one, which is not repeated; empty if none is."""
+    close = get_close_matches(given[:_LONGEST_NAME], known, n=1) if isinstance(given, str) else []
+    return f"Did you mean {close[0]}?" if close else ""
 
 
 class InvalidRequest(PagedcoreError, ValueError):
@@ -131,8 +147,14 @@ class TooManyLogprobs(InvalidRequest):
     """More log-probabilities per token than the limit."""
 
 
-class UnknownParameter(InvalidRequest):
-    """A parameter name that pagedcore does not know; refused, never ignored."""
+class UnknownParameter(InvalidRequest, TypeError):
+    """A parameter name that pagedcore does not know; refused, never ignored. As of a keyword, a ``TypeError`` too."""
+
+    @classmethod
+    def named(cls, what: str, name: object, known: Collection[str], advice: str = "") -> UnknownParameter:
+        """Make the error of one name where only ``known`` ones are allowed; ``advice`` instead of the nearest one."""
+        return cls(what, describe_name(name), f"one of {', '.join(known)}", advice or did_you_mean(name, known),
+                   is_described=True)
 
 
 class RequestTooLarge(InvalidRequest):

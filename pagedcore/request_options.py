@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final, TypedDict
 
 from pagedcore.config.field_rules import LABEL, PRIORITY, FieldRule, number, seconds
+from pagedcore.config.keywords import refuses_unknown
 from pagedcore.config.limits import MAX_SALT_BYTES, MAX_TIMEOUT_S, MAX_WEIGHT
-from pagedcore.errors import InvalidSalt
+from pagedcore.errors import InvalidSalt, UnknownParameter
+from pagedcore.sampling_params import NAMES as SAMPLING_NAMES
 
 TIMEOUT: Final[FieldRule[float | None]] = seconds(0, MAX_TIMEOUT_S, above_low=True).or_none()
 """What every door accepts as the longest time to the end of a completion, in seconds; ``None``: no limit."""
@@ -34,6 +36,11 @@ class OptionKeywords(TypedDict, total=False):
     tpot_ms: float | None
 
 
+def sampling_advice(name: str) -> str:
+    """Say where a sampling parameter belongs that was given as a keyword of a call; empty for other names."""
+    return f"It is a sampling parameter: params=SamplingParams({name}=...)." if name in SAMPLING_NAMES else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """Who a request is for and how urgent it is.
@@ -41,7 +48,8 @@ class RequestOptions:
     Raises:
         InvalidRequest: the priority is no integer from -1,000,000 to 1,000,000, the label or the tenant no printable
             text of 1 to 128 characters, the weight not from 0.001 to 1,000, or a deadline or target not above 0 and
-            up to thirty days; ``InvalidSalt``: the salt is neither text nor bytes, or not 1 to 64 bytes.
+            up to thirty days; ``InvalidSalt``: the salt is neither text nor bytes, or not 1 to 64 bytes;
+            ``UnknownParameter``, which is a ``TypeError`` too: there is no option of a name.
     """
 
     priority: int = 0
@@ -106,4 +114,21 @@ def _salt_bytes(salt: object) -> bytes:
     return given
 
 
+_NAMES: Final = tuple(OptionKeywords.__annotations__)
+_refuses_unknown: Final = refuses_unknown("option", sampling_advice)
+# Why here: a dataclass takes its fields only, and refuses others with an error of another kind.
+RequestOptions.__init__ = _refuses_unknown(RequestOptions.__init__)  # type: ignore[method-assign]
 NO_OPTIONS: Final = RequestOptions()
+
+
+def read_options(given: OptionKeywords, *own: str) -> RequestOptions:
+    """Return the options that a door was given as keywords, beside those of its ``own`` names.
+
+    Raises:
+        UnknownParameter: a name is neither; the advice is the nearest of both.
+        InvalidRequest: as ``RequestOptions``.
+    """
+    for name in given:
+        if name not in _NAMES:
+            raise UnknownParameter.named("option", name, (*own, *_NAMES), sampling_advice(name))
+    return RequestOptions(**given) if given else NO_OPTIONS

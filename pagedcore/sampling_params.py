@@ -7,7 +7,6 @@ room for the completion) is checked by ``requests/validation.py``. What the numb
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pagedcore import errors
 from pagedcore.config import field_rules, limits
 from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, integer, number
+from pagedcore.config.keywords import refuses_unknown
 from pagedcore.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class SamplingParams:
 
     Raises:
         InvalidRequest: a field is out of range; the subclass, ``what`` and the message say which and why.
+        UnknownParameter: there is no parameter of a name; it is a ``TypeError`` too.
     """
 
     max_tokens: int | None = None
@@ -96,6 +97,7 @@ class SamplingParams:
     cannot be combined with ``beam_width``."""
 
     # Why: written out, because more types are accepted than stored, and ``num_beams`` is no field of its own.
+    @refuses_unknown("parameter name")
     def __init__(
         self,
         *,
@@ -193,11 +195,8 @@ class SamplingParams:
         if not isinstance(mapping, Mapping):
             raise errors.UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
         for name in mapping:
-            if name not in _NAMES:
-                close = difflib.get_close_matches(name[:32], _NAMES, n=1) if isinstance(name, str) else []
-                advice = f"Did you mean {close[0]}?" if close else ""
-                raise errors.UnknownParameter("parameter name", errors.describe_name(name),
-                                              f"one of {', '.join(_NAMES)}", advice, is_described=True)
+            if name not in NAMES:
+                raise errors.UnknownParameter.named("parameter name", name, NAMES)
         for name in LOCAL_NAMES:
             if (value := mapping.get(name)) is not None and value is not False:
                 raise errors.InvalidSampling(name, value, "given to SamplingParams, in the engine's process, only")
@@ -246,4 +245,5 @@ _CHECKS: Final[Mapping[str, Check]] = {
 }
 LOCAL_NAMES: Final = ("logits_processor", "return_logits")
 """Parameters that only a caller in the engine's process may give."""
-_NAMES: Final = (*_CHECKS, "num_beams")
+NAMES: Final = (*_CHECKS, "num_beams")
+"""What a request may say of its sampling."""

@@ -13,7 +13,8 @@ from itertools import accumulate
 from typing import Any, Final
 
 from pagedcore.config import limits
-from pagedcore.errors import InvalidGrammar, describe_name
+from pagedcore.config.keywords import refuses_unknown
+from pagedcore.errors import InvalidGrammar, describe_name, did_you_mean
 
 _BRACKETS: Final = b"()[]{}"
 _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in _BRACKETS)
@@ -44,6 +45,7 @@ class StructuredOutput:
     ebnf: str | None = None
     """The same in the EBNF of llama.cpp (GBNF), from its rule ``root``; at most 256 rules."""
 
+    @refuses_unknown("structured")
     def __init__(
         self,
         *,
@@ -85,7 +87,7 @@ class StructuredOutput:
         for name in mapping:
             if name not in _CHECKS:
                 raise InvalidGrammar("structured", f"the field {describe_name(name)}", f"one of {_names()}",
-                                     is_described=True)
+                                     did_you_mean(name, _CHECKS), is_described=True)
         return cls(**mapping)
 
     def as_mapping(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def before_any_worker(hook: F) -> F:
 
 def require_valid_settings(settings: Mapping[str, Any]) -> None:
     """Raise ``InvalidConfig`` for a setting that is unknown or out of range."""
+    EngineConfig.require_names(settings)
     EngineConfig.from_keywords(**{name: value for name, value in settings.items() if name not in _NOT_IN_CONFIG})
 
 

@@ -6,13 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import Collection
-from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any, Final
 
 from starlette.requests import Request
 
-from pagedcore.errors import InvalidPrompt, UnknownParameter, describe_name
+from pagedcore.errors import InvalidPrompt, UnknownParameter
 from pagedcore_http.refusals import RefusedAtTheDoor
 
 TEXT_BYTES_PER_TOKEN: Final = 16
@@ -72,9 +71,7 @@ async def read_fields(request: Request, known: Collection[str], required: Collec
     fields = await read_object(request, max_body_bytes)
     for name in fields:
         if name not in known:
-            close = get_close_matches(name[:32], known, n=1)
-            raise UnknownParameter("field name", describe_name(name), f"one of {', '.join(known)}",
-                                   f"Did you mean {close[0]}?" if close else "", is_described=True)
+            raise UnknownParameter.named("field name", name, known)
     for name in required:
         if name not in fields:
             raise InvalidPrompt(name, None, f"an object with the field {name}")

@@ -25,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from pagedcore import AsyncEngine, Chat, Delta, RequestOutput, SamplingParams
-from pagedcore.errors import InvalidRequest, TooManySequences
+from pagedcore import AsyncEngine, Chat, Delta, EngineConfig, RequestOutput, SamplingParams
+from pagedcore.errors import InvalidRequest, TooManySequences, UnknownParameter, did_you_mean
 from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_langchain.host import EngineHost
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
@@ -97,6 +97,9 @@ class PagedCoreSettings(BaseModel):
         if not isinstance(values, dict):
             return values
         kept = {name: value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
+        for name in kept:
+            if name not in cls.model_fields and name != "engine" and did_you_mean(name, cls.model_fields):
+                raise UnknownParameter.named("field", name, sorted(cls.model_fields))
         if isinstance(kept.get("engine"), AsyncEngine):
             kept["host"] = EngineHost(None, {}, kept.pop("engine"))
         return kept
@@ -129,6 +132,7 @@ class PagedCoreSettings(BaseModel):
             return cls.from_engine(model, **dict(settings))
         name = model if isinstance(model, str) else type(model).__name__
         engine_settings = {name: value for name, value in settings.items() if name not in own}
+        EngineConfig.require_names(engine_settings, cls.model_fields)
         host = EngineHost(model, engine_settings | own.pop("engine_settings", {}))
         chosen = cls(**{"model": name, "host": host, **own})
         _ = host.engine

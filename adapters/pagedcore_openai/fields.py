@@ -6,13 +6,12 @@ one that means nothing. ``null`` means that a field was not given.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pagedcore import SamplingParams
-from pagedcore.errors import InvalidRequest, UnknownParameter
+from pagedcore.errors import InvalidRequest, UnknownParameter, did_you_mean
 from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_http.events import encode
 from pagedcore_http.salts import Caller
@@ -69,9 +68,8 @@ class Form:
     def _unknown(self, name: str) -> UnknownParameter:
         # Safety: text that is no name of a field may be anything, a part of a prompt among it, and is not repeated.
         shown = name if is_field(name) else "body"
-        close = difflib.get_close_matches(name[:64], self.reads, n=1)
         return UnknownParameter(shown, "an unknown field", f"one of {', '.join(sorted(self.reads))}",
-                                f"Did you mean {close[0]}?" if close else "", is_described=True)
+                                did_you_mean(name, self.reads), is_described=True)
 
 
 def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:

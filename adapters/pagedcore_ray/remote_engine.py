@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from pagedcore import AsyncEngine, Delta, Engine, RequestOutput, SamplingParams
 from pagedcore.errors import EngineClosed, EngineOverloaded, InternalError
-from pagedcore.request_options import OptionKeywords, RequestOptions
+from pagedcore.request_options import OptionKeywords, read_options
 
 
 class ReplicaLost(EngineClosed):
@@ -125,7 +125,7 @@ class RemoteEngine(AsyncEngine):
 
     async def _call(self, prompt: Any, params: SamplingParams | None, options: Any, timeout_s: float | None,
                     wait_for_room: bool) -> EngineCall:
-        salt = RequestOptions(**options).salt
+        salt = read_options(options, "timeout_s", "wait_for_room").salt
         token_ids = await asyncio.to_thread(self.encode, prompt)
         return EngineCall(token_ids, params, options, timeout_s, wait_for_room, salt)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from pagedcore.cli import common
-from pagedcore.errors import InvalidConfig
+from pagedcore.errors import InvalidConfig, show
 
 
 def serve(
@@ -92,7 +92,7 @@ def _by_name(model: str | None, models: list[str]) -> dict[str, str]:
     for text in models:
         name, mark, path = text.partition("=")
         if not (name and mark and path):
-            raise InvalidConfig(f"--model: got text of {len(text)} characters, needed is NAME=MODEL.")
+            raise InvalidConfig(f"--model: got {show(text)}, needed is NAME=MODEL.")
         named.append((name, path))
     by_name = dict(named)
     if len(by_name) < len(named):

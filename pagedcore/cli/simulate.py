@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcore.cli import common
-from pagedcore.errors import InvalidConfig, describe
+from pagedcore.errors import InvalidConfig, show
 
 if TYPE_CHECKING:
     from pagedcore.simulation.calibration import Calibration
@@ -137,7 +137,7 @@ def _tenant(text: str) -> tuple[str, float]:
     try:
         return name, float(weight or 1.0)
     except ValueError:
-        raise InvalidConfig(f"tenant: got {describe(text)}, allowed is NAME or NAME=WEIGHT.") from None
+        raise InvalidConfig(f"tenant: got {show(text)}, allowed is NAME or NAME=WEIGHT.") from None
 
 
 def _find(

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, Final
@@ -17,13 +16,24 @@ from pagedcore.config import field_rules as rules
 from pagedcore.config.config_file import read_settings
 from pagedcore.config.limits import MAX_SEED, MAX_WAIT_MS
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
-from pagedcore.errors import InvalidConfig, describe_name
+from pagedcore.errors import InvalidConfig, describe_name, did_you_mean
 
 _MAX_WAIT_MS: Final = 50.0
+BESIDE_SETTINGS: Final = ("config", "plugins", "stream_interval_s", "dead_after_s")
+"""Keywords of ``from_pretrained``, an ``AsyncEngine``'s among them, that are no settings."""
 _ALIASES: Final = {"max_batch_size": "max_num_seqs", "max_batch_tokens": "max_num_batched_tokens"}
+_FORMATS: Final = {
+    "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32", "float": "float32",
+    "bf16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32", "torch.bfloat16": "bfloat16",
+}
+_WIDTHS: Final = {
+    "int8": "w8a8", "8bit": "w8a8", "int4": "w4a16", "4bit": "w4a16", "auto": "auto-int8", "off": "none",
+}
+_SECRETS: Final = frozenset({"session_key"})
 _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
-    "dtype": rules.one_of("auto", "float32", "bfloat16", "float16"),
-    "device": rules.matching(r"auto|cpu|cuda(:[0-9]{1,3})?", "one of auto, cpu, cuda, cuda:0, cuda:1, ..."),
+    "dtype": rules.one_of("auto", "float32", "bfloat16", "float16", elsewhere=_FORMATS),
+    "device": rules.matching(r"auto|cpu|cuda(:[0-9]{1,3})?", "one of auto, cpu, cuda, cuda:0, cuda:1, ...",
+                             "auto", "cpu", "cuda", "cuda:0", "cuda:1", elsewhere={"gpu": "cuda", "nvidia": "cuda"}),
     "block_size": rules.COUNT.or_none(),
     "num_kv_blocks": rules.COUNT.or_none(),
     "kv_cache_dtype": rules.one_of("auto", "int8"),
@@ -39,7 +49,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "num_threads": rules.COUNT.or_none(),
     "attention_backend": rules.NAME,
     "linear_backend": rules.NAME,
-    "quantization": rules.one_of("none", "w8a8", "w8a16", "w4a16", "auto-int8"),
+    "quantization": rules.one_of("none", "w8a8", "w8a16", "w4a16", "auto-int8", elsewhere=_WIDTHS),
     "model_backend": rules.NAME,
     "scheduling_policy": rules.NAME,
     "policy_options": rules.OPTIONS,
@@ -169,7 +179,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
-            rule.check(name, getattr(self, name), rules.invalid_setting)
+            error = rules.invalid_secret if name in _SECRETS else rules.invalid_setting
+            rule.check(name, getattr(self, name), error)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, allowed is at least "
@@ -209,6 +220,19 @@ class EngineConfig:
         """Build a configuration of keywords that a type checker cannot know. Raises as the constructor."""
         return cls(**settings)
 
+    @staticmethod
+    def require_names(names: Iterable[str], others: Iterable[str] = ()) -> None:
+        """Look at the names alone: each has to be a setting, or another keyword of ``from_pretrained``.
+
+        Args:
+            names: as someone has given them.
+            others: names that mean something where they were given, which the error may advise.
+
+        Raises:
+            InvalidConfig: a name is neither.
+        """
+        own_names(dict.fromkeys(name for name in names if name not in BESIDE_SETTINGS), (*BESIDE_SETTINGS, *others))
+
     @classmethod
     def from_file(
         cls, path: str | os.PathLike[str], defaults: Mapping[str, Any] | None = None, **settings: Any
@@ -230,15 +254,18 @@ class EngineConfig:
 _KNOWN: Final = sorted(one.name for one in fields(EngineConfig))
 
 
-def own_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with aliases replaced. Raises ``InvalidConfig`` for unknown names, and for two values of one."""
+def own_names(settings: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
+    """Return settings with aliases replaced. Raises ``InvalidConfig`` for unknown names, and for two values of one.
+
+    ``others`` are names that the caller of this takes beside them, and may have been meant.
+    """
     named: dict[str, Any] = {}
     for given, value in settings.items():
         name = _ALIASES.get(given, given)
         if name not in _KNOWN:
-            close = difflib.get_close_matches(given[:40], [*_KNOWN, *_ALIASES], n=1)
-            advice = f"did you mean {close[0]!r}? Known" if close else "known"
-            raise InvalidConfig(f"unknown setting {describe_name(given)}; {advice}: {', '.join(_KNOWN)}.")
+            advice = did_you_mean(given, [*_KNOWN, *_ALIASES, *others])
+            known = ", ".join(_KNOWN)
+            raise InvalidConfig(f"unknown setting {describe_name(given)}, known are {known}. {advice}".rstrip())
         if name in named and named[name] != value:
             raise InvalidConfig(f"{name}: got two values, its own and another one as an alias; give one of them.")
         named[name] = value

@@ -4,42 +4,64 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar
 
 from pagedcore.config import limits
-from pagedcore.errors import InvalidBias, InvalidConfig, InvalidRequest, InvalidStop, InvalidToken, describe
+from pagedcore.errors import (
+    InvalidBias,
+    InvalidConfig,
+    InvalidRequest,
+    InvalidStop,
+    InvalidToken,
+    describe,
+    did_you_mean,
+    show,
+)
 
 _T = TypeVar("_T")
+NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
+_LONGEST_WORD: Final = 64
 _LARGEST: Final = sys.float_info.max
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _DECIMAL: Final = re.compile(f"[0-9]{{1,{len(str(limits.MAX_COUNT))}}}")
 
-MakeError = Callable[[str, Any, str], Exception]
-"""Makes the error for a field's name, its value, and what is allowed: ``InvalidRequest`` and most of its kinds."""
+MakeError = Callable[[str, Any, str, str], Exception]
+"""Makes the error for a field's name, its value, what is allowed, and advice: ``InvalidRequest`` and most of its kinds.
+"""
 Check = Callable[[str, Any], Any]
 """Takes a field's name and value; returns what is stored, or raises the field's error."""
 
 
-def invalid_setting(name: str, value: Any, limit: str) -> InvalidConfig:
-    """Make the error of a refused setting."""
-    return InvalidConfig(f"{name}: got {describe(value)}, allowed is {limit}.")
+def invalid_setting(name: str, value: Any, limit: str, advice: str = "") -> InvalidConfig:
+    """Make the error of a refused setting, which shows it."""
+    return InvalidConfig(f"{name}: got {show(value)}, allowed is {limit}. {advice}".rstrip())
+
+
+def invalid_secret(name: str, value: Any, limit: str, advice: str = "") -> InvalidConfig:
+    """Make the error of a refused setting that is a secret."""
+    return InvalidConfig(f"{name}: got {describe(value)}, allowed is {limit}. {advice}".rstrip())
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRule(Generic[_T]):
-    """What one field accepts: ``accepts`` decides, ``limit`` says it in an error, ``stored`` converts the value."""
+    """What one field accepts: ``accepts`` decides, ``limit`` says it in an error, ``stored`` converts the value, and
+    ``advise`` says what may have been meant by one that is not accepted.
+    """
 
     accepts: Callable[[Any], bool]
     limit: str
     stored: Callable[[Any], _T] = lambda value: value
+    advise: Callable[[Any], str] = lambda value: ""
 
     def check(self, name: str, value: Any, error: MakeError = InvalidRequest) -> _T:
-        """Return what is stored for a value; raise ``error(name, value, limit)`` if it is not accepted."""
+        """Return what is stored for a value; raise ``error(name, value, limit, advice)`` if it is not accepted."""
         if not self.accepts(value):
-            raise error(name, value, self.limit)
+            raise error(name, value, self.limit, self.advise(value))
         return self.stored(value)
 
     def raising(self, error: MakeError) -> Check:
@@ -50,7 +72,7 @@ class FieldRule(Generic[_T]):
         """Return a rule that also accepts ``None``."""
         return FieldRule(
             lambda value: value is None or self.accepts(value), f"{self.limit}, or None",
-            lambda value: None if value is None else self.stored(value),
+            lambda value: None if value is None else self.stored(value), self.advise,
         )
 
 
@@ -80,15 +102,22 @@ def _in_range(
     )
 
 
-def one_of(*choices: str) -> FieldRule[Any]:
-    """Accept one of several words."""
-    return FieldRule(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")
+def one_of(*choices: str, elsewhere: Mapping[str, str] = NO_NAMES) -> FieldRule[Any]:
+    """Accept one of several words; ``elsewhere`` has those that other projects use for them, which are advised on."""
+    return FieldRule(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}",
+                     advise=partial(_nearest, choices, elsewhere))
 
 
-def matching(pattern: str, limit: str) -> FieldRule[str]:
-    """Accept text that a regular expression matches as a whole."""
+def matching(pattern: str, limit: str, *examples: str, elsewhere: Mapping[str, str] = NO_NAMES) -> FieldRule[str]:
+    """Accept text that a regular expression matches as a whole; the rest is for advice, as of ``one_of``."""
     compiled = re.compile(pattern)
-    return FieldRule(lambda value: isinstance(value, str) and compiled.fullmatch(value) is not None, limit)
+    return FieldRule(lambda value: isinstance(value, str) and compiled.fullmatch(value) is not None, limit,
+                     advise=partial(_nearest, examples, elsewhere))
+
+
+def _nearest(choices: Sequence[str], elsewhere: Mapping[str, str], given: Any) -> str:
+    word = given.strip().lower() if isinstance(given, str) and len(given) < _LONGEST_WORD else ""
+    return f"Did you mean {elsewhere[word]}?" if word in elsewhere else did_you_mean(word, choices)
 
 
 COUNT: Final = integer(1, limits.MAX_COUNT)

@@ -6,6 +6,7 @@ or grows, so an engine keeps what it draws at its start until it is closed. ``en
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections import deque
@@ -13,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from pagedcore.errors import InvalidConfig, MemoryBudgetExceeded, describe
+from pagedcore.errors import InvalidConfig, MemoryBudgetExceeded, show
 
 _UNITS: Final = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
                  "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
+_LIKE_A_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt])", re.IGNORECASE)
 _SIZES: Final = 'bytes or text such as "512MiB" or "2GiB"'
 
 
@@ -33,7 +35,14 @@ def parse_memory(given: int | float | str | None, *, free_bytes: int, what: str 
         return int(num_bytes * free_bytes)
     if type(num_bytes) is int and 0 < num_bytes < 2**63:
         return num_bytes
-    raise InvalidConfig(f"{what}: got {describe(given)}, allowed is {_SIZES}, or a share between 0 and 1.")
+    raise InvalidConfig(
+        f"{what}: got {show(given)}, allowed is {_SIZES}, or a share between 0 and 1. {_nearest_size(given)}".rstrip()
+    )
+
+
+def _nearest_size(given: object) -> str:
+    found = _LIKE_A_SIZE.match(given[:64]) if isinstance(given, str) else None
+    return f"Did you mean {found[1]}{found[2].upper()}iB?" if found else ""
 
 
 def _parse_size(text: str) -> int | None:
@@ -89,7 +98,7 @@ class MemoryBudget:
         """
         num_bytes = None if isinstance(total, float) else parse_memory(total, free_bytes=0, what="total")
         if num_bytes is None:
-            raise InvalidConfig(f"total: got {describe(total)}, allowed is {_SIZES}.")
+            raise InvalidConfig(f"total: got {show(total)}, allowed is {_SIZES}.")
         self.total_bytes = num_bytes
         """All there is to draw."""
         self._drawn = 0

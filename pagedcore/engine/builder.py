@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from pagedcore.config.engine_config import EngineConfig, own_names
+from pagedcore.config.engine_config import BESIDE_SETTINGS, EngineConfig, own_names
 from pagedcore.config.field_rules import invalid_setting
 from pagedcore.config.limits import MAX_SCORED_BYTES
 from pagedcore.engine.kv_memory import KVMemory, context_length
@@ -89,7 +89,7 @@ def build_components(
     if tokenizer is not None:
         settings["tokenizer"] = None if is_object else tokenizer
     start = {} if config is None else {one.name: getattr(config, one.name) for one in fields(config)}
-    config = EngineConfig.from_keywords(**{**start, **own_names(settings)})
+    config = EngineConfig.from_keywords(**{**start, **own_names(settings, BESIDE_SETTINGS)})
     manager = create_plugin_manager(plugins)
     policy = make_policy(manager.registry.schedulers.load(config.scheduling_policy), config.policy_options)
     with DefaultFloatState():

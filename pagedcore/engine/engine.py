@@ -16,6 +16,7 @@ from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
+from pagedcore.config.keywords import refuses_unknown
 from pagedcore.engine.calibration import calibrate
 from pagedcore.engine.quoting import Quoting
 from pagedcore.engine.step import StepRunner
@@ -24,7 +25,7 @@ from pagedcore.errors import EngineClosed, InternalError
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
-from pagedcore.request_options import NO_OPTIONS, OptionKeywords, RequestOptions
+from pagedcore.request_options import OptionKeywords, read_options, sampling_advice
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.pending_output import PendingOutput
@@ -48,8 +49,7 @@ _MOST_SLEEP_S: Final = 0.01
 class Engine(Quoting):
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
 
-    For one thread at a time: a call while another thread is in one raises ``EngineInUse``. Use ``AsyncEngine`` for
-    callers on several threads.
+    One thread at a time: another one's call raises ``EngineInUse``. ``AsyncEngine`` is for callers on several threads.
 
     Invariant: every accepted request gets exactly one finish reason per turn.
     Invariant: between steps every block is free, cached, on its way, or in the table of a live sequence.
@@ -145,7 +145,7 @@ class Engine(Quoting):
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
     ) -> ProcessedRequest:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
-        return self.input_processor.process(prompt, params, RequestOptions(**options) if options else NO_OPTIONS)
+        return self.input_processor.process(prompt, params, read_options(options))
 
     def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
         """Take a prepared request, and append it to ``accepted``. Raises as ``add_request``; then nothing was taken."""
@@ -180,7 +180,7 @@ class Engine(Quoting):
             TooManySessions: as many as allowed are open.
         """
         self._require_open()
-        return self.sessions.open_checked(params, RequestOptions(**options))
+        return self.sessions.open_checked(params, read_options(options))
 
     def import_session(self, path: str | os.PathLike[str], **options: Unpack[OptionKeywords]) -> Session:
         """Open an exported conversation, which continues as it would have there; options as for ``add_request``.
@@ -222,9 +222,7 @@ class Engine(Quoting):
         """Run one step: every scheduled sequence advances; return what was added to each completion.
 
         Where all requests wait for company (``min_batch_size``), it sleeps a while, but not longer than they may wait.
-
-        Raises:
-            EngineClosed: after ``close()``.
+        Raises ``EngineClosed`` after ``close()``.
         """
         return [pending.take_delta() for pending in self._step_or_sleep()]
 
@@ -271,6 +269,7 @@ class Engine(Quoting):
         if self.scheduler.rules.policy.sheds_late:
             self._outputs.shed_late()
 
+    @refuses_unknown("keyword", sampling_advice)
     def generate(
         self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None = None, *,
         show_progress: bool | None = None,

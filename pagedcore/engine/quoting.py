@@ -18,7 +18,7 @@ from pagedcore.recorder.state import (
     sequence_of,
     settings_of,
 )
-from pagedcore.request_options import NO_OPTIONS, OptionKeywords, RequestOptions
+from pagedcore.request_options import OptionKeywords, read_options
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.sampling_params import SamplingParams
@@ -55,8 +55,8 @@ class Quoting(Diagnosis):
             InvalidRequest: as ``add_request``.
             EngineInUse: another thread is in a call of this engine.
         """
-        given = RequestOptions(**options) if options else NO_OPTIONS
-        return self.prepare_quote(self.input_processor.process(prompt, params, given), exact=exact)()
+        processed = self.input_processor.process(prompt, params, read_options(options, "exact"))
+        return self.prepare_quote(processed, exact=exact)()
 
     def prepare_quote(self, processed: ProcessedRequest, *, exact: bool = False) -> Callable[[], Quote]:
         """Look at the present, and return what makes the quote on any thread. Raises ``EngineInUse``."""

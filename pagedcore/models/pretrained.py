@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pagedcore.errors import InvalidConfig, ModelNotSupported, PagedcoreError, describe
+from pagedcore.errors import InvalidConfig, ModelNotSupported, PagedcoreError, show
 from pagedcore.execution.machine import this_machine
 from pagedcore.models.ownership import require_free
 from pagedcore.models.quick_start import NotQuick, read_model
@@ -219,5 +219,5 @@ def resolve_dtype(name: str) -> torch.dtype:
     """
     dtype = getattr(torch, this_machine().default_dtype if name == "auto" else name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InvalidConfig(f"dtype: got {describe(name)}, allowed is auto, float32, bfloat16 or float16.")
+        raise InvalidConfig(f"dtype: got {show(name)}, allowed is auto, float32, bfloat16 or float16.")
     return dtype

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from pagedcore.errors import InvalidConfig, MissingDependency
+from pagedcore.errors import InvalidConfig, MissingDependency, did_you_mean
 from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class Table(Generic[T]):
         """Return the entry called ``name``; raises ``InvalidConfig`` with the names there are if there is none."""
         if name not in self._entries:
             known = ", ".join(self.names) or "none"
-            raise InvalidConfig(f"{self.seam}: {name!r} is not registered; known are {known}.")
+            advice = did_you_mean(name, self.names)
+            raise InvalidConfig(f"{self.seam}: {name!r} is not registered; known are {known}. {advice}".rstrip())
         return self._entries[name]
 
     def load(self, name: str) -> T:

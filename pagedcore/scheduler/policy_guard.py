@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from pagedcore.errors import InvalidConfig, describe_name
+from pagedcore.errors import InvalidConfig, describe_name, did_you_mean
 from pagedcore.scheduler.policies import Policy
 
 BURST_S: Final = 1.0
@@ -31,8 +31,10 @@ def make_policy(
         InvalidConfig: the function does not take these options, refuses one, or returns no ``Policy``.
     """
     names = list(inspect.signature(make).parameters)
-    if unknown := [describe_name(one) for one in options if one not in names]:
-        raise InvalidConfig(f"policy_options: got {', '.join(unknown)}, allowed is {', '.join(names) or 'none'}.")
+    if unknown := [one for one in options if one not in names]:
+        given, allowed = ", ".join(map(describe_name, unknown)), ", ".join(names) or "none"
+        advice = did_you_mean(unknown[0], names)
+        raise InvalidConfig(f"policy_options: got {given}, allowed is {allowed}. {advice}".rstrip())
     policy = make(**options)
     if not isinstance(policy, Policy):
         raise InvalidConfig(f"scheduling_policy: its function returned a {type(policy).__name__}, needed is a Policy.")

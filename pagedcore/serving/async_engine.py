@@ -24,7 +24,7 @@ from pagedcore.errors import EngineClosed, ForkedProcess
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
-from pagedcore.request_options import WAIT, OptionKeywords, RequestOptions
+from pagedcore.request_options import WAIT, OptionKeywords, RequestOptions, read_options
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
@@ -136,7 +136,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
             QueueTimeout: the request waited for room longer than ``queue_timeout_s``.
             RequestTimeout: it took longer than ``timeout_s``; the request is aborted.
         """
-        reader = self._open(prompt, params, RequestOptions(**options), timeout_s, wait_for_room)
+        reader = self._open(prompt, params, options, timeout_s, wait_for_room)
         try:
             while deltas := await reader.next():
                 for delta in deltas:
@@ -149,7 +149,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
         wait_for_room: bool = False, **options: Unpack[OptionKeywords],
     ) -> Generator[Delta, None, None]:
         """Do the same without an event loop: a plain generator that blocks this thread. Raises as ``generate``."""
-        reader = self._open(prompt, params, RequestOptions(**options), timeout_s, wait_for_room)
+        reader = self._open(prompt, params, options, timeout_s, wait_for_room)
         try:
             yield from reader
         finally:
@@ -174,7 +174,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
             EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
             QueueTimeout: raised by the future; the request waited for room longer than ``queue_timeout_s``.
         """
-        prepare = partial(self._input_processor.process, prompt, params, RequestOptions(**options))
+        prepare = partial(self._input_processor.process, prompt, params, read_options(options, "wait_for_room"))
         return self._submit(prepare, prompt, params, wait_for_room)
 
     def extend(
@@ -196,7 +196,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
             RequestStateError: ``output`` is of a running request, or has several completions and no ``index``.
             InvalidRequest, EngineOverloaded, EngineClosed, QueueTimeout: as ``submit``.
         """
-        asked = RequestOptions(**options)
+        asked = read_options(options, "index", "wait_for_room")
         prepare = partial(self._input_processor.process_further, output, index, prompt, params, asked)
         return self._submit(prepare, prompt, params, wait_for_room)
 
@@ -302,11 +302,12 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
         self.close()
 
     def _open(
-        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, timeout_s: float | None,
+        self, prompt: Prompt, params: SamplingParams | None, options: OptionKeywords, timeout_s: float | None,
         wait_for_room: bool,
     ) -> StreamReader:
+        asked = read_options(options, "timeout_s", "wait_for_room")
         timeout_s, stream = validate_timeout(timeout_s), Stream()
-        prepare = partial(self._input_processor.process, prompt, params, options)
+        prepare = partial(self._input_processor.process, prompt, params, asked)
         self._accept(prepare, prompt, params, stream, wait_for_room)
         return StreamReader(stream, partial(_cancel, self._commands, stream), timeout_s)
 

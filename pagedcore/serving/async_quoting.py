@@ -12,7 +12,7 @@ from typing import Any, Final, Unpack
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineOverloaded
 from pagedcore.outputs import Quote
-from pagedcore.request_options import OptionKeywords, RequestOptions
+from pagedcore.request_options import OptionKeywords, read_options
 from pagedcore.requests.input_processor import InputProcessor, Prompt
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.long_prompts import is_long, is_structured
@@ -48,7 +48,7 @@ class AsyncQuoting:
             raise EngineOverloaded(MAX_QUOTING, MAX_QUOTING)
         is_running = False
         try:
-            prepare = partial(self._input_processor.process, prompt, params, RequestOptions(**options))
+            prepare = partial(self._input_processor.process, prompt, params, read_options(options, "exact"))
             is_slow = is_long(prompt) or is_structured(params)
             processed = await asyncio.to_thread(prepare) if is_slow else prepare()
             make: Callable[[], Quote] = await self.call(lambda engine: engine.prepare_quote(processed, exact=exact))

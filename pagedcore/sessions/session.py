@@ -26,7 +26,7 @@ from pagedcore.errors import (
 )
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import Constraint, ModelFingerprint
-from pagedcore.request_options import OptionKeywords, RequestOptions
+from pagedcore.request_options import OptionKeywords, RequestOptions, read_options
 from pagedcore.requests import validation
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.pending_output import PendingOutput
@@ -352,7 +352,7 @@ class SessionStore:
 
     def take_in(self, snapshot: SessionSnapshot, given: OptionKeywords) -> Session:
         """Make a session of a file's contents. Errors as ``Engine.import_session``."""
-        options = RequestOptions(**given)
+        options = read_options(given)
         self.input_processor.check_options(options)
         if "priority" not in given:
             options = replace(options, priority=snapshot.priority)

@@ -150,7 +150,7 @@ def _count(row: int, column: str, text: str, rule: rules.FieldRule[int]) -> int:
 
 
 def _checked(row: int, column: str, value: Any, rule: rules.FieldRule[Any]) -> Any:
-    return rule.check(f"row {row}, column {column}", value, lambda place, given, limit: _refused(
+    return rule.check(f"row {row}, column {column}", value, lambda place, given, limit, _: _refused(
         f"{describe(given)} in {place}", limit))
 
 

@@ -137,7 +137,7 @@ def test_free_memory_is_the_measure_when_none_is_given(monkeypatch: pytest.Monke
     ({"dtype": "int8"}, "dtype: got"),
     ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: got"),
     ({"quantization": "int8"}, "quantization: got"),
-    ({"memory": "much"}, "memory: got a string of 4 characters"),
+    ({"memory": "much"}, "memory: got 'much'"),
 ])
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
     """Arguments have the limits of the settings they become."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 
 import numpy as np
 import pytest
@@ -120,10 +121,38 @@ def test_values_out_of_range_are_refused_by_name(name, value):
 
 
 def test_messages_do_not_repeat_text():
-    """What was given as text is described by its length."""
-    with pytest.raises(InvalidConfig) as refusal:
-        EngineConfig(dtype="/canary/directory")
-    assert "canary" not in str(refusal.value)
+    """Long text, a path or a secret that was given is described by its length."""
+    for settings in ({"dtype": "/canary/directory"}, {"dtype": "canary" * 20}, {"session_key": "canary"}):
+        with pytest.raises(InvalidConfig, match=r"got a string of \d+ characters") as refusal:
+            EngineConfig(**settings)
+        assert "canary" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"dtype": "fp16"}, "dtype: got 'fp16', .* Did you mean float16?"),
+    ({"dtype": "BF16 "}, "dtype: got 'BF16 ', .* Did you mean bfloat16?"),
+    ({"dtype": "floot32"}, "Did you mean float32?"),
+    ({"device": "gpu"}, "device: got 'gpu', .* Did you mean cuda?"),
+    ({"device": "cuda0"}, "Did you mean cuda:0?"),
+    ({"kv_cache_dtype": "int_8"}, "Did you mean int8?"),
+    ({"quantization": "int8"}, "quantization: got 'int8', .* Did you mean w8a8?"),
+    ({"quantization": "w8a18"}, "Did you mean w8a8?"),
+    ({"eviction_policy": "LRU"}, "Did you mean lru?"),
+    ({"preemption": "recomput"}, "Did you mean recompute?"),
+    ({"phases": "seperate"}, "Did you mean separate?"),
+    ({"flight_recorder": "token"}, "Did you mean tokens?"),
+    ({"kv_cache_memory": "2 Gigs"}, "kv_cache_memory: got '2 Gigs', .* Did you mean 2GiB?"),
+    ({"host_kv_memory": "1.5 t"}, "Did you mean 1.5TiB?"),
+    ({"max_num_seqs": "4"}, "max_num_seqs: got '4', allowed is an integer from 1 to 2147483647."),
+    ({"enable_prefix_caching": "yes"}, "enable_prefix_caching: got 'yes', allowed is True or False."),
+])
+def test_a_refused_setting_is_shown_with_what_was_meant(tmp_path, settings, message):
+    """Keywords and files answer alike; what other projects call it is understood."""
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(settings))
+    for make in (lambda: EngineConfig(**settings), lambda: EngineConfig.from_file(path)):
+        with pytest.raises(InvalidConfig, match=message.replace("?", r"\?") + "$"):
+            make()
 
 
 def test_the_budget_covers_every_running_sequence():
@@ -156,14 +185,14 @@ def test_four_times_as_many_may_wait_as_run_unless_said():
 def test_unknown_settings_are_refused_with_the_nearest_and_the_known_ones(make):
     """The constructor and from_keywords name the nearest setting, if one is near, and list what exists."""
     assert make(seed=3).seed == 3
-    nearest = r"unknown setting 'blocksize'; did you mean 'block_size'\? Known: .*block_size.*seed"
+    nearest = r"unknown setting 'blocksize', known are .*block_size.*seed.*\. Did you mean block_size\?$"
     with pytest.raises(InvalidConfig, match=nearest):
         make(blocksize=3)
-    with pytest.raises(InvalidConfig, match=r"unknown setting 'max_batchsize'; did you mean 'max_batch_size'\?"):
+    with pytest.raises(InvalidConfig, match=r"unknown setting 'max_batchsize', .* Did you mean max_batch_size\?$"):
         make(max_batchsize=3)
-    with pytest.raises(InvalidConfig, match=r"unknown setting 'xyzzy'; known: admission"):
+    with pytest.raises(InvalidConfig, match=r"unknown setting 'xyzzy', known are admission.*\.$"):
         make(xyzzy=3)
-    with pytest.raises(InvalidConfig, match=r"unknown setting a string of 70000 characters;"):
+    with pytest.raises(InvalidConfig, match=r"unknown setting a string of 70000 characters,"):
         make(**{"m" * 70_000: 1})
 
 

@@ -95,7 +95,7 @@ def test_a_model_backend_is_chosen_by_name(model: Any) -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"model_backend": "none"}, r"models: 'none' is not registered; known are transformers, toy, nothing"),
     ({"model_backend": "nothing"}, r"model_backend: 'nothing' made .* needed is .* ModelBackend"),
-    ({"model_backend": ""}, "model_backend: got a string of 0 characters"),
+    ({"model_backend": ""}, "model_backend: got '', allowed is a name"),
     ({"linear_backend": "none"}, r"linears: 'none' is not registered; known are onednn, packed, counted, nothing"),
     ({"linear_backend": "nothing"}, "linear_backend: 'nothing' does not have the members of LinearFactory"),
     ({"linear_backend": "counted", "device": "cuda"}, "linear_backend: got 'counted', allowed on cuda is 'auto'"),

@@ -263,9 +263,10 @@ def test_what_is_no_mapping_of_names_is_refused(mapping):
 
 
 def test_unknown_keywords_are_a_type_error():
-    """The constructor refuses unknown names as any function does."""
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    """The constructor refuses unknown names with an error that is a TypeError too, and names the nearest."""
+    with pytest.raises(TypeError, match=r"got 'temprature', allowed is .*\. Did you mean temperature\?") as raised:
         SamplingParams(temprature=1.0)
+    assert isinstance(raised.value, errors.UnknownParameter)
 
 
 def test_the_signature_has_the_fields_and_defaults():
