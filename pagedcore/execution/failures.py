@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagedcore.errors import PagedcoreError
+from pagedcore.errors import PagedcoreError, StepFailed
 
 _NO_MEMORY: Final = ("out of memory", "can't allocate memory", "OUT_OF_MEMORY")
 _NO_DEVICE: Final = ("CUDA error", "CUDA_ERROR", "CUBLAS_STATUS", "CUDNN_STATUS")
@@ -21,6 +21,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def concerns_all_rows(error: Exception) -> bool:
-    """Whether fewer rows are no remedy, or not this one: lack of memory, a lost device, a broken protocol."""
+    """Whether fewer rows are no remedy, or not this one: lack of memory, a lost device, a broken law of the engine.
+
+    What a model returned of another shape or kind than its protocol says, which is ``StepFailed``, may be one row's.
+    """
     is_of_device = any(words in str(error) for words in _NO_DEVICE)
-    return is_of_device or is_out_of_memory(error) or isinstance(error, PagedcoreError)
+    return is_of_device or is_out_of_memory(error) or (
+        isinstance(error, PagedcoreError) and not isinstance(error, StepFailed)
+    )

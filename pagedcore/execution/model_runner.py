@@ -58,11 +58,11 @@ class ModelRunner:
         """Compute ``rows``, sample one token for each row that reaches its last known token, in their order, and score
         the tokens of prompts that are reported.
 
-        If the model raises, the rows are computed in parts, so that those which make it raise are in ``failures`` and
-        the others have their tokens.
+        If the model raises, or returns logits of another shape or type than its protocol says, the rows are computed in
+        parts, so that those which make it do so are in ``failures`` and the others have their tokens.
 
         Raises:
-            StepFailed: the model returned logits of another shape or type than its protocol says.
+            StepFailed: what it returned for each row that was computed alone is of another shape or type.
             InternalError: a sequence has too few blocks.
             Exception: what the model raised, if no row could be computed, or if it is not about single rows.
         """

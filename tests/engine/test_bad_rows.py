@@ -6,6 +6,7 @@ import asyncio
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagedcore import AsyncEngine, SamplingParams
@@ -173,4 +174,20 @@ def test_memory_that_a_lack_of_memory_in_the_forward_needs() -> None:
     engine.step()
     assert len(errors) == 2
     assert [type(request.error) for request in requests] == [StepFailed, StepFailed]
+    assert_all_free(engine)
+
+
+def test_a_model_that_returns_no_logits_ends_its_requests_and_nothing_else() -> None:
+    """Every request of the batch gets a typed error, whose cause says what was returned; the next ones are answered."""
+    backend = ToyBackend()
+    engine, forward = make_engine(backend, max_num_seqs=8), backend.forward
+    backend.forward = lambda batch: np.asarray(forward(batch), np.float64)  # type: ignore[method-assign]
+    requests = [engine.add_request([value], params(3)) for value in range(1, 9)]
+    run(engine)
+    assert [type(request.error) for request in requests] == [StepFailed] * 8
+    assert "float64" in str(requests[0].error.__cause__)
+    backend.forward = forward  # type: ignore[method-assign]
+    again = engine.add_request([1], params(3))
+    run(engine)
+    assert tokens(again) == toy_answer([1], 3)
     assert_all_free(engine)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pagedcore.errors import StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import SampledTokens, Sampler
@@ -31,9 +32,23 @@ class PoisonedBackend(ToyBackend):
     def forward(self, batch: Any) -> Any:
         """Compute, then raise."""
         logits = super().forward(batch)
-        if self.poisoned & set(batch.seq_ids.tolist()):
-            raise self.error
-        return logits
+        return self.spoil(logits) if self.poisoned & set(batch.seq_ids.tolist()) else logits
+
+    def spoil(self, logits: Any) -> Any:
+        """What becomes of the logits of such a batch."""
+        raise self.error
+
+
+class MisshapenBackend(PoisonedBackend):
+    """Returns something else for such a batch, as ``change`` makes it of the logits."""
+
+    def __init__(self, poisoned: Collection[int], change: Callable[[Any], Any]) -> None:
+        super().__init__(poisoned)
+        self.change = change
+
+    def spoil(self, logits: Any) -> Any:
+        """Change them."""
+        return self.change(logits)
 
 
 def execute(num_rows: int, backend: ToyBackend) -> SampledTokens:
@@ -108,6 +123,33 @@ def test_the_others_have_the_tokens_of_a_step_without_the_culprit(num_rows: int)
         assert sampled.failures == {culprit: backend.error}
         expected = {row: (-1, None) if row == culprit else token for row, token in undisturbed.items()}
         assert tokens_of(sampled, num_rows) == expected
+
+
+CHANGES: list[Callable[[Any], Any]] = [
+    lambda logits: logits[1:], lambda logits: logits[:, :-1], lambda logits: np.vstack([logits, logits]),
+    lambda logits: np.asarray(logits, np.float64), lambda logits: None, lambda logits: logits.ravel(), list,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=["lost", "narrow", "twice", "float64", "None", "flat", "list"])
+def test_logits_of_another_shape_or_kind_are_those_of_their_row(change: Callable[[Any], Any]) -> None:
+    """As with a row that makes the model raise: the others have the tokens that they have without it."""
+    undisturbed = tokens_of(execute(8, ToyBackend()), 8)
+    for culprit in (0, 3, 7):
+        sampled = execute(8, MisshapenBackend([culprit], change))
+        assert [(row, type(error)) for row, error in sampled.failures.items()] == [(culprit, StepFailed)]
+        assert "expected float32" in str(sampled.failures[culprit])
+        expected = {row: (-1, None) if row == culprit else token for row, token in undisturbed.items()}
+        assert tokens_of(sampled, 8) == expected
+
+
+@pytest.mark.parametrize("change", CHANGES[3:])
+def test_a_model_of_another_kind_fails_every_row(change: Callable[[Any], Any]) -> None:
+    """With a typed error, within the bound of forwards."""
+    backend = MisshapenBackend(range(64), change)
+    with pytest.raises(StepFailed, match="expected float32"):
+        execute(64, backend)
+    assert backend.num_steps - 1 <= 4 * math.log2(64)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 64])

@@ -256,7 +256,6 @@ class FlakyBackend(ToyBackend):
     Args:
         raise_on_step: raise after the step's tokens were written, as a device that is lost half-way.
         nan_on: (step, row of the logits) that is returned as NaN.
-        wrong_shape_on: step whose logits have one row too few.
 
     A test that clears ``may_fail`` and sets it later decides what happens before a step fails.
     """
@@ -266,26 +265,22 @@ class FlakyBackend(ToyBackend):
         *,
         raise_on_step: int | None = None,
         nan_on: tuple[int, int] | None = None,
-        wrong_shape_on: int | None = None,
     ) -> None:
         super().__init__()
         self.raise_on_step = raise_on_step
         self.nan_on = nan_on
-        self.wrong_shape_on = wrong_shape_on
         self.may_fail = threading.Event()
         self.may_fail.set()
 
     def forward(self, batch: RaggedRows) -> FloatArray:
         """Compute as ``ToyBackend`` does, then go wrong if it is time."""
         logits = super().forward(batch)
-        if self.num_steps in (self.raise_on_step, self.nan_on and self.nan_on[0], self.wrong_shape_on):
+        if self.num_steps in (self.raise_on_step, self.nan_on and self.nan_on[0]):
             assert self.may_fail.wait(60.0)
         if self.num_steps == self.raise_on_step:
             raise RuntimeError("CUDA error: the device is gone")
         if self.nan_on is not None and self.num_steps == self.nan_on[0]:
             logits[self.nan_on[1]] = np.nan
-        if self.num_steps == self.wrong_shape_on:
-            logits = logits[:-1]
         return logits
 
 
