@@ -22,6 +22,7 @@ from pagedcore.execution.sampler import Sampler
 from pagedcore.kv_cache import eviction
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
+from pagedcore.models.hub import ModelName
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
@@ -92,10 +93,11 @@ def build_components(
     config = EngineConfig.from_keywords(**{**start, **own_names(settings, BESIDE_SETTINGS)})
     manager = create_plugin_manager(plugins)
     policy = make_policy(manager.registry.schedulers.load(config.scheduling_policy), config.policy_options)
+    named = ModelName(model) if type(model) is str else model
     with DefaultFloatState():
         with usable_torch():
-            backend = resolve_backend(model, config, manager.registry.load)
-        text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(model, config)
+            backend = resolve_backend(named, config, manager.registry.load)
+        text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(named, config)
         memory = KVMemory(backend, config)
         try:
             return _assemble(model_name(model), config, manager, policy, backend, text, memory, tokenizer)

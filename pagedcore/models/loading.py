@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InternalError, InvalidConfig, describe
+from pagedcore.models.hub import find_on_hub
 from pagedcore.models.model_path import gguf_in, is_gguf
 from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend, Tokenizer
 
@@ -102,7 +103,8 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             f"Leave it at 'auto', or set device={kinds[0]!r}."
         )
     layout_maker(attention, config.kv_cache_dtype)
-    stored = stored_format(model_source(model)) if is_named else None
+    model = model_source(model) if is_named else model
+    stored = stored_format(model) if is_named else None
     is_quantized = stored is not None and stored.scheme != "none"
     quantization = stored.scheme if stored is not None and is_quantized else config.quantization
     if config.quantization not in ("none", quantization):
@@ -131,10 +133,10 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
     if stored is not None:
         number_format, is_quick = computing_dtype(dtype, device.kind), device.kind == "cpu"
-        return load_stored(_source(model), stored, number_format, trust_remote_code=trust, is_quick=is_quick)
+        return load_stored(model, stored, number_format, trust_remote_code=trust, is_quick=is_quick)
     if isinstance(model, str | os.PathLike):
         model = load_pretrained(
-            model_source(model), dtype=dtype, trust_remote_code=trust, is_quick=device.kind == "cpu",
+            model, dtype=dtype, trust_remote_code=trust, is_quick=device.kind == "cpu",
             is_chosen=config.dtype != "auto",
         )
     elif config.dtype != "auto":
@@ -167,12 +169,12 @@ def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
         return _tokenizer_of(model_source(config.tokenizer, "tokenizer"), config.trust_remote_code)
     if not isinstance(model, str | os.PathLike):
         return None
-    source = _source(model)
+    # A backend of a third party has models that only it can find.
+    is_others = config.model_backend not in ("auto", DEFAULT_MODEL_BACKEND)
+    source = _source(model) if is_others else model_source(model)
     if is_gguf(source):
         return _tokenizer_of(source, config.trust_remote_code)
-    # A backend of a third party has models that only it can find.
-    is_local = Path(source).is_dir() or config.model_backend not in ("auto", DEFAULT_MODEL_BACKEND)
-    if is_local and not any(Path(source).glob("tokenizer*")):
+    if (Path(source).is_dir() or is_others) and not any(Path(source).glob("tokenizer*")):
         return None
     return HFTokenizer.from_directory(source, config.trust_remote_code)
 
@@ -201,14 +203,19 @@ def _source(model: str | os.PathLike[str]) -> str:
 
 
 def model_source(model: str | os.PathLike[str], what: str = "model") -> str:
-    """Return the directory, the GGUF file or the hub id that a user means; refuse what can be none of them."""
+    """Return the directory, the GGUF file or the hub id that a user means; refuse what can be none of them.
+
+    A hub id is looked up on the hub; of a ``ModelName`` once.
+    """
     name = _source(model)
     if is_gguf(name):
         return name
     if Path(name).is_file():
         raise InvalidConfig(f"{what}: got a file, needed is the directory that it is in, or a GGUF file.")
-    if _HUB_ID.fullmatch(name) or (name and Path(name).is_dir()):
+    if name and Path(name).is_dir():
         return name
+    if _HUB_ID.fullmatch(name):
+        return find_on_hub(name, what)
     advice = "~ is not expanded, Path.expanduser() does it" if name.startswith("~") else "check the path"
     raise InvalidConfig(f"{what}: this is no directory, and no hub id, which looks like owner/name; {advice}.")
 
