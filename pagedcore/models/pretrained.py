@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,8 +29,13 @@ if TYPE_CHECKING:
     from pagedcore.models.llama_tree import ForCausalLM
 
 _log = logging.getLogger("pagedcore")
-#: An address, which is kept, or a path, which is not.
-_PATH: Final = re.compile(r"\bhttps?://[\w.\-/]+|(?<!\w)/[\w.\-/]+")
+_PART: Final = r"""[^\s'"<>|;/]"""
+_WORD: Final = r"""[^\s'"<>|;/:,]"""
+#: An address, which is kept, or a path, which is not: between quotes, or as far as blanks leave no doubt, which are a
+#: part of it where a further slash comes after a few words.
+_PATH: Final = re.compile(rf"""\bhttps?://[\w.\-/]+|(?<=')/[^'\n]*(?=')|(?<=")/[^"\n]*(?=")
+    |(?<![\w.])[.~]{{0,2}}/(?:{_PART}|/)+(?:(?<![.,:])(?:[ ]{_WORD}+){{1,4}}/(?:{_PART}|/)*)*(?<![.,:)])""", re.VERBOSE)
+_LONGEST_MESSAGE: Final = 2000
 
 
 def load_pretrained(
@@ -145,10 +150,20 @@ def as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[Non
         raise
     except Exception as error:  # of whatever type: several libraries look at the files, each with errors of its own
         # Safety: a library's message may name paths.
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        # Why whole words: a directory may be called "a".
-        shown = re.sub(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])", "the model", first_line)
-        raise InvalidConfig(f"model: {what} ({_PATH.sub(_without_path, shown)[:300]}).") from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_MESSAGE]
+        shown = _PATH.sub(_without_path, _without_name(name, first_line))
+        raise InvalidConfig(f"model: {what} ({shown[:300].removesuffix('.')}).") from error
+
+
+def _without_name(name: str, message: str) -> str:
+    """Return a message with "the model" in the place of its name, however it is written; a name may have blanks."""
+    names = {name, os.path.normpath(name)}
+    with suppress(OSError):  # the current directory may be gone
+        names |= {os.path.abspath(name), os.path.realpath(name)}
+    for written in sorted(names, key=len, reverse=True):
+        # Why whole words: a directory may be called "a". A dot may end a sentence.
+        message = re.sub(rf"(?<![\w./-]){re.escape(written)}(?![\w-]|\.\w)", "the model", message)
+    return message
 
 
 def _without_path(found: re.Match[str]) -> str:

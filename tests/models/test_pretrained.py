@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -247,9 +248,17 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "message", "shown"), [
     ("o/n", "We couldn't connect to 'https://huggingface.co' to load o/n, see https://huggingface.co/docs/x.",
-     "We couldn't connect to 'https://huggingface.co' to load the model, see https://huggingface.co/docs/x."),
+     "We couldn't connect to 'https://huggingface.co' to load the model, see https://huggingface.co/docs/x"),
     ("a", "a path /home/user/a/x and file:///etc/passwd", "the model path its files and file:its files"),
-    ("/data/m", "no file /data/m/config.json in /data/m", "no file the model/config.json in the model"),
+    ("/data/m", "no file /data/m/config.json in /data/m.", "no file the model/config.json in the model"),
+    ("/data/my files", "no file x in directory /data/my files.", "no file x in directory the model"),
+    ("/data/my files", "'/data/my files/a b.json' and /data/my files.bak/x", "'the model/a b.json' and its files"),
+    ("my files", f"no file x in {os.getcwd()}/my files", "no file x in the model"),
+    ("./my files", "no file x in ./my files.", "no file x in the model"),
+    ("o/n", "cannot open '/home/A B/.cache/of hub' now", "cannot open 'its files' now"),
+    ("o/n", 'in "/a b/c (1) d": no', 'in "its files": no'),
+    ("o/n", "in /home/A B/.cache/m+1/x.json: no space, or/and ./a b/c", "in its files: no space, or/and its files"),
+    ("o/n", "1 / 2 of (/tmp/x), see o/n.", "1 / 2 of (its files), see the model"),
 ])
 def test_a_librarys_message_loses_paths_and_nothing_else(name: str, message: str, shown: str) -> None:
     """Addresses stay readable, paths are left out, and a short name is replaced where it is a word."""
