@@ -67,12 +67,13 @@ def nothing() -> Iterator[bytes]:
 
 SENT = {one.__name__: one for one in (endless_header, endless_address, many_headers, largest_headers, pipelined,
                                       extensions, trailers, nothing)}
-HELD = {"idle": b"", "half_headers": GET + b"X: ", "kept_alive": GET + b"\r\n"}
-"""What connections send that are then kept open, a byte a second, as many as ``NUM_IDLE``; closed ones are replaced."""
+HELD = {"idle": (b"", 10**9), "half_headers": (GET + b"X: ", 10**9), "kept_alive": (GET + b"\r\n", 100)}
+"""What connections send that are then kept open, a byte a second, as many as ``NUM_IDLE``; closed ones are replaced, so
+many in a second: of those that send a whole request few, because answers cost what they cost."""
 
 
 def send(port: int, pieces: Callable[[], Iterator[bytes]], until_s: float) -> None:
-    """Open one connection after another."""
+    """Open one connection after another, each until the server closes it."""
     while time.monotonic() < until_s:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             for piece in pieces():
@@ -84,22 +85,26 @@ def send(port: int, pieces: Callable[[], Iterator[bytes]], until_s: float) -> No
                 connection.settimeout(5)
                 if time.monotonic() > until_s:
                     return
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(2**16):
+                pass
 
 
-def hold(port: int, start: bytes, until_s: float) -> None:
+def hold(port: int, start: bytes, most_per_s: int, until_s: float) -> None:
     """Keep connections open."""
     held: list[socket.socket] = []
-    beat_s = time.monotonic()
+    beat_s, num_new = time.monotonic(), 0
     while time.monotonic() < until_s:
-        while len(held) < NUM_IDLE:
+        while len(held) < NUM_IDLE and num_new < most_per_s:
             try:
                 held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
                 held[-1].sendall(start)
                 held[-1].setblocking(False)
+                num_new += 1
             except OSError:
                 break
-        is_beat = time.monotonic() - beat_s > 1
-        beat_s = time.monotonic() if is_beat else beat_s
+        if is_beat := time.monotonic() - beat_s > 1:
+            beat_s, num_new = time.monotonic(), 0
         held = [one for one in held if is_alive(one, b"y" if is_beat and start else b"")]
         time.sleep(0.001)
 
@@ -123,6 +128,6 @@ if __name__ == "__main__":
     name, port, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     end_s = time.monotonic() + seconds
     if name in HELD:
-        hold(port, HELD[name], end_s)
+        hold(port, *HELD[name], end_s)
     else:
         send(port, SENT[name], end_s)

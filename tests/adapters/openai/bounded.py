@@ -21,7 +21,7 @@ GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
 async def small_app(scope: Any, receive: Any, send: Any) -> None:
     """Answer with the length of the body at "/body" and the headers at "/headers", else without reading a body; "/big"
-    sends until the client goes, "/whole" 16 MiB in one piece."""
+    sends until the client goes, "/whole" 16 MiB in one piece, and "/last" closes."""
     if scope["type"] == "lifespan":
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
@@ -32,7 +32,8 @@ async def small_app(scope: Any, receive: Any, send: Any) -> None:
         while (message := await receive()).get("more_body", False):
             size += len(message["body"])
         size += len(message.get("body", b""))
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+    headers = [(b"connection", b"close")] if scope["path"] == "/last" else []
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     if scope["path"] == "/big":
         leaving = asyncio.ensure_future(_gone(receive))
         while not leaving.done():

@@ -343,7 +343,7 @@ async def test_the_end_of_a_response_that_closes_does_not_wait_for_ever(more: by
     connections, transport = Connections(4), StandIn()
     own = BoundedHttp(config, ServerState(), {}, connections, QUICK)
     own.connection_made(transport)
-    own.data_received(GET + b"Connection: close\r\n\r\n" + more)
+    own.data_received(GET.replace(b"/ ", b"/last ") + b"\r\n" + more)
     while not transport.is_closed:
         await asyncio.sleep(0)
     for after_s, is_over in ((QUICK.reading_s * 0.5, False), (QUICK.reading_s * 1.1, True)):
