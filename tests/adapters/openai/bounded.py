@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -85,6 +86,22 @@ def read_all(connection: socket.socket) -> bytes:
         while piece := connection.recv(2**16):
             found += piece
     return bytes(found)
+
+
+def read_one(connection: socket.socket) -> bytes:
+    """Return one response, in however many pieces it comes, or what came of it before the server closed."""
+    found = b""
+    while not _is_whole(found) and (piece := connection.recv(2**16)):
+        found += piece
+    return found
+
+
+def _is_whole(response: bytes) -> bool:
+    head, end, body = response.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" in head:
+        return body.endswith(b"\r\n0\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    return bool(end) and len(body) >= int(length[1] if length else 0)
 
 
 def is_closed(connection: socket.socket) -> bool:

@@ -21,7 +21,17 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from adapters.openai.bounded import GET, WHOLE_BYTES, Bounded, bounded, is_closed, read_all, small_app, wait_until_open
+from adapters.openai.bounded import (
+    GET,
+    WHOLE_BYTES,
+    Bounded,
+    bounded,
+    is_closed,
+    read_all,
+    read_one,
+    small_app,
+    wait_until_open,
+)
 from pagedcore_openai.bounded_http import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
@@ -101,7 +111,7 @@ def test_bytes_are_counted_over_pieces_and_again_for_every_request(served: Bound
         for request in (whole, whole, padded(GET, MAX_HEADER_BYTES + 1)):
             for at in range(0, len(request), 10_000):
                 connection.sendall(request[at : at + 10_000])
-            response = connection.recv(2**16)
+            response = read_one(connection)
             assert status_of(response) == (200 if request is whole else 431)
         assert connection.recv(1) == b""
 
@@ -156,7 +166,7 @@ def test_the_time_for_headers_runs_from_accept_on(quick: Bounded) -> None:
 def test_later_requests_have_the_same_time(quick: Bounded, more: bytes) -> None:
     """From the first byte after a response, whatever it is."""
     with quick.connect(GET + b"\r\n") as connection:
-        assert status_of(connection.recv(2**16)) == 200
+        assert status_of(read_one(connection)) == 200
         time.sleep(QUICK.headers_s * 1.5)
         began_s = time.monotonic()
         connection.sendall(more)
@@ -167,7 +177,7 @@ def test_later_requests_have_the_same_time(quick: Bounded, more: bytes) -> None:
 def test_idle_connections_are_closed() -> None:
     """A connection between two requests is closed after the time that uvicorn is given for it, without a word."""
     with bounded(times=QUICK, timeout_keep_alive=1) as served, served.connect(GET + b"\r\n") as connection:
-        assert status_of(connection.recv(2**16)) == 200
+        assert status_of(read_one(connection)) == 200
         began_s = time.monotonic()
         assert read_all(connection) == b""
         assert time.monotonic() - began_s > 0.9
@@ -181,11 +191,11 @@ def test_a_body_that_nobody_reads_has_no_more_time(quick: Bounded) -> None:
     start = b"POST / HTTP/1.1\r\nContent-Length: 1000\r\n\r\n"
     with quick.connect(start) as late, quick.connect(start) as whole:
         for one in (late, whole):
-            assert status_of(one.recv(2**16)) == 200
+            assert status_of(read_one(one)) == 200
         whole.sendall(b"x" * 1000)
         time.sleep(QUICK.headers_s * 2)
         whole.sendall(GET + b"\r\n")
-        assert status_of(whole.recv(2**16)) == 200
+        assert status_of(read_one(whole)) == 200
         late.sendall(b"x")
         began_s = time.monotonic()
         while not is_closed(late) and time.monotonic() - began_s < 5:
@@ -214,7 +224,7 @@ def test_what_a_body_has_besides_its_content_is_bounded(served: Bounded, rest: b
 def test_chunks_of_one_byte_are_no_burden(served: Bounded) -> None:
     """60,000 of them are a body like any other."""
     with served.connect(CHUNKED + chunks(60_000) + b"0\r\n\r\n") as connection:
-        assert connection.recv(2**16).endswith(b"5\r\n60000\r\n0\r\n\r\n")
+        assert read_one(connection).endswith(b"5\r\n60000\r\n0\r\n\r\n")
 
 
 def test_the_bytes_of_a_body_are_not_those_of_the_next_headers(served: Bounded) -> None:
@@ -224,16 +234,16 @@ def test_the_bytes_of_a_body_are_not_those_of_the_next_headers(served: Bounded) 
             connection.sendall(CHUNKED)
             time.sleep(0.05)
             connection.sendall(b"1\r\nx\r\n0\r\nX: " + b"y" * 40_000 + b"\r\n\r\n")
-            assert status_of(connection.recv(2**16)) == 200
+            assert status_of(read_one(connection)) == 200
             connection.sendall(padded(GET, MAX_HEADER_BYTES))
-            assert status_of(connection.recv(2**16)) == 200
+            assert status_of(read_one(connection)) == 200
 
 
 def test_trailers_are_no_headers(served: Bounded) -> None:
     """What comes after a body was not looked at before it."""
     request = CHUNKED.replace(b"/body", b"/headers") + b"1\r\nx\r\n0\r\nAuthorization: late\r\n\r\n"
     with served.connect(request) as connection:
-        response = connection.recv(2**16)
+        response = read_one(connection)
     assert b"host" in response
     assert b"late" not in response
 
@@ -264,17 +274,17 @@ def test_offers_of_other_protocols_are_not_taken(served: Bounded, protocol: byte
     with served.connect() as connection:
         for request in (offer + b"\r\n", POST + b"Upgrade: h2c\r\nContent-Length: 3\r\n\r\nabc", GET + b"\r\n"):
             connection.sendall(request)
-            assert status_of(connection.recv(2**16)) == 200
+            assert status_of(read_one(connection)) == 200
         connection.sendall(padded(GET, MAX_HEADER_BYTES + 1))
-        assert status_of(connection.recv(2**16)) == 431
+        assert status_of(read_one(connection)) == 431
 
 
 def test_a_client_may_ask_before_it_sends_its_body(served: Bounded) -> None:
     """``Expect: 100-continue`` is answered as soon as the body is wanted."""
     with served.connect(POST + b"Content-Length: 3\r\nExpect: 100-continue\r\n\r\n") as connection:
-        assert status_of(connection.recv(2**16)) == 100
+        assert status_of(read_one(connection)) == 100
         connection.sendall(b"abc")
-        assert status_of(connection.recv(2**16)) == 200
+        assert status_of(read_one(connection)) == 200
 
 
 @pytest.mark.parametrize(("path", "num_taken"), [("/big", 0), ("/big", 500), ("/whole", 0), ("/whole", 2**20)])

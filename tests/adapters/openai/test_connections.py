@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from adapters.openai.bounded import GET, bounded, is_closed, read_all, wait_until_open
+from adapters.openai.bounded import GET, bounded, is_closed, read_all, read_one, wait_until_open
 from pagedcore.errors import InvalidConfig
 from pagedcore_openai.bounded_http import Times
 from pagedcore_openai.bounded_server import ACCEPTED_AT_ONCE
@@ -157,7 +157,7 @@ def test_idle_connections_do_not_keep_others_out() -> None:
             assert served.num_open <= 16
             assert stream.recv(2**16)
         slow.sendall(b"\r\n")
-        assert slow.recv(2**16).startswith(b"HTTP/1.1 200")
+        assert read_one(slow).startswith(b"HTTP/1.1 200")
 
 
 def test_with_all_in_calls_the_next_is_refused() -> None:
