@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import pagedcore_kernels  # noqa: F401  # Why first: it says on which systems pagedcore runs.
 from pagedcore._version import __version__ as __version__
 from pagedcore.lazy_names import lazy_names
 

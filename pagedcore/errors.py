@@ -9,6 +9,7 @@
           - RequestStateError  SessionStateError  InvalidSessionFile  ModelMismatch
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported  ModelTakenOver  DeviceUnavailable  MissingDependency  MemoryBudgetExceeded
+      * UnsupportedPlatform (ImportError) the system's: pagedcore does not run on it
       * EngineOverloaded  TooManySessions capacity: try again later, or close sessions first
           - GrammarsBusy  PromiseRefused
       * RequestFailed                     one accepted request ended with finish_reason "error"
@@ -36,6 +37,7 @@ from pagedcore_kernels.errors import InternalError as InternalError
 from pagedcore_kernels.errors import InvalidConfig as InvalidConfig
 from pagedcore_kernels.errors import MissingDependency as MissingDependency
 from pagedcore_kernels.errors import PagedcoreError as PagedcoreError
+from pagedcore_kernels.errors import UnsupportedPlatform as UnsupportedPlatform
 from pagedcore_kernels.errors import is_passing as is_passing
 
 _NAME: Final = re.compile("[A-Za-z_][A-Za-z0-9_]{0,39}")

@@ -32,6 +32,10 @@ class MissingDependency(InvalidConfig, ImportError):
     """An optional package is not installed; the message names the extra that brings it."""
 
 
+class UnsupportedPlatform(PagedcoreError, ImportError):
+    """pagedcore does not run on this system; the message names those on which it does."""
+
+
 class InternalError(PagedcoreError):
     """A stated law of the engine does not hold: please report it with the message."""
 

@@ -40,6 +40,25 @@ def test_every_public_name_exists_and_is_documented(name: str) -> None:
     assert name in dir(pagedcore)
 
 
+WITHOUT_POSIX = """
+import os, sys
+sys.modules["fcntl"] = None
+del os.register_at_fork
+try:
+    import {module}
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("module", ["pagedcore", "pagedcore_kernels", "pagedcore.cli.main", "pagedcore_http.body"])
+def test_another_system_is_told_in_one_sentence(module: str) -> None:
+    """Without what POSIX has, as on Windows, an import says where pagedcore runs and what to do."""
+    printed = run(WITHOUT_POSIX.format(module=module))
+    assert printed.startswith("UnsupportedPlatform pagedcore does not run on this system. It is tested on Linux")
+    assert printed.endswith("on Windows it runs inside WSL 2 or a Linux container.\n")
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     """The lazy import does not turn a typing mistake into an import error."""
     with pytest.raises(AttributeError, match="Enginee"):
