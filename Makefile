@@ -69,8 +69,11 @@ build/interop-%/.stamp: tests/interop/%.txt
 	test $* != litellm || $(@D)/bin/python -m pip install -q --no-deps litellm==1.109.1
 	touch $@
 
+# With the CUDA tool chain that torch pins, and with the newest.
 kernels: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim $(PYTEST_ARGS)
+	$(MAKE) VENV=build/kernels-newest CONSTRAINTS="-c constraints.txt" build/kernels-newest/.stamp-test
+	build/kernels-newest/bin/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim $(PYTEST_ARGS)
 
 formats:
 	$(MAKE) VENV=build/formats build/formats/.stamp-formats
