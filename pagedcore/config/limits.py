@@ -49,6 +49,21 @@ MAX_TOOL_DEPTH: Final = 32
 MAX_TOOL_CALLS: Final = 128
 #: UTF-8 bytes of all roles and contents of one chat, for the same reason: a million tokens of prose.
 MAX_CHAT_BYTES: Final = 2**22
+#: Characters of a chat template, ten times the longest that is published: a longer one is not compiled.
+MAX_TEMPLATE_LENGTH: Final = 2**18
+#: Steps of one rendering of a chat template, which are nodes of its tree: a thousand messages take most published ones
+#: a million, and one that looks at all messages for each of them fifty.
+MAX_TEMPLATE_STEPS: Final = 2**26
+#: Bytes that one rendering of a chat template may make before the process is looked at, and then add to it.
+MAX_TEMPLATE_BYTES: Final = 2**27
+#: Characters of a rendered chat: four times the text of the longest one.
+MAX_RENDERED_LENGTH: Final = 4 * MAX_CHAT_BYTES
+#: Levels of the lists and objects that a chat template compares, writes or looks up: the interpreter recurses.
+MAX_TEMPLATE_DEPTH: Final = 100
+#: Bits of a number that a chat template computes.
+MAX_TEMPLATE_BITS: Final = 4096
+#: Seconds of processor time of one rendering of a chat template.
+MAX_TEMPLATE_S: Final = 10.0
 #: Priorities are compared, never added: any small integer will do.
 MAX_PRIORITY: Final = 1_000_000
 #: Weights of requests, and one over it is the smallest: the share of one tenant beside another.

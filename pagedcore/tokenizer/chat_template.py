@@ -1,6 +1,6 @@
 """Renders a conversation with the tokenizer's own chat template and turns its failures into typed errors.
 
-The template is code of the model's author and runs in the sandbox of ``transformers``. Its errors may quote the
+The template is code of the model's author and runs in a sandbox (``template_sandbox.py``). Its errors may quote the
 conversation, so an error message repeats only words of the template itself.
 """
 
@@ -13,6 +13,7 @@ from pagedcore.errors import InvalidPrompt
 from pagedcore.protocols import ChatMessage
 
 _ACCEPTED: Final = "a conversation that the model's chat template accepts"
+_IN_BOUNDS: Final = "a conversation that the model's chat template renders within its bounds"
 #: Stands for the completion before a further turn: any text that no template writes by itself.
 _COMPLETION: Final = "pagedcore-answer-marker"
 _BEFORE: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _COMPLETION})
@@ -34,7 +35,7 @@ def apply_chat_template(
 
     Raises:
         InvalidPrompt: there is no message, one is not a mapping, the tokenizer has no template, or the template
-            refuses the conversation.
+            refuses the conversation or takes more for it than one rendering may.
     """
     if not messages:
         raise InvalidPrompt("messages", 0, "at least one message")
@@ -45,14 +46,30 @@ def apply_chat_template(
         raise InvalidPrompt("messages", messages, "text or token ids, because this tokenizer has no chat template",
                             "Pass the prompt as one text, or use a model made for chat.")
     plain = [dict(message) for message in (*before, *messages)]
+    from pagedcore.tokenizer.template_budget import OverBound
+
     # Why: a template can raise any exception (a missing key, None + text), and each is caused by the prompt.
+    limit = _ACCEPTED
     try:
-        return tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=tokenize, return_dict=False,
-                                             **({"tools": list(tools)} if tools else {}))
+        return _rendered(tokenizer, plain, list(tools), tokenize)
+    except OverBound as error:
+        limit, advice = _IN_BOUNDS, str(error)
     except Exception as error:
         advice = _own_words(str(error), template_source(tokenizer)) or f"It failed with {type(error).__name__}."
     # Safety: raised outside the handler, so that no chained exception carries the conversation.
-    raise InvalidPrompt("messages", messages, _ACCEPTED, advice)
+    raise InvalidPrompt("messages", messages, limit, advice)
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any], tokenize: bool) -> Any:
+    from pagedcore.tokenizer.template_sandbox import render
+
+    own = getattr(type(tokenizer), "apply_chat_template", None)
+    # Why: a tokenizer with a method of its own may have no template in Jinja.
+    if own is not None and own.__module__ != "transformers.tokenization_utils_base":
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=tokenize,
+                                             return_dict=False, **({"tools": tools} if tools else {}))
+    text = render(tokenizer, messages, tools)
+    return tokenizer(text, add_special_tokens=False).input_ids if tokenize else text
 
 
 def template_source(tokenizer: Any) -> str:
@@ -62,12 +79,18 @@ def template_source(tokenizer: Any) -> str:
 
 
 def knows_tools(tokenizer: Any) -> bool:
-    """Whether a tokenizer's template writes tools into the prompt: it is rendered with one, and looked at."""
+    """Whether a tokenizer's template writes tools into the prompt: it is rendered with one, and looked at.
+
+    Raises:
+        InvalidPrompt: it takes more than one rendering may.
+    """
     if not template_source(tokenizer):
         return False
     try:
         text: str = apply_chat_template(tokenizer, _BEFORE[:1], tokenize=False, tools=(_PROBE,))
-    except InvalidPrompt:
+    except InvalidPrompt as error:
+        if error.limit == _IN_BOUNDS:
+            raise
         return False
     return str(_PROBE["function"]["name"]) in text
 

@@ -2,15 +2,13 @@
 
 Owns the decision for which directories that gives the tokenizer of transformers, and the members of it that
 ``HFTokenizer`` uses. Those are directories that say that ``tokenizer.json`` is all there is, or name the class of
-Qwen2, which builds a tokenizer of its own, and have the same in ``tokenizer.json``. For chat templates transformers is
-imported when the first one is rendered, as its sandbox runs them.
+Qwen2, which builds a tokenizer of its own, and have the same in ``tokenizer.json``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,11 +44,11 @@ class QuickTokenizer:
         """
         backend.no_truncation()
         backend.no_padding()
-        self.backend, self.chat_template, self._special_tokens = backend, chat_template, dict(special_tokens)
+        self.backend, self.chat_template, self.special_tokens_map = backend, chat_template, dict(special_tokens)
         self.added_tokens_decoder: dict[int, AddedToken] = backend.get_added_tokens_decoder()
-        end = self._special_tokens.get("eos_token")
+        end = self.special_tokens_map.get("eos_token")
         self.eos_token_id = None if end is None else backend.token_to_id(end)
-        self.all_special_ids = [backend.token_to_id(token) for token in self._special_tokens.values()]
+        self.all_special_ids = [backend.token_to_id(token) for token in self.special_tokens_map.values()]
 
     def get_vocab(self) -> dict[str, int]:
         """Return all tokens, added ones included, and their ids."""
@@ -67,10 +65,6 @@ class QuickTokenizer:
         name: str | None = self.backend.id_to_token(token_id)
         return name
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Any:
-        """Render a conversation; options as transformers has them."""
-        return self._renderer.apply_chat_template(messages, **options)
-
     def save(self, directory: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json``, of which ``read_tokenizer`` makes an equal one.
 
@@ -79,19 +73,10 @@ class QuickTokenizer:
         """
         template = {} if self.chat_template is None else {"chat_template": self.chat_template}
         settings = {"tokenizer_class": PLAIN_CLASSES[-1], "clean_up_tokenization_spaces": False,
-                    **self._special_tokens, **template}  # fmt: skip
+                    **self.special_tokens_map, **template}  # fmt: skip
         (directory / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-
-    @cached_property
-    def _renderer(self) -> Any:
-        from transformers import PreTrainedTokenizerFast
-
-        # Why: the renderer copies what it is given, and needs no vocabulary to render.
-        return PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.BPE()), chat_template=self.chat_template, **self._special_tokens
-        )
 
 
 def read_tokenizer(directory: Path) -> QuickTokenizer | None:
