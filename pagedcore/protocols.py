@@ -311,12 +311,16 @@ class RendersTools(Protocol):
     def render_chat(self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render the chat template, ending where the assistant's turn begins."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Do the same, and tokenise it."""
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = (), control_tokens: bool = False
+    ) -> list[int]:
+        """Do the same, and tokenise it; contents have control tokens only where ``control_tokens`` says so."""
 
-    def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int], *,
-                         tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Tokenise as ``Tokenizer.encode_chat_turn``."""
+    def encode_chat_turn(
+        self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int], *,
+        tools: Sequence[Mapping[str, Any]] = (), control_tokens: bool = False,
+    ) -> list[int]:
+        """Tokenise as ``Tokenizer.encode_chat_turn``, with ``control_tokens`` as in ``encode_chat``."""
 
 
 @runtime_checkable

@@ -60,6 +60,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "disk_kv_dir": rules.NAME.or_none(),
     "session_key": rules.SECRET.or_none(),
     "tokenizer": rules.NAME.or_none(),
+    "control_tokens_in_chats": rules.BOOLEAN,
     "tool_parser": rules.NAME,
     "reasoning_parser": rules.NAME,
     # Safety: any other true value, the text "false" among them, would let foreign code run.
@@ -159,6 +160,9 @@ class EngineConfig:
     "swap" where there is a host tier, and as "wait" where there is none."""
     tokenizer: str | None = None
     """Directory or name of the tokenizer; ``None``: the model's own."""
+    control_tokens_in_chats: bool = False
+    """Whether the text of a control token, such as ``<|im_end|>``, becomes that token in messages and tools too, so
+    that whoever wrote them can end a turn and begin another. Prompts of plain text always have control tokens."""
     tool_parser: str = "auto"
     """Name of an entry in the plugin table ``tool_parsers``, which is how the model writes calls of tools: "hermes",
     "llama3" or "mistral"; "auto": the one that recognises the model's chat template, "none": no calls."""

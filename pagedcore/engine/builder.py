@@ -122,6 +122,7 @@ def _assemble(
     input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
         config.waiting_limit, grammars.eos_token_ids, policy.unread_options, grammars, hooks.request_context,
+        config.control_tokens_in_chats,
     )
     scheduler = Scheduler(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,

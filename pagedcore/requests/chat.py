@@ -44,10 +44,18 @@ class Chat:
     tools: tuple[dict[str, Any], ...]
     """Each ``{"type": "function", "function": {"name", "description", "parameters"}}``; parameters are a JSON schema
     of an object."""
+    control_tokens: bool
+    """Whether the text of a control token in messages and tools becomes that token: for a caller who wrote them all."""
 
-    def __init__(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None = None, *,
+        control_tokens: bool = False,
+    ) -> None:
+        if type(control_tokens) is not bool:
+            raise InvalidPrompt("control_tokens", control_tokens, "True or False")
         object.__setattr__(self, "messages", messages)
         object.__setattr__(self, "tools", validate_tools(tools))
+        object.__setattr__(self, "control_tokens", control_tokens)
 
     @property
     def functions(self) -> list[dict[str, Any]]:

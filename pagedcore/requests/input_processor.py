@@ -73,6 +73,8 @@ class InputProcessor:
     """Compiles what asks for structured output; ``None``: it is refused."""
     context: Callable[[], object] = lambda: None
     """What a request that is processed at the moment belongs to."""
+    control_tokens_in_chats: bool = False
+    """As ``EngineConfig`` has it."""
 
     def process(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, known: list[int] | None = None
@@ -171,21 +173,27 @@ class InputProcessor:
 
     def _chat_ids(self, chat: Any, known: list[int] | None) -> list[int]:
         tools: SequenceOf[Mapping[str, Any]] = ()
+        has_control_tokens = self.control_tokens_in_chats
         if type(chat) is Chat:
+            has_control_tokens |= chat.control_tokens
             chat, tools = chat.messages, chat.tools
         messages = validate_chat(chat, self.max_model_len, tools_length(tools))
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise _needs_tokenizer("chat messages")
+        options: dict[str, Any] = {}
         with _tokenizing():
             if tools or uses_tools(messages):
                 if not isinstance(tokenizer, RendersTools) or not tokenizer.knows_tools:
                     raise InvalidTools("tools", len(tools), "none, nor calls or results of calls in messages",
                                        "The chat template of this model does not know tools.")
-                if known is None:
-                    return tokenizer.encode_chat(messages, tools=tools)
-                return tokenizer.encode_chat_turn(messages, known, tools=tools)
-            return tokenizer.encode_chat(messages) if known is None else tokenizer.encode_chat_turn(messages, known)
+                options["tools"] = tools
+            # Why: a tokenizer of the user's own that renders no tools decides on contents itself.
+            if has_control_tokens and isinstance(tokenizer, RendersTools):
+                options["control_tokens"] = True
+            if known is None:
+                return tokenizer.encode_chat(messages, **options)
+            return tokenizer.encode_chat_turn(messages, known, **options)
 
 
 @contextmanager

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
+
+from tokenizers import AddedToken
 
 from pagedcore.errors import InvalidConfig, InvalidText, describe
 from pagedcore.outputs import TokenText
 from pagedcore.protocols import ChatMessage, Detokenizer
+from pagedcore.tokenizer.chat_contents import ChatContents, Render
 from pagedcore.tokenizer.chat_template import apply_chat_template, knows_tools, render_turn, template_source
 from pagedcore.tokenizer.detokenizer_choice import choose_detokenizer
 from pagedcore.tokenizer.quick_tokenizer import PLAIN_CLASSES, QuickTokenizer, read_tokenizer
@@ -122,26 +125,50 @@ class HFTokenizer:
         """Render the chat template up to where the assistant's completion begins. Raises as ``encode_chat``."""
         return str(apply_chat_template(self._tokenizer, messages, tokenize=False, tools=tools))
 
-    def encode_chat(self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = (), control_tokens: bool = False
+    ) -> list[int]:
         """Render the chat template up to where the assistant's completion begins, and tokenise it.
 
+        The text of a control token in messages or tools is ordinary text, unless ``control_tokens`` are asked for.
+
         Raises:
-            InvalidPrompt: there is no chat template, or it refuses the messages.
+            InvalidPrompt: there is no chat template, or it refuses the messages; or they have the text of a control
+                token, and this tokenizer reads such text in one way only.
             InvalidText: the messages hold a lone surrogate.
         """
-        if self._backend is None:
-            return list(apply_chat_template(self._tokenizer, messages, tokenize=True, tools=tools))
-        return self.encode(self.render_chat(messages, tools=tools), add_special_tokens=False)
+        render = partial(apply_chat_template, self._tokenizer, tokenize=False)
+        if self._backend is not None:
+            return self._encode_contents(render, messages, tools, control_tokens)
+        ids = list(apply_chat_template(self._tokenizer, messages, tokenize=True, tools=tools))
+        return ids if control_tokens else self._contents.checked(ids, None, render, messages, tools)
 
-    def encode_chat_turn(self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int], *,
-                         tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode_chat_turn(
+        self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int], *,
+        tools: Sequence[Mapping[str, Any]] = (), control_tokens: bool = False,
+    ) -> list[int]:
         """Tokenise what the chat template puts between a conversation so far and the completion of ``messages``.
 
-        An end token at the end of ``known_token_ids`` is not written a second time. Raises as ``encode_chat``.
+        An end token at the end of ``known_token_ids`` is not written a second time. Otherwise as ``encode_chat``.
         """
-        turn = self.encode(render_turn(self._tokenizer, messages, tools), add_special_tokens=False)
+        turn = self._encode_contents(partial(render_turn, self._tokenizer), messages, tools, control_tokens)
         is_closed = bool(turn) and bool(known_token_ids) and turn[0] == known_token_ids[-1]
         return turn[1:] if is_closed and turn[0] in self._eos_token_ids else turn
+
+    def _encode_contents(
+        self, render: Render, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], control_tokens: bool
+    ) -> list[int]:
+        text = render(messages, tools=tools)
+        ids = self.encode(text, add_special_tokens=False)
+        return ids if control_tokens else self._contents.checked(ids, text, render, messages, tools)
+
+    @cached_property
+    def _contents(self) -> ChatContents:
+        tokenizer = self._tokenizer
+        added = dict(getattr(tokenizer, "added_tokens_decoder", ()))
+        for token_id in {*tokenizer.all_special_ids} - added.keys():
+            added[token_id] = AddedToken(tokenizer.convert_ids_to_tokens(token_id), special=True, normalized=False)
+        return ChatContents(added, self.chat_template, self._backend)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode at once, special tokens left out."""
