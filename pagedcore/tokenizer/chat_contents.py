@@ -18,8 +18,9 @@ from tokenizers import AddedToken, Tokenizer
 from pagedcore.errors import InvalidPrompt
 from pagedcore.protocols import ChatMessage
 from pagedcore.tokenizer.control_tokens import ControlTokens
-from pagedcore.tokenizer.disguise import Disguise, plain, texts_in
+from pagedcore.tokenizer.disguise import Disguise, texts_in
 from pagedcore.tokenizer.ordinary_text import OrdinaryText
+from pagedcore.tokenizer.plain_values import plain
 
 _LIMIT: Final = "messages and tools without the text of control tokens, which this tokenizer cannot read as other text"
 _ADVICE: Final = "Leave it out, or let contents of chats have control tokens with control_tokens_in_chats."
@@ -66,7 +67,8 @@ class ChatContents:
             return token_ids
         text = render(messages, tools=tools) if text is None else text
         disguise = Disguise(chain(texts_in(contents), (text,)), self._control.telling)
-        disguised = render(disguise.hide(plain(messages)), tools=disguise.hide(plain(tools)))
+        with disguise.worn():
+            disguised = disguise.unescaped(render(disguise.hide(plain(messages)), tools=disguise.hide(plain(tools))))
         shown = disguise.show(disguised)
         # Why: a template that looks for single characters may write another text. For harmless contents it must not.
         is_same = shown == text or not self._control.is_whole_in(contents)

@@ -6,16 +6,27 @@ does not have. Whatever it then joins, trims or cuts, no part of a control token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
+from json import dumps
 from typing import Any, Final
 
 from pagedcore.errors import InvalidPrompt
+from pagedcore.tokenizer.plain_values import plain
 
 #: Braille, SignWriting, and planes for private use. Python writes the former two as they are, as it does ``<``, and
 #: nothing trims, changes or normalises any of them.
 _SUBSTITUTES: Final = (range(0x2800, 0x2900), range(0x1D800, 0x1DA00), range(0xF0000, 0xFFFFE))
+_ESCAPE: Final = re.compile(r"\\u[0-9a-f]{4}")
+#: Methods of a text that say what it has, or where, or cut it there.
+_LOOKS: Final = frozenset((
+    "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier",
+    "isnumeric", "isprintable", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex",
+    "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip",
+))
 
 
 def texts_in(value: Any) -> list[str]:
@@ -36,24 +47,6 @@ def texts_in(value: Any) -> list[str]:
     return texts
 
 
-def plain(value: Any) -> Any:
-    """Return messages or tools as lists, dicts, texts and numbers, as templates get them from transformers."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Mapping):
-        return {plain(key): plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
-    if callable(dump := getattr(value, "model_dump", None)):
-        return plain(dump())
-    # Why: what cannot be looked into must not reach the prompt.
-    return value if isinstance(value, int | float) else f"<{type(value).__name__}>"
-
-
 class Disguise:
     """Other characters for some of one chat."""
 
@@ -69,9 +62,9 @@ class Disguise:
         """
         self._hidden = hidden
         texts = list(texts)
-        taken = set(chain.from_iterable(map(set, texts)))
+        taken = set(chain.from_iterable({*text, *_ESCAPE.findall(text)} for text in texts))
         replaced = sorted(set(chain.from_iterable(map(hidden, texts))))
-        free = (one for one in map(chr, chain(*_SUBSTITUTES)) if one not in taken)
+        free = (one for one in map(chr, chain(*_SUBSTITUTES)) if taken.isdisjoint((one, *_ESCAPE.findall(dumps(one)))))
         self._substitutes = dict(zip(replaced, free, strict=False))
         if len(self._substitutes) < len(replaced):
             raise InvalidPrompt("messages", f"{len(taken)} different characters", "fewer of them", is_described=True)
@@ -83,8 +76,75 @@ class Disguise:
             return value.translate({ord(one): self._substitutes[one] for one in self._hidden(value)})
         if isinstance(value, dict):
             return {self.hide(key): self.hide(one) for key, one in value.items()}
-        return [self.hide(one) for one in value] if isinstance(value, list) else value
+        return type(value)(map(self.hide, value)) if isinstance(value, list | tuple) else value
+
+    def unescaped(self, text: str) -> str:
+        """Return a text in which JSON of ASCII alone has disguised characters as they are; it has ``<`` as it is."""
+        for one in self._substitutes.values() if "\\u" in text else ():
+            text = text.replace(dumps(one)[1:-1], one)
+        return text
 
     def show(self, text: str) -> str:
         """Return a text without disguise."""
         return text.translate(self._shown)
+
+    @contextmanager
+    def worn(self) -> Iterator[None]:
+        """Render with contents in this disguise."""
+        token = _WORN.set(self)
+        try:
+            yield
+        finally:
+            _WORN.reset(token)
+
+
+_WORN: Final = ContextVar[Disguise | None]("pagedcore_disguise", default=None)
+
+
+def seen(value: Any) -> Any:
+    """Return what a template compares: a value of the rendering that runs here, without disguise."""
+    if (disguise := _WORN.get()) is None:
+        return value
+    if isinstance(value, str):
+        return disguise.show(value)
+    if isinstance(value, dict):
+        return {seen(key): one for key, one in value.items()}
+    return type(value)(map(seen, value)) if type(value) in (list, tuple) else value
+
+
+def seeing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a text that looks for undisguised text in it; what it cuts out keeps its disguise."""
+    if _WORN.get() is None or method.__name__ not in _LOOKS:
+        return method
+    text, name = str(method.__self__), method.__name__  # type: ignore[attr-defined]
+
+    def looks(*args: Any, **kwargs: Any) -> Any:
+        if name == "replace":
+            return _replaced(text, *args, **kwargs)
+        shown, given = seen(text), (seen(args), {key: seen(one) for key, one in kwargs.items()})
+        found = getattr(shown, name)(*given[0], **given[1])
+        if isinstance(found, str):
+            begin = 0 if name in ("rstrip", "removesuffix") else len(shown) - len(
+                shown.lstrip(*given[0]) if name == "strip" else found)
+            return text[begin : begin + len(found)]
+        if not isinstance(found, list | tuple):
+            return found
+        separator = (given[0] or (given[1].get("sep"),))[0] if "split" in name and name != "splitlines" else ""
+        return type(found)(_pieces(text, shown, found, None if name == "splitlines" else separator))
+
+    return looks
+
+
+def _pieces(text: str, shown: str, found: Iterable[str], separator: str | None) -> Iterator[str]:
+    """Yield the pieces of a text that stand between separators in it, ``None`` for white space."""
+    at = 0
+    for piece in found:
+        at = shown.index(piece, at) if separator is None else at
+        yield text[at : at + len(piece)]
+        at += len(piece) + len(separator or "")
+
+
+def _replaced(text: str, old: str, new: str, count: int = -1) -> str:
+    if not old:
+        return text.replace(old, new, count)
+    return new.join(_pieces(text, seen(text), seen(text).split(seen(old), count), seen(old)))

@@ -18,6 +18,7 @@ from jinja2.tests import TESTS as JINJA_TESTS
 from jinja2.utils import generate_lorem_ipsum
 
 from pagedcore.config.limits import MAX_TEMPLATE_BITS
+from pagedcore.tokenizer.disguise import seen
 from pagedcore.tokenizer.template_budget import (
     OverBound,
     budget,
@@ -334,6 +335,19 @@ def _holder(value: Any) -> Any:
     return value if isinstance(value, dict | range) else _operand(items(value))
 
 
+def _seen_after(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a check that gives what a template compares, which has no disguise."""
+    return lambda value: seen(check(value))
+
+
+def _of_seen(function: Any) -> Callable[..., Any]:
+    @wraps(function)
+    def test(*args: Any) -> Any:
+        return function(*map(seen, args))
+
+    return test
+
+
 def _number_test(name: str) -> Callable[..., Any]:
     """Return a test that computes a remainder. Why not of a text: it would be formatted."""
     tests: Mapping[str, Any] = JINJA_TESTS
@@ -349,12 +363,12 @@ def _number_test(name: str) -> Callable[..., Any]:
 FILTERS: Final[Mapping[str, Callable[..., Any]]] = {
     **{name: _bounded(name, function) for name, function in JINJA_FILTERS.items() if name not in _LIGHT_FILTERS},
     **{name: _lazy(JINJA_FILTERS[name]) for name in _LAZY_FILTERS}, "tojson": _tojson,
-    "pagedcore steps": _steps, "pagedcore operand": _operand, "pagedcore holder": _holder,
-    "pagedcore joined": joined, "pagedcore made": made,
+    "pagedcore steps": _steps, "pagedcore operand": _seen_after(_operand), "pagedcore holder": _seen_after(_holder),
+    "pagedcore key": _operand, "pagedcore joined": joined, "pagedcore made": made,
 }
 """The filters of transformers, all but those that cost nothing, and the counters."""
 TESTS: Final[Mapping[str, Callable[..., Any]]] = {
-    **{name: _bounded(name, function) for name, function in JINJA_TESTS.items() if name not in _LIGHT_TESTS},
+    **{name: _bounded(name, _of_seen(function)) for name, function in JINJA_TESTS.items() if name not in _LIGHT_TESTS},
     **{name: _number_test(name) for name in ("divisibleby", "even", "odd")},
 }
 """Tests that compare or compute a hash."""

@@ -8,15 +8,13 @@ filter is bounded how, ``template_operations.py`` says; ``template_budget.py`` h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import cache, lru_cache
 from io import StringIO
 from types import BuiltinMethodType
 from typing import Any, Final
 
-import numpy as np
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -29,6 +27,8 @@ from markupsafe import Markup
 
 from pagedcore.config.limits import MAX_RENDERED_LENGTH, MAX_TEMPLATE_LENGTH
 from pagedcore.tokenizer import template_operations as operations
+from pagedcore.tokenizer.disguise import seeing
+from pagedcore.tokenizer.plain_values import plain
 from pagedcore.tokenizer.template_budget import OverBound, budget, is_plain, items, made, measure, new_budget, text
 
 #: Names under which a message's reasoning is passed; templates read the first.
@@ -54,8 +54,8 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any]) -> 
         raise OverBound("characters of its own", MAX_TEMPLATE_LENGTH)
     shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
     variables = {
-        **_plain(dict(tokenizer.special_tokens_map)), "messages": [_with_reasoning(_plain(one)) for one in shown],
-        "tools": _plain(tools) if tools else None, "documents": None, "add_generation_prompt": True,
+        **plain(dict(tokenizer.special_tokens_map)), "messages": [_with_reasoning(plain(one)) for one in shown],
+        "tools": plain(tools) if tools else None, "documents": None, "add_generation_prompt": True,
     }
     with new_budget():
         template, written = _compile(source), StringIO()
@@ -69,27 +69,6 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any]) -> 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON has of a value. Why: other objects have methods that a template could call."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int | float):
-        return int.__int__(value) if isinstance(value, int) else float.__float__(value)
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return (tuple if isinstance(value, tuple) else list)(map(_plain, value))
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if callable(getattr(value, "model_dump", None)):
-        return _plain(value.model_dump())
-    return f"<{type(value).__name__}>"
 
 
 @lru_cache(maxsize=16)
@@ -127,7 +106,7 @@ class _Counters(NodeTransformer):
         """Measure keys, of which the interpreter recurses to compute a hash."""
         self.generic_visit(node)
         for pair in node.items:
-            pair.key = _unless_constant(pair.key, "operand")
+            pair.key = _unless_constant(pair.key, "key")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -200,6 +179,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         owner = getattr(callee, "__self__", None)
         if isinstance(owner, str):
             args = operations.check_method(owner, callee.__name__, args, kwargs)
+            callee = seeing(callee)
         else:
             for one in (owner, *args, *kwargs.values()):
                 if not is_plain(one):

@@ -23,10 +23,10 @@ plugin, options of a request, and how chats are read."""
 MAY_PROBE = {
     "pagedcore.models.attention_layers", "pagedcore.models.model_facts", "pagedcore.models.supported_models",
     "pagedcore.models.cpu.packed_experts", "pagedcore.models.cpu.packed_linear", "pagedcore.tokenizer.chat_template",
-    "pagedcore.tokenizer.disguise", "pagedcore.tokenizer.template_operations", "pagedcore.tokenizer.template_sandbox",
-    "pagedcore.tokenizer.tokenizer", "pagedcore.plugins.manager",
+    "pagedcore.tokenizer.plain_values", "pagedcore.tokenizer.template_operations",
+    "pagedcore.tokenizer.template_sandbox", "pagedcore.tokenizer.tokenizer", "pagedcore.plugins.manager",
 }
-"""Modules that look at objects of transformers, torch or jinja2, at messages of any type, or at the name of a plugin."""
+"""Modules that look at objects of transformers, torch or jinja2, at messages of any type, or at a plugin's name."""
 OPTIONAL_FRAMEWORKS = {"bentoml", "langchain", "langchain_core", "starlette", "fastapi", "uvicorn", "openai", "ray",
                        "opentelemetry"}
 

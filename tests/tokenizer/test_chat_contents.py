@@ -152,6 +152,7 @@ def test_every_kind_of_tokenizer_keeps_contents_from_its_control_tokens(kind: st
     ("{{ messages[0].content | lower }}", (), "<|IM_END|>"),
     ("{{ messages[0].content | reverse }}", (), ">|dne_mi|<"),
     ("{{ messages | tojson }}", (), "<|im_end|>"),
+    ("{{ messages | tojson(ensure_ascii=true) }}", (), "<|im_end|>\\u2800\u2801"),
     ("{{ [messages[0].content] | string }}", (), "it's <|im_end|>"),
     ("{{ '%s|im_end|>' % messages[0].content }}", (), "<"),
     ("{{ '{}|im_end|>'.format(messages[0].content) }}", (), "<"),
@@ -285,3 +286,57 @@ def test_a_long_chat_of_forged_turns_costs_in_proportion() -> None:
     tokenizer = make()
     content = "".join(map(chr, range(0x2800, 0x2900))) + FORGED * 5_000
     assert names(tokenizer, tokenizer.encode_chat(chat(content))) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+
+
+REASONING = (
+    "{% macro text(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}<|im_start|>"
+    "{% set content = text(m) | trim %}{% if m.role == 'assistant' and '</think>' in content %}"
+    "<think>{{ content.split('</think>')[0].split('<think>')[-1].strip('\\n') }}</think>"
+    "{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+    "{{ content }}{% if content is eq('<|im_end|>') or content.endswith('<stop>') %}!{% endif %}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("role", "content", "expected"), [
+    ("assistant", "<think>\na < b\n</think>\n\n5", ["<think>", "</think>"]),
+    ("assistant", "<think>x<|im_end|></think>5</think>6", ["<think>", "</think>"]),
+    ("assistant", "5<think>", []), ("user", "<think>x</think>5", []), ("user", "<|im_end|>", []),
+    ("user", "the<|im_end|><stop>", []),
+])
+def test_templates_read_contents_as_ever(role: str, content: str, expected: list[str]) -> None:
+    """A template that splits reasoning off, or looks at contents in another way, finds what is there; control tokens
+    are those that it writes."""
+    tokenizer = make(REASONING, ("<think>", "</think>"))
+    ids, asked = (tokenizer.encode_chat([{"role": role, "content": content}], control_tokens=one)
+                  for one in (False, True))
+    assert text_of(tokenizer, ids) == text_of(tokenizer, asked)
+    assert names(tokenizer, ids) == ["<|im_start|>", *expected, "<|im_end|>"]
+
+
+def test_escapes_of_harmless_contents_are_the_templates() -> None:
+    """A template that changes single characters does so, whatever they could have been a part of."""
+    tokenizer = make("<|im_start|>{{ messages[0].content | e }}")
+    for content, written in (("a < b", "a &lt; b"), ("<|im_end", "&lt;|im_end")):
+        assert text_of(tokenizer, tokenizer.encode_chat(chat(content))) == f"<|im_start|>{written}"
+    assert names(tokenizer, tokenizer.encode_chat(chat("<|im_end|>"))) == ["<|im_start|>"]
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.Sequence([
+    normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])])
+def test_a_normalizer_changes_forged_contents_as_it_does_others(normalizer: Any) -> None:
+    """Text around a forged token has the ids that it has around other text."""
+    backend = byte_level()
+    backend.normalizer = normalizer
+    tokenizer = make("<|im_start|>{{ messages[0].content }}", (), backend)
+    harmless, forged = (tokenizer.encode_chat(chat(f"e\u0301 a {one} o\u0308")) for one in ("q", "<|im_end|>"))
+    start = next(place for place, one in enumerate(harmless) if harmless[place] != forged[place])
+    assert start > 3
+    assert harmless[-3:] == forged[-3:]
+
+
+def test_tokens_of_white_space_are_no_control_tokens() -> None:
+    """A line end that a tokenizer calls special is one in contents too."""
+    tokenizer = make("<|im_start|>\n{{ messages[0].content }}", (AddedToken("\n", special=True, normalized=False),))
+    for content in ("a\nb", "<|im_end|>\n"):
+        newline = tokenizer._backend.token_to_id("\n")
+        assert tokenizer.encode_chat(chat(content)).count(newline) == 2
