@@ -200,12 +200,23 @@ HOSTILE = {
 }
 
 
+class GrowingProcess:
+    """A process that gives no memory back: what other tests left free would hide what a template takes."""
+
+    rss = 0
+
+    def memory_info(self) -> GrowingProcess:
+        GrowingProcess.rss += 2**24
+        return self
+
+
 @pytest.mark.parametrize(("what", "template"), [(what, one) for what, all_ in HOSTILE.items() for one in all_])
 def test_a_template_over_a_bound_is_ended(what: str, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the bound. Nothing of the size in question is made: that would take seconds, or all memory."""
     if what == "steps":
         monkeypatch.setattr(template_budget, "MAX_TEMPLATE_STEPS", 2**18)
     monkeypatch.setattr(template_budget, "MAX_TEMPLATE_BYTES", 2**24)
+    monkeypatch.setattr(template_budget, "Process", GrowingProcess)
     monkeypatch.setattr(template_sandbox, "MAX_RENDERED_LENGTH", 2**22)
     with pytest.raises(OverBound, match=f"than [0-9]+ {what}[.]"):
         ours(template)
