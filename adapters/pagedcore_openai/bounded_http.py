@@ -109,13 +109,15 @@ class BoundedHttp(HttpToolsProtocol):
         if self._is_idle:
             self._is_idle = False
             self._wait(self._times.headers_s)
-        while data and not (self._is_refused or self.transport.is_closing()):
+        start = 0
+        while start < len(data) and not (self._is_refused or self.transport.is_closing()):
             # Safety: counted before the parser has it, because the time that it takes grows with the square.
             room = MAX_HEADER_BYTES - self._num_bytes
             if room <= 0:
                 self._refuse(TOO_LONG)
                 return
-            piece, data = data[:room], data[room:]
+            piece = data[start : start + room]
+            start += len(piece)
             self._num_bytes += len(piece)
             try:
                 self.parser.feed_data(piece)
