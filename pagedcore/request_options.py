@@ -93,6 +93,12 @@ class RequestOptions:
                 object.__setattr__(self, name, _TARGET_MS.check(name, given))
 
     @property
+    def owner(self) -> bytes:
+        """Whose share of the threads that prepare requests this one takes: its tenant's, who may add salts at will, or
+        that of its salt."""
+        return b"tenant " + self.tenant.encode() if self.tenant else self.salt
+
+    @property
     def has_targets(self) -> bool:
         """Whether it says by when something has to be done."""
         return self.deadline_s is not None or self.ttft_ms is not None or self.tpot_ms is not None

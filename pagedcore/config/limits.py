@@ -100,11 +100,18 @@ MAX_SCHEMA_PROPERTIES: Final = 1000
 MAX_PATTERN_PROPERTIES: Final = 32
 #: The least common multiple of a schema's ``multipleOf``: an automaton has so many states.
 MAX_MULTIPLE_OF: Final = 100_000
+#: What a grammar's regular expressions and terminals expand to, as ``structured.grammar_size`` counts: one of this size
+#: takes tens of milliseconds and some MiB, while it is compiled, or in the one mask that comes to its largest part.
+MAX_GRAMMAR_SIZE: Final = 2**20
+#: The same for one that is compiled without trying it in a child process first.
+MAX_UNTRIED_GRAMMAR_SIZE: Final = 2**16
+#: Bytes that a child process which tries a grammar may take for it.
+MAX_TRIAL_BYTES: Final = 2**26
 #: Characters of what a library says is wrong with a grammar.
 MAX_GRAMMAR_ERROR: Final = 200
-#: Grammars of one engine that are compiled at the same time, each on a thread.
-MAX_COMPILING_GRAMMARS: Final = 2
-#: Seconds that compiling a grammar may take, and that a grammar waits for its turn.
+#: Grammars of one engine that are compiled at the same time, each on a thread; those of one owner leave one free.
+MAX_COMPILING_GRAMMARS: Final = 3
+#: Seconds that compiling a grammar may take, half of them in a child process, and that a grammar waits for its turn.
 MAX_COMPILING_S: Final = 5.0
 #: Bytes of the grammars of all requests of an engine together; compiled they take some hundred times as much.
 MAX_LIVE_GRAMMAR_BYTES: Final = 2**22

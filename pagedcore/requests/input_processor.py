@@ -108,8 +108,8 @@ class InputProcessor:
             validation.check_returned_logits(params, max_tokens, self.vocab_size)
         validation.check_fits_pool(num_prompt, max_tokens, num_sequences, self.num_pool_tokens)
         return ProcessedRequest(
-            token_ids, params, options, max_tokens, stop_token_ids, has_candidates, self.constraint_of(params),
-            self.context(),
+            token_ids, params, options, max_tokens, stop_token_ids, has_candidates,
+            self.constraint_of(params, options.owner), self.context(),
         )
 
     def process_further(
@@ -130,13 +130,13 @@ class InputProcessor:
         processed = self.process(prompt, params, options, known)
         return replace(processed, token_ids=[*known, *processed.token_ids])
 
-    def constraint_of(self, params: SamplingParams) -> Constraint | None:
+    def constraint_of(self, params: SamplingParams, owner: bytes = b"") -> Constraint | None:
         """Compile what a completion has to look like, ``None`` for nothing. Raises as ``Grammars.compile``."""
         if params.structured is None:
             return None
         if self.grammars is None:
             raise InvalidGrammar("structured", params.structured, "None with this engine")
-        return self.grammars.compile(params.structured)
+        return self.grammars.compile(params.structured, owner)
 
     def check_options(self, options: RequestOptions) -> None:
         """Raise ``InvalidRequest`` for an option that the scheduling policy would ignore."""

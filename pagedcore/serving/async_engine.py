@@ -174,8 +174,9 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
             EngineClosed: the engine is closed, or, raised by the future, was closed before the end.
             QueueTimeout: raised by the future; the request waited for room longer than ``queue_timeout_s``.
         """
-        prepare = partial(self._input_processor.process, prompt, params, read_options(options, "wait_for_room"))
-        return self._submit(prepare, prompt, params, wait_for_room)
+        asked = read_options(options, "wait_for_room")
+        prepare = partial(self._input_processor.process, prompt, params, asked)
+        return self._submit(prepare, prompt, params, asked.owner, wait_for_room)
 
     def extend(
         self, output: RequestOutput, prompt: Prompt, params: SamplingParams | None = None, *, index: int | None = None,
@@ -198,7 +199,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
         """
         asked = read_options(options, "index", "wait_for_room")
         prepare = partial(self._input_processor.process_further, output, index, prompt, params, asked)
-        return self._submit(prepare, prompt, params, wait_for_room)
+        return self._submit(prepare, prompt, params, asked.owner, wait_for_room)
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> AsyncSession:
         """Open a conversation at its first use; arguments and errors as ``Engine.session``."""
@@ -308,20 +309,21 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
         asked = read_options(options, "timeout_s", "wait_for_room")
         timeout_s, stream = validate_timeout(timeout_s), Stream()
         prepare = partial(self._input_processor.process, prompt, params, asked)
-        self._accept(prepare, prompt, params, stream, wait_for_room)
+        self._accept(prepare, prompt, params, asked.owner, stream, wait_for_room)
         return StreamReader(stream, partial(_cancel, self._commands, stream), timeout_s)
 
     def _submit(
-        self, prepare: Callable[[], ProcessedRequest], prompt: Prompt, params: SamplingParams | None, may_wait: bool
+        self, prepare: Callable[[], ProcessedRequest], prompt: Prompt, params: SamplingParams | None, owner: bytes,
+        may_wait: bool,
     ) -> Future[RequestOutput]:
         sink, commands = CompletionFuture[RequestOutput](), self._commands
-        self._accept(prepare, prompt, params, sink, may_wait)
+        self._accept(prepare, prompt, params, owner, sink, may_wait)
         sink.future.add_done_callback(lambda future: commands.abort(sink) if future.cancelled() else None)
         return sink.future
 
     def _accept(
-        self, prepare: Callable[[], ProcessedRequest], prompt: Prompt, params: SamplingParams | None, sink: OutputSink,
-        may_wait: bool,
+        self, prepare: Callable[[], ProcessedRequest], prompt: Prompt, params: SamplingParams | None, owner: bytes,
+        sink: OutputSink, may_wait: bool,
     ) -> None:
         """Send a request to the engine thread, by way of another one if preparing it takes long."""
         places = self._commands.places
@@ -331,7 +333,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
             # values mean nothing, are refused with the prompt.
             places.take(sink, params.num_initial_sequences if type(params) is SamplingParams else 1, may_wait)
             if is_long(prompt) or is_structured(params):
-                self._long_prompts.send(prepare, sink)
+                self._long_prompts.send(prepare, sink, owner)
                 return
             prepared = prepare()
             self._commands.put(lambda worker: worker.accept(prepared, sink), sink)

@@ -6,9 +6,11 @@ to be compiled. Shorter ones take less time than handing them over. What prepari
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Final
 
 from pagedcore.errors import EngineClosed
@@ -17,6 +19,7 @@ from pagedcore.requests.input_processor import ProcessedRequest
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.commands import Commands, as_exception, end_sinks
 from pagedcore.serving.stream import OutputSink
+from pagedcore.structured.shares import Shares
 
 LONG_TEXT: Final = 2048
 """Characters of text, those of all messages of a chat together."""
@@ -24,8 +27,9 @@ LONG_CHAT: Final = 8
 """Messages of a chat: a template takes tens of microseconds for each."""
 LONG_IDS: Final = 16_384
 """Token ids, which are only checked."""
-NUM_THREADS: Final = 2
-"""Two, so that one caller's text, however long, leaves a thread for another's; each takes a core from the engine."""
+NUM_THREADS: Final = 3
+"""Each takes a core from the engine. Those of one owner use all but one, so that no caller's texts and grammars,
+however long or many, keep another's waiting."""
 
 
 def is_long(prompt: Any) -> bool:
@@ -51,7 +55,7 @@ def is_structured(params: Any) -> bool:
 
 
 class LongPrompts:
-    """Prepares long prompts on a few threads, in order, and sends them on to the engine thread.
+    """Prepares long prompts on a few threads, those of each owner in order, and sends them on to the engine thread.
 
     Invariant: a sink that was taken reaches the engine thread, ends with an error, or has been cancelled.
     """
@@ -60,22 +64,47 @@ class LongPrompts:
         """Prepare nothing yet; no thread starts before there is a prompt."""
         self._commands = commands
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagedcore-prompt")
+        self._lock, self._shares = threading.Lock(), Shares(NUM_THREADS)
+        self._waiting: list[tuple[bytes, Callable[[], None]]] = []
+        self._num_skipped = 0
+        """Turns on a thread that found nothing whose owner had not its share of them; who ends takes one up."""
 
-    def send(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink) -> None:
+    def send(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink, owner: bytes) -> None:
         """Prepare a request on another thread and send it on; a refusal ends the sink, which has a place, with its
         error.
 
         Raises ``EngineClosed`` after ``close`` or at the end of the interpreter.
         """
+        # Why a context: observers look for the caller's span there.
+        work = owner, partial(copy_context().run, self._run, prepare, sink)
         try:
-            # Why: observers look for the caller's span there.
-            self._threads.submit(copy_context().run, self._run, prepare, sink)
+            with self._lock:
+                self._threads.submit(self._take_turn)
+                self._waiting.append(work)
         except RuntimeError:
             raise EngineClosed("this engine is closed; make a new one.") from None
 
     def close(self) -> None:
         """Take no more; what was taken gets its end. A second call does nothing."""
         self._threads.shutdown(wait=False)
+
+    def _take_turn(self) -> None:
+        """Prepare the first prompt whose owner has not its share of the threads."""
+        is_mine = True
+        while is_mine:
+            with self._lock:
+                found = next((work for work in self._waiting if self._shares.take(work[0])), None)
+                if found is None:
+                    self._num_skipped += 1
+                    return
+                self._waiting.remove(found)
+            try:
+                found[1]()
+            finally:
+                with self._lock:
+                    self._shares.give_back(found[0])
+                    is_mine = self._num_skipped > 0
+                    self._num_skipped -= is_mine
 
     def _run(self, prepare: Callable[[], ProcessedRequest], sink: OutputSink) -> None:
         try:

@@ -253,7 +253,7 @@ class Session(AbstractContextManager["Session"]):
             known = list(self._request.sequences[0].token_ids) if self._request is not None else None
             processed = inputs.process(prompt, params, self._options, known)
         elif params is not None:
-            processed = inputs.constraint_of(params)
+            processed = inputs.constraint_of(params, self._options.owner)
         return processed, file.read() if file is not None else None
 
     def _begin(self, prepared: ProcessedRequest | Constraint | None) -> Request:

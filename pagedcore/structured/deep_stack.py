@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from typing import Final, TypeVar
+from weakref import WeakSet
 
+from pagedcore.config import limits
 from pagedcore.errors import GrammarsBusy
+from pagedcore.structured.shares import Shares
 
 _T = TypeVar("_T")
-_STACK_BYTES: Final = 2**28
+STACK_BYTES: Final = 2**28
 """Of address space: a compiler of grammars takes some kilobytes for each reference that it follows."""
 _STARTING: Final = threading.Lock()
 """Held while the stack size of new threads, which is the process's, is another one."""
+_threads: WeakSet[threading.Thread] | None = WeakSet()
+"""All that were started; ``None`` when the interpreter ends."""
+
+
+@atexit.register
+def _wait_for_the_end() -> None:
+    """Start no more, and wait for what runs, for as long as that may take.
+
+    Why: a library that comes back to an interpreter which has ended takes the whole process down.
+    """
+    global _threads
+    with _STARTING:
+        left, _threads = _threads or (), None
+        end = time.monotonic() + limits.MAX_COMPILING_S
+    for thread in left:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class DeepStack:
-    """Threads with deep stacks, a few at a time.
+    """Threads with deep stacks, a few at a time; while there are several, no owner of work has all of them.
 
     Work that takes too long keeps its thread until it ends: a library cannot be interrupted.
     """
 
     def __init__(self, num_threads: int, limit_s: float) -> None:
-        self._free, self._limit_s = threading.Semaphore(num_threads), limit_s
+        self._shares, self._changed, self._limit_s = Shares(num_threads), threading.Condition(), limit_s
 
-    def run(self, work: Callable[[], _T]) -> _T:
+    def run(self, work: Callable[[], _T], owner: bytes = b"") -> _T:
         """Run and return or raise what ``work`` does.
 
         Raises:
             TimeoutError: it takes longer than the limit; its thread stays busy until it ends.
-            GrammarsBusy: all threads were busy for as long.
+            GrammarsBusy: no thread was free for this owner for as long.
         """
-        if not self._free.acquire(timeout=self._limit_s):
-            raise GrammarsBusy("no thread that compiles grammars was free")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._shares.take(owner), self._limit_s):
+                raise GrammarsBusy("no thread that compiles grammars was free")
         results, failures = list[_T](), list[BaseException]()
 
         def run() -> None:
@@ -41,19 +63,22 @@ class DeepStack:
             except BaseException as error:  # of any kind: the caller gets it
                 failures.append(error)
             finally:
-                self._free.release()
+                self._give_back(owner)
 
         thread = threading.Thread(target=run, name="pagedcore-grammar", daemon=True)
         try:
             with _STARTING:
-                before = threading.stack_size(_STACK_BYTES)
+                if _threads is None:
+                    raise GrammarsBusy("the interpreter ends")
+                before = threading.stack_size(STACK_BYTES)
                 try:
                     thread.start()
+                    _threads.add(thread)
                 finally:
                     threading.stack_size(before)
         except BaseException as error:
             if thread.ident is None:
-                self._free.release()
+                self._give_back(owner)
             if isinstance(error, RuntimeError):
                 raise GrammarsBusy("no thread could be started") from error
             raise
@@ -63,3 +88,8 @@ class DeepStack:
         if not results:
             raise TimeoutError
         return results[0]
+
+    def _give_back(self, owner: bytes) -> None:
+        with self._changed:
+            self._shares.give_back(owner)
+            self._changed.notify_all()

@@ -1,6 +1,7 @@
 """From a ``StructuredOutput`` to the text that the grammar library compiles.
 
-Owns what is refused before compiling: the few keywords whose compilation takes more than in proportion to their text.
+Owns what is refused before compiling: regular expressions and terminals that expand to too much, and the few keywords
+whose compilation takes more than in proportion to their text.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pagedcore.config import limits
 from pagedcore.errors import InvalidGrammar
+from pagedcore.structured.grammar_size import size_of_lark, size_of_regex, size_of_schema
 from pagedcore.structured_output import StructuredOutput
 
 WHITESPACE: Final = r"\x20|\x0A\x20{0,16}"
@@ -21,14 +23,32 @@ WHITESPACE: Final = r"\x20|\x0A\x20{0,16}"
 _INLINE_SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
 
 
-def source_of(wanted: StructuredOutput) -> str:
-    """Return the grammar as the library's JSON.
+class GrammarSource(NamedTuple):
+    """A grammar as the library's JSON, and what it expands to."""
+
+    text: str
+    size: int
+
+
+def source_of(wanted: StructuredOutput) -> GrammarSource:
+    """Return the grammar as the library takes it.
 
     Raises:
-        InvalidGrammar: it cannot be converted, or it has a keyword that takes too long to compile.
+        InvalidGrammar: it cannot be converted, it expands to too much, or it has a keyword that takes too long to
+            compile.
     """
+    source = _source_of(wanted)
+    if source.size > limits.MAX_GRAMMAR_SIZE:
+        raise InvalidGrammar(
+            f"{wanted.kind}, what it expands to", f"at least {source.size}", f"at most {limits.MAX_GRAMMAR_SIZE}",
+            "A part that may be left out counts with all that may come next: use fewer of them in a row.",
+            is_described=True,
+        )
+    return source
+
+
+def _source_of(wanted: StructuredOutput) -> GrammarSource:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if wanted.json_object:
         return _of_schema({"type": "object"})
@@ -37,25 +57,23 @@ def source_of(wanted: StructuredOutput) -> str:
         require_bounded("json_schema", schema)
         return _of_schema(schema)
     if wanted.choice is not None:
-        return str(LLMatcher.grammar_from_regex("|".join(map(_quoted, wanted.choice))))
+        return GrammarSource(str(LLMatcher.grammar_from_regex("|".join(map(_quoted, wanted.choice)))), 0)
     if wanted.regex is not None:
-        return str(LLMatcher.grammar_from_regex(wanted.regex))
+        return GrammarSource(str(LLMatcher.grammar_from_regex(wanted.regex)), size_of_regex(wanted.regex).branches)
     if wanted.ebnf is not None:
-        try:
-            return _of_lark(gbnf_to_lark(wanted.ebnf))
-        except Exception as error:  # Why any: the library raises the bare Exception.
-            advice = f"It cannot be converted: {first_line(error)}"
-        raise InvalidGrammar("ebnf", wanted.ebnf, "a grammar in EBNF as llama.cpp has it (GBNF)", advice)
-    lark = wanted.lark or ""
-    for place in _INLINE_SCHEMA.finditer(lark):
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(lark, place.end())
-        except (ValueError, RecursionError):
-            schema = None
-        if schema is None:
-            raise InvalidGrammar("lark", lark, "a grammar with JSON after %json")
-        require_bounded("lark", schema)
-    return _of_lark(lark)
+        lark = _lark_of_ebnf(wanted.ebnf)
+        return GrammarSource(_in_lark(lark), size_of_lark(lark))
+    return _of_lark(wanted.lark or "")
+
+
+def _lark_of_ebnf(ebnf: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(ebnf))
+    except Exception as error:  # Why any: the library raises the bare Exception.
+        advice = f"It cannot be converted: {first_line(error)}"
+    raise InvalidGrammar("ebnf", ebnf, "a grammar in EBNF as llama.cpp has it (GBNF)", advice)
 
 
 def first_line(error: object) -> str:
@@ -107,15 +125,30 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
             waiting += one
 
 
-def _of_schema(schema: dict[str, Any]) -> str:
+def _of_schema(schema: dict[str, Any]) -> GrammarSource:
     own = schema.get("x-guidance")
     own = own if isinstance(own, dict) else {}
     if "whitespace_flexible" not in own:
         own = {"whitespace_pattern": WHITESPACE, **own}
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": own}}]})
+    text = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": own}}]})
+    return GrammarSource(text, size_of_schema(schema))
 
 
-def _of_lark(lark: str) -> str:
+def _of_lark(lark: str) -> GrammarSource:
+    size = size_of_lark(lark)
+    for place in _INLINE_SCHEMA.finditer(lark):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(lark, place.end())
+        except (ValueError, RecursionError):
+            schema = None
+        if schema is None:
+            raise InvalidGrammar("lark", lark, "a grammar with JSON after %json")
+        require_bounded("lark", schema)
+        size += size_of_schema(schema)
+    return GrammarSource(_in_lark(lark), size)
+
+
+def _in_lark(lark: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 

@@ -2,7 +2,7 @@
 
 A grammar is compiled for each request anew, which takes a millisecond: compiled ones share limits, failures and
 timing with everything that uses them, so no two requests do. Compiling has a thread of its own, because the library
-recurses as deep as a grammar refers to itself.
+recurses as deep as a grammar refers to itself. A grammar that is not small is tried in a child process first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -19,17 +19,18 @@ import numpy as np
 from pagedcore.config import limits
 from pagedcore.errors import GrammarFailed, GrammarsBusy, InvalidGrammar, MissingDependency
 from pagedcore.protocols import Constraint, FloatArray
-from pagedcore.structured.deep_stack import DeepStack
-from pagedcore.structured.grammar_source import first_line, source_of
+from pagedcore.structured.deep_stack import STACK_BYTES, DeepStack
+from pagedcore.structured.grammar_source import GrammarSource, first_line, source_of
+from pagedcore.structured.trial import try_grammar
 from pagedcore.structured.vocabulary import Vocabulary
 from pagedcore.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-_LIMITS: Final = {
+_LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_items_in_row": 1_000,
-    "max_lexer_states": 20_000, "max_grammar_size": 100_000,
+    "max_lexer_states": 20_000, "max_grammar_size": 100_000, "verbose_errors": False,
 }
 """What compiling and one mask may take: some hundred and some ten milliseconds."""
 
@@ -85,8 +86,12 @@ class Grammars:
         self._live: WeakSet[CompiledGrammar] = WeakSet()
         self._executor: tuple[int, LLExecutor] | None = None
 
-    def compile(self, wanted: StructuredOutput) -> Constraint:
+    def compile(self, wanted: StructuredOutput, owner: bytes = b"") -> Constraint:
         """Compile a request's grammar.
+
+        Args:
+            wanted: what a completion has to look like.
+            owner: of the request. Those of one owner never compile on all threads, so that others can go on.
 
         Raises:
             InvalidGrammar: it is malformed or unsupported, takes too much to compile, or no token can begin it; or the
@@ -100,20 +105,20 @@ class Grammars:
             raise MissingDependency(
                 "structured output: llguidance is missing. pip install 'pagedcore[structured]' brings it."
             ) from error
-        vocabulary, source = self._read_vocabulary(), source_of(wanted)
+        source, vocabulary = source_of(wanted), self._read_vocabulary()
         with self._lock:
             num_bytes = sum(one.num_bytes for one in self._live)
-        if num_bytes + len(source) > limits.MAX_LIVE_GRAMMAR_BYTES:
+        if num_bytes + len(source.text) > limits.MAX_LIVE_GRAMMAR_BYTES:
             raise GrammarsBusy("the grammars of all requests together are too large")
         try:
-            matcher = self._deep_stack.run(partial(_compile, vocabulary, source))
+            made: LLMatcher | str = self._deep_stack.run(partial(_compile, vocabulary, source), owner)
         except TimeoutError:
-            matcher = None
-        if matcher is None or matcher.is_error():
-            why = f"compiling takes over {limits.MAX_COMPILING_S:g} s" if matcher is None else _reason(matcher)
+            made = f"compiling takes over {limits.MAX_COMPILING_S:g} s"
+        why = made if isinstance(made, str) else _reason(made) if made.is_error() else ""
+        if isinstance(made, str) or why:
             raise InvalidGrammar(wanted.kind, "one that is refused", "a grammar that can be compiled", f"{why}.",
                                  is_described=True)
-        grammar = CompiledGrammar(matcher, len(source))
+        grammar = CompiledGrammar(made, len(source.text))
         with self._lock:
             self._live.add(grammar)
         return GrammarCursor(grammar)
@@ -164,15 +169,30 @@ class Grammars:
         return self._executor[1]
 
 
-def _compile(vocabulary: Vocabulary, source: str) -> LLMatcher:
+def _compile(vocabulary: Vocabulary, source: GrammarSource) -> LLMatcher | str:
+    """Return the grammar compiled, or why it is not."""
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(
-        vocabulary.tokens, source, log_level=0, limits=LLParserLimits(verbose_errors=False, **_LIMITS)
-    )
+    if source.size > limits.MAX_UNTRIED_GRAMMAR_SIZE and (why := _try(vocabulary, source)):
+        return why
+    matcher = LLMatcher(vocabulary.tokens, source.text, log_level=0, limits=LLParserLimits(**_LIMITS))
     # Why: a grammar that nothing can begin is found here, and the lexer's first states are made.
     matcher.compute_bitmask()
     return matcher
+
+
+def _try(vocabulary: Vocabulary, source: GrammarSource) -> str | None:
+    """Return why a grammar is too much for this process, ``None`` if it is not."""
+    request = {
+        "grammar": source.text, "limits": _LIMITS, "vocab_size": vocabulary.size, "special": vocabulary.special,
+        "num_bytes": limits.MAX_TRIAL_BYTES, "stack_bytes": STACK_BYTES,
+    }
+    try:
+        # Why half: compiling it here takes as long again.
+        return try_grammar(request, limits.MAX_COMPILING_S / 2)
+    except OSError:
+        return (f"it expands to {source.size}, allowed is at most {limits.MAX_UNTRIED_GRAMMAR_SIZE} where no child "
+                "process can be started that tries a larger one")
 
 
 def _reason(matcher: LLMatcher) -> str:

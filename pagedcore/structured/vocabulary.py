@@ -40,7 +40,12 @@ class Vocabulary:
         if self.tokens is None:
             raise InvalidGrammar(_WHAT, type(tokenizer), "None with this tokenizer",
                                  "It is neither byte-level nor has it byte fallback.")
-        self.num_words = (vocab_size + 31) // 32
+        self.size, self.num_words = vocab_size, (vocab_size + 31) // 32
+        self.special = {
+            token_id: self.tokens.decode_bytes([token_id]).decode(errors="replace")
+            for token_id in range(vocab_size) if token_id in ends or self.tokens.is_special_token(token_id)
+        }
+        """The texts of the special tokens, as grammars name them; end tokens are among them."""
         self.known = _known(self.tokens, tokenizer, vocab_size)
         """Shape [num_words]: a bit for each token that may be chosen."""
 

@@ -99,7 +99,7 @@ async def test_structured_output_is_asked_for_through_every_door(monkeypatch: py
     """The mapping of a grammar, beside other sampling parameters, is compiled once for each request; OpenAI's paths,
     which have other names for it, are tested with its client."""
     compiled: list[StructuredOutput] = []
-    monkeypatch.setattr(Grammars, "compile", lambda self, wanted: compiled.append(wanted))
+    monkeypatch.setattr(Grammars, "compile", lambda self, wanted, owner: compiled.append(wanted))
     sampling = {"max_tokens": 1, "structured": {"json_schema": {"type": "object"}}}
     async with house() as opened:
         await asyncio.sleep(0)

@@ -301,6 +301,7 @@ DOORS = (
 
 _MASKS = "pagedcore/structured/grammars.py"
 _GRAMMAR = "structured/test_structured_output.py::test_"
+_TRIAL = "structured/test_trial.py::test_"
 
 STRUCTURED = (
     Mutant("A matcher that is behind stays behind.", _MASKS,
@@ -322,6 +323,22 @@ STRUCTURED = (
     Mutant("Multiples are compiled however large.", "pagedcore/structured/grammar_source.py",
            "multiple = math.lcm(multiple, _without_point(one.get(\"multipleOf\")))", "multiple = 1",
            "structured/test_hostile_grammars.py::test_multiples_are_refused_before_they_are_compiled[multiples]"),
+    Mutant("A part that may be left out counts alone.", "pagedcore/structured/grammar_size.py",
+           " + self.ends * other.first)", ")",
+           "structured/test_grammar_size.py::test_what_expands_to_too_much_is_refused_before_the_library_sees_it"
+           "[optional]"),
+    Mutant("An intersection is small.", "pagedcore/structured/grammar_size.py",
+           "if any(map(_is_search, bodies.values())) else 0", "if False else 0",
+           "structured/test_grammar_size.py::test_an_intersection_or_a_complement_is_not_small[~B]"),
+    Mutant("One owner has all threads that compile.", "pagedcore/structured/shares.py",
+           "max(1, num_places - 1)", "num_places",
+           "structured/test_deep_stack.py::test_no_owner_has_all_threads"),
+    Mutant("A prompt that was passed over is forgotten.", "pagedcore/serving/long_prompts.py",
+           "is_mine = self._num_skipped > 0", "is_mine = False",
+           "serving/test_long_prompts.py::test_long_prompts_of_one_salt_leave_a_thread_to_others"),
+    Mutant("A host under another name is started as a Python.", "pagedcore/structured/trial.py",
+           're.fullmatch(r"python[\\d.]*\\w?", Path(path).name) and ', "",
+           _TRIAL + "only_what_is_called_python_is_started[python]"),
 )
 
 SIMULATION = (

@@ -15,7 +15,7 @@ from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidText, Prompt
 from pagedcore.protocols import ChatMessage
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
-from pagedcore.serving.long_prompts import LONG_CHAT, LONG_IDS, LONG_TEXT, is_long
+from pagedcore.serving.long_prompts import LONG_CHAT, LONG_IDS, LONG_TEXT, NUM_THREADS, is_long
 from support.doubles import toy_answer
 from support.engine_builders import make_engine
 from support.letters import WritesLetters
@@ -31,11 +31,12 @@ class GatedTokenizer(WritesLetters):
 
     def __init__(self) -> None:
         self.gate, self.is_entered = threading.Event(), threading.Event()
-        self.threads: list[str] = []
+        self.threads, self.texts = list[str](), list[str]()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Wait for the gate; a text that ends in "?" is as long as none may be."""
         self.threads.append(threading.current_thread().name)
+        self.texts.append(text)
         self.is_entered.set()
         assert self.gate.wait(30)
         return [1] * 10_000 if text.endswith("?") else list(TOKENS)
@@ -189,6 +190,22 @@ async def test_a_flood_of_long_prompts_hurts_nobody_else(engine: AsyncEngine, to
     assert await tokens_of(engine.generate(LONG, PARAMS)) == ANSWER
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
+
+
+async def test_long_prompts_of_one_salt_leave_a_thread_to_others(
+    engine: AsyncEngine, tokenizer: GatedTokenizer
+) -> None:
+    """One tenant's are prepared on all threads but one, in order; another's does not wait for them."""
+    flood = [engine.submit(f"{LONG} {number}", PARAMS, cache_salt="one", wait_for_room=True) for number in range(5)]
+    other = engine.submit(f"{LONG} other", PARAMS, cache_salt="two", wait_for_room=True)
+    while len(tokenizer.texts) < NUM_THREADS:
+        await asyncio.sleep(0.001)
+    assert {text[len(LONG) :] for text in tokenizer.texts} == {" 0", " 1", " other"}
+    tokenizer.gate.set()
+    async with asyncio.timeout(20):
+        for future in (*flood, other):
+            assert list((await asyncio.wrap_future(future)).outputs[0].token_ids) == ANSWER
+    assert len(tokenizer.texts) == 6
 
 
 def test_what_is_long() -> None:

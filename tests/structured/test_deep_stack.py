@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from architecture.sources import PACKAGE_PARENTS
 from pagedcore.errors import GrammarsBusy
 from pagedcore.structured.deep_stack import DeepStack
 
@@ -22,10 +25,39 @@ def test_ctrl_c_ends_the_wait_and_not_the_thread() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         stack.run(work)
-    assert not stack._free.acquire(blocking=False)
+    assert not stack._shares.take(b"")
     is_interrupted.set()
     assert stack.run(lambda: 7) == 7
     assert threading.stack_size() == 0
+
+
+_HOST = """
+import contextlib, threading
+from pagedcore.errors import GrammarsBusy
+from pagedcore.structured import deep_stack
+from llguidance import LLMatcher, LLTokenizer
+tokens, grammar = LLTokenizer("byte"), LLMatcher.grammar_from_regex("a?" * 1200)
+has_begun, stack = threading.Event(), deep_stack.DeepStack(3, 30.0)
+def work():
+    has_begun.set()
+    return LLMatcher(tokens, grammar, log_level=0)
+def go_on():
+    with contextlib.suppress(GrammarsBusy):
+        while True:
+            stack.run(work)
+for _ in range(2):
+    threading.Thread(target=go_on, daemon=True).start()
+has_begun.wait()
+# What takes a while to be given back, as an engine does.
+kept = [{number: [number]} for number in range(300_000)]
+"""
+
+
+def test_a_process_that_ends_while_it_compiles_ends_well() -> None:
+    """The library is waited for, because it must not come back to an interpreter that is no more."""
+    environment = {"PYTHONPATH": ":".join(map(str, PACKAGE_PARENTS)), "PATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", _HOST], env=environment, check=False)
+    assert done.returncode == 0
 
 
 def test_work_that_does_not_end_is_given_up() -> None:
@@ -36,4 +68,20 @@ def test_work_that_does_not_end_is_given_up() -> None:
     with pytest.raises(GrammarsBusy):
         stack.run(lambda: 7)
     may_end.set()
-    assert stack._free.acquire(timeout=10)
+    with stack._changed:
+        assert stack._changed.wait_for(lambda: stack._shares.take(b""), 10)
+
+
+def test_no_owner_has_all_threads() -> None:
+    """One owner's endless work leaves a thread to any other, and gets its own back as it ends."""
+    stack, may_end = DeepStack(3, 0.1), threading.Event()
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            stack.run(lambda: may_end.wait(30), b"one")
+    with pytest.raises(GrammarsBusy):
+        stack.run(lambda: 7, b"one")
+    assert [stack.run(lambda: 7, owner) for owner in (b"two", b"", b"two")] == [7, 7, 7]
+    may_end.set()
+    with stack._changed:
+        assert stack._changed.wait_for(lambda: not stack._shares._taken, 10)
+    assert stack.run(lambda: 7, b"one") == 7

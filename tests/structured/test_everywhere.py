@@ -67,9 +67,9 @@ async def test_no_event_loop_or_engine_thread_compiles(monkeypatch: pytest.Monke
     compiling: set[str] = set()
     compile_grammar = Grammars.compile
 
-    def noted(self: Grammars, wanted: StructuredOutput) -> Any:
+    def noted(self: Grammars, wanted: StructuredOutput, owner: bytes) -> Any:
         compiling.add(threading.current_thread().name)
-        return compile_grammar(self, wanted)
+        return compile_grammar(self, wanted, owner)
 
     monkeypatch.setattr(Grammars, "compile", noted)
     async with AsyncEngine.from_pretrained("demo") as engine:
