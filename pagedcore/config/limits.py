@@ -49,6 +49,8 @@ MAX_TOOL_DEPTH: Final = 32
 MAX_TOOL_CALLS: Final = 128
 #: UTF-8 bytes of all roles and contents of one chat, for the same reason: a million tokens of prose.
 MAX_CHAT_BYTES: Final = 2**22
+#: Bytes of the index of a checkpoint's weights: several times what a trillion parameters take.
+MAX_INDEX_BYTES: Final = 2**26
 #: Characters of a chat template, ten times the longest that is published: a longer one is not compiled.
 MAX_TEMPLATE_LENGTH: Final = 2**18
 #: Steps of one rendering of a chat template, which are nodes of its tree: a thousand messages take most published ones

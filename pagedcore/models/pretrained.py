@@ -22,6 +22,7 @@ from pagedcore.execution.machine import this_machine
 from pagedcore.models.ownership import require_free
 from pagedcore.models.quick_start import NotQuick, read_model
 from pagedcore.models.supported_models import check_config, check_num_layers
+from pagedcore.models.weight_files import indexed_names, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,11 +68,12 @@ def load_pretrained(
 
     config = load_config(name, trust_remote_code=trust_remote_code)
     _tell_format(config.dtype, resolve_dtype(dtype), is_chosen)
+    directory = find_weights(name, trust_remote_code)
     with as_refusals(name), _no_progress_bar():
-        if is_local:
-            check_num_layers(Path(name), config)
+        weight_files(Path(directory))
+        check_num_layers(Path(directory), config)
         model, report = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
+            directory, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
             local_files_only=is_local, trust_remote_code=trust_remote_code,
         )
     # Why: transformers fills gaps with random numbers.
@@ -111,7 +113,17 @@ def load_config(
         if is_quantised:
             vars(config).pop("quantization_config", None)
         check_config(config.to_dict())
+        _forget_choices(config)
     return config
+
+
+def _forget_choices(config: Any) -> None:
+    """Drop what a configuration says of how to compute, here and in its parts, and of where weights are.
+
+    Safety: an implementation may be the name of a repository, whose code would be fetched and run.
+    """
+    config._attn_implementation = config._experts_implementation = None
+    vars(config).pop("transformers_weights", None)
 
 
 def find_file(source: str, name: str) -> Path | None:
@@ -125,6 +137,24 @@ def find_file(source: str, name: str) -> Path | None:
     except OSError:  # what transformers raises for a file, a name or a hub that is not there
         return None
     return None if found is None else Path(found)
+
+
+def find_weights(source: str, trust_remote_code: bool) -> str:
+    """Return a directory itself, or the snapshot of a name on the hub with weights, configuration and trusted code.
+
+    Raises:
+        InvalidConfig: as ``find_directory``.
+        ModelNotSupported: the index of the weights names others than safetensors files beside it.
+    """
+    if Path(source).is_dir():
+        return source
+    others = ("*.json", *(["*.py"] if trust_remote_code else []))
+    directory = Path(find_directory(source, *others))
+    with as_refusals(source):
+        names = indexed_names(directory) or ["*.safetensors"]
+    if all(any(directory.glob(name)) for name in names):
+        return os.fspath(directory)
+    return find_directory(source, *others, *names)
 
 
 def find_directory(source: str, *patterns: str) -> str:

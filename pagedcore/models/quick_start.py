@@ -20,9 +20,11 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from pagedcore.errors import ModelNotSupported
 from pagedcore.models.families import FAMILIES, module_name
 from pagedcore.models.llama_tree import ForCausalLM
 from pagedcore.models.tensor_shapes import EXPERT_COUNTS, is_mixture, num_experts, shapes_of
+from pagedcore.models.weight_files import weight_files
 
 _Check = Callable[[Any], bool]
 
@@ -304,8 +306,7 @@ def _weights(directory: Path, config: _Config) -> Iterator[dict[str, Any]]:
     """Open the files of weights and yield the one that has each tensor, when all are as they should be."""
     with ExitStack() as opened:
         try:
-            paths = {directory / name for name in _file_names(directory)}
-            files = [opened.enter_context(safe_open(path, framework="pt")) for path in sorted(paths)]
+            files = [opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(directory)]
             holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118
             _require(sum(len(file.keys()) for file in files) == len(holders), "a tensor is there twice")
             # Safety: layers or experts that files do not have are found before anything of their number is made.
@@ -318,20 +319,11 @@ def _weights(directory: Path, config: _Config) -> Iterator[dict[str, Any]]:
                 header = holders[name].get_slice(name)
                 is_plain = tuple(header.get_shape()) == shape and header.get_dtype() in ("BF16", "F16", "F32")
                 _require(is_plain, f"{name} has another shape or format")
+        except ModelNotSupported as error:
+            raise NotQuick(str(error)) from error
         except (OSError, SafetensorError) as error:
             raise NotQuick(f"its weights could not be read ({type(error).__name__})") from error
         yield holders
-
-
-def _file_names(directory: Path) -> set[str]:
-    if (directory / "model.safetensors").exists():
-        return {"model.safetensors"}
-    names = _read_json(directory / "model.safetensors.index.json").get("weight_map")
-    _require(isinstance(names, dict) and names, "its index lists no weights")
-    found = set(map(str, dict(names or {}).values()))
-    # Safety: an index may name files outside of the directory.
-    _require(all(Path(name).name == name for name in found), "its index names files elsewhere")
-    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

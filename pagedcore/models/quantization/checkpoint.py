@@ -21,7 +21,7 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models.cpu.packed_linear import can_pack
 from pagedcore.models.families import module_name
 from pagedcore.models.model_path import is_gguf
-from pagedcore.models.pretrained import as_refusals, find_directory, find_file, load_config
+from pagedcore.models.pretrained import as_refusals, find_file, find_weights, load_config
 from pagedcore.models.quantization.awq import AWQ
 from pagedcore.models.quantization.bitsandbytes import BitsAndBytes
 from pagedcore.models.quantization.compressed_tensors import CompressedTensors
@@ -130,7 +130,7 @@ def load_stored(
         InvalidConfig: a file is damaged.
     """
     if not isinstance(stored, GGUF):
-        source = find_directory(source, "*.safetensors", "*.json", *(["*.py"] if trust_remote_code else []))
+        source = find_weights(source, trust_remote_code)
     model = _tree_of(source, stored, dtype, trust_remote_code, is_quick)
     with as_refusals(source):
         files = _open_files(source, stored, model)

@@ -6,7 +6,6 @@ made; the library has checked by then that a header describes its file and no mo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +13,8 @@ from typing import Any, Final
 import torch
 
 from pagedcore.models.quantization.stored_weight import refusal
+from pagedcore.models.weight_files import only_file
 
-_INDEX: Final = "model.safetensors.index.json"
 FLOATS: Final = ("BF16", "F16", "F32")
 """Names of number formats in safetensors; others are I8, U8, I32, I64."""
 
@@ -34,7 +33,7 @@ class TensorFiles:
         self.directory = directory
         """Where they are."""
         self._places: dict[str, tuple[Any, str]] = {}
-        for path in _paths(directory):
+        for path in only_file(directory):
             file: Any = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118, it is no dictionary
                 if rename(name) in self._places:
@@ -82,20 +81,3 @@ class TensorFiles:
     def _slice(self, name: str) -> Any:
         file, name = self._places[name]
         return file.get_slice(name)
-
-
-def _paths(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if not index.is_file():
-        paths = sorted(directory.glob("*.safetensors"))
-        if len(paths) != 1:
-            raise refusal(f"it has {len(paths)} safetensors files and no {_INDEX}")
-        return paths
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise refusal(f"its {_INDEX} has no weight_map of names") from None
-    # Safety: a name could lead out of the directory.
-    if unknown := [name for name in names if name != Path(str(name)).name or not (directory / name).is_file()]:
-        raise refusal(f"its index names {unknown[0]!r}, which is no file of its directory")
-    return [directory / name for name in names]

@@ -360,17 +360,6 @@ def test_groups_that_do_not_divide_are_refused(kind: str, tmp_path: Path) -> Non
         assert "q_proj" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("index", [
-    "{", "[]", "{}", '{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": {"a": "gone.safetensors"}}',
-    '{"weight_map": {"a": 7}}', '{"weight_map": {"a": "/etc/passwd"}}',
-])
-def test_an_index_leads_nowhere_else(index: str, tmp_path: Path) -> None:
-    """An index that is none, or that names what is no file of the directory, is refused."""
-    write_checkpoint(tmp_path, "gptq")
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert "index" in refused(tmp_path)
-
-
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     """A file that ends early, and one whose header claims more than it has: a typed error without the path."""
     write_checkpoint(tmp_path, "gptq")
