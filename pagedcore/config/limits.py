@@ -35,6 +35,8 @@ MAX_LOGIT_BIAS_ENTRIES: Final = 300
 MAX_LOGIT_BIAS: Final = 100.0
 #: Seeds are stored as signed 64-bit integers.
 MAX_SEED: Final = 2**63 - 1
+#: Ids of tokens: sixteen times the largest vocabulary. A file may give a token any id, and libraries count up to it.
+MAX_VOCABULARY: Final = 2**22
 #: UTF-8 bytes of text accepted per token of context, checked before tokenising.
 MAX_TEXT_BYTES_PER_TOKEN: Final = 16
 #: Chat messages of one prompt; the template is rendered before tokens can be counted.

@@ -22,7 +22,7 @@ from pagedcore.models.cpu.fused_match import NotFused, recognise
 from pagedcore.models.cpu.packed_experts import matrices_of_experts
 from pagedcore.models.cpu.packed_linear import can_pack, matrix_of
 from pagedcore.models.cpu.shared_embedding import can_share
-from pagedcore.models.pretrained import computing_dtype
+from pagedcore.models.pretrained import as_refusals, computing_dtype
 from pagedcore.models.quantization import auto_int8
 from pagedcore.models.quantization.checkpoint import config_of, files_of, replace_weights, stored_format
 from pagedcore.models.quantization.embedding import FIELD, embedding_bytes, kind_of_embedding
@@ -64,7 +64,8 @@ def read_blueprint(
     make_layout = layout_maker(attention_factory, settings.kv_cache_dtype)
     stored, dtype = stored_format(os.fspath(source)), computing_dtype(settings.dtype)
     config = config_of(os.fspath(source), stored, settings.trust_remote_code)
-    model = tree_of(config, dtype, settings.trust_remote_code)
+    with as_refusals(os.fspath(source)):
+        model = tree_of(config, dtype, settings.trust_remote_code)
     try:
         with torch.device("meta"), torch.inference_mode():
             layers, _ = redirect_attention(model)

@@ -99,6 +99,8 @@ def load_config(
         raise InvalidConfig("model: the directory has no config.json.")
     with as_refusals(name, "its configuration could not be read"):
         raw = PretrainedConfig.get_config_dict(name, local_files_only=is_local)[0]
+    if not isinstance(raw, dict):
+        raise InvalidConfig("model: its config.json is no object of names and values.")
     # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
     if raw.get("auto_map") and not trust_remote_code:
         raise ModelNotSupported(

@@ -79,6 +79,8 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _check_layer_types(name: str, layer_types: Any) -> None:
+    if not isinstance(layer_types, list | tuple | None):
+        raise _refusal(name, "its layer_types are no list")
     if layer_types is not None and (others := sorted({str(kind) for kind in layer_types} - _LAYER_TYPES)):
         raise _refusal(name, f"{_STATE}; its layers of type {', '.join(others)} are not known to be otherwise")
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pagedcore.errors import InvalidConfig, PagedcoreError
+from pagedcore.errors import InvalidConfig, PagedcoreError, describe
 from pagedcore.tokenizer.quick_tokenizer import QWEN_SPLIT, QuickTokenizer
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 
@@ -24,6 +24,13 @@ _SPLITS: Final[Mapping[str, str | None]] = {
 }
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NAMED: Final = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+_TEXT, _FLAG, _TEXTS = ("text", (str,)), ("true or false", (bool,)), ("a list of texts", (str,))
+#: What entries are, of those that are read without a look at their types.
+_NEEDED: Final[Mapping[str, tuple[str, tuple[type, ...]]]] = {
+    "model": _TEXT, "pre": _TEXT, "chat_template": _TEXT, "add_bos_token": _FLAG, "add_eos_token": _FLAG,
+    "add_space_prefix": _FLAG, "tokens": _TEXTS, "merges": _TEXTS, "token_type": ("a list of integers", (int,)),
+    "scores": ("a list of numbers", (float, int)),
+}
 _SPACE: Final = "▁"
 #: Longest token of SentencePiece whose pieces are looked for; the work grows with its square.
 _LONGEST_PIECE: Final = 256
@@ -68,11 +75,26 @@ def tokenizer_in_metadata(metadata: Mapping[str, Any]) -> QuickTokenizer | None:
 
 
 def _described(metadata: Mapping[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Return tokens, if there are any, kind of tokenizer, way to split text, and all there is."""
+    """Return tokens, if there are any, kind of tokenizer, way to split text, and all there is.
+
+    Raises:
+        InvalidConfig: an entry is of another type than in any file.
+    """
     given = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()
              if name.startswith("tokenizer.ggml.")}
+    for name, value in {**given, "chat_template": metadata.get("tokenizer.chat_template", "")}.items():
+        if name in _NEEDED:
+            _require_type(name, value)
     kind = given.get("model")
     return None if kind == "no_vocab" else given.get("tokens"), kind, given.get("pre", "default"), given
+
+
+def _require_type(name: str, value: Any) -> None:
+    needed, types = _NEEDED[name]
+    is_list = needed.startswith("a list")
+    elements = value if is_list and isinstance(value, list) else [value]
+    if isinstance(value, list) is not is_list or not {*map(type, elements)} <= {*types}:
+        raise InvalidConfig(f"tokenizer: {name} of the GGUF file is {describe(value)}, needed is {needed}.")
 
 
 def _beside(directory: Path, tokens: list[str], kind: str) -> HFTokenizer:
@@ -94,7 +116,7 @@ def _beside(directory: Path, tokens: list[str], kind: str) -> HFTokenizer:
     return found
 
 
-def _build(given: Mapping[str, Any], is_spm: bool, chat_template: Any) -> QuickTokenizer:
+def _build(given: Mapping[str, Any], is_spm: bool, chat_template: str | None) -> QuickTokenizer:
     tokens, kinds = given["tokens"], given.get("token_type") or [_NORMAL] * len(given["tokens"])
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens) or len(kinds) != len(tokens) or not all(isinstance(one, str) for one in tokens):
@@ -111,8 +133,7 @@ def _build(given: Mapping[str, Any], is_spm: bool, chat_template: Any) -> QuickT
     backend.add_tokens([AddedToken(token, normalized=False, special=True) for token in named.values()])
     backend.add_tokens(added)
     _add_ends(backend, given, named, is_spm)
-    template = chat_template if isinstance(chat_template, str) else None
-    return QuickTokenizer(backend, {f"{name}_token": token for name, token in named.items()}, template)
+    return QuickTokenizer(backend, {f"{name}_token": token for name, token in named.items()}, chat_template)
 
 
 def _id_of(given: Mapping[str, Any], name: str, count: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken
 
+from pagedcore.config.limits import MAX_VOCABULARY
 from pagedcore.errors import InvalidConfig, InvalidText, describe
 from pagedcore.outputs import TokenText
 from pagedcore.protocols import ChatMessage, Detokenizer
@@ -36,7 +37,7 @@ class HFTokenizer:
     Invariant: ``new_detokenizer`` and ``decode`` give the same text for the same tokens.
 
     Raises:
-        InvalidConfig: it has no vocabulary.
+        InvalidConfig: it has no vocabulary, or ids that no vocabulary has.
     """
 
     def __init__(self, tokenizer: Any, *, is_shared: bool = True) -> None:
@@ -45,6 +46,8 @@ class HFTokenizer:
         self._backend = _plain_backend(tokenizer)
         self._eos_token_ids = frozenset(() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
         vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        if (largest := max(vocabulary, default=0)) >= MAX_VOCABULARY:
+            raise InvalidConfig(f"tokenizer: a token has the id {largest}, allowed are ids below {MAX_VOCABULARY}.")
         added_ids = {*getattr(tokenizer, "added_tokens_decoder", ()), *tokenizer.all_special_ids}
         # Why: for some models transformers makes an empty tokenizer when its files are missing.
         if vocabulary.keys() <= added_ids:
@@ -58,17 +61,18 @@ class HFTokenizer:
         Raises:
             InvalidConfig: there is no tokenizer, its files are damaged, or it needs code that is not trusted.
         """
-        if (quick := read_tokenizer(Path(path))) is not None:
-            return cls(quick, is_shared=False)
-        # Why: transformers and tokenizers raise many types here, the bare Exception among them.
+        # Why: transformers and tokenizers raise many types here, the bare Exception among them, and for damaged files
+        # make objects whose members raise.
         try:
-            tokenizer = _load_with_transformers(path, trust_remote_code)
+            quick = read_tokenizer(Path(path))
+            return cls(_load_with_transformers(path, trust_remote_code) if quick is None else quick, is_shared=False)
+        except InvalidConfig:
+            raise
         except Exception as error:
             raise InvalidConfig(
                 f"tokenizer: cannot be loaded ({type(error).__name__}). Expected a directory with tokenizer.json and "
                 "tokenizer_config.json, or a name on the hub; one that brings its own code needs trust_remote_code."
             ) from error
-        return cls(tokenizer, is_shared=False)
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> HFTokenizer:

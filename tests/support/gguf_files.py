@@ -130,11 +130,13 @@ def _value(value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     if isinstance(value, int):
-        return struct.pack("<II", 4, value)
+        kind, letter = (4, "I") if 0 <= value < 2**32 else (11, "q") if value < 0 else (10, "Q")
+        return struct.pack(f"<I{letter}", kind, value)
     if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    kind = 8 if isinstance(value[0], str) else 6 if isinstance(value[0], float) else 5
-    elements = [_string(one) if kind == 8 else struct.pack("<f" if kind == 6 else "<i", one) for one in value]
+        return struct.pack("<Id", 12, value) if abs(value) > 1e38 else struct.pack("<If", 6, value)
+    first = value[0] if value else 0
+    kind = 8 if isinstance(first, str) else 6 if isinstance(first, float) else 7 if isinstance(first, bool) else 11
+    elements = [_string(one) if kind == 8 else struct.pack({6: "<f", 7: "<?", 11: "<q"}[kind], one) for one in value]
     return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(elements)
 
 

@@ -193,7 +193,12 @@ def test_a_file_without_tokens_has_no_tokenizer(tmp_path: Path) -> None:
     ({"merges": ["a b c"]}, "contradict themselves"), ({"merges": ["zz yy"]}, "contradict themselves"),
     ({"token_type": [1]}, "and 1 types"), ({"eos_token_id": 10**6}, "eos_token_id is 1000000, with"),
     ({"bos_token_id": -1}, "bos_token_id is -1"), ({"tokens": ["a", "a"], "token_type": [1, 1]}, "1 of them different"),
-    ({"tokens": [1, 2], "token_type": [1, 1]}, "needed are as many"), ({"merges": 5}, "contradict themselves"),
+    ({"tokens": [1, 2], "token_type": [1, 1]}, "tokens .* needed is a list of texts"),
+    ({"tokens": "ab"}, "needed is a list of texts"), ({"merges": 5}, "needed is a list of texts"),
+    ({"pre": ["gpt-2"]}, "pre of the GGUF file is a value of type list, needed is text"),
+    ({"model": 7}, "model of the GGUF file is 7, needed is text"),
+    ({"token_type": ["1"]}, "needed is a list of integers"), ({"add_bos_token": "no"}, "needed is true or false"),
+    ({"scores": [None]}, "needed is a list of numbers"),
 ])  # fmt: skip
 def test_metadata_that_contradict_themselves_are_refused(more: dict[str, Any], message: str, tmp_path: Path) -> None:
     """Damaged metadata are a typed error."""

@@ -107,7 +107,8 @@ def _read(source: str, name: str) -> Any:
 def config_of(source: str, stored: StoredFormat | None, trust_remote_code: bool) -> Any:
     """Return a model's configuration as transformers has it; arguments and errors as of ``load_stored``."""
     if isinstance(stored, GGUF):
-        return stored.config()
+        with as_refusals(source):
+            return stored.config()
     return load_config(source, trust_remote_code=trust_remote_code, is_quantised=stored is not None)
 
 
