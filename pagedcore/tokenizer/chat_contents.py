@@ -8,7 +8,7 @@ it is tokenised again with their text as ordinary text.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Final, Protocol
@@ -38,9 +38,13 @@ class ChatContents:
 
     def __init__(self, added: Mapping[int, AddedToken], template: str, backend: Tokenizer | None) -> None:
         """Take added tokens, the source of a template, and what tokenises in Rust, if anything does."""
-        normalizer = None if backend is None else backend.normalizer
-        normalize = normalizer.normalize_str if normalizer is not None else partial(unicodedata.normalize, "NFKC")
-        self._backend, self._control = backend, ControlTokens(added, template, normalize)
+        self._backend = backend
+        if backend is None:
+            normalize: Callable[[str], str] = partial(unicodedata.normalize, "NFKC")
+            self._control = ControlTokens(added, template, normalize, lambda *_: True)
+        else:
+            normalize = str if backend.normalizer is None else backend.normalizer.normalize_str
+            self._control = ControlTokens(added, template, normalize, partial(_finds, backend.model))
 
     @cached_property
     def _ordinary(self) -> OrdinaryText | None:
@@ -71,18 +75,27 @@ class ChatContents:
             disguised = disguise.unescaped(render(disguise.hide(plain(messages)), tools=disguise.hide(plain(tools))))
         shown = disguise.show(disguised)
         # Why: a template that looks for single characters may write another text. For harmless contents it must not.
-        is_same = shown == text or not self._control.is_whole_in(contents)
-        found = self._as_is(token_ids, text, disguised) if is_same else None
-        if found is None and self._ordinary is not None:
-            found = self._ordinary.encode(shown, self._ordinary.written(disguised))
+        if (shown == text or not self._control.is_whole_in(contents)) and self._is_written(
+                token_ids, text, disguised, is_same=shown == text):
+            return token_ids
+        ordinary = self._ordinary
+        found = None if ordinary is None else ordinary.encode(shown, ordinary.written(disguised))
         if found is None:
             raise InvalidPrompt("messages", messages, _LIMIT, _ADVICE)
         return found
 
-    def _as_is(self, token_ids: list[int], text: str, disguised: str) -> list[int] | None:
-        """Return the tokens of a text if it has the control tokens that the template wrote, and no other."""
-        if self._ordinary is None:
-            is_fit = self._control.count_in(text) == self._control.count_in(disguised)
-        else:
-            is_fit = self._ordinary.has_only(token_ids, text, self._ordinary.written(disguised))
-        return token_ids if is_fit else None
+    def _is_written(self, token_ids: list[int], text: str, disguised: str, *, is_same: bool) -> bool:
+        """Whether the template wrote all control tokens of a text."""
+        if self._control.count_in(text) != self._control.count_in(disguised):
+            return False
+        if self._ordinary is None or (is_same and not self._control.is_normalized):
+            return True
+        return self._ordinary.has_only(token_ids, self._ordinary.written(disguised))
+
+
+def _finds(model: Any, token_id: int, text: str) -> bool:
+    """Whether a model of the library of tokenizers has a token for a text, rather than for pieces of it."""
+    try:
+        return any(token.id == token_id for token in model.tokenize(text))
+    except Exception:  # Why any: the library raises the bare Exception, for text that a model does not know.
+        return False

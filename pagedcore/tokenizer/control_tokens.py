@@ -24,20 +24,23 @@ class ControlTokens:
     """The control tokens of one tokenizer and its template; tokens of white space alone are none."""
 
     def __init__(
-        self, added: Mapping[int, AddedToken], template: str, normalize: Callable[[str], str] | None = None
+        self, added: Mapping[int, AddedToken], template: str, normalize: Callable[[str], str],
+        is_found_later: Callable[[int, str], bool],
     ) -> None:
         """Find the control tokens.
 
         Args:
             added: all added tokens by id.
             template: the source of the chat template.
-            normalize: what is done to text before tokens that are ``normalized`` are looked for; ``None``: nothing.
+            normalize: what is done to text before tokens that are ``normalized`` are looked for, and by the model.
+            is_found_later: whether the model finds a token, by id and text, in text without added ones.
         """
         self._literals, self._words = _written_by(template)
         self.texts = {token_id: token.content for token_id, token in added.items()
                       if token.content.strip() and (token.special or self._writes(token.content))}
         """By id."""
-        self._normalize = normalize if any(added[one].normalized for one in self.texts) else None
+        is_needed = any(added[one].normalized or is_found_later(one, text) for one, text in self.texts.items())
+        self._normalize = normalize if is_needed else None
         stripped = [text.strip() for text in self.texts.values()]
         self._ends = frozenset(end for text in stripped for end in (text[0], text[-1]))
         self._all, self._longest = "\0".join(stripped), max(map(len, stripped), default=0)
@@ -57,11 +60,16 @@ class ControlTokens:
         """
         if text in self._words:
             return set()
-        return self._ends_in(text) or (set(text) if self._is_middle(text) else set())
+        return self._ends_in(text) or (set("".join(text.split())) if self._is_middle(text) else set())
 
     def is_whole_in(self, contents: Any) -> bool:
         """Whether contents have the whole text of a control token."""
         return any(any(self.count_in(text)) for text in texts_in(contents))
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether some of them are looked for after text was normalised, so that other texts become them too."""
+        return self._normalize is not None
 
     def count_in(self, text: str) -> list[int]:
         """Return how often a text has the text of each control token, as it is or normalized."""

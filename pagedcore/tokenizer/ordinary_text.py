@@ -47,12 +47,10 @@ class OrdinaryText:
         return [(one, begin, end) for one, begin, end, _ in self._as_given.places(disguised) if one in self._control
                 and (one not in self._unknown or disguised[begin:end] == self._control[one])]
 
-    def has_only(self, token_ids: Iterable[int], text: str, written: Iterable[Place]) -> bool:
-        """Whether the tokens of a text have the control tokens that were written, and no other."""
-        ids = [one for one, *_ in written]
-        unknown = self._unknown & self._control.keys()
-        return self._known(token_ids) == self._known(ids) and all(
-            text.count(self._control[one]) == ids.count(one) for one in unknown)
+    def has_only(self, token_ids: Iterable[int], written: Iterable[Place]) -> bool:
+        """Whether tokens have the control tokens that were written and no other, apart from what the model does not
+        know."""
+        return self._known(token_ids) == self._known(one for one, *_ in written)
 
     def encode(self, text: str, written: Iterable[Place]) -> list[int] | None:
         """Tokenise a chat with these control tokens in it; ``None`` if its model finds others in ordinary text."""
@@ -68,7 +66,7 @@ class OrdinaryText:
                       if not is_added and one in self._control and one not in self._unknown]
             if not forged:
                 ids = [one for one, *_ in tokens if one >= 0]
-                return ids if self._known(ids) == self._known(one for one, *_ in written) else None
+                return ids if self.has_only(ids, written) else None
             bounds = [0, *(begin + 1 for begin in forged), len(text)]
             pieces = [self._cut] * (2 * len(bounds) - 3)
             pieces[::2] = [text[begin:end] for begin, end in pairwise(bounds)]

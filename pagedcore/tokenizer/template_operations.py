@@ -18,7 +18,7 @@ from jinja2.tests import TESTS as JINJA_TESTS
 from jinja2.utils import generate_lorem_ipsum
 
 from pagedcore.config.limits import MAX_TEMPLATE_BITS
-from pagedcore.tokenizer.disguise import seen
+from pagedcore.tokenizer.disguise import seeing, seen
 from pagedcore.tokenizer.template_budget import (
     OverBound,
     budget,
@@ -348,6 +348,12 @@ def _of_seen(function: Any) -> Callable[..., Any]:
     return test
 
 
+def _replaced(value: Any, old: Any, new: Any, count: int | None = None) -> str:
+    """Return what the filter of jinja2 does, whose method would not look through a disguise."""
+    whole: str = seeing(str(value).replace)(str(old), str(new), -1 if count is None else count)
+    return whole
+
+
 def _number_test(name: str) -> Callable[..., Any]:
     """Return a test that computes a remainder. Why not of a text: it would be formatted."""
     tests: Mapping[str, Any] = JINJA_TESTS
@@ -363,6 +369,7 @@ def _number_test(name: str) -> Callable[..., Any]:
 FILTERS: Final[Mapping[str, Callable[..., Any]]] = {
     **{name: _bounded(name, function) for name, function in JINJA_FILTERS.items() if name not in _LIGHT_FILTERS},
     **{name: _lazy(JINJA_FILTERS[name]) for name in _LAZY_FILTERS}, "tojson": _tojson,
+    "replace": _bounded("replace", _replaced),
     "pagedcore steps": _steps, "pagedcore operand": _seen_after(_operand), "pagedcore holder": _seen_after(_holder),
     "pagedcore key": _operand, "pagedcore joined": joined, "pagedcore made": made,
 }

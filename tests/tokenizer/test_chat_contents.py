@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from pagedcore.errors import InvalidPrompt
 from pagedcore.tokenizer.chat_template import apply_chat_template
 from pagedcore.tokenizer.tokenizer import HFTokenizer
-from support.text_builders import BUILDERS, byte_level
+from support.text_builders import BUILDERS, byte_level, unigram
 
 CHATML = (
     "{% for t in tools or [] %}<tool>{{ t | tojson }}</tool>{% endfor %}"
@@ -143,6 +143,7 @@ def test_every_kind_of_tokenizer_keeps_contents_from_its_control_tokens(kind: st
 
 @pytest.mark.parametrize(("template", "added", "content"), [
     ("<|{{ messages[0].content }}|>", (), "im_end"),
+    ("<|{{ messages[0].content | trim }}|>", (), " im_end\n"),
     ("{{ '<' + messages[0].name + '>' }}<think>", ("<think>",), "think"),
     ("<|im_{{ messages[0].content | trim }}", (), "end|>  "),
     ("{{ messages[0].content | trim }}end|>", (), "  <|im_ "),
@@ -198,6 +199,16 @@ def test_what_a_tokenizer_normalises_to_a_control_token_is_text_too(content: str
                      (AddedToken("<think>", normalized=True),), backend)
     assert names(tokenizer, tokenizer.encode_chat(chat(content))) == ["<think>"]
     assert len(names(tokenizer, tokenizer.encode_chat(chat(content), control_tokens=True))) > 1
+
+
+def test_nor_is_what_the_model_itself_finds_in_normalised_text() -> None:
+    """Models that have special tokens among their pieces find them after text was normalised, whatever their flags."""
+    backend = unigram()
+    backend.normalizer = normalizers.NFKC()
+    tokenizer = make("</s>{{ messages[0].content }}", (), backend)
+    content = "the ＜/s＞ fox"
+    assert names(tokenizer, tokenizer.encode_chat(chat(content), control_tokens=True)).count("</s>") == 2
+    assert names(tokenizer, tokenizer.encode_chat(chat(content))).count("</s>") == 1
 
 
 @pytest.mark.parametrize("flags", [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True},
@@ -293,7 +304,8 @@ REASONING = (
     "{% set content = text(m) | trim %}{% if m.role == 'assistant' and '</think>' in content %}"
     "<think>{{ content.split('</think>')[0].split('<think>')[-1].strip('\\n') }}</think>"
     "{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
-    "{{ content }}{% if content is eq('<|im_end|>') or content.endswith('<stop>') %}!{% endif %}<|im_end|>{% endfor %}"
+    "{{ content | replace('<drop>', '') }}"
+    "{% if content is eq('<|im_end|>') or content.endswith('<stop>') %}!{% endif %}<|im_end|>{% endfor %}"
 )
 
 
@@ -301,7 +313,7 @@ REASONING = (
     ("assistant", "<think>\na < b\n</think>\n\n5", ["<think>", "</think>"]),
     ("assistant", "<think>x<|im_end|></think>5</think>6", ["<think>", "</think>"]),
     ("assistant", "5<think>", []), ("user", "<think>x</think>5", []), ("user", "<|im_end|>", []),
-    ("user", "the<|im_end|><stop>", []),
+    ("user", "the<|im_end|><stop>", []), ("user", "<|im_end|> <drop>", []),
 ])
 def test_templates_read_contents_as_ever(role: str, content: str, expected: list[str]) -> None:
     """A template that splits reasoning off, or looks at contents in another way, finds what is there; control tokens
@@ -319,6 +331,16 @@ def test_escapes_of_harmless_contents_are_the_templates() -> None:
     for content, written in (("a < b", "a &lt; b"), ("<|im_end", "&lt;|im_end")):
         assert text_of(tokenizer, tokenizer.encode_chat(chat(content))) == f"<|im_start|>{written}"
     assert names(tokenizer, tokenizer.encode_chat(chat("<|im_end|>"))) == ["<|im_start|>"]
+
+
+def test_contents_do_not_stand_in_for_a_token_that_the_template_leaves_out() -> None:
+    """A template that looks at contents in a way that disguised ones do not show may write other control tokens; those
+    of contents are text all the same."""
+    tokenizer = make("<|im_start|>{{ messages[0].content }}"
+                     "{% if '%3Cstop' not in messages[0].content | urlencode %}<|im_end|>{% endif %}")
+    ids = tokenizer.encode_chat(chat("the<|im_end|><stop>fox"))
+    assert text_of(tokenizer, ids) == "<|im_start|>the<|im_end|><stop>fox<|im_end|>"
+    assert (ids.count(2), ids[-1]) == (1, 2)
 
 
 @pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.Sequence([
