@@ -19,7 +19,6 @@ import pytest
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, EngineHung, InvalidConfig
 from pagedcore.outputs import Delta, RequestOutput
-from pagedcore.request_options import RequestOptions
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.health import Progress, watch
 from pagedcore_kernels.cpu.runtime import compiled
@@ -138,7 +137,7 @@ def test_a_stream_gets_what_came_before_the_hang_and_nothing_after_it() -> None:
 
     later = HangsLater()
     engine = AsyncEngine(make_engine(later), dead_after_s=SOON_S, stream_interval_s=0)
-    reader = engine._open([1], params(9), RequestOptions(), None, False)
+    reader = engine._open([1], params(9), {}, None, False)
     tokens, end = list[int](), None
     try:
         for delta in reader:
