@@ -55,8 +55,10 @@ MAX_CHAT_BYTES: Final = 2**22
 MAX_INDEX_BYTES: Final = 2**26
 #: Characters of a chat template, ten times the longest that is published: a longer one is not compiled.
 MAX_TEMPLATE_LENGTH: Final = 2**18
-#: Steps of one rendering of a chat template, which are nodes of its tree: a thousand messages take most published ones
-#: a million, and one that looks at all messages for each of them fifty.
+#: Steps of one rendering of a chat template, which are nodes of its tree, for a chat of a few messages: many times what
+#: published ones take. It may be rendered on an event loop.
+MIN_TEMPLATE_STEPS: Final = 2**20
+#: The same for a long chat: a template that looks at all of a thousand messages for each of them takes fifty million.
 MAX_TEMPLATE_STEPS: Final = 2**26
 #: Bytes that one rendering of a chat template may make before the process is looked at, and then add to it.
 MAX_TEMPLATE_BYTES: Final = 2**27

@@ -24,6 +24,7 @@ from pagedcore.config.limits import (
     MAX_TEMPLATE_DEPTH,
     MAX_TEMPLATE_S,
     MAX_TEMPLATE_STEPS,
+    MIN_TEMPLATE_STEPS,
 )
 
 #: Steps between two looks at the clock.
@@ -48,9 +49,11 @@ class OverBound(Exception):
 class Budget:
     """Counts what one rendering takes."""
 
-    __slots__ = ("_bytes", "_ends", "_look_at", "_resident", "_room", "_steps", "_time_ends")
+    __slots__ = ("_bytes", "_ends", "_look_at", "_most", "_resident", "_room", "_shown", "_steps", "_time_ends")
 
-    def __init__(self) -> None:
+    def __init__(self, shown: Any) -> None:
+        """Take what the template sees: for more of it there are more steps."""
+        self._shown, self._most = shown, min(MIN_TEMPLATE_STEPS, MAX_TEMPLATE_STEPS)
         self._steps = self._bytes = self._resident = 0
         self._look_at, self._room = _STEPS_PER_LOOK, MAX_TEMPLATE_BYTES
         self._ends, self._time_ends = monotonic() + MAX_TEMPLATE_S, thread_time() + MAX_TEMPLATE_S
@@ -63,12 +66,22 @@ class Budget:
 
     def _look(self) -> None:
         self._look_at = self._steps + _STEPS_PER_LOOK
-        if self._steps > MAX_TEMPLATE_STEPS:
-            raise OverBound("steps", MAX_TEMPLATE_STEPS)
+        if self._steps > self._most:
+            self._allow_more()
         # Why both: a process that was stopped, or had no processor, has done nothing meanwhile; and asking for
         # processor time enters the kernel.
         if monotonic() > self._ends and thread_time() > self._time_ends:
             raise OverBound("seconds of processor time", MAX_TEMPLATE_S)
+
+    def _allow_more(self) -> None:
+        """Allow the steps of a long chat, once: for each character, and for each pair of messages or other parts."""
+        if self._shown is not None:
+            shown, self._shown, self._most = self._shown, None, MAX_TEMPLATE_STEPS
+            size = measure(shown)
+            allowed = MIN_TEMPLATE_STEPS + 64 * size.characters + 4 * size.parts**2
+            self._most = min(allowed, MAX_TEMPLATE_STEPS)
+        if self._steps > self._most:
+            raise OverBound("steps", self._most)
 
     def require(self, num_bytes: int) -> None:
         """Raise ``OverBound`` unless there is so much memory left."""
@@ -95,11 +108,11 @@ budget: Final = _BUDGET.get
 
 
 @contextmanager
-def new_budget() -> Iterator[Budget]:
-    """Run a rendering, or a compilation, with a budget of its own."""
-    token = _BUDGET.set(mine := Budget())
+def new_budget(shown: Any) -> Iterator[None]:
+    """Run a compilation and a rendering with a budget for what the template sees."""
+    token = _BUDGET.set(Budget(shown))
     try:
-        yield mine
+        yield
     finally:
         _BUDGET.reset(token)
 

@@ -57,10 +57,10 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any]) -> 
         **plain(dict(tokenizer.special_tokens_map)), "messages": [_with_reasoning(plain(one)) for one in shown],
         "tools": plain(tools) if tools else None, "documents": None, "add_generation_prompt": True,
     }
-    with new_budget():
-        template, written = _compile(source), StringIO()
+    with new_budget(variables):
+        template, written, room = _compile(source), StringIO(), MAX_RENDERED_LENGTH
         for piece in template.root_render_func(template.new_context(variables)):
-            if written.tell() + len(piece) > MAX_RENDERED_LENGTH:
+            if (room := room - len(piece)) < 0:
                 raise OverBound("characters of text", MAX_RENDERED_LENGTH)
             written.write(piece)
         return written.getvalue()

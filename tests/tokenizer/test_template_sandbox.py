@@ -261,6 +261,14 @@ def test_a_text_that_is_written_piece_by_piece_may_be_long(monkeypatch: pytest.M
     assert ours(template) == str(9999 * 18)
 
 
+def test_a_long_chat_has_more_steps_than_a_short_one() -> None:
+    """A loop that is quadratic in the messages is rendered for a long chat, and ended for a short one."""
+    loop = RANGE + "{% for j in range(99) %}{% endfor %}" + END
+    with pytest.raises(OverBound, match=r"than 10[0-9]{5} steps"):
+        ours(loop, CHAT[:2])
+    assert ours(loop, [{"role": "user", "content": "word\n" * 9999}]) == ours(loop, CHAT[:2] * 300) == ""
+
+
 def test_renderings_on_several_threads_have_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is ended takes nothing from those beside it."""
     monkeypatch.setattr(template_budget, "MAX_TEMPLATE_STEPS", 2**16)
