@@ -38,8 +38,9 @@ WANTED = {
     "gather": ("ld.global.nc.v4.u32", "st.global.v4.u32"),
     "scatter": ("ld.global.nc.v4.u32", "st.global.v4.u32"),
 }
+LINKER_OF_THE_TABLE = (13, 5)
 MORE_REGISTERS = 8
-"""Than in the table may a kernel have: releases of the tools differ by a few."""
+"""Than in the table may a kernel have, of this linker or a newer one: older ones differ by up to 59, both ways."""
 DOCUMENT = Path(__file__).parents[3] / "docs" / "cuda-kernels.md"
 
 
@@ -47,6 +48,14 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "cuda-kernels.md"
 def documented() -> dict[tuple[str, str], KernelResources]:
     """The table of docs/cuda-kernels.md."""
     return read_resource_table(DOCUMENT.read_text(encoding="utf-8"))
+
+
+def linker_version() -> tuple[int, int]:
+    """The release of nvJitLink that links here."""
+    from cuda.bindings import nvjitlink
+
+    major, minor = nvjitlink.version()
+    return int(major), int(minor)
 
 
 def test_every_shipped_kernel_is_in_the_table() -> None:
@@ -67,7 +76,8 @@ def test_a_shipped_kernel_fits_the_gpu(name: str, arch: str) -> None:
     assert resources.registers <= REGISTERS_PER_SM // (source.threads * source.ctas_per_sm)
     limits = documented()[name, arch]
     assert (source.threads, source.shared_bytes) == (limits.threads, limits.shared_bytes)
-    assert resources.registers <= limits.registers + MORE_REGISTERS
+    if linker_version() >= LINKER_OF_THE_TABLE:
+        assert resources.registers <= limits.registers + MORE_REGISTERS
     missing = [text for text in WANTED[name.partition("-")[0]] if text not in ptx]
     assert not missing
     assert ".local" not in ptx
