@@ -106,14 +106,15 @@ def _end(levels: list[_Level]) -> Size:
     return levels[0].size()
 
 
+# Why at most 99 in braces and names: each that does not end would be searched to the end of the text.
 _REGEX: Final = re.compile(r"""
-      (?P<text>[A-Za-z0-9_]+(?![*+?{])) | (?P<class>\\[pP](?:\{[^}]*\}|.)|\\[dDsSwW])
-    | (?P<escape>\\(?:[xuU](?:\{[^}]*\}|[0-9A-Fa-f]{2,8})|.)) | \(\?(?P<flags>[A-Za-z-]*)\)
-    | (?P<open>\((?:\?(?:P?<[^>]*>|[A-Za-z-]*:))?) | (?P<close>\)) | (?P<bar>\|)
+      (?P<text>[A-Za-z0-9_]+(?![*+?{])) | (?P<class>\\[pP](?:\{[^}]{0,99}\}|.)|\\[dDsSwW])
+    | (?P<escape>\\(?:[xuU](?:\{[^}]{0,99}\}|[0-9A-Fa-f]{2,8})|.)) | \(\?(?P<flags>[A-Za-z-]*)\)
+    | (?P<open>\((?:\?(?:P?<[^>]{0,99}>|[A-Za-z-]*:))?) | (?P<close>\)) | (?P<bar>\|)
     | (?P<repeat>(?:\{[\d\s,]*\}|[*+?])\??)
-    | (?P<set>\[) | (?P<any>\.) | (?P<anchor>[\^$]) | (?P<comment>\#[^\n]*) | (?P<blank>\s) | (?P<one>.)
+    | (?P<set>\[) | (?P<any>\.) | (?P<anchor>[\^$]) | (?P<blank>[\s\#]) | (?P<one>.)
 """, re.VERBOSE | re.DOTALL)
-_IN_SET: Final = re.compile(r"\\(?:[pP]\{[^}]*\}|.)|\[\^?\]?|\]|\#[^\n]*|.", re.DOTALL)
+_IN_SET: Final = re.compile(r"\\(?:[pP]\{[^}]{0,99}\}|.)|\[\^?\]?|.", re.DOTALL)
 _UNICODE: Final = re.compile(r"[^\x00-\x7f]|\\[dDsSwWpP]|&&|--|~~")
 
 
@@ -138,10 +139,9 @@ def size_of_regex(text: str, is_verbose: bool = False) -> Size:
         elif kind == "set":
             place = _end_of_set(text, found.start(), level.is_verbose)
             level.add(_size_of_set(text[found.start() : place]))
-        elif kind == "comment" and not level.is_verbose:
-            level.add(_ONE)
-            place = found.start() + 1
-        elif kind not in ("anchor", "comment", "blank") or (kind == "blank" and not level.is_verbose):
+        elif kind == "blank" and level.is_verbose:
+            place = _end_of_comment(text, place) if written == "#" else place
+        elif kind != "anchor":
             level.add(_CLASS if kind == "class" else _ANY if kind == "any" else _ONE)
     return _end(levels)
 
@@ -156,11 +156,15 @@ def _end_of_set(text: str, place: int, is_verbose: bool) -> int:
     depth = 0
     while found := _IN_SET.match(text, place):
         written = found.group()
-        place = place + 1 if written[0] == "#" and not is_verbose else found.end()
+        place = _end_of_comment(text, place) if written == "#" and is_verbose else found.end()
         depth += (written[0] == "[") - (written == "]")
         if not depth:
             break
     return place
+
+
+def _end_of_comment(text: str, place: int) -> int:
+    return len(text) if (end := text.find("\n", place)) < 0 else end
 
 
 def _size_of_set(text: str) -> Size:
@@ -177,6 +181,7 @@ _LARK: Final = re.compile(r"""
 """, re.VERBOSE | re.DOTALL)
 _ANY_TEXT: Final = re.compile(r"\(\?s:\.\*\)(?:(?:[\w<>=:@!,;-]|\\\W)*\(\?s:\.\*\))?")
 """Any text, or any with something in it: this can be intersected in proportion to its length."""
+_BLANKS: Final = re.compile(r"\s*")
 _Token = tuple[str, Any]
 """Its kind, and what it says: the size of a part, the name of a terminal or rule, or how often something comes."""
 
@@ -249,7 +254,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 def _end_of_json(text: str, place: int) -> int:
     try:
-        return json.JSONDecoder().raw_decode(text, place + len(text[place:]) - len(text[place:].lstrip()))[1]
+        return json.JSONDecoder().raw_decode(text, _BLANKS.match(text, place).end())[1]  # type: ignore[union-attr]
     except (ValueError, RecursionError):
         return place
 
@@ -259,11 +264,11 @@ def _sizes_of(bodies: Mapping[str, list[_Token]]) -> dict[str, Size]:
     sizes, waiting, seen = dict[str, Size](), list(bodies), set[str]()
     while waiting:
         name = waiting[-1]
-        missing = [value for kind, value in bodies[name] if kind == "name" and value in bodies and value not in seen]
-        if name in seen or not missing:
-            sizes[name] = _size_of_body(bodies[waiting.pop()], sizes)
-        seen.add(name)
-        waiting += missing
+        if name not in seen:
+            seen.add(name)
+            waiting += {value for kind, value in bodies[name] if kind == "name" and value in bodies} - seen
+        elif waiting.pop() not in sizes:
+            sizes[name] = _size_of_body(bodies[name], sizes)
     return sizes
 
 
