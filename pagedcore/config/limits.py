@@ -53,8 +53,8 @@ MAX_TOOL_CALLS: Final = 128
 MAX_CHAT_BYTES: Final = 2**22
 #: Bytes of the index of a checkpoint's weights: several times what a trillion parameters take.
 MAX_INDEX_BYTES: Final = 2**26
-#: Characters of a chat template, ten times the longest that is published: a longer one is not compiled.
-MAX_TEMPLATE_LENGTH: Final = 2**18
+#: Characters of a chat template, eight times the longest of seventy that are published: a longer one is not compiled.
+MAX_TEMPLATE_LENGTH: Final = 2**17
 #: Steps of one rendering of a chat template, which are nodes of its tree, for a chat of a few messages: many times what
 #: published ones take. It may be rendered on an event loop.
 MIN_TEMPLATE_STEPS: Final = 2**20
