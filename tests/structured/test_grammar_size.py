@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def test_what_people_write_is_small(name: str) -> None:
 def test_an_intersection_or_a_complement_is_not_small(terminal: str) -> None:
     """Whether an intersection matches anything is a search without a limit, however short its text."""
     assert size_of_lark(f"start: A\nA: {terminal}\nB: /b/") > limits.MAX_UNTRIED_GRAMMAR_SIZE
+
+
+@pytest.mark.parametrize("piece", ["#", "[#", r"\p{", "(?<)", "()", "A:A A\n", "A:B\n", "A[a]:B C\n", "%json [", '"', "<a"])
+def test_counting_takes_no_longer_than_the_text_is_long(piece: str) -> None:
+    """What ends nowhere, refers to itself, or is defined a thousand times is read once."""
+    text = (piece * 65_000)[:65_000]
+    started = time.thread_time()
+    size_of_regex(text)
+    size_of_lark(text)
+    assert time.thread_time() - started < 4.0
 
 
 def random_regex(rng: random.Random, num_parts: int) -> str:
