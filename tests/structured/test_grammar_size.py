@@ -72,7 +72,9 @@ def test_an_intersection_or_a_complement_is_not_small(terminal: str) -> None:
     assert size_of_lark(f"start: A\nA: {terminal}\nB: /b/") > limits.MAX_UNTRIED_GRAMMAR_SIZE
 
 
-@pytest.mark.parametrize("piece", ["#", "[#", r"\p{", "(?<)", "()", "A:A A\n", "A:B\n", "A[a]:B C\n", "%json [", '"', "<a"])
+@pytest.mark.parametrize("piece", [
+    "#", "[#", r"\p{", "(?<)", "()", "A:A A\n", "A:B\n", "A[a]:B C\n", "%json [", '"', "<a",
+])
 def test_counting_takes_no_longer_than_the_text_is_long(piece: str) -> None:
     """What ends nowhere, refers to itself, or is defined a thousand times is read once."""
     text = (piece * 65_000)[:65_000]
