@@ -112,7 +112,7 @@ MAX_GRAMMAR_SIZE: Final = 2**20
 #: The same for one that is compiled without trying it in a child process first.
 MAX_UNTRIED_GRAMMAR_SIZE: Final = 2**16
 #: Bytes that a child process which tries a grammar may take for it.
-MAX_TRIAL_BYTES: Final = 2**26
+MAX_TRIAL_BYTES: Final = 2**25
 #: Characters of what a library says is wrong with a grammar.
 MAX_GRAMMAR_ERROR: Final = 200
 #: Grammars of one engine that are compiled at the same time, each on a thread; those of one owner leave one free.
