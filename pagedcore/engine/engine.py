@@ -25,7 +25,7 @@ from pagedcore.errors import EngineClosed, InternalError
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.outputs import Delta, RequestOutput, TokenText
 from pagedcore.protocols import Clock, MonotonicClock
-from pagedcore.request_options import OptionKeywords, read_options, sampling_advice
+from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options, sampling_advice
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.pending_output import PendingOutput
@@ -145,7 +145,7 @@ class Engine(Quoting):
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
     ) -> ProcessedRequest:
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
-        return self.input_processor.process(prompt, params, read_options(options))
+        return self.input_processor.process(prompt, params, read_options(options) if options else NO_OPTIONS)
 
     def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
         """Take a prepared request, and append it to ``accepted``. Raises as ``add_request``; then nothing was taken."""

@@ -109,7 +109,7 @@ class InputProcessor:
         validation.check_fits_pool(num_prompt, max_tokens, num_sequences, self.num_pool_tokens)
         return ProcessedRequest(
             token_ids, params, options, max_tokens, stop_token_ids, has_candidates,
-            self.constraint_of(params, options.owner), self.context(),
+            None if params.structured is None else self.constraint_of(params, options.owner), self.context(),
         )
 
     def process_further(
