@@ -40,7 +40,7 @@ def apply_chat_template(
     if not messages:
         raise InvalidPrompt("messages", 0, "at least one message")
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
+        if type(message) is not dict and not isinstance(message, Mapping):
             raise InvalidPrompt(f"messages[{index}]", message, "a mapping, usually with role and content")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidPrompt("messages", messages, "text or token ids, because this tokenizer has no chat template",

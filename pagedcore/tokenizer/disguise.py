@@ -34,11 +34,12 @@ def texts_in(value: Any) -> list[str]:
     texts, left = list[str](), [value]
     while left:
         one = left.pop()
-        if isinstance(one, str):
-            texts.append(one)
-        elif isinstance(one, dict):
+        if isinstance(one, dict):
             texts += map(str, one)
-            left += one.values()
+            texts += [each for each in one.values() if type(each) is str]
+            left += [each for each in one.values() if type(each) is not str]
+        elif isinstance(one, str):
+            texts.append(one)
         elif isinstance(one, list | tuple):
             left += one
         elif one is not None and not isinstance(one, int | float):

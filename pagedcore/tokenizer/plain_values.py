@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+
+_TEXT: Final = frozenset((str,))
+_AS_THEY_ARE: Final = frozenset((type(None), str, int, float, bool))
 
 
 def plain(value: Any) -> Any:
     """Return what JSON has of a value. Why: other objects have methods that a template could call."""
-    if value is None or type(value) in (str, int, float, bool):
+    if type(value) in _AS_THEY_ARE:
         return value
+    if type(value) is dict and _TEXT.issuperset(map(type, value)):
+        return {name: one if type(one) in _AS_THEY_ARE else plain(one) for name, one in value.items()}
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int | float):

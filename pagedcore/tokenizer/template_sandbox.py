@@ -32,7 +32,8 @@ from pagedcore.tokenizer.plain_values import plain
 from pagedcore.tokenizer.template_budget import OverBound, budget, is_plain, items, made, measure, new_budget, text
 
 #: Names under which a message's reasoning is passed; templates read the first.
-_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_NAMES_OF_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_REASONING: Final = frozenset(_NAMES_OF_REASONING)
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any]) -> str:
@@ -52,23 +53,26 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any]) -> 
         source = tokenizer.get_chat_template(None, tools or None)
     if len(source) > MAX_TEMPLATE_LENGTH:
         raise OverBound("characters of its own", MAX_TEMPLATE_LENGTH)
-    shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
     variables = {
-        **plain(dict(tokenizer.special_tokens_map)), "messages": [_with_reasoning(plain(one)) for one in shown],
+        **plain(dict(tokenizer.special_tokens_map)), "messages": [_shown(plain(message)) for message in messages],
         "tools": plain(tools) if tools else None, "documents": None, "add_generation_prompt": True,
     }
     with new_budget(variables):
         template, written, room = _compile(source), StringIO(), MAX_RENDERED_LENGTH
         for piece in template.root_render_func(template.new_context(variables)):
-            if (room := room - len(piece)) < 0:
+            if (room := room - written.write(piece)) < 0:
                 raise OverBound("characters of text", MAX_RENDERED_LENGTH)
-            written.write(piece)
         return written.getvalue()
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+def _shown(message: dict[str, Any]) -> dict[str, Any]:
+    """Return what a template sees of a message: no member that is None, and reasoning under two names."""
+    if None in message.values():
+        message = {key: value for key, value in message.items() if value is not None}
+    if _REASONING.isdisjoint(message):
+        return message
+    found = next(message[name] for name in _NAMES_OF_REASONING if name in message)
+    return {"thinking": found, **message, "reasoning_content": found}
 
 
 @lru_cache(maxsize=16)
