@@ -96,6 +96,20 @@ def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path, monkeypatc
         KernelLibrary(cache=tmp_path).find("copy", "sm_90")
 
 
+def test_a_compiler_that_cannot_be_imported_is_told_from_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_tools").mkdir()
+    (tmp_path / "broken_tools" / "__init__.py").touch()
+    (tmp_path / "broken_tools" / "parts.py").write_text("import numpy; numpy.no_such_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = ("broken", "broken_tools.parts"), ("absent", "no_such.module")
+    monkeypatch.setattr(toolchain, "_COMPILER_MODULES", modules)
+    reason = r"broken \(importing it failed: AttributeError: .*no_such_name.*\), absent not found"
+    with pytest.raises(MissingDependency, match=reason):
+        toolchain.require_compiler()
+
+
 def test_a_cache_of_other_tools_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached image is used as long as the tools are the same, and also where there are none."""
     built: list[str] = []

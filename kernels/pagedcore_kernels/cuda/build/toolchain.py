@@ -7,8 +7,8 @@ and NVRTC, without which numba-cuda does not compile.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-import importlib.util
 import platform
 import re
 from functools import cache
@@ -20,7 +20,7 @@ from pagedcore_kernels.errors import InvalidConfig, MissingDependency
 EXTRA: Final = "cuda"
 _ADVICE: Final = f"Install pagedcore[{EXTRA}]."
 # Why: numba-cuda takes the place of numba.cuda when the interpreter starts; only then is it of use.
-_COMPILER_MODULES: Final = (("numba-cuda", "numba.cuda.typing"), ("cuda-bindings", "cuda.bindings"))
+_COMPILER_MODULES: Final = (("numba-cuda", "numba.cuda.typing.builtins"), ("cuda-bindings", "cuda.bindings"))
 _COMPILER_LIBRARIES: Final = (
     ("nvidia-nvvm", "nvvm"), ("nvidia-nvjitlink", "nvJitLink"), ("nvidia-cuda-nvrtc", "nvrtc"),
 )
@@ -29,8 +29,11 @@ _VERSIONED: Final = ("numba-cuda", "numba", "llvmlite", "nvidia-nvvm", "nvidia-n
 
 
 def missing_compiler_parts() -> list[str]:
-    """Return the packages without which no kernel can be built here; empty if all are there."""
-    missing = [package for package, module in _COMPILER_MODULES if not _is_importable(module)]
+    """Return the packages without which no kernel can be built here, with a reason where it is another than that they
+    are not installed; empty if all are there and can be imported.
+    """
+    faults = {package: _import_fault(module) for package, module in _COMPILER_MODULES}
+    missing = [f"{package}{fault}" for package, fault in faults.items() if fault is not None]
     return missing + ([] if missing else _missing_libraries())
 
 
@@ -50,8 +53,8 @@ def require_bindings() -> None:
     Raises:
         MissingDependency: cuda-bindings is not installed.
     """
-    if not _is_importable("cuda.bindings"):
-        raise MissingDependency(f"launching CUDA kernels: cuda-bindings not found here. {_ADVICE}")
+    if (fault := _import_fault("cuda.bindings")) is not None:
+        raise MissingDependency(f"launching CUDA kernels: cuda-bindings not found here{fault}. {_ADVICE}")
 
 
 @cache
@@ -100,11 +103,19 @@ def explain_link_failure(log: str, ptx: str) -> InvalidConfig:
     return InvalidConfig(f"linking a CUDA kernel: nvJitLink refused it: {reason[:300]}.")
 
 
-def _is_importable(module: str) -> bool:
+@cache  # Why: a package whose import failed half-way may be importable, and of no use, the second time.
+def _import_fault(module: str) -> str | None:
+    """Why a module is of no use: ``""`` where it is not installed, ``None`` where it can be imported.
+
+    An import can fail in any way: that of numba-cuda 0.30 raises ``AttributeError`` beside NumPy 2.5.
+    """
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        return "" if error.name and module.startswith(error.name) else f" (importing it failed: {error})"
+    except Exception as error:
+        return f" (importing it failed: {type(error).__name__}: {error})"
+    return None
 
 
 @cache
