@@ -1,6 +1,6 @@
 """Compares a door of this checkout with the same door of another one, in pairs that alternate.
 
-    python benchmarks/door_pairs.py --base CHECKOUT --door asyncgen|langchain|bentoml [--pairs 40]
+    python benchmarks/door_pairs.py --base CHECKOUT --door asyncgen|langchain|bentoml|openai [--pairs 40]
 
 Each checkout runs in a process of its own, by this interpreter and with the packages installed here, and answers the
 64 requests of ``door_measuring`` on the demo model when it is told to; the other one waits meanwhile. The door is that
@@ -46,7 +46,8 @@ with ExitStack() as stack:
         chat = ChatPagedCore.from_engine(engine, max_tokens=NUM_TOKENS, sampling={"ignore_eos": True})
         once = lambda: run_door(engine, chat.batch, time.thread_time)
     else:
-        from bentoml_door import served
+        from importlib import import_module
+        served = import_module(f"{name}_door").served
         once = stack.enter_context(served("demo")).run
     print("ready", flush=True)
     for _ in sys.stdin:
@@ -92,7 +93,7 @@ def main() -> None:
     """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--door", choices=["asyncgen", "langchain", "bentoml"], required=True)
+    parser.add_argument("--door", choices=["asyncgen", "langchain", "bentoml", "openai"], required=True)
     parser.add_argument("--pairs", type=int, default=40)
     given = parser.parse_args()
     with ExitStack() as stack:

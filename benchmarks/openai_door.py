@@ -2,7 +2,7 @@
 
     python benchmarks/openai_door.py [--rounds 9] [--model DIRECTORY | --model-size 80m]
 
-The app runs under uvicorn, with the settings of ``pagedcore serve``, in a process of its own, and so does its client,
+The app runs under the server and the settings of ``pagedcore serve``, in a process of its own, and so does its client,
 ``bentoml_client.py``. The bare engine is a second one in the server's process, as ``bentoml_door.py`` has it. Read
 ``door_measuring.py`` for how the sides are compared.
 """
@@ -34,6 +34,8 @@ from starlette.routing import Route
 
 from pagedcore import Engine
 from pagedcore_openai import create
+from pagedcore_openai.bounded_server import BoundedServer
+from pagedcore_openai.connections import connections_within_handles
 
 model, port = sys.argv[1:]
 app = create(model, name="model", **SETTINGS)
@@ -48,7 +50,9 @@ async def bare(request):
     return JSONResponse({"answers": run.answers, "wall_s": run.wall_s, "cpu_s": run.cpu_s})
 
 app.router.routes.append(Route("/bare", bare, methods=["POST"]))
-uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", access_log=False, server_header=False)
+config = uvicorn.Config(app, host="127.0.0.1", port=int(port), log_level="warning", access_log=False,
+                        server_header=False, ws="none")
+BoundedServer(config, lambda: None, connections_within_handles()).run([config.bind_socket()])
 """
 
 
