@@ -13,10 +13,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from pagedcore.config import limits
 
+_SHORT: Final = 128
+"""Characters of patterns whose sizes are kept."""
 _MOST: Final = 10**12
 """Larger sizes are as good as this one: terminals that refer to each other multiply without end."""
 
@@ -179,8 +182,9 @@ _LARK: Final = re.compile(r"""
     | (?P<open>[(\[]) | (?P<close>\)) | (?P<maybe>\]) | (?P<bar>\|) | (?P<and>&) | (?P<not>~) | (?P<colon>:)
     | (?P<line>\n|\{) | (?P<other>.)
 """, re.VERBOSE | re.DOTALL)
-_ANY_TEXT: Final = re.compile(r"\(\?s:\.\*\)(?:(?:[\w<>=:@!,;-]|\\\W)*\(\?s:\.\*\))?")
-"""Any text, or any with something in it: this can be intersected in proportion to its length."""
+_ANY_TEXT: Final = re.compile(r"(?=.*\(\?s:)(?:\(\?s:\.\*\))?(?:[\w<>=:@!,;-]|\\\W|\\n|\[\\n \]\?)*(?:\(\?s:\.\*\))?")
+"""Any text, or any with something in it, at its beginning or at its end: this can be intersected in proportion to its
+length."""
 _BLANKS: Final = re.compile(r"\s*")
 _Token = tuple[str, Any]
 """Its kind, and what it says: the size of a part, the name of a terminal or rule, or how often something comes."""
@@ -299,8 +303,17 @@ def size_of_schema(schema: Any) -> int:
             own, names = one.get("x-guidance"), one.get("patternProperties")
             texts = [one.get("pattern"), *(own.values() if isinstance(own, dict) else ()),
                      *(names if isinstance(names, dict) else ())]
-            total += sum(size_of_regex(text).branches for text in texts if isinstance(text, str))
+            total += sum(_size_of_pattern(text) for text in texts if isinstance(text, str))
             waiting += one.values()
         elif isinstance(one, list):
             waiting += one
     return total
+
+
+def _size_of_pattern(text: str) -> int:
+    return _size_of_short_pattern(text) if len(text) <= _SHORT else size_of_regex(text).branches
+
+
+@lru_cache(512)  # Why: programs send the same few patterns with every request.
+def _size_of_short_pattern(text: str) -> int:
+    return size_of_regex(text).branches

@@ -16,10 +16,13 @@ from typing import Any, Final, NamedTuple
 from pagedcore.config import limits
 from pagedcore.errors import InvalidGrammar
 from pagedcore.structured.grammar_size import size_of_lark, size_of_regex, size_of_schema
+from pagedcore.structured.schema_rules import kept_exactly
 from pagedcore.structured_output import StructuredOutput
 
 WHITESPACE: Final = r"\x20|\x0A\x20{0,16}"
 """Between the parts of JSON, on one line or indented: bounded, so that a model cannot go on with it for ever."""
+_ESCAPES: Final = 'nrbtf\\"'
+"""What may follow a backslash in JSON texts where a character must not have two spellings; all others are written."""
 _INLINE_SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
 
 
@@ -53,9 +56,7 @@ def _source_of(wanted: StructuredOutput) -> GrammarSource:
     if wanted.json_object:
         return _of_schema({"type": "object"})
     if wanted.json_schema is not None:
-        schema = json.loads(wanted.json_schema)
-        require_bounded("json_schema", schema)
-        return _of_schema(schema)
+        return _of_schema(_prepared("json_schema", json.loads(wanted.json_schema), wanted.json_schema))
     if wanted.choice is not None:
         return GrammarSource(str(LLMatcher.grammar_from_regex("|".join(map(_quoted, wanted.choice)))), 0)
     if wanted.regex is not None:
@@ -82,12 +83,17 @@ def first_line(error: object) -> str:
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
-def require_bounded(what: str, schema: Any) -> None:
-    """Raise ``InvalidGrammar`` for keywords whose compilation takes the square of their size or number, or longer."""
+def require_bounded(what: str, schema: Any) -> bool:
+    """Return whether objects with declared members may have others.
+
+    Raises ``InvalidGrammar`` for keywords whose compilation takes the square of their size or number, or longer.
+    """
     num_properties = num_patterns = 0
+    is_open = False
     multiple = 1
     for one in _objects(schema):
         num_properties += _size(one.get("properties"))
+        is_open = is_open or ("properties" in one and one.get("additionalProperties") is not False)
         num_patterns += _size(one.get("patternProperties"))
         multiple = math.lcm(multiple, _without_point(one.get("multipleOf")))
         for name, number, most in (
@@ -97,6 +103,7 @@ def require_bounded(what: str, schema: Any) -> None:
         ):
             if number > most:
                 raise InvalidGrammar(f"{what}, {name}", number, f"at most {most} in a schema")
+    return is_open
 
 
 def _size(value: Any) -> int:
@@ -135,17 +142,30 @@ def _of_schema(schema: dict[str, Any]) -> GrammarSource:
 
 
 def _of_lark(lark: str) -> GrammarSource:
-    size = size_of_lark(lark)
+    size, pieces, end = size_of_lark(lark), list[str](), 0
     for place in _INLINE_SCHEMA.finditer(lark):
+        if place.start() < end:
+            continue
         try:
-            schema, _ = json.JSONDecoder().raw_decode(lark, place.end())
+            schema, past = json.JSONDecoder().raw_decode(lark, place.end())
         except (ValueError, RecursionError):
-            schema = None
-        if schema is None:
+            schema = past = None
+        if schema is None or past is None:
             raise InvalidGrammar("lark", lark, "a grammar with JSON after %json")
-        require_bounded("lark", schema)
+        schema = _prepared("lark", schema, lark[place.end() : past])
         size += size_of_schema(schema)
-    return GrammarSource(_in_lark(lark), size)
+        pieces += [lark[end : place.end()], json.dumps(schema)]
+        end = past
+    return GrammarSource(_in_lark("".join([*pieces, lark[end:]])), size)
+
+
+def _prepared(what: str, schema: Any, text: str) -> Any:
+    is_open, schema = require_bounded(what, schema), kept_exactly(what, schema, text)
+    own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if not is_open or not isinstance(own, dict):
+        return schema
+    # Why: "\\u0061" is another spelling of the member "a", which its schema would not reach.
+    return {**schema, "x-guidance": {"json_allowed_escapes": _ESCAPES, **own}}
 
 
 def _in_lark(lark: str) -> str:

@@ -106,6 +106,7 @@ class Grammars:
                 "structured output: llguidance is missing. pip install 'pagedcore[structured]' brings it."
             ) from error
         source, vocabulary = source_of(wanted), self._read_vocabulary()
+        source = source._replace(text=vocabulary.adapted(source.text))
         with self._lock:
             num_bytes = sum(one.num_bytes for one in self._live)
         if num_bytes + len(source.text) > limits.MAX_LIVE_GRAMMAR_BYTES:

@@ -24,5 +24,6 @@ class Shares:
         """Leave a place that was taken."""
         self._num_left += 1
         self._taken[owner] -= 1
-        # Why: owners are never forgotten otherwise.
-        self._taken += Counter()
+        if not self._taken[owner]:
+            # Why: owners are never forgotten otherwise.
+            del self._taken[owner]
