@@ -54,6 +54,9 @@ class CompletionOutput:
     in beam search their sum divided by the number of tokens to the power ``length_penalty``."""
     itl_s: tuple[float, ...] = field(default=(), compare=False)
     """Seconds from each token to the next; empty for a completion that was chosen among several at the end."""
+    stop_reason: str | int | None = None
+    """The stop text or the stop token of the request's own that ended it; ``None`` where it ended by itself, with the
+    model's end token, or has not ended with "stop"."""
 
     @property
     def logits(self) -> FloatArray | None:
@@ -182,4 +185,6 @@ class Delta:
     metrics: RequestMetrics | None = field(default=None, compare=False)
     """On the last delta of a stream: when things happened to the request."""
     itl_s: tuple[float, ...] = field(default=(), compare=False)
+    """On the last delta of a completion: as in ``CompletionOutput``."""
+    stop_reason: str | int | None = None
     """On the last delta of a completion: as in ``CompletionOutput``."""

@@ -58,6 +58,9 @@ class SamplingParams:
     """Added to the logits of these token ids, -100 to 100 each, at most 300 of them."""
     stop: tuple[str, ...] = ()
     """The completion ends before the first of these texts: one string, or up to 8, of 1 to 64 characters."""
+    stop_outside: tuple[str | int, str | int] | None = None
+    """Where ``stop`` does not act: between two markers at the beginning of the completion, of which each is a text of
+    up to 64 characters or the id of a special token; an empty first one: from the beginning to the second one."""
     stop_token_ids: tuple[int, ...] = ()
     """The completion ends with the first of these tokens, at most 64, besides the model's own end tokens."""
     ignore_eos: bool = False
@@ -112,6 +115,7 @@ class SamplingParams:
         repetition_penalty: float = 1.0,
         logit_bias: Mapping[int, float] | None = None,
         stop: str | Sequence[str] = (),
+        stop_outside: Sequence[str | int] | None = None,
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         seed: int | None = None,
@@ -229,6 +233,7 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "repetition_penalty": number(0.0, limits.MAX_REPETITION_PENALTY, above_low=True).raising(errors.InvalidSampling),
     "logit_bias": field_rules.logit_bias,
     "stop": field_rules.stop_strings,
+    "stop_outside": field_rules.stop_markers,
     "stop_token_ids": field_rules.token_ids,
     "ignore_eos": BOOLEAN.raising(errors.InvalidSampling),
     "seed": integer(0, limits.MAX_SEED).or_none().raising(errors.InvalidSeed),

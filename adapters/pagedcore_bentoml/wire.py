@@ -254,10 +254,9 @@ def _text_of(one: CompletionOutput, turn: ChatTurn | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"index": one.index, "text": one.text, "finish_reason": one.finish_reason}
     if turn is None or turn.is_plain:
         return fields
-    parsed = turn.reader().read_all(one)
-    if parsed.tool_calls and one.finish_reason == "stop":
-        fields["finish_reason"] = "tool_calls"
-    return {**fields, "text": parsed.content, "reasoning": parsed.reasoning,
+    reader = turn.reader()
+    parsed = reader.read_all(one)
+    return {**fields, "finish_reason": reader.reason(one), "text": parsed.content, "reasoning": parsed.reasoning,
             "tool_calls": [Call(**asdict(call)) for call in parsed.tool_calls]}
 
 

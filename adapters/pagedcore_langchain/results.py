@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall, ToolCallChunk
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, GenerationChunk
 
 from pagedcore import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
-from pagedcore.tool_calls.chat_format import ChatTurn
+from pagedcore.tool_calls.chat_format import ChatTurn, CompletionReader
 from pagedcore.tool_calls.events import ArgumentsDelta, ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 
 Spell = Callable[[int], TokenText]
@@ -20,14 +20,17 @@ _LEAST_LOGPROB: Final = -9999.0
 """OpenAI's value for an impossible token; JSON has no infinity."""
 
 
-def usage_metadata(usage: Usage) -> UsageMetadata:
+def usage_metadata(usage: Usage, num_reasoning_tokens: int = 0) -> UsageMetadata:
     """Return LangChain's usage; "cache_read" is the part of the input that was found in the cache."""
-    return UsageMetadata(
+    told = UsageMetadata(
         input_tokens=usage.num_prompt_tokens,
         output_tokens=usage.num_output_tokens,
         total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
         input_token_details=InputTokenDetails(cache_read=usage.num_cached_tokens),
     )
+    if num_reasoning_tokens:
+        told["output_token_details"] = OutputTokenDetails(reasoning=num_reasoning_tokens)
+    return told
 
 
 def chat_result(output: RequestOutput, model: str, spell: Spell, turn: ChatTurn) -> ChatResult:
@@ -35,20 +38,24 @@ def chat_result(output: RequestOutput, model: str, spell: Spell, turn: ChatTurn)
 
     Raises ``TextFailed``: the parser of the model's calls failed.
     """
-    generations = [_chat_generation(one, model, spell, turn) for one in output.outputs]
+    readers = [turn.reader() for _ in output.outputs]
+    generations = [_chat_generation(one, model, spell, reader)
+                   for one, reader in zip(output.outputs, readers, strict=True)]
     for generation, one in zip(generations, output.outputs, strict=True):
         generation.generation_info = (generation.generation_info or {}) | _times(output, one.itl_s)
     generations[0].generation_info = (generations[0].generation_info or {}) | _prompt_info(output, spell)
-    usage = usage_metadata(output.usage)
+    usage = usage_metadata(output.usage, sum(reader.num_reasoning_tokens for reader in readers))
     first = generations[0].message
     if isinstance(first, AIMessage):
         first.usage_metadata = usage
     return ChatResult(generations=generations, llm_output={"token_usage": _token_usage(usage), "model_name": model})
 
 
-def _chat_generation(completion: CompletionOutput, model: str, spell: Spell, turn: ChatTurn) -> ChatGeneration:
-    parsed = turn.reader().read_all(completion)
-    info = _info(_reason(completion.finish_reason, bool(parsed.tool_calls)), completion.logprobs or (), spell)
+def _chat_generation(
+    completion: CompletionOutput, model: str, spell: Spell, reader: CompletionReader
+) -> ChatGeneration:
+    parsed = reader.read_all(completion)
+    info = _info(reader.reason(completion), completion.logprobs or (), spell) | _stop(completion)
     message = AIMessage(content=parsed.content, response_metadata=_origin(model))
     for call in parsed.tool_calls:
         arguments = _arguments(call.arguments) if call.is_complete else None
@@ -63,8 +70,8 @@ def _chat_generation(completion: CompletionOutput, model: str, spell: Spell, tur
     return ChatGeneration(message=message, generation_info=info)
 
 
-def _reason(reason: str | None, has_calls: bool) -> str | None:
-    return "tool_calls" if has_calls and reason == "stop" else reason
+def _stop(ended: CompletionOutput | Delta) -> dict[str, Any]:
+    return {} if ended.stop_reason is None else {"stop_reason": ended.stop_reason}
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
@@ -87,7 +94,7 @@ def text_generations(output: RequestOutput, model: str, spell: Spell) -> list[Ge
     """Return one generation per completion; the first one's info has the usage of all, and the prompt's."""
     generations = [
         Generation(text=one.text, generation_info=_info(one.finish_reason, one.logprobs or (), spell)
-                   | _times(output, one.itl_s))
+                   | _stop(one) | _times(output, one.itl_s))
         for one in output.outputs
     ]
     generations[0].generation_info = {
@@ -136,7 +143,7 @@ class Chunks:
             return None
         logprobs, self._logprobs = self._logprobs, ()
         times = _times(delta, delta.itl_s)
-        return _info(reason, logprobs, self._spell) | _prompt_info(delta, self._spell) | times
+        return _info(reason, logprobs, self._spell) | _stop(delta) | _prompt_info(delta, self._spell) | times
 
 
 class ChatChunks(Chunks):
@@ -145,7 +152,6 @@ class ChatChunks(Chunks):
     def __init__(self, model: str, spell: Spell, turn: ChatTurn) -> None:
         super().__init__(model, spell)
         self._reader = turn.reader()
-        self._has_calls = False
 
     def message(self, delta: Delta) -> ChatGenerationChunk | None:
         """Return the next chunk of a message, or ``None`` if there is nothing in it yet.
@@ -154,8 +160,7 @@ class ChatChunks(Chunks):
             RequestFailed: the completion ended with an error, or the parser of the model's calls failed.
         """
         events = self._reader.read(delta) if delta.error is None else []
-        self._has_calls = self._has_calls or any(isinstance(event, ToolCallStart) for event in events)
-        info = self._next_info(delta, _reason(delta.finish_reason, self._has_calls), bool(events))
+        info = self._next_info(delta, self._reader.reason(delta), bool(events))
         if info is None:
             return None
         message = AIMessageChunk(
@@ -165,7 +170,7 @@ class ChatChunks(Chunks):
         if reasoning := "".join(event.text for event in events if isinstance(event, ReasoningDelta)):
             message.additional_kwargs["reasoning_content"] = reasoning
         if delta.usage is not None:
-            message.usage_metadata = usage_metadata(delta.usage)
+            message.usage_metadata = usage_metadata(delta.usage, self._reader.num_reasoning_tokens)
             message.response_metadata = _origin(self._model)
             message.chunk_position = "last"
         return ChatGenerationChunk(message=message, generation_info=info or None)

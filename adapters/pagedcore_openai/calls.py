@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final
 from pagedcore import AsyncEngine, CompletionOutput, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import RequestTimeout
 from pagedcore.request_options import OptionKeywords
+from pagedcore.tool_calls.chat_format import CompletionReader
 from pagedcore.tool_calls.events import ChatEvent
 from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
@@ -91,9 +92,9 @@ class Call(ABC):
         self.turn = chat_format.turn(prompt, params, fields.get("tool_choice"), is_parallel)
         return self.turn.params
 
-    async def events_of(self, completion: CompletionOutput) -> list[ChatEvent]:
+    async def events_of(self, completion: CompletionOutput, reader: CompletionReader) -> list[ChatEvent]:
         """Return the events of a whole completion of a chat. Raises ``TextFailed``."""
-        read = self.turn.reader().read_completion
+        read = reader.read_completion
         # Why: long arguments take a microsecond a character, in which the event loop serves other calls.
         is_short = self.turn.is_plain or len(completion.text) < _READ_AT_ONCE
         return read(completion) if is_short else await asyncio.to_thread(read, completion)

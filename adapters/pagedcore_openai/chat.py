@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, ClassVar
 
 from pagedcore import CompletionOutput, Delta, RequestOutput, SamplingParams, Usage
 from pagedcore.errors import InvalidMaxTokens
 from pagedcore.tool_calls.chat_format import CompletionReader
-from pagedcore.tool_calls.events import ChatEvent, ToolCallStart, collect
+from pagedcore.tool_calls.events import ChatEvent, collect
 from pagedcore_http.events import encode, frame_text
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call
 from pagedcore_openai.errors import DONE, FieldNotSupported
 from pagedcore_openai.prompts import messages_of
-from pagedcore_openai.tools import delta_of, message_of, reason_of, with_tools
+from pagedcore_openai.tools import delta_of, message_of, with_tools
 from pagedcore_openai.wire import chat_logprobs, usage_of
 
 
@@ -47,16 +47,16 @@ class ChatCall(Call):
     async def body(self, outputs: list[RequestOutput]) -> str:
         """Return the chat completion."""
         (output,) = outputs
-        choices = [await self._choice(one) for one in output.outputs]
-        told: dict[str, Any] = {"usage": usage_of([output.usage])}
+        readers = [self.turn.reader() for _ in output.outputs]
+        choices = [await self._choice(one, reader) for one, reader in zip(output.outputs, readers, strict=True)]
+        told: dict[str, Any] = {"usage": usage_of([output.usage], _num_reasoning_tokens(readers))}
         if self.has_token_ids:
             told["prompt_token_ids"] = output.prompt_token_ids
         return f'{self._head("chat.completion")}{",".join(choices)}],{encode(told)[1:]}'
 
-    async def _choice(self, one: CompletionOutput) -> str:
-        parsed = collect(await self.events_of(one))
-        reason = reason_of(one.finish_reason, bool(parsed.tool_calls))
-        head = encode({"index": one.index, "message": message_of(parsed), "finish_reason": reason,
+    async def _choice(self, one: CompletionOutput, reader: CompletionReader) -> str:
+        parsed = collect(await self.events_of(one, reader))
+        head = encode({"index": one.index, "message": message_of(parsed), "finish_reason": reader.reason(one),
                        **({"token_ids": one.token_ids} if self.has_token_ids else {})})
         return f'{head[:-1]},"logprobs":{await self._logprobs(one)}}}'
 
@@ -71,7 +71,7 @@ class ChatCall(Call):
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield chunks: for each completion one with the role, those with text, one with the reason of its end."""
-        head, readers, has_calls = self._head("chat.completion.chunk"), dict[int, CompletionReader](), set[int]()
+        head, readers = self._head("chat.completion.chunk"), dict[int, CompletionReader]()
         tail = '],"usage":null}' if self.has_usage else "]}"
         async with aclosing(self.deltas()) as deltas:
             async for _, delta in deltas:
@@ -79,15 +79,11 @@ class ChatCall(Call):
                 if delta.index not in readers:
                     readers[delta.index] = self.turn.reader()
                     choices.append(_chunk(delta.index, '{"role":"assistant","content":""}'))
-                events = readers[delta.index].read(delta)
-                if any(isinstance(event, ToolCallStart) for event in events):
-                    has_calls.add(delta.index)
-                choices += await self._chunks(delta, events)
+                choices += await self._chunks(delta, readers[delta.index].read(delta))
                 if delta.finish_reason is not None:
-                    reason = reason_of(delta.finish_reason, delta.index in has_calls)
-                    choices.append(_chunk(delta.index, "{}", reason))
+                    choices.append(_chunk(delta.index, "{}", readers[delta.index].reason(delta)))
                 text = "".join([frame_text(f"{head}{choice}{tail}") for choice in choices])
-                yield text if delta.usage is None else text + self._end(head, delta.usage)
+                yield text if delta.usage is None else text + self._end(head, delta.usage, readers.values())
 
     async def _chunks(self, delta: Delta, events: list[ChatEvent]) -> list[str]:
         """Return the chunks of a delta; the first one has its tokens and their log-probabilities."""
@@ -98,8 +94,13 @@ class ChatCall(Call):
         chunks = [_chunk(delta.index, text, None, await self._logprobs(delta), more) for text in texts[:1]]
         return chunks + [_chunk(delta.index, text) for text in texts[1:]]
 
-    def _end(self, head: str, usage: Usage) -> str:
-        return (frame_text(f'{head}],"usage":{encode(usage_of([usage]))}}}') if self.has_usage else "") + DONE
+    def _end(self, head: str, usage: Usage, readers: Iterable[CompletionReader]) -> str:
+        told = encode(usage_of([usage], _num_reasoning_tokens(readers)))
+        return (frame_text(f'{head}],"usage":{told}}}') if self.has_usage else "") + DONE
+
+
+def _num_reasoning_tokens(readers: Iterable[CompletionReader]) -> int:
+    return sum(reader.num_reasoning_tokens for reader in readers)
 
 
 def _chunk(index: int, delta: str, reason: str | None = None, logprobs: str = "null", more: str = "") -> str:

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedcore.tool_calls.events import ArgumentsDelta, ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
+from pagedcore.tool_calls.events import (
+    ArgumentsDelta,
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 Tell = Callable[..., None]
 """Takes the kind of an event and its fields."""
@@ -23,6 +30,8 @@ class Item:
     call_id: str = ""
     name: str = ""
     status: str = "in_progress"
+    is_whole: bool = True
+    """Whether it is a call that has ended, or no call."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -69,6 +78,8 @@ class Items:
 
     def add(self, event: ChatEvent, logprobs: list[dict[str, Any]]) -> None:
         """Take an event, with the log-probabilities of text for the user."""
+        if isinstance(event, ToolCallEnd) and self._is_open:
+            self._items[-1].is_whole = True
         kind = _KINDS.get(type(event))
         is_next = kind is not None and (not self._is_open or kind == "function_call" or self._items[-1].kind != kind)
         if kind is not None and is_next:
@@ -86,7 +97,7 @@ class Items:
         self._close("completed")
         item = Item(len(self._items), kind, f"{_PREFIXES[kind]}-{secrets.token_hex(16)}")
         if isinstance(event, ToolCallStart):
-            item.call_id, item.name = event.id, event.name
+            item.call_id, item.name, item.is_whole = event.id, event.name, False
         self._items.append(item)
         self._is_open = True
         self._tell("response.output_item.added", output_index=item.place, item=item.body())
@@ -109,7 +120,7 @@ class Items:
         if not self._is_open:
             return
         item, self._is_open = self._items[-1], False
-        item.status = status
+        item.status = status if item.is_whole else "incomplete"
         match item.kind:
             case "function_call":
                 done = "response.function_call_arguments.done"

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Final
 
-from pagedcore import Delta, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from pagedcore import RequestOutput, SamplingParams, TokenLogprobs, Usage
 from pagedcore.errors import InvalidRequest
 from pagedcore.tool_calls.events import ChatEvent, ContentDelta, collect
 from pagedcore_http.events import encode, frame
@@ -77,11 +77,13 @@ class ResponseCall(Call):
         (output,) = outputs
         (one,) = output.outputs
         items, logprobs = Items(lambda *_, **__: None), await self._entries(one.logprobs)
-        events = await self.events_of(one)
+        reader = self.turn.reader()
+        events = await self.events_of(one, reader)
         for event in events:
             logprobs = self._add(items, event, logprobs)
         items.end(_status_of(one.finish_reason))
-        body = encode(self._response(one.finish_reason, items.bodies(), output.usage))
+        usage = _usage_of(output.usage, reader.num_reasoning_tokens)
+        body = encode(self._response(one.finish_reason, items.bodies(), usage))
         self._keep(events, body)
         return body
 
@@ -97,7 +99,9 @@ class ResponseCall(Call):
         items.add(event, logprobs)
         return [] if isinstance(event, ContentDelta) else logprobs
 
-    def _response(self, reason: str | None, items: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
+    def _response(
+        self, reason: str | None, items: list[dict[str, Any]], usage: dict[str, Any] | None
+    ) -> dict[str, Any]:
         status = _status_of(reason)
         fields, params = self.fields, self.params
         has_tools = bool(fields.get("tools"))
@@ -111,7 +115,7 @@ class ResponseCall(Call):
             "store": self._is_stored, "temperature": params.temperature, "text": {"format": self._format},
             "tool_choice": fields.get("tool_choice", "auto" if has_tools else "none"),
             "tools": fields.get("tools", []), "top_p": params.top_p, "truncation": "disabled", "metadata": {},
-            "usage": None if usage is None else _usage_of(usage),
+            "usage": usage,
         }
 
     async def events(self) -> AsyncGenerator[str, None]:
@@ -132,15 +136,16 @@ class ResponseCall(Call):
                 for event in events:
                     logprobs = self._add(items, event, logprobs)
                 if delta.finish_reason is not None:
-                    self._close(items, told, delta)
+                    usage = None if delta.usage is None else _usage_of(delta.usage, reader.num_reasoning_tokens)
+                    self._close(items, told, delta.finish_reason, usage)
                 if self._events:
                     events_text, self._events = "".join(self._events), []
                     yield events_text
 
-    def _close(self, items: Items, told: list[ChatEvent], delta: Delta) -> None:
-        status = _status_of(delta.finish_reason)
+    def _close(self, items: Items, told: list[ChatEvent], reason: str, usage: dict[str, Any] | None) -> None:
+        status = _status_of(reason)
         items.end(status)
-        response = self._response(delta.finish_reason, items.bodies(), delta.usage)
+        response = self._response(reason, items.bodies(), usage)
         self._keep(told, encode(response))
         self._tell(f"response.{status}", response=response)
 
@@ -153,7 +158,8 @@ def _status_of(reason: str | None) -> str:
     return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
 
 
-def _usage_of(usage: Usage) -> dict[str, Any]:
+def _usage_of(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
     return {"input_tokens": usage.num_prompt_tokens, "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-            "output_tokens": usage.num_output_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens": usage.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens}

@@ -57,11 +57,6 @@ def said(parsed: ParsedCompletion) -> dict[str, Any]:
     return {**{name: message[name] for name in kept if name in message}, "content": parsed.content}
 
 
-def reason_of(reason: str | None, has_calls: bool) -> str | None:
-    """Return why a completion ended, as chats say it."""
-    return "tool_calls" if has_calls and reason == "stop" else reason
-
-
 def delta_of(event: ChatEvent) -> str | None:
     """Return the delta of a chunk as JSON; ``None`` for an event that chunks do not have."""
     match event:

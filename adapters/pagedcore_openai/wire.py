@@ -15,12 +15,14 @@ LEAST_LOGPROB: Final = -9999.0
 """OpenAI's value for an impossible token; JSON has no infinity."""
 
 
-def usage_of(usages: Iterable[Usage]) -> dict[str, Any]:
-    """Return the usage of a call, all its prompts together."""
+def usage_of(usages: Iterable[Usage], num_reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """Return the usage of a call, all its prompts together; of a chat with the tokens that are reasoning."""
     each = list(usages)
     num_prompt, num_output = sum(one.num_prompt_tokens for one in each), sum(one.num_output_tokens for one in each)
+    more = {} if num_reasoning_tokens is None else {
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in each)}}
+            "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in each)}, **more}
 
 
 def _entry(token_id: int, logprob: float, spell: Spell) -> dict[str, Any]:

@@ -183,6 +183,20 @@ def stop_strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(_STOP.check(name, text, InvalidStop) for text in texts)
 
 
+def stop_markers(name: str, value: Any) -> tuple[str | int, str | int] | None:
+    """Accept two markers, each a text or a token id, of which the first may be empty; stored as a tuple."""
+    if value is None:
+        return None
+    limit = f"None, or two of them, each a text of up to {limits.MAX_STOP_LENGTH} characters or a token id"
+    if not isinstance(value, list | tuple) or len(value) != 2 or value[1] == "":
+        raise InvalidStop(name, value, limit)
+    for marker in value:
+        is_text = isinstance(marker, str) and len(marker) <= limits.MAX_STOP_LENGTH and not _SURROGATE.search(marker)
+        if not is_text and not (type(marker) is int and 0 <= marker <= limits.MAX_COUNT):
+            raise InvalidStop(name, marker, limit)
+    return value[0], value[1]
+
+
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Accept a list or tuple of token ids; stored as a tuple."""
     if not isinstance(value, list | tuple):

@@ -110,7 +110,7 @@ class OutputProcessor:
         tokenizer, params = self._tokenizer, sequence.params
         if tokenizer is None:
             return None
-        return lambda: IncrementalText(tokenizer.new_detokenizer(), params.stop, params.min_tokens)
+        return lambda: IncrementalText(tokenizer.new_detokenizer(), params.stop, params.min_tokens, params.stop_outside)
 
     def pending_of(self, request: Request) -> list[PendingOutput]:
         """Return the pending output of a request's own sequences, in order; after their removal all of it is taken."""

@@ -40,6 +40,8 @@ class PendingOutput:
     """Turns tokens into text until the end."""
     failure: TextFailed | None = None
     """Why there is no further text, where the tokenizer has failed."""
+    matched_stop: str | None = None
+    """The stop string that ended the text."""
     times_s: list[float] = field(default_factory=list)
     """When each token of this turn was committed, as far as that was seen; of beams and other candidates nothing is."""
     _parts: list[str] = field(default_factory=list)
@@ -48,7 +50,7 @@ class PendingOutput:
 
     def begin_turn(self) -> None:
         """Begin with no text."""
-        self.open_stream = self.stream = self.failure = None
+        self.open_stream = self.stream = self.failure = self.matched_stop = None
         self._parts, self._num_taken_parts, self._num_taken_tokens = [], 0, 0
         self.times_s = []
 
@@ -64,7 +66,8 @@ class PendingOutput:
 
     def replay(self) -> bool:
         """Make the text of all tokens anew, after a failure in between; return as ``add_token`` for the last one."""
-        self.stream, self.failure, self._parts, is_stopped = None, None, [], False
+        self.stream = self.failure = self.matched_stop = None
+        self._parts, is_stopped = [], False
         try:
             for token_id in self.sequence.output_token_ids:
                 is_stopped = self._push(token_id)
@@ -92,6 +95,8 @@ class PendingOutput:
             self.stream = self.open_stream()
         delta = self.stream.push((token_id,))
         self._add_text(delta.text)
+        if delta.is_stopped:
+            self.matched_stop = self.stream.matched_stop
         return delta.is_stopped
 
     def _finish(self) -> bool:
@@ -99,7 +104,7 @@ class PendingOutput:
             self.open_stream = None
             return False
         self._add_text(self.stream.finish())
-        is_stopped = self.stream.is_stopped
+        is_stopped, self.matched_stop = self.stream.is_stopped, self.stream.matched_stop
         self.stream = self.open_stream = None
         return is_stopped
 
@@ -142,7 +147,9 @@ class PendingOutput:
         delta = Delta(
             request.request_id, self.index, text, token_ids, reason, logprobs, error, sequence.num_prompt_tokens
         )
-        return delta if reason is None else replace(delta, itl_s=self._intervals_s())
+        if reason is None:
+            return delta
+        return replace(delta, itl_s=self._intervals_s(), stop_reason=self._stop_reason())
 
     def completion(self) -> CompletionOutput:
         """Describe the completion as it stands."""
@@ -151,8 +158,15 @@ class PendingOutput:
             self.index, "".join(self._parts), tuple(sequence.output_token_ids), sequence.finish_reason,
             logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
             error=self.request.error if sequence.finish_reason == "error" else None, score=sequence.score,
-            itl_s=self._intervals_s(),
+            itl_s=self._intervals_s(), stop_reason=self._stop_reason(),
         )
+
+    def _stop_reason(self) -> str | int | None:
+        sequence = self.sequence
+        if sequence.finish_reason != "stop" or self.matched_stop is not None:
+            return self.matched_stop
+        last = sequence.token_ids[-1]
+        return last if last in sequence.params.stop_token_ids else None
 
     def _intervals_s(self) -> tuple[float, ...]:
         return tuple(after - before for before, after in pairwise(self.times_s))

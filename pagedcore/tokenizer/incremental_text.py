@@ -62,6 +62,60 @@ class StopMatcher:
         return held
 
 
+class UnsearchedSpan:
+    """What is between two markers at the beginning of a completion: text in which no stop string is looked for.
+
+    Args:
+        detokenizer: of the completion.
+        begin: a text, or the id of a token; empty: the completion begins in it. Whitespace may come before.
+        end: a text, or the id of a token.
+    """
+
+    __slots__ = ("_begin", "_detokenizer", "_end", "_tail", "is_inside")
+
+    def __init__(self, detokenizer: Detokenizer, begin: str | int, end: str | int) -> None:
+        self._detokenizer, self._begin, self._end = detokenizer, begin, end
+        self._tail = ""
+        self.is_inside = begin == ""
+        """Whether the span has begun."""
+
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        """Take a token; return text of the span, and once it has ended, or is none, the text behind it."""
+        text = self._tail + self._detokenizer.push((token_id,))
+        if not self.is_inside:
+            blank = text[: len(text) - len(text.lstrip())]
+            if token_id == self._begin:
+                self.is_inside = True
+            elif isinstance(self._begin, str) and text.startswith(blank + self._begin):
+                self.is_inside = True
+                return self._searched(text, len(blank) + len(self._begin))
+            elif text == blank or (isinstance(self._begin, str) and self._begin.startswith(text[len(blank) :])):
+                self._tail = text
+                return "", None
+            else:
+                return "", text
+        return ("", text) if token_id == self._end else self._searched(text, 0)
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back: of the span, and outside of it."""
+        rest, self._tail = self._tail + self._detokenizer.finish(), ""
+        return (rest, "") if self.is_inside else ("", rest)
+
+    def _searched(self, text: str, place: int) -> tuple[str, str | None]:
+        """Look for the end from a place on; hold back what may be its beginning."""
+        if not isinstance(self._end, str):
+            self._tail = ""
+            return text, None
+        found = text.find(self._end, place)
+        if found >= 0:
+            past = found + len(self._end)
+            return text[:past], text[past:]
+        held = next((n for n in range(min(len(self._end) - 1, len(text) - place), 0, -1)
+                     if text.endswith(self._end[:n])), 0)
+        self._tail = text[len(text) - held :]
+        return text[: len(text) - held], None
+
+
 class TextDelta(NamedTuple):
     """What one push added to a completion's text."""
 
@@ -73,17 +127,21 @@ class TextDelta(NamedTuple):
 class IncrementalText:
     """Turns the tokens of one completion into text without stop strings, returned as soon as it is certain.
 
-    It takes a fresh detokenizer. Text that the first ``min_tokens`` tokens make certain is not searched for ``stop``.
-    Raises ``InvalidStop`` as ``StopMatcher``.
+    It takes a fresh detokenizer. Text that the first ``min_tokens`` tokens make certain is not searched for ``stop``,
+    nor what is between the two markers of ``outside``. Raises ``InvalidStop`` as ``StopMatcher``.
 
     Invariant: once stopped, no further text is returned.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_num_unmatched")
+    __slots__ = ("_detokenizer", "_matcher", "_num_unmatched", "_span")
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0,
+        outside: tuple[str | int, str | int] | None = None,
+    ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stop) if stop else None
+        self._span = UnsearchedSpan(detokenizer, *outside) if stop and outside is not None else None
         self._num_unmatched = min_tokens if stop else 0
 
     @property
@@ -101,20 +159,34 @@ class IncrementalText:
         matcher = self._matcher
         if matcher is None:
             return TextDelta(self._detokenizer.push(token_ids), False)
-        free = ""
+        free = behind = ""
+        if self._span is not None:
+            free, behind, token_ids = self._push_span(self._span, token_ids)
         if self._num_unmatched:
             first, token_ids = token_ids[: self._num_unmatched], token_ids[self._num_unmatched :]
             self._num_unmatched -= len(first)
-            free = self._detokenizer.push(first)
-        text = free + matcher.push(self._detokenizer.push(token_ids))
+            free, behind = free + behind + self._detokenizer.push(first), ""
+        text = free + matcher.push(behind + self._detokenizer.push(token_ids))
         return TextDelta(text, matcher.matched is not None)
+
+    def _push_span(self, span: UnsearchedSpan, token_ids: Sequence[int]) -> tuple[str, str, Sequence[int]]:
+        """Return text of the span, text behind it, and the tokens that are left."""
+        parts = list[str]()
+        for place, token_id in enumerate(token_ids):
+            text, behind = span.push(token_id)
+            parts.append(text)
+            self._num_unmatched = max(0, self._num_unmatched - 1)
+            if behind is not None:
+                self._span = None
+                return "".join(parts), behind, token_ids[place + 1 :]
+        return "".join(parts), "", ()
 
     def finish(self) -> str:
         """Return the rest of the text when the completion has ended; call it once, however it ended.
 
         The rest may complete a stop string: then the text ends before it and ``is_stopped`` is true.
         """
-        rest = self._detokenizer.finish()
+        free, rest = ("", self._detokenizer.finish()) if self._span is None else self._span.finish()
         if self._matcher is None or self._num_unmatched:
-            return rest
-        return self._matcher.push(rest) + self._matcher.finish()
+            return free + rest
+        return free + self._matcher.push(rest) + self._matcher.finish()

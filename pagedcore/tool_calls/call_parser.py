@@ -98,6 +98,14 @@ class CallParser(ABC):
         self._undecided, self._blank = [], HeldBlank()
         return self._take_events()
 
+    def cut(self) -> list[ChatEvent]:
+        """Return what was held back, at the end of a text that was cut off: a call that has its tag and no more is not
+        content, since nobody wrote it for a reader.
+        """
+        if self._undecided and not self._is_open:
+            self._rest, self._undecided = "", []
+        return self.finish()
+
     @abstractmethod
     def _start(self) -> bool:
         """Read what is before the first call."""

@@ -19,13 +19,22 @@ from pagedcore.requests.chat import Chat
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.structured.grammar_source import WHITESPACE
 from pagedcore.structured_output import StructuredOutput
-from pagedcore.tokenizer.incremental_text import IncrementalText
-from pagedcore.tool_calls.events import ChatEvent, ContentDelta, ParsedCompletion, collect
+from pagedcore.tokenizer.incremental_text import IncrementalText, UnsearchedSpan
+from pagedcore.tool_calls.events import (
+    ChatEvent,
+    ContentDelta,
+    ParsedCompletion,
+    ToolCallEnd,
+    ToolCallStart,
+    collect,
+)
 from pagedcore.tool_calls.formats import (
     OutputParser,
     ReasoningFormat,
+    ReasoningRules,
     ToolFormat,
     ToolGrammar,
+    cut_off,
     in_regex,
     quoted,
 )
@@ -113,9 +122,13 @@ class ChatFormat:
             params = replace(params, structured=StructuredOutput(lark=grammar))
         # Why: structured output that has no reasoning before it begins with content, whatever the prompt ends with.
         reasoning = None if params.structured is not None and grammar is None else self.reasoning
+        if params.stop and reasoning is not None and params.stop_outside is None:
+            # Why: what a model thinks is none of what the caller asked to have cut.
+            params = replace(params, stop_outside=self._marks_of_reasoning(reasoning))
         if not chosen and reasoning is None:
             return ChatTurn(params, None, self)
-        return ChatTurn(params, partial(self._new_parser, form if chosen else None, frozenset(named), reasoning), self)
+        new_parser = partial(self._new_parser, form if chosen else None, frozenset(named), reasoning)
+        return ChatTurn(params, new_parser, self, has_reasoning=reasoning is not None)
 
     def _grammar(
         self, form: ToolFormat | None, params: SamplingParams, tools: Sequence[dict[str, Any]], is_required: bool,
@@ -130,30 +143,41 @@ class ChatFormat:
                     raise InvalidTools("structured", wanted.kind, limit, is_described=True)
                 return None
             answer = f"%json {_schema_of(wanted)}"
-        before = self._reasoning_rules() if is_required or answer else ()
+        reasoning = self._reasoning_rules()
         if answer and not tools:
-            return "\n".join(["start: thought answer", f"answer: {answer}", *before]) if before else None
+            if reasoning is None:
+                return None
+            return "\n".join([f"start: {reasoning.thought_if_any} answer", f"answer: {answer}", *reasoning.rules])
         if form is None:
             return None
-        grammar = ToolGrammar(self.template, self.special_ids, is_parallel, is_required, before, answer)
+        grammar = ToolGrammar(self.template, self.special_ids, is_parallel, is_required, reasoning, answer)
         rules = form.grammar(tools, grammar)
         if rules is None and (is_required or answer):
             raise InvalidTools("tool_choice", "a call, or structured output", "auto or none without structured output",
                                "The format of this model's calls has no grammar.", is_described=True)
         return rules
 
-    def _reasoning_rules(self) -> Sequence[str]:
-        """Return the rule ``thought`` of a completion's reasoning; none if the model writes none."""
+    def _reasoning_rules(self) -> ReasoningRules | None:
+        """Return the rules of a completion's reasoning; ``None`` if the model writes none."""
         if self.reasoning is None:
-            return ()
-        begin, end = (f"<[{self.special_ids[tag]}]>" if tag in self.special_ids else quoted(tag)
+            return None
+        is_open = self.opens_reasoning
+        begin, end = (f"<[{self.special_ids[tag]}]>" if tag in self.special_ids else ""
                       for tag in self.reasoning.markers)
-        if self.reasoning.end in self.special_ids:
-            rest, rules = f"THOUGHT {end}", ["THOUGHT: /(?s:.*)/"]
+        # Why with line breaks: completions often begin with one, and what reads them leaves it out.
+        begins = () if begin else tuple(f"{blank}{self.reasoning.begin}" for blank in ("", "\n", "\n\n"))
+        opening, rules = "" if is_open else begin, list[str]()
+        if begins and not is_open:
+            opening, rules = "OPENING", [f"OPENING: {' | '.join(map(quoted, begins))}"]
+        if end:
+            rest, rules = f"THOUGHT {end}", [*rules, "THOUGHT: /(?s:.*)/"]
         else:
-            rest, rules = "thinking", [f"thinking[lazy]: /(?s:.*){in_regex(self.reasoning.end)}/"]
-        space = r"/\s{0,4}/"
-        return [f"thought: {rest} {space}" if self.opens_reasoning else f"thought: ({begin} {rest} {space})?", *rules]
+            tag = in_regex(self.reasoning.end)
+            rest, rules = "thinking", [*rules, f"thinking[lazy]: /(?s:.*){tag}/",
+                                       f"THOUGHT: /(?s:.*)/ & ~/(?s:.*){tag}(?s:.*)/"]
+        return ReasoningRules(
+            rf"{opening} {rest} /\s{{0,4}}/", f"{opening} THOUGHT", is_open, begins, rules,
+        )
 
     def _new_parser(
         self, form: ToolFormat | None, names: frozenset[str], reasoning: ReasoningFormat | None
@@ -161,12 +185,22 @@ class ChatFormat:
         parser: OutputParser = form.new_parser(names, form.new_id) if form is not None else _Text()
         return parser if reasoning is None else ReasoningParser(reasoning, parser, is_open=self.opens_reasoning)
 
+    def new_reasoning(self) -> UnsearchedSpan | None:
+        """Return what follows the tokens of a completion's reasoning; ``None`` if the model writes none."""
+        if self._tokenizer is None or self.reasoning is None:
+            return None
+        return UnsearchedSpan(self._tokenizer.new_detokenizer(), *self._marks_of_reasoning(self.reasoning))
+
+    def _marks_of_reasoning(self, form: ReasoningFormat) -> tuple[str | int, str | int]:
+        begin, end = (self.special_ids.get(tag, tag) for tag in form.markers)
+        return ("" if self.opens_reasoning else begin), end
+
     def new_text(self, params: SamplingParams) -> IncrementalText | None:
         """Return what makes text with the markers of tokens; ``None`` if the text of completions has them all."""
         if self._tokenizer is None or not self.special_ids:
             return None
         detokenizer = _ShowsMarkers(self._tokenizer.new_detokenizer, self.special_ids)
-        return IncrementalText(detokenizer, params.stop, params.min_tokens)
+        return IncrementalText(detokenizer, params.stop, params.min_tokens, params.stop_outside)
 
 
 @dataclass(frozen=True)
@@ -177,6 +211,8 @@ class ChatTurn:
     """With the grammar of calls."""
     _new_parser: Callable[[], OutputParser] | None
     _form: ChatFormat
+    has_reasoning: bool = False
+    """Whether completions may begin with reasoning."""
 
     @property
     def is_plain(self) -> bool:
@@ -187,7 +223,8 @@ class ChatTurn:
         """Return what reads one completion."""
         if self._new_parser is None:
             return CompletionReader(None, None)
-        return CompletionReader(self._new_parser(), self._form.new_text(self.params))
+        reasoning = self._form.new_reasoning() if self.has_reasoning else None
+        return CompletionReader(self._new_parser(), self._form.new_text(self.params), reasoning)
 
 
 class CompletionReader:
@@ -196,12 +233,24 @@ class CompletionReader:
     Invariant: all errors of a format, which may be a third party's, are ``TextFailed``.
     """
 
-    def __init__(self, parser: OutputParser | None, text: IncrementalText | None) -> None:
-        self._parser, self._text = parser, text
+    def __init__(
+        self, parser: OutputParser | None, text: IncrementalText | None, reasoning: UnsearchedSpan | None = None
+    ) -> None:
+        self._parser, self._text, self._reasoning = parser, text, reasoning
+        self._num_calls = self._num_ended = 0
+        self.num_reasoning_tokens = 0
+        """Tokens read so far that are reasoning, with its marks."""
 
     def read(self, delta: Delta) -> list[ChatEvent]:
         """Return the events of the next delta; the last one ends what is read. Raises ``TextFailed``."""
-        return self._read(delta.text, delta.token_ids, delta.finish_reason is not None)
+        return self._read(delta, delta.finish_reason is not None)
+
+    def reason(self, ended: Delta | CompletionOutput) -> str | None:
+        """Return why a completion that was read has ended, as chats say it: "tool_calls" for calls that all have their
+        end, where it ended by itself.
+        """
+        is_called = ended.finish_reason == "stop" and self._num_calls > 0 and self._num_calls == self._num_ended
+        return "tool_calls" if is_called else ended.finish_reason
 
     def read_all(self, completion: CompletionOutput) -> ParsedCompletion:
         """Return a whole completion. Raises ``TextFailed``."""
@@ -209,18 +258,38 @@ class CompletionReader:
 
     def read_completion(self, completion: CompletionOutput) -> list[ChatEvent]:
         """Return the events of a whole completion. Raises ``TextFailed``."""
-        return self._read(completion.text, completion.token_ids, True)
+        return self._read(completion, True)
 
-    def _read(self, text: str, token_ids: Sequence[int], is_last: bool) -> list[ChatEvent]:
-        parser = self._parser
+    def _read(self, given: Delta | CompletionOutput, is_last: bool) -> list[ChatEvent]:
+        parser, text = self._parser, given.text
         if parser is None:
             return [ContentDelta(text)] if text else []
         if self._text is not None:
-            text = self._text.push(token_ids).text + (self._text.finish() if is_last else "")
+            text = self._text.push(given.token_ids).text + (self._text.finish() if is_last else "")
         try:
-            return [*(parser.push(text) if text else []), *(parser.finish() if is_last else [])]
+            self._count_reasoning(given.token_ids, is_last)
+            events = parser.push(text) if text else []
+            if is_last:
+                is_cut = given.finish_reason != "stop" or given.stop_reason is not None
+                events = [*events, *(cut_off(parser) if is_cut else parser.finish())]
         except Exception as error:  # the format may be a third party's; its failure is this completion's
             raise TextFailed(f"the parser of this completion failed: {type(error).__name__}") from error
+        for event in events:
+            self._num_calls += isinstance(event, ToolCallStart)
+            self._num_ended += isinstance(event, ToolCallEnd)
+        return events
+
+
+    def _count_reasoning(self, token_ids: Sequence[int], is_last: bool) -> None:
+        if (span := self._reasoning) is None:
+            return
+        for token_id in token_ids:
+            self.num_reasoning_tokens += 1
+            if span.push(token_id)[1] is not None:
+                self._reasoning = None
+                break
+        if not span.is_inside and (is_last or self._reasoning is None):
+            self.num_reasoning_tokens = 0
 
 
 class _Text:

@@ -15,6 +15,8 @@ from typing import Any, Final, Protocol
 from pagedcore.tool_calls.events import ChatEvent
 
 MAX_NAME_LENGTH: Final = 64
+_MOST_BLANKS: Final = 4
+"""Whitespace that may follow the last call where nothing but calls may come."""
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -28,7 +30,15 @@ class OutputParser(Protocol):
         """Take the next piece; return the events that have become certain."""
 
     def finish(self) -> list[ChatEvent]:
-        """Return what was held back, at the end."""
+        """Return what was held back, at the end. A parser may have ``cut`` beside it, which is called instead where the
+        completion was cut off: what was held back as the beginning of a call is then left out.
+        """
+
+
+def cut_off(parser: OutputParser) -> list[ChatEvent]:
+    """Return what a parser held back, at the end of a completion that was cut off."""
+    events: list[ChatEvent] = getattr(parser, "cut", parser.finish)()
+    return events
 
 
 class ToolFormat(Protocol):
@@ -79,6 +89,27 @@ def default_id() -> str:
 
 
 @dataclass(frozen=True)
+class ReasoningRules:
+    """The reasoning of a completion in the Lark syntax of llguidance."""
+
+    thought: str
+    """Reasoning with its end, and the whitespace after it."""
+    unended: str
+    """Reasoning at whose end the completion ends."""
+    is_open: bool
+    """Whether the prompt has ended with its beginning; otherwise it may be missing."""
+    begins: Sequence[str]
+    """Texts that it begins with; none where it begins with a special token."""
+    rules: Sequence[str]
+    """What the others refer to."""
+
+    @property
+    def thought_if_any(self) -> str:
+        """Reasoning with its end, or none where there may be none."""
+        return self.thought if self.is_open else f"({self.thought})?"
+
+
+@dataclass(frozen=True)
 class ToolGrammar:
     """What a completion may be, and how a format writes it down in the Lark syntax of llguidance."""
 
@@ -90,8 +121,8 @@ class ToolGrammar:
     """Whether several calls are allowed."""
     is_required: bool = False
     """Whether a call has to be made, after reasoning at most."""
-    before: Sequence[str] = ()
-    """The rule ``thought`` of the reasoning before a call, where one has to be made, and what it needs."""
+    reasoning: ReasoningRules | None = None
+    """What comes before calls and answers, in which a tag is text."""
     answer: str = ""
     """Lark of a completion without calls; empty: any text."""
 
@@ -99,34 +130,75 @@ class ToolGrammar:
         """Return the Lark of a marker."""
         return f"<[{self.special_ids[tag]}]>" if tag in self.special_ids else quoted(tag)
 
-    def rules(self, first: str, following: str, calls: Sequence[str], *, tag: str = "", text: str = "") -> str:
-        """Return the grammar of completions.
+    def rules(
+        self, first: str, following: str, calls: Sequence[str], *, tag: str = "", head: str = "",
+        opened: str = "", text: str = "",
+    ) -> str:
+        """Return the grammar of completions. After a call may come others, text, or the end.
 
         Args:
             first: Lark of the first call, without the tag that it begins with.
-            following: Lark of each further call.
+            following: Lark of each further call, where nothing but calls may come.
             calls: rules that these refer to; empty: there is no tool to call.
-            tag: what no text without a call has; empty where calls come first.
-            text: the regular expression of text without calls; ``None``: all text without the tag.
+            tag: what calls begin with; empty where they come first.
+            head: what follows the tag of a call, after a space or a line break at most: where something else does, the
+                tag is text. Not for tags that are special tokens, which are no text.
+            opened: Lark of a call after tag and head.
+            text: the regular expression of text without calls, where there is no tag.
         """
-        first = f"{first} ({following})*" if self.is_parallel else first
-        begin = self.marker(tag) if tag else ""
-        if self.is_required:
-            return "\n".join([f"start: {'thought' if self.before else ''} {begin} {first}", *self.before, *calls])
-        is_special = tag in self.special_ids
-        if not text:
-            text = "/(?s:.*)/" + ("" if is_special else f" & ~/(?s:.*){in_regex(tag)}(?s:.*)/")
-        if not calls:
-            return f"start: TEXT\nTEXT: {text}"
-        if self.answer:
-            start = f"start: {'thought' if self.before else ''} (answer | {begin} {first})"
-            return "\n".join([start, f"answer: {self.answer}", *self.before, *calls])
-        rules = ["answer: TEXT", f"TEXT: {text}", *calls]
+        before = "" if self.reasoning is None else self.reasoning.thought_if_any
+        own = [*calls, *(() if self.reasoning is None else self.reasoning.rules)]
+        if self.is_required or (self.answer and calls):
+            run = f"{self.marker(tag) if tag else ''} {first} {f'({following})*' if self.is_parallel else ''} BLANK"
+            either = run if self.is_required else f"(answer | {run})"
+            return "\n".join([f"start: {before} {either}", rf"BLANK: /[ \t\r\n]{{0,{_MOST_BLANKS}}}/", *own,
+                              *([f"answer: {self.answer}"] if self.answer else [])])
         if not tag:
-            return "\n".join([f"start: answer | {first}", *rules])
-        if not is_special:
-            rules.append(f"begin[lazy]: /(?s:.*){in_regex(tag)}/")
-        return "\n".join([f"start: answer | {f'TEXT {begin}' if is_special else 'begin'} {first}", *rules])
+            content, rules = self._untagged(first, following, text, bool(calls))
+        elif tag in self.special_ids:
+            each = f"(TEXT {self.marker(tag)} {first}){'*' if self.is_parallel else '?'} " if calls else ""
+            content, rules = (f"{each}TEXT",) * 2, ["TEXT: /(?s:.*)/"]
+        else:
+            # Why without the head where there are no calls: text that ends at it would look like one that was cut off.
+            begin = in_regex(tag) + (rf"[\n ]?{in_regex(head)}" if head and calls else "")
+            content, rules = self._tagged(begin, opened, bool(calls))
+        if self.reasoning is None:
+            return "\n".join([f"start: {content[0]}", *rules, *own])
+        ways = [f"{self.reasoning.thought} {content[0]}", self.reasoning.unended]
+        start = " | ".join(ways if self.reasoning.is_open else [*ways, content[1]])
+        return "\n".join([f"start: {start}", *rules, *own])
+
+    def _tagged(self, begin: str, opened: str, has_calls: bool) -> tuple[tuple[str, str], list[str]]:
+        """Return Lark of text and calls, the same of what does not begin as reasoning does, and the rules of both."""
+        def terminals(prefix: str, without: str) -> list[str]:
+            return [f"{prefix}TEXT: /(?s:.*)/ & ~/(?s:.*){begin}(?s:.*)/{without}", *([
+                f"{prefix}BEGIN: /(?s:.*){begin}/{without}", f"{prefix.lower()}begin[lazy]: {prefix}BEGIN",
+            ] if has_calls else [])]
+
+        rules, first = terminals("", ""), ""
+        if self._begins:
+            first = "FIRST_"
+            rules += terminals(first, "".join(f" & ~/{in_regex(text)}(?s:.*)/" for text in self._begins))
+        if not has_calls:
+            return ("TEXT", f"{first}TEXT"), rules
+        each, more = ("*", f"(begin {opened})*") if self.is_parallel else ("?", "")
+        return (f"(begin {opened}){each} TEXT",
+                f"({first.lower()}begin {opened} {more} TEXT | {first}TEXT)"), rules
+
+    def _untagged(self, first: str, following: str, text: str, has_calls: bool) -> tuple[tuple[str, str], list[str]]:
+        """Return the same of calls that come first."""
+        rules, name = [f"TEXT: {text}"], "TEXT"
+        if self._begins:
+            name = "FIRST_TEXT"
+            rules.append(f"{name}: {text}" + "".join(f" & ~/{in_regex(begin)}(?s:.*)/" for begin in self._begins))
+        if not has_calls:
+            return ("TEXT", name), rules
+        calls = f"{first} {f'({following})*' if self.is_parallel else ''} AFTER"
+        return (f"(TEXT | {calls})", f"({name} | {calls})"), [*rules, r"AFTER: /(\s*([^\s;{](?s:.*))?)?/"]
+
+    @property
+    def _begins(self) -> Sequence[str]:
+        return () if self.reasoning is None or self.reasoning.is_open else self.reasoning.begins
 
 
 def rules_of_calls(tools: Sequence[dict[str, Any]], before: Callable[[str], str], after: str = "") -> list[str]:
@@ -141,8 +213,8 @@ def rules_of_calls(tools: Sequence[dict[str, Any]], before: Callable[[str], str]
 
 
 def rules_of_objects(tools: Sequence[dict[str, Any]], key: str) -> list[str]:
-    """Return such rules for calls that are objects with a name, and the arguments under a key."""
-    return rules_of_calls(tools, lambda name: quoted(f'{{"name": "{name}", "{key}": '), quoted("}"))
+    """Return such rules for calls that are objects with a name, and the arguments under a key, without their ``{``."""
+    return rules_of_calls(tools, lambda name: quoted(f'"name": "{name}", "{key}": '), quoted("}"))
 
 
 def quoted(text: str) -> str:
@@ -152,7 +224,7 @@ def quoted(text: str) -> str:
 
 def in_regex(text: str) -> str:
     """Return what matches a text in a regular expression of Lark."""
-    return re.escape(text).replace("/", "\\/")
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class HermesFormat:
 
     def grammar(self, tools: Sequence[dict[str, Any]], grammar: ToolGrammar) -> str:
         """Return the Lark rules."""
-        begin, end = grammar.marker(_BEGIN), grammar.marker(_END)
-        call = f'"\\n" call "\\n" {end}'
-        return grammar.rules(call, f'"\\n" {begin} {call}', rules_of_objects(tools, "arguments"), tag=_BEGIN)
+        begin, opened = grammar.marker(_BEGIN), f'call "\\n" {grammar.marker(_END)}'
+        first = f'"\\n{{" {opened}'
+        return grammar.rules(first, f'"\\n" {begin} {first}', rules_of_objects(tools, "arguments"), tag=_BEGIN,
+                             head="{", opened=opened)

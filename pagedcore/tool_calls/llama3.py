@@ -61,4 +61,4 @@ class Llama3Format:
 
     def grammar(self, tools: Sequence[dict[str, Any]], grammar: ToolGrammar) -> str:
         """Return the Lark rules; without the tag, which models write before built-in tools only."""
-        return grammar.rules("call", '"; " call', rules_of_objects(tools, "parameters"), text=_TEXT)
+        return grammar.rules('"{" call', '"; {" call', rules_of_objects(tools, "parameters"), text=_TEXT)

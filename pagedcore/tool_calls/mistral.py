@@ -109,10 +109,10 @@ class MistralFormat:
     def grammar(self, tools: Sequence[dict[str, Any]], grammar: ToolGrammar) -> str:
         """Return the Lark rules, in the form that the model's template has."""
         if _ARGS not in grammar.template:
-            following = '", " call' if grammar.is_parallel else ""
-            calls = rules_of_objects(tools, "arguments")
-            first = f'"[" call ({following})* "]"' if following else '"[" call "]"'
-            return replace(grammar, is_parallel=False).rules(first, "", calls, tag=_BEGIN)
+            opened = f"""call {'(", {" call)* ' if grammar.is_parallel else ""}"]" """
+            return replace(grammar, is_parallel=False).rules(
+                f'"[{{" {opened}', "", rules_of_objects(tools, "arguments"), tag=_BEGIN,
+                head="[{", opened=opened)
         own_id = f"{grammar.marker(_CALL_ID)} /[a-zA-Z0-9]{{9}}/ " if _CALL_ID in grammar.template else ""
         calls = rules_of_calls(tools, lambda name: f"{quoted(name)} {own_id}{grammar.marker(_ARGS)}")
-        return grammar.rules("call", f"{grammar.marker(_BEGIN)} call", calls, tag=_BEGIN)
+        return grammar.rules("call", f"{grammar.marker(_BEGIN)} call", calls, tag=_BEGIN, opened="call")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from pagedcore.tool_calls.call_parser import HeldBlank, split_at_tag
 from pagedcore.tool_calls.events import ChatEvent, ReasoningDelta
-from pagedcore.tool_calls.formats import OutputParser, ReasoningFormat
+from pagedcore.tool_calls.formats import OutputParser, ReasoningFormat, cut_off
 from pagedcore.tool_calls.json_scanner import WHITESPACE
 
 
@@ -30,11 +31,18 @@ class ReasoningParser:
 
     def finish(self) -> list[ChatEvent]:
         """Return what was held back, at the end of the text."""
+        return self._finish(self._content.finish)
+
+    def cut(self) -> list[ChatEvent]:
+        """Return the same of a text that was cut off."""
+        return self._finish(partial(cut_off, self._content))
+
+    def _finish(self, finish: Callable[[], list[ChatEvent]]) -> list[ChatEvent]:
         rest, self._rest = self._rest, ""
         if self._state == self._in_reasoning:
-            return [*self._write(rest), *self._content.finish()]
+            return [*self._write(rest), *finish()]
         rest = self._blank.take() + rest
-        return [*(self._content.push(rest) if rest else []), *self._content.finish()]
+        return [*(self._content.push(rest) if rest else []), *finish()]
 
     def _start(self) -> list[ChatEvent]:
         text, tag = self._rest.lstrip(WHITESPACE), self._form.begin
