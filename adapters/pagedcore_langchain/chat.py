@@ -9,6 +9,7 @@ from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
 from typing_extensions import override
@@ -22,7 +23,8 @@ from pagedcore_langchain.messages import to_chat
 from pagedcore_langchain.options import Call, hide_salt, mask_salt, require_single_label
 from pagedcore_langchain.results import ChatChunks, chat_result
 from pagedcore_langchain.settings import PagedCoreSettings
-from pagedcore_langchain.tools import OF_TOOLS, Method, openai_choice, openai_tools, structured_runnable
+from pagedcore_langchain.structured import Method, response_format, structured_runnable
+from pagedcore_langchain.tools import OF_TOOLS, openai_choice, openai_tools
 
 
 class ChatPagedCore(PagedCoreSettings, BaseChatModel):
@@ -106,10 +108,13 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
     ) -> tuple[Any, Call, ChatTurn]:
         """Return the prompt, the call, with the grammar of its tools, and how its completion is read."""
         others = {name: value for name, value in keywords.items() if name not in OF_TOOLS}
+        if (wanted := others.pop("response_format", None)) is not None:
+            others["structured"] = response_format(wanted)
         call, chat = self._resolve(stop, others, is_stream=is_stream), to_chat(messages)
         tools = keywords.get("tools")
         prompt = Chat(chat, tools) if tools else chat
-        is_parallel = keywords.get("parallel_tool_calls", True)
+        is_parallel = keywords.get("parallel_tool_calls")
+        is_parallel = True if is_parallel is None else is_parallel
         if type(is_parallel) is not bool:
             raise InvalidRequest("parallel_tool_calls", is_parallel, "True or False")
         turn = self.engine.chat_format.turn(prompt, call.params, keywords.get("tool_choice"), is_parallel)
@@ -148,17 +153,27 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         """Return a runnable whose output is an object of a schema: a pydantic model's instance, or a dictionary.
 
         Args:
-            schema: a pydantic model, a ``TypedDict``, a JSON schema, or OpenAI's form of a tool.
+            schema: a pydantic model, a ``TypedDict`` or any other type that pydantic knows (an ``Enum``,
+                ``list[int]``), a JSON schema of any kind, or OpenAI's form of a tool or of a response.
             include_raw: return the message and a parsing error as well; nothing is raised then.
             method: "json_schema" has the model write JSON of the schema, "function_calling" a call of a tool with
-                these arguments, and "json_mode" any JSON object.
-            strict: as of ``bind_tools``.
+                these arguments, which are an object, and "json_mode" any JSON object.
+            strict: with ``True`` objects of a JSON schema have declared members only, as those of Python's types
+                always have unless they ask for more; and tools as of ``bind_tools``.
             **kwargs: as of a call.
+
+        A completion that was cut off, by ``max_tokens`` or a stop of the call's own, is an ``OutputParserException``
+        of LangChain, or the parsing error.
 
         Raises:
             InvalidRequest: there is no such method, or the schema is refused.
         """
         return structured_runnable(self, schema, method, strict, include_raw, kwargs)
+
+    @override
+    def _resolve_model_profile(self) -> ModelProfile:
+        # Why: agents choose by it between a grammar and a tool for their answers.
+        return {"text_inputs": True, "text_outputs": True, "tool_calling": True, "structured_output": True}
 
     @override
     def bind(self, **kwargs: Any) -> Any:
@@ -208,5 +223,8 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
 
     @override
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Any = None) -> int:
+        if not messages:
+            # Why: it is what LangChain asks where no message is left.
+            return 0
         chat = to_chat(messages)
         return len(self.engine.encode(Chat(chat, openai_tools(tools, None)) if tools else chat))

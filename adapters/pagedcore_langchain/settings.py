@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from pagedcore import AsyncEngine, Chat, Delta, EngineConfig, RequestOutput, SamplingParams
-from pagedcore.errors import InvalidRequest, TooManySequences, UnknownParameter, did_you_mean
+from pagedcore.errors import InvalidConfig, InvalidRequest, TooManySequences, UnknownParameter, did_you_mean
 from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_langchain.host import EngineHost
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
@@ -34,8 +34,18 @@ from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt
 
 Prompt = str | list[dict[str, Any]] | Chat
 
-_OF_REMOTE_MODELS: Final = {"api_key", "max_retries"}
-"""What LangChain passes to every chat model; left out, because nothing here is remote."""
+_OF_REMOTE_MODELS: Final = {"api_key", "max_retries", "stream_usage"}
+"""What LangChain passes to every chat model, or many of them are asked for; left out, because nothing here is remote
+and streams always have their usage."""
+_RENAMED: Final = {"max_completion_tokens": "max_tokens", "model_name": "model", "stop_sequences": "stop"}
+"""Names of other chat models for what has one here."""
+_ELSEWHERE: Final = {
+    "model_kwargs": "Give further sampling parameters as sampling={...}, the engine's settings "
+                    "as engine_settings={...}.",
+    "base_url": "The model runs in this process; for one that is served use langchain-openai's ChatOpenAI.",
+    "openai_api_base": "The model runs in this process; for one that is served use langchain-openai's ChatOpenAI.",
+}
+"""Names of other chat models that mean nothing here, and what to do instead."""
 _SAMPLING_FIELDS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs")
 
 #: What a call may say about its completion; a "stop" of its own is LangChain's keyword.
@@ -96,8 +106,14 @@ class PagedCoreSettings(BaseModel):
     def _accept_standard_names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        kept = {name: value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
+        kept = {_RENAMED.get(name, name): value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
+        if isinstance(kept.get("stop"), str):
+            kept["stop"] = [kept["stop"]]
+        if "n" in kept:
+            kept["sampling"] = {**kept.get("sampling", {}), "n": kept.pop("n")}
         for name in kept:
+            if name in _ELSEWHERE:
+                raise UnknownParameter.named("field", name, sorted(cls.model_fields), _ELSEWHERE[name])
             if name not in cls.model_fields and name != "engine" and did_you_mean(name, cls.model_fields):
                 raise UnknownParameter.named("field", name, sorted(cls.model_fields))
         if isinstance(kept.get("engine"), AsyncEngine):
@@ -115,6 +131,10 @@ class PagedCoreSettings(BaseModel):
     @model_validator(mode="after")
     def _make_host(self) -> Self:
         if self.host is None:
+            if "model" not in self.model_fields_set:
+                # Why: the name to report without one would be looked for at the hub, where it may be a stranger's.
+                raise InvalidConfig('model: not given; name one, such as "demo", a directory or a hub id, or give an '
+                                    "engine of your own with from_engine.")
             self.host = EngineHost(self.model, {n: reveal_secret(value) for n, value in self.engine_settings.items()})
             self.model_fields_set.discard("host")
         return self
@@ -176,7 +196,7 @@ class PagedCoreSettings(BaseModel):
 
     def _resolve(self, stop: Sequence[str] | None, keywords: Mapping[str, Any], *, is_stream: bool = False) -> Call:
         """Combine the fields with the keywords of one call. Raises ``InvalidRequest``."""
-        given = {name: value for name, value in keywords.items() if value is not None}
+        given = {_RENAMED.get(name, name): value for name, value in keywords.items() if value is not None}
         options: OptionKeywords = {
             "priority": self.priority, "cache_salt": reveal_secret(self.cache_salt), "tenant": self.tenant,
             "weight": self.weight, "deadline_s": self.deadline_s,

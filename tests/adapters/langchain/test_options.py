@@ -205,3 +205,20 @@ def test_refused_options_are_typed_and_do_not_repeat_the_salt(engine: AsyncEngin
         assert "123456" not in str(invalid.value)
     with pytest.raises(UnknownParameter):
         build(kind, engine, sampling={"cache_salt": SECRET}).invoke(PROMPT)
+
+
+def test_names_of_other_chat_models(engine: AsyncEngine) -> None:
+    """What has another name here is understood, in the constructor and per call; what means nothing is answered."""
+    chat = ChatPagedCore.from_engine(engine, max_completion_tokens=7, stop="\n\n", n=2, stream_usage=True)
+    assert (chat.max_tokens, chat.stop, chat.sampling) == (7, ["\n\n"], {"n": 2})
+    assert chat.invoke("What is 2 + 3?", max_completion_tokens=2, n=1).usage_metadata["output_tokens"] == 2  # type: ignore[index]
+    for name, advice in (("model_kwargs", "sampling"), ("base_url", "ChatOpenAI")):
+        with pytest.raises(ValidationError, match=advice):
+            ChatPagedCore(model="demo", **{name: {}})
+
+
+def test_a_model_has_to_be_named() -> None:
+    """Without a name nothing is looked for anywhere."""
+    for kind in (ChatPagedCore, PagedCoreLLM):
+        with pytest.raises(ValidationError, match="demo"):
+            kind()
