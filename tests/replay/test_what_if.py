@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from engine.test_promises import exactly, steady
 from pagedcore import SamplingParams
-from pagedcore.errors import RecordingError
+from pagedcore.errors import PromiseRefused, RecordingError
 from pagedcore.recorder.recording import Recording, read_recording, write_recording
 from pagedcore.recorder.ring import FlightRecorder
 from pagedcore.replay.lives import Outcome, lives_of, recorded_outcome
@@ -16,6 +17,7 @@ from pagedcore.replay.starting_state import starting_state
 from pagedcore.replay.what_if import WhatIf, changed_order, compare
 from simulation.simulator import Simulation
 from support.doubles import FakeClock, ToyBackend
+from support.engine_builders import run
 from support.recordings import dumped, recorded_life, run_all, toy_engine
 from support.torture import first_seed, scaled
 
@@ -349,3 +351,18 @@ def test_a_forged_round_is_refused(change: Any, tmp_path: Path) -> None:
     change(next(given for _, verb, given, _ in recording.segments[0]["events"] if verb == "beams"))
     with pytest.raises(RecordingError):
         compare(recording, {"max_num_seqs": 2})
+
+
+@pytest.mark.xfail(strict=True, reason="recordings have no request that was refused")
+def test_refused_promises_are_in_the_table(tmp_path: Path) -> None:
+    """A table of what an engine did says how many it turned away."""
+    engine, _ = steady(flight_recorder="on")
+    num_refused = 0
+    for _ in range(12):
+        try:
+            engine.add_request([1000], exactly(20), deadline_s=3.0)
+        except PromiseRefused:
+            num_refused += 1
+    run(engine)
+    assert num_refused > 0
+    assert recorded_outcome(dumped(engine, tmp_path)).num_refused == num_refused
