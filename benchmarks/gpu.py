@@ -63,12 +63,15 @@ def build(kernels: Path, arch: str, small: bool) -> None:
     from pagedcore_kernels.cuda.build.compiler import parse_arch
     from pagedcore_kernels.cuda.build.library import build_image
     from pagedcore_kernels.cuda.build.variants import COPY_NAME, shipped_names
+    from pagedcore_kernels.cuda.shapes import AttentionShape, Format
 
     sizes = stages.SMALL if small else stages.FULL
     decode = sizes.layer.kernel("decode")
     names = {COPY_NAME, decode, sizes.layer.kernel("prefill"), *stages.gate_kernels(sizes)}
     if not small:
         names.update(shipped_names(parse_arch(arch)))
+        # The demo model's, for gpu_engine.py: a head size that does not ship.
+        names.update({*stages.kernels_of(AttentionShape(32, 32, Format.BF16, Format.BF16))})
     for name in sorted(names):
         _build_one(ImageStore(kernels), name, arch, build_image)
     for depth in stages.STAGE_DEPTHS:

@@ -325,7 +325,12 @@ def gate_kernels(sizes: Sizes) -> list[str]:
     names = []
     for shape, pool, _ in [*gate.FAST, *(gate.ALL if sizes.all_cases else [])]:
         kernel = AttentionShape(shape.key_size, shape.value_size, FORMATS[shape.dtype], FORMATS[pool or shape.dtype])
-        names += [attention_name("decode", kernel), attention_name("prefill", kernel)]
-        names.append(write_name(kernel.query, kernel.pool, kernel.key_size, kernel.value_size))
+        names += kernels_of(kernel)
     names += [f"{family}-bf16-bf16-48-80" for family in ("decode", "prefill", "write")]
     return sorted(set(names))
+
+
+def kernels_of(shape: AttentionShape) -> list[str]:
+    """What an engine launches for layers of a shape."""
+    return [attention_name("decode", shape), attention_name("prefill", shape),
+            write_name(shape.query, shape.pool, shape.key_size, shape.value_size)]

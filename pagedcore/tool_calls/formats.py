@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 from pagedcore.tool_calls.events import ChatEvent
 
@@ -30,15 +30,20 @@ class OutputParser(Protocol):
         """Take the next piece; return the events that have become certain."""
 
     def finish(self) -> list[ChatEvent]:
-        """Return what was held back, at the end. A parser may have ``cut`` beside it, which is called instead where the
-        completion was cut off: what was held back as the beginning of a call is then left out.
-        """
+        """Return what was held back, at the end."""
+
+
+@runtime_checkable
+class TellsCuts(Protocol):
+    """What a parser may have besides: it knows completions that were cut off from those that ended by themselves."""
+
+    def cut(self) -> list[ChatEvent]:
+        """Return what was held back, instead of ``finish``: without what was the beginning of a call."""
 
 
 def cut_off(parser: OutputParser) -> list[ChatEvent]:
     """Return what a parser held back, at the end of a completion that was cut off."""
-    events: list[ChatEvent] = getattr(parser, "cut", parser.finish)()
-    return events
+    return parser.cut() if isinstance(parser, TellsCuts) else parser.finish()
 
 
 class ToolFormat(Protocol):

@@ -99,6 +99,7 @@ def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path, monkeypatc
 def test_a_compiler_that_cannot_be_imported_is_told_from_one_that_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The refusal has the reason: installing the extra again would not help."""
     (tmp_path / "broken_tools").mkdir()
     (tmp_path / "broken_tools" / "__init__.py").touch()
     (tmp_path / "broken_tools" / "parts.py").write_text("import numpy; numpy.no_such_name")
