@@ -294,20 +294,12 @@ def _size_of_body(body: list[_Token], sizes: Mapping[str, Size]) -> Size:
     return _end(levels)
 
 
-def size_of_schema(schema: Any) -> int:
-    """Return the branches of all regular expressions in a JSON schema."""
-    total, waiting = 0, [schema]
-    while waiting and total <= limits.MAX_GRAMMAR_SIZE:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            own, names = one.get("x-guidance"), one.get("patternProperties")
-            texts = [one.get("pattern"), *(own.values() if isinstance(own, dict) else ()),
-                     *(names if isinstance(names, dict) else ())]
-            total += sum(_size_of_pattern(text) for text in texts if isinstance(text, str))
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-    return total
+def size_of_patterns(schema: Mapping[str, Any]) -> int:
+    """Return the branches of the regular expressions of one schema object, without those of the schemas in it."""
+    own, names = schema.get("x-guidance"), schema.get("patternProperties")
+    texts = [schema.get("pattern"), *(own.values() if isinstance(own, dict) else ()),
+             *(names if isinstance(names, dict) else ())]
+    return sum(_size_of_pattern(text) for text in texts if isinstance(text, str))
 
 
 def _size_of_pattern(text: str) -> int:

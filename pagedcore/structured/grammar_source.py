@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from pagedcore.config import limits
 from pagedcore.errors import InvalidGrammar
-from pagedcore.structured.grammar_size import size_of_lark, size_of_regex, size_of_schema
+from pagedcore.structured.grammar_size import size_of_lark, size_of_patterns, size_of_regex
 from pagedcore.structured.schema_rules import kept_exactly
 from pagedcore.structured_output import StructuredOutput
 
@@ -56,7 +56,7 @@ def _source_of(wanted: StructuredOutput) -> GrammarSource:
     if wanted.json_object:
         return _of_schema({"type": "object"})
     if wanted.json_schema is not None:
-        return _of_schema(_prepared("json_schema", json.loads(wanted.json_schema), wanted.json_schema))
+        return _of_schema(*_prepared("json_schema", json.loads(wanted.json_schema), wanted.json_schema))
     if wanted.choice is not None:
         return GrammarSource(str(LLMatcher.grammar_from_regex("|".join(map(_quoted, wanted.choice)))), 0)
     if wanted.regex is not None:
@@ -83,27 +83,41 @@ def first_line(error: object) -> str:
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
-def require_bounded(what: str, schema: Any) -> bool:
-    """Return whether objects with declared members may have others.
+class _Looked(NamedTuple):
+    """What was seen in a schema."""
 
-    Raises ``InvalidGrammar`` for keywords whose compilation takes the square of their size or number, or longer.
-    """
-    num_properties = num_patterns = 0
-    is_open = False
-    multiple = 1
+    size: int
+    """Branches of all its regular expressions."""
+    is_open: bool
+    """Whether objects with declared members may have others."""
+
+
+def _look_through(what: str, schema: Any) -> _Looked:
+    """Raises ``InvalidGrammar`` for keywords whose compilation takes the square of their size or number, or longer."""
+    num_properties = num_patterns = size = 0
+    multiple, is_open = 1, False
     for one in _objects(schema):
-        num_properties += _size(one.get("properties"))
-        is_open = is_open or ("properties" in one and one.get("additionalProperties") is not False)
-        num_patterns += _size(one.get("patternProperties"))
-        multiple = math.lcm(multiple, _without_point(one.get("multipleOf")))
-        for name, number, most in (
-            ("properties", num_properties, limits.MAX_SCHEMA_PROPERTIES),
-            ("patternProperties", num_patterns, limits.MAX_PATTERN_PROPERTIES),
-            ("multipleOf, the common multiple of all", multiple, limits.MAX_MULTIPLE_OF),
-        ):
-            if number > most:
-                raise InvalidGrammar(f"{what}, {name}", number, f"at most {most} in a schema")
-    return is_open
+        properties, patterns, divisor = one.get("properties"), one.get("patternProperties"), one.get("multipleOf")
+        if properties is not None:
+            num_properties += _size(properties)
+            is_open = is_open or one.get("additionalProperties") is not False
+        if patterns is not None:
+            num_patterns += _size(patterns)
+        if divisor is not None:
+            multiple = math.lcm(multiple, _without_point(divisor))
+        if size <= limits.MAX_GRAMMAR_SIZE and (patterns is not None or "pattern" in one or "x-guidance" in one):
+            size += size_of_patterns(one)
+        if multiple > limits.MAX_MULTIPLE_OF or num_properties > limits.MAX_SCHEMA_PROPERTIES or (
+                num_patterns > limits.MAX_PATTERN_PROPERTIES):
+            break
+    for name, number, most in (
+        ("properties", num_properties, limits.MAX_SCHEMA_PROPERTIES),
+        ("patternProperties", num_patterns, limits.MAX_PATTERN_PROPERTIES),
+        ("multipleOf, the common multiple of all", multiple, limits.MAX_MULTIPLE_OF),
+    ):
+        if number > most:
+            raise InvalidGrammar(f"{what}, {name}", number, f"at most {most} in a schema")
+    return _Looked(size, is_open)
 
 
 def _size(value: Any) -> int:
@@ -132,13 +146,13 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
             waiting += one
 
 
-def _of_schema(schema: dict[str, Any]) -> GrammarSource:
+def _of_schema(schema: dict[str, Any], size: int = 0) -> GrammarSource:
     own = schema.get("x-guidance")
     own = own if isinstance(own, dict) else {}
     if "whitespace_flexible" not in own:
         own = {"whitespace_pattern": WHITESPACE, **own}
     text = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": own}}]})
-    return GrammarSource(text, size_of_schema(schema))
+    return GrammarSource(text, size)
 
 
 def _of_lark(lark: str) -> GrammarSource:
@@ -152,20 +166,21 @@ def _of_lark(lark: str) -> GrammarSource:
             schema = past = None
         if schema is None or past is None:
             raise InvalidGrammar("lark", lark, "a grammar with JSON after %json")
-        schema = _prepared("lark", schema, lark[place.end() : past])
-        size += size_of_schema(schema)
+        schema, size_of_this = _prepared("lark", schema, lark[place.end() : past])
+        size += size_of_this
         pieces += [lark[end : place.end()], json.dumps(schema)]
         end = past
     return GrammarSource(_in_lark("".join([*pieces, lark[end:]])), size)
 
 
-def _prepared(what: str, schema: Any, text: str) -> Any:
-    is_open, schema = require_bounded(what, schema), kept_exactly(what, schema, text)
+def _prepared(what: str, schema: Any, text: str) -> tuple[Any, int]:
+    """Return a schema as the library is given it, and its size."""
+    seen, schema = _look_through(what, schema), kept_exactly(what, schema, text)
     own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
-    if not is_open or not isinstance(own, dict):
-        return schema
+    if not seen.is_open or not isinstance(own, dict):
+        return schema, seen.size
     # Why: "\\u0061" is another spelling of the member "a", which its schema would not reach.
-    return {**schema, "x-guidance": {"json_allowed_escapes": _ESCAPES, **own}}
+    return {**schema, "x-guidance": {"json_allowed_escapes": _ESCAPES, **own}}, seen.size
 
 
 def _in_lark(lark: str) -> str:
