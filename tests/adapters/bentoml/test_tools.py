@@ -31,6 +31,8 @@ async def test_a_chat_calls_tools() -> None:
             (call,) = output["tool_calls"]
             assert (call["name"], call["arguments"], call["is_complete"]) == ("add", '{"a": 1}', True)
             assert (output["text"], output["reasoning"], output["finish_reason"]) == ("Look:", "Hm.", "tool_calls")
+            cut = json.loads((await app.call("/chat", {**BODY, "sampling": {"stop": ["a"]}})).text)["outputs"][0]
+            assert (cut["finish_reason"], [one["is_complete"] for one in cut["tool_calls"]]) == ("stop", [])
             none: Any = json.loads((await app.call("/chat", {**BODY, "tool_choice": "none",
                                                              "sampling": {"max_tokens": 9}})).text)
             assert none["outputs"][0]["tool_calls"] == []

@@ -237,3 +237,35 @@ def test_refusals_of_tools(client: OpenAI, fields: dict[str, Any], param: str, i
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**{"messages": CHAT, "stream": is_stream, **ALWAYS, **fields})
     assert (refused.value.param, refused.value.type) == (param, "invalid_request_error")
+
+
+def test_a_call_that_a_stop_text_cuts_off_is_none_that_ended(client: OpenAI) -> None:
+    """Whole and streamed the reason is "stop", and the item of a response is incomplete."""
+    asked: Any = {"messages": CHAT, "tools": [TOOL], "stop": ["Oslo"], **ALWAYS}
+    (choice,) = client.chat.completions.create(**asked).choices
+    (call,) = choice.message.tool_calls or ()
+    assert (choice.finish_reason, call.function.arguments) == ("stop", '{"city": "')
+    assert list(client.chat.completions.create(stream=True, **asked))[-1].choices[0].finish_reason == "stop"
+    (choice,) = client.chat.completions.create(**{**asked, "stop": ["get_"]}).choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", "", None)
+    more: Any = {"stop": ["Oslo"]}
+    response = client.responses.create(input="Weather in Oslo?", tools=[FLAT], extra_body=more, **ALWAYS)
+    assert [(item.type, item.status) for item in response.output] == [("function_call", "incomplete")]  # type: ignore[union-attr]
+
+
+def test_reasoning_is_counted_in_the_usage(client: OpenAI) -> None:
+    """Of chats and responses, whole and streamed; without reasoning there are none."""
+    for text, is_thought in (("Think of Oslo.", True), ("Hello.", False)):
+        chat: Any = {"messages": [{"role": "user", "content": text}], **ALWAYS}
+        whole = client.chat.completions.create(**chat).usage
+        chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **chat))
+        response = client.responses.create(input=text, **ALWAYS).usage
+        assert whole is not None
+        assert whole.completion_tokens_details is not None
+        assert response is not None
+        number = whole.completion_tokens_details.reasoning_tokens
+        assert bool(number) == is_thought
+        assert response.output_tokens_details.reasoning_tokens == number
+        streamed = chunks[-1].usage
+        assert streamed is not None
+        assert streamed.completion_tokens_details == whole.completion_tokens_details
