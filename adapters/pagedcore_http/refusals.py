@@ -21,6 +21,7 @@ from pagedcore.errors import (
     DeadlineMissed,
     EngineClosed,
     EngineOverloaded,
+    GrammarFailed,
     InvalidRequest,
     PagedcoreError,
     PromiseRefused,
@@ -45,8 +46,10 @@ class RefusedAtTheDoor(InvalidRequest):
         status: the HTTP status of the response.
     """
 
-    def __init__(self, status: HTTPStatus, what: str, given: object, limit: str, advice: str = "") -> None:
-        super().__init__(what, given, limit, advice)
+    def __init__(
+        self, status: HTTPStatus, what: str, given: object, limit: str, advice: str = "", *, is_described: bool = False
+    ) -> None:
+        super().__init__(what, given, limit, advice, is_described=is_described)
         self.status = status
 
 
@@ -84,6 +87,9 @@ def refusal_of(error: Exception) -> Refusal:
     fields: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
     if isinstance(error, InvalidRequest):
         fields |= {"what": error.what, "given": error.given, "limit": error.limit}
+    elif isinstance(error, GrammarFailed):
+        fields |= {"what": "structured", "given": "a grammar that fails while it is used",
+                   "limit": "one that this model's tokens can follow"}
     elif isinstance(error, PromiseRefused):
         fields |= {"what": "deadline_s", "given": str(error.deadline_s), "limit": "what can be promised"}
     elif isinstance(error, EngineOverloaded):
@@ -107,6 +113,8 @@ def _status_of(error: Exception) -> tuple[int, int | None]:
 
 _STATUSES: Final[tuple[tuple[type[Exception], HTTPStatus, int | None], ...]] = (
     (InvalidRequest, HTTPStatus.BAD_REQUEST, None),
+    # Why: a grammar fails again however often a client tries; a 500 would make it.
+    (GrammarFailed, HTTPStatus.BAD_REQUEST, None),
     (EngineOverloaded, HTTPStatus.TOO_MANY_REQUESTS, RETRY_AFTER_S),
     (QueueTimeout, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER_S),
     (DeadlineMissed, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER_S),

@@ -9,21 +9,22 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
-from pagedcore import AsyncEngine, CompletionOutput, Delta, RequestOutput, SamplingParams
-from pagedcore.errors import RequestTimeout
+from pagedcore import AsyncEngine, Chat, CompletionOutput, Delta, RequestOutput, SamplingParams
+from pagedcore.errors import GrammarFailed, InvalidGrammar, PagedcoreError, PromptTooLong, RequestTimeout
 from pagedcore.request_options import OptionKeywords
 from pagedcore.tool_calls.chat_format import CompletionReader
 from pagedcore.tool_calls.events import ChatEvent
 from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
-from pagedcore_openai.errors import ChunkStream
+from pagedcore_openai import structured
+from pagedcore_openai.errors import ChunkStream, renamed
 from pagedcore_openai.stored import StoredResponses
 from pagedcore_openai.wire import Spell
 
@@ -65,7 +66,7 @@ class Call(ABC):
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.is_stream = known.flag(fields, "stream")
-        self.has_usage = known.wants_usage(fields)
+        self.usages = known.usages_of(fields)
         self.has_token_ids = known.flag(fields, "return_token_ids")
         self.timeout_s = known.timeout_of(fields)
         self.options = known.options_of(fields, caller, self.id)
@@ -73,6 +74,11 @@ class Call(ABC):
         """Kept for the time of the call, so that the live view knows whose requests have its salt."""
         self.prompts = self.prompts_of(fields)
         self.params = self.params_of(fields)
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return self.usages is not known.Usages.NONE
 
     @abstractmethod
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
@@ -99,6 +105,37 @@ class Call(ABC):
         is_short = self.turn.is_plain or len(completion.text) < _READ_AT_ONCE
         return read(completion) if is_short else await asyncio.to_thread(read, completion)
 
+    def blame(self, error: PagedcoreError) -> PagedcoreError:
+        """Return an error of the engine as one that names the field of the body which it is about."""
+        match error:
+            case GrammarFailed():
+                # Why no failure of ours: asked for again, it fails again.
+                return InvalidGrammar(structured.field_of(self.fields), "one that fails while it is used",
+                                      "one that this model's tokens can follow", f"{error}.", is_described=True)
+            case InvalidGrammar():
+                return self._of_field(error)
+            case PromptTooLong() if self.fields.get("truncation") == "auto":
+                return renamed(error, error.what, advice="Nothing is cut off with truncation auto either: send less.")
+        return error
+
+    def _of_field(self, error: InvalidGrammar) -> InvalidGrammar:
+        chat, place = self.prompts[0], None
+        if type(chat) is Chat:
+            place = structured.refused_tool(error, self.params.structured, chat, self.fields.get("tool_choice"))
+        if place is None:
+            return structured.of_field(error, structured.field_of(self.fields))
+        given = f"the schema of the tool {chat.functions[place]['name']}"
+        return structured.of_field(error, f"tools[{place}].function.parameters", given)
+
+    @contextmanager
+    def _blaming(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except PagedcoreError as error:
+            if (told := self.blame(error)) is error:
+                raise
+            raise told from error
+
     @abstractmethod
     async def body(self, outputs: list[RequestOutput]) -> str:
         """Return the whole response as JSON."""
@@ -113,18 +150,24 @@ class Call(ABC):
         Raises:
             PagedcoreError: as from ``AsyncEngine.submit``, or the first error of a completion.
         """
-        outputs = await self._complete()
-        for output in outputs:
-            output.raise_for_error()
+        outputs = await self.complete()
         return await self.body(outputs)
 
-    async def _complete(self, params: SamplingParams | None = None) -> list[RequestOutput]:
+    async def complete(self, params: SamplingParams | None = None) -> list[RequestOutput]:
+        """Complete all prompts, with other parameters if they are given. Raises as ``whole``."""
+        with self._blaming():
+            outputs = await self._complete(params or self.params)
+            for output in outputs:
+                output.raise_for_error()
+        return outputs
+
+    async def _complete(self, params: SamplingParams) -> list[RequestOutput]:
         futures: list[Future[RequestOutput]] = []
         try:
             async with asyncio.timeout(self.timeout_s):
                 for place, prompt in enumerate(self.prompts):
                     # Why: a full queue refuses the first and so the call; the others wait for their room.
-                    futures.append(self.served.engine.submit(prompt, params or self.params, wait_for_room=place > 0,
+                    futures.append(self.served.engine.submit(prompt, params, wait_for_room=place > 0,
                                                              **self._options_at(place)))
                     # Why: each may take a millisecond or two to tokenise.
                     await asyncio.sleep(0)
@@ -147,10 +190,11 @@ class Call(ABC):
             for place, prompt in enumerate(self.prompts)
         ]
         async with aclosing(_merge(streams) if len(streams) > 1 else _only(streams[0])) as pairs:
-            async for place, delta in pairs:
-                if delta.error is not None:
-                    raise delta.error
-                yield place, delta
+            with self._blaming():
+                async for place, delta in pairs:
+                    if delta.error is not None:
+                        raise delta.error
+                    yield place, delta
 
     def _options_at(self, place: int) -> OptionKeywords:
         # Why: labels are unique among the requests of a salt.

@@ -7,16 +7,17 @@ from contextlib import aclosing
 from typing import Any, ClassVar
 
 from pagedcore import CompletionOutput, Delta, RequestOutput, SamplingParams, Usage
-from pagedcore.errors import InvalidMaxTokens
+from pagedcore.errors import InvalidGrammar, InvalidMaxTokens, InvalidTools, PagedcoreError, PromptTooLong
 from pagedcore.tool_calls.chat_format import CompletionReader
 from pagedcore.tool_calls.events import ChatEvent, collect
 from pagedcore_http.events import encode, frame_text
+from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
-from pagedcore_openai.calls import Call
+from pagedcore_openai.calls import Call, ServedModel
 from pagedcore_openai.errors import DONE, FieldNotSupported
 from pagedcore_openai.prompts import messages_of
-from pagedcore_openai.tools import delta_of, message_of, with_tools
-from pagedcore_openai.wire import chat_logprobs, usage_of
+from pagedcore_openai.tools import delta_of, from_functions, message_of, of_functions, with_tools
+from pagedcore_openai.wire import UsageSoFar, chat_logprobs, usage_of
 
 
 class ChatCall(Call):
@@ -25,6 +26,19 @@ class ChatCall(Call):
     form: ClassVar = known.CHAT
     prefix: ClassVar = "chatcmpl"
     prompt_field: ClassVar = "messages"
+
+    def __init__(self, served: ServedModel, fields: Mapping[str, Any], caller: Caller) -> None:
+        in_tools = from_functions(fields)
+        self._is_older = in_tools is not fields
+        try:
+            super().__init__(served, in_tools, caller)
+        except InvalidTools as error:
+            raise (of_functions(error) if self._is_older else error) from None
+
+    def blame(self, error: PagedcoreError) -> PagedcoreError:
+        """Return an error with the field that it is about, in the form that the caller has used."""
+        told = super().blame(error)
+        return of_functions(told) if self._is_older and isinstance(told, InvalidGrammar | PromptTooLong) else told
 
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the chat."""
@@ -54,9 +68,14 @@ class ChatCall(Call):
             told["prompt_token_ids"] = output.prompt_token_ids
         return f'{self._head("chat.completion")}{",".join(choices)}],{encode(told)[1:]}'
 
+    def _reason(self, reader: CompletionReader, ended: CompletionOutput | Delta) -> str | None:
+        reason = reader.reason(ended)
+        return "function_call" if self._is_older and reason == "tool_calls" else reason
+
     async def _choice(self, one: CompletionOutput, reader: CompletionReader) -> str:
         parsed = collect(await self.events_of(one, reader))
-        head = encode({"index": one.index, "message": message_of(parsed), "finish_reason": reader.reason(one),
+        message = message_of(parsed, is_older=self._is_older)
+        head = encode({"index": one.index, "message": message, "finish_reason": self._reason(reader, one),
                        **({"token_ids": one.token_ids} if self.has_token_ids else {})})
         return f'{head[:-1]},"logprobs":{await self._logprobs(one)}}}'
 
@@ -72,7 +91,7 @@ class ChatCall(Call):
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield chunks: for each completion one with the role, those with text, one with the reason of its end."""
         head, readers = self._head("chat.completion.chunk"), dict[int, CompletionReader]()
-        tail = '],"usage":null}' if self.has_usage else "]}"
+        usage = UsageSoFar(self.usages)
         async with aclosing(self.deltas()) as deltas:
             async for _, delta in deltas:
                 choices = []
@@ -81,13 +100,14 @@ class ChatCall(Call):
                     choices.append(_chunk(delta.index, '{"role":"assistant","content":""}'))
                 choices += await self._chunks(delta, readers[delta.index].read(delta))
                 if delta.finish_reason is not None:
-                    choices.append(_chunk(delta.index, "{}", readers[delta.index].reason(delta)))
+                    choices.append(_chunk(delta.index, "{}", self._reason(readers[delta.index], delta)))
+                tail = usage.tail(0, delta)
                 text = "".join([frame_text(f"{head}{choice}{tail}") for choice in choices])
                 yield text if delta.usage is None else text + self._end(head, delta.usage, readers.values())
 
     async def _chunks(self, delta: Delta, events: list[ChatEvent]) -> list[str]:
         """Return the chunks of a delta; the first one has its tokens and their log-probabilities."""
-        texts = [text for event in events if (text := delta_of(event)) is not None]
+        texts = [text for event in events if (text := delta_of(event, is_older=self._is_older)) is not None]
         if not texts and delta.token_ids and (self.turn.is_plain or self.has_token_ids or delta.logprobs is not None):
             texts.append('{"content":""}')
         more = f',"token_ids":{encode(delta.token_ids)}' if self.has_token_ids else ""

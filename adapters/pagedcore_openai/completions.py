@@ -13,7 +13,7 @@ from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call
 from pagedcore_openai.errors import DONE
 from pagedcore_openai.prompts import prompts_of
-from pagedcore_openai.wire import TextLogprobs, usage_of
+from pagedcore_openai.wire import TextLogprobs, UsageSoFar, usage_of
 
 
 class TextCall(Call):
@@ -80,7 +80,7 @@ class TextCall(Call):
         """
         scored = await self._scored() if self._scores_first else []
         head, usages = self._head(), list[Usage]()
-        tail = '],"usage":null}' if self.has_usage else "]}"
+        usage = UsageSoFar(self.usages)
         logprobs: dict[int, TextLogprobs] = {}
         async with aclosing(self.deltas()) as deltas:
             async for place, delta in deltas:
@@ -101,15 +101,13 @@ class TextCall(Call):
                           f'"finish_reason":{encode(delta.finish_reason)}{more}}}')
                 usages += [] if delta.usage is None else [delta.usage]
                 is_last = len(usages) == len(self.prompts)
-                yield frame_text(f"{head}{choice}{tail}") + (self._end(head, usages) if is_last else "")
+                chunk = frame_text(f"{head}{choice}{usage.tail(place, delta)}")
+                yield chunk + (self._end(head, usages) if is_last else "")
 
     async def _scored(self) -> list[RequestOutput]:
         """Score the prompts, whose completions then find them in the prefix cache: a stream tells of its prompt at its
         end only."""
-        outputs = await self._complete(SamplingParams(max_tokens=1, prompt_logprobs=self.params.logprobs))
-        for output in outputs:
-            output.raise_for_error()
-        return outputs
+        return await self.complete(SamplingParams(max_tokens=1, prompt_logprobs=self.params.logprobs))
 
     def _end(self, head: str, usages: list[Usage]) -> str:
         if self._is_prompt_only:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from starlette.exceptions import HTTPException
 
@@ -26,6 +26,8 @@ from pagedcore_http.refusals import Refusal, RefusedAtTheDoor, refusal_of
 from pagedcore_openai.stored import ResponseNotFound
 from pagedcore_openai.tenants import InvalidKey
 
+Refused = TypeVar("Refused", bound=InvalidRequest)
+
 DONE: Final = "data: [DONE]\n\n"
 """The last event of a stream of chat or text completions."""
 _FIELD: Final = re.compile(r"[A-Za-z_][\w.\[\]]{0,63}", re.ASCII)
@@ -38,8 +40,15 @@ _TYPES: Final = {
 class FieldNotSupported(RefusedAtTheDoor):
     """A field of OpenAI's or vLLM's interface, or a value of it, that would change completions if it were ignored."""
 
-    def __init__(self, name: str, given: object, limit: str) -> None:
-        super().__init__(HTTPStatus.BAD_REQUEST, name, given, limit)
+    def __init__(self, name: str, given: object, limit: str, advice: str = "", *, is_described: bool = False) -> None:
+        super().__init__(HTTPStatus.BAD_REQUEST, name, given, limit, advice, is_described=is_described)
+
+    @classmethod
+    def of_name(cls, what: str, given: object, limit: str, advice: str = "") -> FieldNotSupported:
+        """Make the error of a value that is a name of the interface, which it repeats if it looks like one."""
+        # Safety: any other text may be a part of a prompt.
+        is_name = isinstance(given, str) and is_field(given)
+        return cls(what, repr(given) if is_name else given, limit, advice, is_described=is_name)
 
 
 class FieldMissing(RefusedAtTheDoor):
@@ -54,6 +63,15 @@ class ModelNotFound(RefusedAtTheDoor):
 
     def __init__(self, given: object) -> None:
         super().__init__(HTTPStatus.NOT_FOUND, "model", given, "a model that is served", "GET /v1/models lists them.")
+
+
+def renamed(error: Refused, what: str, given: str = "", advice: str = "") -> Refused:
+    """Return a refusal with the name of a field of the body, and what was given, or what to do, if it is known better.
+
+    For the kinds that are made of these alone.
+    """
+    advice = advice or str(error).partition(f"allowed is {error.limit}. ")[2]
+    return type(error)(what, given or error.given, error.limit, advice, is_described=True)
 
 
 _CODES: Final[tuple[tuple[type[Exception], str], ...]] = (

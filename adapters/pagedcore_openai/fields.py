@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final
 
 from pagedcore import SamplingParams
@@ -32,9 +33,29 @@ _OPTIONS: Final = ("model", "stream", "stream_options", "priority", "cache_salt"
 _TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")
 _IGNORED: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prediction",
+    "prompt_cache_options", "prediction", "client_metadata",
 })
 """Accepted by every endpoint: they identify, bill, store or speed up, and change no completion."""
+_VERBOSITY: Final = ("low", "medium", "high")
+_ADVICE: Final[Mapping[str, str]] = {
+    "audio": "Models here read and write text only.", "modalities": "Models here read and write text only.",
+    "image": "Models here read and write text only.", "documents": "Write them into a message.",
+    "web_search_options": "There is no search here; give a function of your own in tools.",
+    "moderation": "Nothing is moderated here; ask a model for it before or after.",
+    "conversation": "previous_response_id continues a stored response.",
+    "prompt": "Write its text as instructions and input.",
+    "background": "Keep the connection, with stream: true, or cancel and ask again.",
+    "max_tool_calls": "parallel_tool_calls: false allows one call in an answer.",
+    "context_management": "Send a shorter input.", "truncation": "Send a shorter input.",
+    "prompt_logprobs": "Ask /v1/completions with echo and logprobs.",
+    "logits_processors": "They are code, which is not taken from a body.",
+    "effort": "Leave it out.", "context": "Leave it out.", "mode": "Leave it out.",
+}
+"""What to do instead, where a name is refused unless its value asks for nothing."""
+_NUM_SEEDS: Final = 2**63
+"""Seeds of the engine, from 0 on."""
+MAX_METADATA: Final = (16, 64, 512)
+"""OpenAI's most of a response's metadata: pairs, characters of a name, characters of a value."""
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
     "bad_words": ([],), "allowed_token_ids": (), "truncate_prompt_tokens": (), "prompt_logprobs": (),
@@ -50,6 +71,10 @@ class Form:
     reads: frozenset[str]
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Names that it does not support, with the values that ask for nothing."""
+    ignored: frozenset[str] = _IGNORED
+    """Names without effect, whatever their value."""
+    place: str = ""
+    """Where the names are, for an object inside of a body: its name and a dot."""
 
     def read(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that were given and are read.
@@ -59,34 +84,45 @@ class Form:
             FieldNotSupported: a name that is known and not supported, with a value that asks for something.
         """
         given = {name: value for name, value in body.items() if value is not None}
-        for name in given.keys() - self.reads - _IGNORED:
+        for name in given.keys() - self.reads - self.ignored:
             if name not in self.neutral:
                 raise self._unknown(name)
-            _require_neutral(name, given[name], self.neutral[name])
+            _require_neutral(self.place, name, given[name], self.neutral[name])
         return {name: value for name, value in given.items() if name in self.reads}
 
     def _unknown(self, name: str) -> UnknownParameter:
         # Safety: text that is no name of a field may be anything, a part of a prompt among it, and is not repeated.
-        shown = name if is_field(name) else "body"
-        return UnknownParameter(shown, "an unknown field", f"one of {', '.join(sorted(self.reads))}",
+        shown = self.place + name if is_field(name) else self.place.rstrip(".") or "body"
+        return UnknownParameter(shown, "an unknown field", f"one of {', '.join(sorted(self.reads)) or 'none'}",
                                 did_you_mean(name, self.reads), is_described=True)
 
+    def read_in(self, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Return the fields of an object inside of a body, empty if it was not given.
 
-def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+        Raises ``InvalidRequest`` if it is no object, else as ``read``.
+        """
+        value = fields.get(name, {})
+        if not isinstance(value, dict):
+            raise InvalidRequest(name, value, "an object")
+        return self.read(value)
+
+
+def _require_neutral(place: str, name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     # Why types: JSON's true is no 1.
     if not any(type(value) is type(one) and value == one for one in neutral):
         allowed = " or ".join(["null", *map(encode, neutral)])
-        raise FieldNotSupported(name, value, f"{allowed}, because this is not supported here")
+        raise FieldNotSupported(place + name, value, f"{allowed}, because this is not supported here",
+                                _ADVICE.get(name, ""))
 
 
 _SAMPLING: Final = {*_COMMON, *_EXTRA, "top_k", "max_tokens", "use_beam_search", "length_penalty", "early_stopping",
                     *_OPTIONS}
 CHAT: Final = Form(
     frozenset({*_SAMPLING, *_TOOLS, *structured.NAMES, "messages", "max_completion_tokens", "logprobs",
-               "top_logprobs"}),
-    {**_NEUTRAL, "functions": ([],), "function_call": ("none", "auto"),
-     "modalities": (["text"],), "audio": (), "web_search_options": (),
-     "reasoning_effort": ("none",), "verbosity": ("medium",), "best_of": (1,), "echo": (False,),
+               "top_logprobs", "functions", "function_call"}),
+    {**_NEUTRAL,
+     "modalities": (["text"],), "audio": (), "web_search_options": (), "moderation": (), "verbosity": _VERBOSITY,
+     "reasoning_effort": ("none",), "best_of": (1,), "echo": (False,),
      "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
      "documents": (), "chat_template": (), "chat_template_kwargs": ({},), "mm_processor_kwargs": (),
      "include_reasoning": (True,)},
@@ -100,10 +136,20 @@ RESPONSE: Final = Form(
     frozenset({"input", "instructions", "previous_response_id", "store", "max_output_tokens", "temperature",
                "top_p", "top_logprobs", "include",
                "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "min_tokens", "stop_token_ids",
-               "logit_bias", "text", *_OPTIONS, *_TOOLS} - {"return_token_ids"}),
-    {"conversation": (), "prompt": (),
-     "background": (False,), "reasoning": ({},), "truncation": ("disabled",),
-     "max_tool_calls": (), "context_management": ()},
+               "logit_bias", "text", "reasoning", "truncation", "metadata", *_OPTIONS, *_TOOLS}
+              - {"return_token_ids"}),
+    {"conversation": (), "prompt": (), "image": (), "moderation": (), "access_programs": (),
+     "background": (False,), "background_options": (), "max_tool_calls": (), "context_management": ()},
+)
+TEXT: Final = Form(frozenset({"format"}), {"verbosity": _VERBOSITY}, frozenset(), "text.")
+REASONING: Final = Form(
+    frozenset(), {"effort": ("none",), "context": ("auto",), "mode": ("standard",)},
+    frozenset({"summary", "generate_summary"}), "reasoning.",
+)
+"""Reasoning is given as it was written, and not summed up."""
+_STREAM_OPTIONS: Final = Form(
+    frozenset({"include_usage", "continuous_usage_stats"}), {"include_obfuscation": (True, False)}, frozenset(),
+    "stream_options.",
 )
 TOKENIZE: Final = Form(
     frozenset({"model", "prompt", "messages", "tools", "return_token_strs"}),
@@ -128,16 +174,38 @@ def required(fields: Mapping[str, Any], name: str, limit: str) -> Any:
     return fields[name]
 
 
-def wants_usage(fields: Mapping[str, Any]) -> bool:
-    """Whether a stream ends with a chunk that has the usage. Raises ``InvalidRequest``."""
-    options = fields.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise InvalidRequest("stream_options", options, "an object")
+class Usages(Enum):
+    """Which chunks of a stream have the usage."""
+
+    NONE = "none"
+    LAST = "last"
+    """One more, at the end."""
+    EVERY = "every"
+    """Each, up to its token, and one more at the end, as vLLM's ``continuous_usage_stats``."""
+
+
+def usages_of(fields: Mapping[str, Any]) -> Usages:
+    """Return which chunks of a stream have the usage. Raises ``InvalidRequest``."""
+    options = _STREAM_OPTIONS.read_in(fields, "stream_options")
     if "stream_options" in fields and not flag(fields, "stream"):
-        raise InvalidRequest("stream_options", options, "given with stream: true only")
-    for name in options.keys() - {"include_usage", "include_obfuscation"}:
-        raise FieldNotSupported("stream_options", name, "include_usage and include_obfuscation")
-    return flag({"include_usage": False, **{k: v for k, v in options.items() if v is not None}}, "include_usage")
+        raise InvalidRequest("stream_options", fields["stream_options"], "given with stream: true only")
+    is_every, is_last = flag(options, "continuous_usage_stats"), flag(options, "include_usage")
+    # Why both: vLLM gives no usage at all without include_usage.
+    return Usages.NONE if not is_last else Usages.EVERY if is_every else Usages.LAST
+
+
+def metadata_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of a response. Raises ``InvalidRequest`` for more of it than OpenAI takes."""
+    given = fields.get("metadata", {})
+    num_pairs, num_in_name, num_in_value = MAX_METADATA
+    if not isinstance(given, dict) or len(given) > num_pairs:
+        num_given = len(given) if isinstance(given, dict) else given
+        raise InvalidRequest("metadata", num_given, f"an object of at most {num_pairs} pairs")
+    for name, value in given.items():
+        if len(name) > num_in_name or not isinstance(value, str) or len(value) > num_in_value:
+            limit = f"names of at most {num_in_name} characters, and texts of at most {num_in_value}"
+            raise InvalidRequest("metadata", value if len(name) <= num_in_name else name, limit)
+    return given
 
 
 def options_of(fields: Mapping[str, Any], caller: Caller, label: str) -> OptionKeywords:
@@ -171,6 +239,12 @@ def params_of(fields: Mapping[str, Any], **more: Any) -> SamplingParams:
     values = {name: fields[name] for name in (*_COMMON, *_EXTRA) if name in fields} | more
     if (wanted := structured.structured_of(fields)) is not None:
         values["structured"] = wanted
+    if type(top_p := fields.get("top_p")) in (int, float) and top_p == 0:
+        # Why: of the fewest tokens that reach a probability of 0 there is one, the most likely.
+        values |= {"top_p": 1.0, "temperature": 0.0}
+    if type(seed := fields.get("seed")) is int and -_NUM_SEEDS <= seed < 0:
+        # Why: -1 asks vLLM and llama.cpp for a random one; OpenAI takes any of 64 bits.
+        values["seed"] = None if seed == -1 else seed + _NUM_SEEDS
     if "top_k" in fields:
         # Why: vLLM's -1 is our 0, all tokens.
         values["top_k"] = 0 if fields["top_k"] == -1 else fields["top_k"]

@@ -7,16 +7,16 @@ from typing import Any, Final
 
 from pagedcore.errors import InvalidPrompt
 from pagedcore_http.text_parts import join_text_parts
-from pagedcore_openai.errors import FieldNotSupported, is_field
+from pagedcore_openai.errors import FieldNotSupported
+from pagedcore_openai.message_fields import read_message
 
 MAX_PROMPTS: Final = 256
 """Prompts of one call: they wait for room together, and one caller's must not fill the process."""
-_ROLES: Final = {"developer": "system"}
+_ROLES: Final = {"developer": "system", "function": "tool"}
 """Roles that chat templates do not know, with the one that means the same."""
-_PASSED_ON: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _CALL, _RESULT = "function_call", "function_call_output"
+_ITEMS: Final = ("message", _CALL, _RESULT, "reasoning")
 _TEXT_PARTS: Final = ("input_text", "output_text")
-_EMPTY: Final[tuple[Any, ...]] = (None, [], "", {})
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
@@ -36,18 +36,22 @@ def _message(given: Any, place: int) -> dict[str, Any]:
     where = f"messages[{place}]"
     if not isinstance(given, dict):
         raise InvalidPrompt(where, given, "an object with role and content")
-    if isinstance(reasoning := given.get("reasoning"), str):
-        # Why: a response has it under both names, and clients send back what they got.
-        given = {"reasoning_content": reasoning, **{name: one for name, one in given.items() if name != "reasoning"}}
-    for name, value in given.items():
-        if name not in _PASSED_ON and value not in _EMPTY:
-            limit = ", ".join(_PASSED_ON)
-            raise FieldNotSupported(f"{where}.{name}" if is_field(name) else where, value, limit)
-    message = {name: given[name] for name in _PASSED_ON if given.get(name) not in (None, [])}
+    message = read_message(where, _with_call(given, place))
     role = message.get("role")
     if isinstance(role, str):
         message["role"] = _ROLES.get(role, role)
     return message
+
+
+def _with_call(message: dict[str, Any], place: int) -> dict[str, Any]:
+    """Return a message with the one call of the older form, ``function_call``, as a call of ``tool_calls``."""
+    if message.get("role") == "function":
+        return {"tool_call_id": f"call_{place - 1}", **message}
+    call = message.get("function_call")
+    if not isinstance(call, dict) or message.get("tool_calls"):
+        return message
+    calls = [{"id": f"call_{place}", "type": "function", "function": call}]
+    return {**{name: one for name, one in message.items() if name != "function_call"}, "tool_calls": calls}
 
 
 def input_of(given: Any) -> list[dict[str, Any]]:
@@ -67,7 +71,7 @@ def instructions_of(given: Any) -> list[dict[str, Any]]:
 def _joined_calls(items: list[Any]) -> list[Any]:
     """Return the messages of items: calls are a part of the assistant's message before them, results are messages."""
     messages = list[Any]()
-    for item in items:
+    for place, item in enumerate(items):
         kind = item.get("type") if isinstance(item, dict) else None
         if kind == _RESULT:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text_of(item)})
@@ -77,8 +81,11 @@ def _joined_calls(items: list[Any]) -> list[Any]:
             if not messages or not isinstance(messages[-1], dict) or messages[-1].get("role") != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), call]}
-        elif kind != "reasoning":
+        elif kind in (None, "message"):
             messages.append(_unmarked(item))
+        elif kind != "reasoning":
+            advice = "Leave the item out, or write it as text."
+            raise FieldNotSupported.of_name(f"input[{place}].type", kind, ", ".join(_ITEMS), advice)
     return messages
 
 
@@ -88,10 +95,10 @@ def _text_of(result: dict[str, Any]) -> Any:
 
 
 def _unmarked(item: Any) -> Any:
-    """Return an item of a response as a chat message, without its type, its id, its status and its parts' kinds."""
-    if not isinstance(item, dict) or item.get("type", "message") != "message":
+    """Return an item of a response as a chat message, its parts called as those of chats."""
+    if not isinstance(item, dict):
         return item
-    message = {name: value for name, value in item.items() if name not in ("type", "id", "status", "phase")}
+    message = dict(item)
     if isinstance(parts := message.get("content"), list):
         message["content"] = [{**part, "type": "text"} if isinstance(part, dict) and part.get("type") in _TEXT_PARTS
                               else part for part in parts]

@@ -23,6 +23,8 @@ from pagedcore_openai.tools import chat_tools, said, with_tools
 from pagedcore_openai.wire import chat_entry
 
 _LOGPROBS: Final = "message.output_text.logprobs"
+_INCLUDED_WITHOUT_EFFECT: Final = ("reasoning.encrypted_content",)
+"""Reasoning is in a response as it was written."""
 
 
 class ResponseCall(Call):
@@ -51,22 +53,15 @@ class ResponseCall(Call):
 
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters."""
-        include = fields.get("include", [])
-        if not isinstance(include, list):
-            raise InvalidRequest("include", include, "a list")
-        for name in include:
-            if name != _LOGPROBS:
-                raise FieldNotSupported("include", name, f"a list of {_LOGPROBS}")
-        if fields.get("top_logprobs") and not include:
+        self._metadata = known.metadata_of(fields)
+        if fields.get("truncation", "disabled") not in ("auto", "disabled"):
+            raise InvalidRequest("truncation", fields["truncation"], "auto or disabled")
+        has_logprobs = _LOGPROBS in _included(fields.get("include", []))
+        if fields.get("top_logprobs") and not has_logprobs:
             raise FieldNotSupported("top_logprobs", fields["top_logprobs"], f"null without {_LOGPROBS} in include")
-        logprobs = {"logprobs": fields.get("top_logprobs", 0)} if include else {}
-        text = fields.get("text", {})
-        if not isinstance(text, dict):
-            raise InvalidRequest("text", text, "an object")
-        for name in text.keys() - {"format"}:
-            if (name, text[name]) not in (("verbosity", "medium"), ("verbosity", None)):
-                raise FieldNotSupported("text", name, "format, and the verbosity medium")
-        self._format = text.get("format") or {"type": "text"}
+        logprobs = {"logprobs": fields.get("top_logprobs", 0)} if has_logprobs else {}
+        known.REASONING.read_in(fields, "reasoning")
+        self._format = known.TEXT.read_in(fields, "text").get("format") or {"type": "text"}
         form = format_of("text.format", self._format)
         wanted = {} if form is None else {"structured": form}
         params = known.params_of(fields, max_tokens=fields.get("max_output_tokens"), **logprobs, **wanted)
@@ -112,9 +107,11 @@ class ResponseCall(Call):
             "model": self.served.name, "output": items,
             "parallel_tool_calls": has_tools and known.flag(fields, "parallel_tool_calls", default=True),
             "previous_response_id": fields.get("previous_response_id"), "reasoning": {"effort": None, "summary": None},
-            "store": self._is_stored, "temperature": params.temperature, "text": {"format": self._format},
+            "store": self._is_stored, "temperature": fields.get("temperature", params.temperature),
+            "text": {"format": self._format},
             "tool_choice": fields.get("tool_choice", "auto" if has_tools else "none"),
-            "tools": fields.get("tools", []), "top_p": params.top_p, "truncation": "disabled", "metadata": {},
+            "tools": fields.get("tools", []), "top_p": fields.get("top_p", params.top_p),
+            "truncation": fields.get("truncation", "disabled"), "metadata": self._metadata,
             "usage": usage,
         }
 
@@ -152,6 +149,17 @@ class ResponseCall(Call):
     def _tell(self, kind: str, **fields: Any) -> None:
         self._num_events += 1
         self._events.append(frame({"type": kind, "sequence_number": self._num_events - 1, **fields}, kind))
+
+
+def _included(include: object) -> list[Any]:
+    """Return what a response shall have besides. Raises ``InvalidRequest`` for what it cannot have."""
+    if not isinstance(include, list):
+        raise InvalidRequest("include", include, "a list")
+    for place, name in enumerate(include):
+        if name not in (_LOGPROBS, *_INCLUDED_WITHOUT_EFFECT):
+            limit = ", ".join((_LOGPROBS, *_INCLUDED_WITHOUT_EFFECT))
+            raise FieldNotSupported.of_name(f"include[{place}]", name, limit)
+    return include
 
 
 def _status_of(reason: str | None) -> str:

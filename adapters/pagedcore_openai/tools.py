@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from pagedcore import Chat
+from pagedcore.errors import InvalidRequest, InvalidTools
 from pagedcore.tool_calls.events import (
     ArgumentsDelta,
     ChatEvent,
@@ -16,11 +18,52 @@ from pagedcore.tool_calls.events import (
     ToolCallStart,
 )
 from pagedcore_http.events import encode
+from pagedcore_openai.errors import FieldNotSupported, Refused, renamed
+
+_TOOL: Final = re.compile(r"^tools(\[\d+\])?(\.function)?")
+"""The place of a tool, whose function is one level deeper than a function of the older form."""
 
 
 def with_tools(messages: list[Any], fields: Mapping[str, Any]) -> Any:
-    """Return the prompt of a chat. Raises ``InvalidTools``."""
-    return Chat(messages, fields["tools"]) if fields.get("tools", []) != [] else messages
+    """Return the prompt of a chat. Raises ``InvalidTools``; ``FieldNotSupported`` for a tool that is no function."""
+    tools = fields.get("tools", [])
+    return Chat(messages, _functions_only(tools)) if tools != [] else messages
+
+
+def _functions_only(tools: Any) -> Any:
+    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            advice = "Nothing is run here: leave the tool out, or give a function of your own."
+            raise FieldNotSupported.of_name(f"tools[{place}].type", kind, "function", advice)
+    return tools
+
+
+def from_functions(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a chat's fields with OpenAI's older ``functions`` and ``function_call`` as tools and their choice.
+
+    Raises:
+        InvalidRequest: there are tools as well.
+        InvalidTools: the functions are no list.
+    """
+    functions, choice = fields.get("functions", []), fields.get("function_call")
+    if not isinstance(functions, list):
+        raise InvalidTools("functions", functions, "a list of functions")
+    if not functions and choice in (None, "auto", "none"):
+        return fields
+    for name in ("tools", "tool_choice"):
+        if name in fields:
+            raise InvalidRequest(name, fields[name], "null beside functions and function_call")
+    tools = [{"type": "function", "function": one} for one in functions]
+    chosen = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+    # Why one: a message of this form has room for one call.
+    return {**fields, "tools": tools, "tool_choice": chosen, "parallel_tool_calls": False}
+
+
+def of_functions(error: Refused) -> Refused:
+    """Return a refusal of tools with the names of the older form."""
+    what = _TOOL.sub(r"functions\1", error.what).replace("tool_choice", "function_call")
+    return renamed(error, what) if what != error.what else error
 
 
 def chat_tools(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +71,7 @@ def chat_tools(fields: Mapping[str, Any]) -> dict[str, Any]:
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     changed: dict[str, Any] = {}
     if isinstance(tools, list):
-        changed["tools"] = [_wrapped(tool) for tool in tools]
+        changed["tools"] = [_wrapped(tool) for tool in _functions_only(tools)]
     if isinstance(choice, dict):
         changed["tool_choice"] = _wrapped(choice)
     return {**fields, **changed}
@@ -40,13 +83,15 @@ def _wrapped(value: Any) -> Any:
     return {"type": "function", "function": {name: one for name, one in value.items() if name != "type"}}
 
 
-def message_of(parsed: ParsedCompletion) -> dict[str, Any]:
-    """Return the message of a whole chat completion."""
+def message_of(parsed: ParsedCompletion, *, is_older: bool = False) -> dict[str, Any]:
+    """Return the message of a whole chat completion; in the older form its one call is ``function_call``."""
     calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
              for call in parsed.tool_calls]
     message = {"role": "assistant", "content": parsed.content if parsed.content or not calls else None, "refusal": None}
     if parsed.reasoning:
         message |= {"reasoning_content": parsed.reasoning, "reasoning": parsed.reasoning}
+    if calls and is_older:
+        return message | {"function_call": calls[0]["function"]}
     return message | ({"tool_calls": calls} if calls else {})
 
 
@@ -57,9 +102,13 @@ def said(parsed: ParsedCompletion) -> dict[str, Any]:
     return {**{name: message[name] for name in kept if name in message}, "content": parsed.content}
 
 
-def delta_of(event: ChatEvent) -> str | None:
+def delta_of(event: ChatEvent, *, is_older: bool = False) -> str | None:
     """Return the delta of a chunk as JSON; ``None`` for an event that chunks do not have."""
     match event:
+        case ToolCallStart(_, _, name) if is_older:
+            return encode({"function_call": {"name": name, "arguments": ""}})
+        case ArgumentsDelta(_, text) if is_older:
+            return encode({"function_call": {"arguments": text}})
         case ContentDelta(text):
             return encode({"content": text})
         case ReasoningDelta(text):

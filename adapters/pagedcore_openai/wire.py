@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from pagedcore import TokenLogprobs, TokenText, Usage
+from pagedcore import Delta, TokenLogprobs, TokenText, Usage
 from pagedcore_http.events import encode
 from pagedcore_http.json_pieces import map_in_pieces
+from pagedcore_openai.fields import Usages
 
 Spell = Callable[[int], TokenText]
 """Returns what a token stands for."""
@@ -23,6 +24,26 @@ def usage_of(usages: Iterable[Usage], num_reasoning_tokens: int | None = None) -
         "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in each)}, **more}
+
+
+class UsageSoFar:
+    """What the chunks of a stream say of its usage; all chunks of one call have the same form."""
+
+    def __init__(self, usages: Usages) -> None:
+        self._usages = usages
+        self._num_prompt: dict[int, int] = {}
+        self._num_output = 0
+
+    def tail(self, place: int, delta: Delta) -> str:
+        """Return the end of a chunk that tells of a delta of prompt ``place``, from its list of choices on."""
+        if self._usages is not Usages.EVERY:
+            return "]}" if self._usages is Usages.NONE else '],"usage":null}'
+        self._num_prompt[place] = delta.num_prompt_tokens
+        self._num_output += len(delta.token_ids)
+        num_prompt = sum(self._num_prompt.values())
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": self._num_output,
+                 "total_tokens": num_prompt + self._num_output}
+        return f'],"usage":{encode(usage)}}}'
 
 
 def _entry(token_id: int, logprob: float, spell: Spell) -> dict[str, Any]:

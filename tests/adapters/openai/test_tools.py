@@ -30,6 +30,9 @@ FLAT: Any = {"type": "function", **TOOL["function"], "strict": False}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "unit": "C"}}\n</tool_call>'
 ARGUMENTS = '{"city": "Oslo", "unit": "C"}'
 CHAT: Any = [{"role": "user", "content": "Weather in Oslo?"}]
+WRONG: Any = {"type": "function", "function": {"name": "wrong", "strict": True, "parameters": {
+    "type": "object", "properties": {"a": {"type": "string", "pattern": "(?!a)b"}}}}}
+"""A tool whose pattern no grammar has."""
 ALWAYS: Any = {"model": "scripted", "temperature": 0}
 PLAIN: Any = {**ALWAYS, "model": "plain"}
 """A model that does not reason."""
@@ -164,6 +167,28 @@ def test_reasoning_has_fields_of_its_own(client: OpenAI, is_stream: bool) -> Non
     assert (reasoning, content) == (["Hm."] * 2, "Look:")
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_older_form_has_functions_and_one_call(client: OpenAI, is_stream: bool) -> None:
+    """``functions`` give what ``tools`` with one call give, as ``function_call``, and the message can be sent back."""
+    asked: Any = {"messages": [{"role": "user", "content": "Rome?"}], "functions": [TOOL["function"]], **ALWAYS}
+    if is_stream:
+        choices = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **asked)]
+        parts = [choice.delta.function_call for choice in choices if choice.delta.function_call]
+        name, reason = "".join(part.name or "" for part in parts), choices[-1].finish_reason
+        arguments = "".join(part.arguments or "" for part in parts)
+        assert not any(choice.delta.tool_calls for choice in choices)
+    else:
+        (choice,) = client.chat.completions.create(**asked).choices
+        call, reason = choice.message.function_call, choice.finish_reason
+        name, arguments = (call.name, call.arguments) if call else ("", "")
+        assert choice.message.tool_calls is None
+    assert (name, arguments, reason) == ("get_weather", ARGUMENTS, "function_call")
+    history: Any = [*asked["messages"], {"role": "assistant", "content": None, "function_call": {
+        "name": name, "arguments": arguments}}, {"role": "function", "name": name, "content": "rainy"}]
+    (last,) = client.chat.completions.create(**{**asked, "messages": history}).choices
+    assert (last.message.content, last.finish_reason) == ("It is rainy.", "stop")
+
+
 def test_several_completions_log_probabilities_and_token_ids(client: OpenAI) -> None:
     """Each choice has its calls; each token's log-probability and id is reported once, in a stream too."""
     more: Any = {"logprobs": True, "extra_body": {"return_token_ids": True}}
@@ -219,7 +244,7 @@ def test_responses_stream_their_items(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"tools": "get_weather"}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": "get_weather"}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name"), ({"tools": [TOOL] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
@@ -228,7 +253,13 @@ def test_responses_stream_their_items(client: OpenAI) -> None:
     ({"messages": [*CHAT, {"role": "tool", "content": "4"}], "model": "toolless"}, "tools"),
     ({"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {
         "name": "f", "arguments": '{"a": 1, "a": 2}'}}]}]}, "messages[1].tool_calls[0].function.arguments"),
-    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"tools": [TOOL, WRONG]}, "tools[1].function.parameters"),
+    ({"tools": [TOOL, WRONG], "tool_choice": {"type": "function", "function": {"name": "wrong"}}},
+     "tools[1].function.parameters"),
+    ({"functions": "get_weather"}, "functions"), ({"functions": [{"name": "a b"}]}, "functions[0].name"),
+    ({"functions": [TOOL["function"], WRONG["function"]]}, "functions[1].parameters"),
+    ({"functions": [TOOL["function"]], "function_call": {"name": "other"}}, "function_call"),
+    ({"functions": [TOOL["function"]], "tools": [TOOL]}, "tools"),
 ])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_refusals_of_tools(client: OpenAI, fields: dict[str, Any], param: str, is_stream: bool) -> None:
