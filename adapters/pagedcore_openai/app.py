@@ -70,6 +70,17 @@ _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("GET", "/metrics", Metrics),
     ("GET", "/recording", Recording),
 )
+_STAINLESS: Final = ("Arch", "Async", "Custom-Poll-Interval", "Helper", "Helper-Method", "Lang", "OS",
+                     "Package-Version", "Poll-Helper", "Raw-Response", "Read-Timeout", "Retry-Count", "Runtime",
+                     "Runtime-Version", "Timeout")
+_OF_CLIENTS: Final = (
+    "Authorization", "Content-Type", "HTTP-Referer", "Idempotency-Key", "OpenAI-Beta", "OpenAI-Organization",
+    "OpenAI-Project", "User-Agent", "X-Request-ID", "X-Title", *(f"X-Stainless-{name}" for name in _STAINLESS),
+)
+"""Headers that OpenAI's client for browsers, and programs on top of it, send. None has an effect but the first two; not
+every name, because a hook of the host may take a tenant from one that its proxy sets."""
+_FOR_CLIENTS: Final = ("Retry-After", "X-Request-ID")
+"""Headers of responses that a page of another site may read, because clients do."""
 _PAGE_ROUTES: Final[tuple[tuple[str, Any], ...]] = (("/", Page), ("/page/{name}", Page), ("/live", Live))
 
 
@@ -95,8 +106,9 @@ class OpenAIApp(Starlette):
         if service.page_files:
             routes += [Route(path, make(service), methods=["GET"]) for path, make in _PAGE_ROUTES]
         # Why the app's own: without these headers a browser shows a page of another site nothing of a response.
-        cors = [Middleware(CORSMiddleware, allow_origins=list(service.browsers.origins), allow_methods=["GET", "POST"],
-                           allow_headers=["Authorization", "Content-Type"])] if service.browsers.origins else []
+        cors = [Middleware(CORSMiddleware, allow_origins=list(service.browsers.origins),
+                           allow_methods=sorted({method for method, _, _ in _ROUTES}), allow_headers=_OF_CLIENTS,
+                           expose_headers=_FOR_CLIENTS)] if service.browsers.origins else []
         super().__init__(routes=routes, lifespan=_lifespan, exception_handlers={HTTPException: _refuse},
                          middleware=cors)
 

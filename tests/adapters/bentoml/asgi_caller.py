@@ -88,7 +88,8 @@ class App:
 
         path, _, query = path.partition("?")
         scope = {"type": "http", "http_version": "1.1", "asgi": {"version": "3.0", "spec_version": "2.3"},
-                 "method": "POST" if content != b"GET" else "GET", "scheme": "http", "path": path,
+                 "method": content.decode() if content in (b"GET", b"OPTIONS") else "POST", "scheme": "http",
+                 "path": path,
                  "raw_path": path.encode(), "query_string": query.encode(), "root_path": "", "headers": list(headers),
                  "client": client, "server": ("127.0.0.1", 80), "state": {}}
         exchange = Exchange(asyncio.ensure_future(self.asgi(scope, receive, send)), leaving, arrived)

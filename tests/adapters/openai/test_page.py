@@ -43,6 +43,13 @@ from support.engine_builders import make_engine
 from support.letters import WritesLetters
 
 STATS = make_engine().stats()
+OF_OPENAIS_CLIENT = (
+    "authorization,content-type,http-referer,idempotency-key,openai-beta,openai-organization,openai-project,user-agent,"
+    "x-stainless-arch,x-stainless-helper-method,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
+    "x-stainless-poll-helper,x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,"
+    "x-stainless-timeout,x-title"
+)
+"""What a browser announces for OpenAI's client, and for programs on top of it that name themselves."""
 KEYS = ApiKeys([ONE, TWO], ADMIN)
 
 
@@ -194,6 +201,30 @@ async def test_an_allowed_site_gets_the_headers_that_its_browser_wants() -> None
     async with paged(hosts=HOSTS) as app:
         given = await app.call("/v1/models", headers=[(b"host", b"localhost")])
         assert not [name for name in given.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(("method", "path"), [
+    ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("DELETE", "/v1/responses/resp-1"),
+])
+async def test_openais_client_can_call_from_an_allowed_site(method: str, path: str) -> None:
+    """Before a call a browser asks for every header that the client adds: all are allowed for the site, and no others
+    for it, and nothing for another site. The page may read the id and when to try again."""
+    asked = [(b"host", b"localhost"), (b"access-control-request-method", method.encode())]
+    async with paged(hosts=HOSTS, origins=["https://friend.example"]) as app:
+
+        async def preflight(site: bytes, headers: str) -> Exchange:
+            more = [(b"origin", site), (b"access-control-request-headers", headers.encode())]
+            return await app.call(path, b"OPTIONS", headers=[*asked, *more])
+
+        given = await preflight(b"https://friend.example", OF_OPENAIS_CLIENT)
+        assert (given.status, given.headers["access-control-allow-origin"]) == (200, "https://friend.example")
+        assert method in given.headers["access-control-allow-methods"]
+        allowed = given.headers["access-control-allow-headers"].lower().split(", ")
+        assert set(OF_OPENAIS_CLIENT.split(",")) <= set(allowed)
+        assert (await preflight(b"https://friend.example", "x-tenant")).status == 400
+        assert (await preflight(b"https://other.example", "authorization")).status == 400
+        answer = await app.call("/v1/models", headers=[(b"host", b"localhost"), (b"origin", b"https://friend.example")])
+        assert answer.headers["access-control-expose-headers"].lower() == "retry-after, x-request-id"
 
 
 async def test_without_hosts_a_host_application_decides() -> None:
