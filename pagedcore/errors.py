@@ -2,7 +2,7 @@
 
     PagedcoreError
       * InvalidRequest (ValueError)       the caller's: this call is refused, nothing was taken
-          - InvalidPrompt  PromptEmpty  PromptTooLong  InvalidToken  InvalidText
+          - InvalidPrompt  PromptEmpty  PromptTooLong  InvalidToken  InvalidText  TextTooLong
           - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed  InvalidSalt
           - InvalidGrammar  InvalidTools
           - TooManySequences  TooManyLogprobs  UnknownParameter (TypeError)  RequestTooLarge
@@ -107,6 +107,10 @@ class InvalidToken(InvalidRequest):
 
 class InvalidText(InvalidRequest):
     """Text that cannot be encoded, or more of it than the context could ever hold."""
+
+
+class TextTooLong(InvalidText, PromptTooLong):
+    """More text than the context could ever hold, however it is tokenised."""
 
 
 class InvalidSampling(InvalidRequest):

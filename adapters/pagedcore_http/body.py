@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from starlette.requests import Request
 
-from pagedcore.errors import InvalidPrompt, UnknownParameter
+from pagedcore.errors import InvalidPrompt, UnknownParameter, describe_name
 from pagedcore_http.refusals import RefusedAtTheDoor
 
 TEXT_BYTES_PER_TOKEN: Final = 16
@@ -82,6 +82,10 @@ def _require_json(request: Request) -> None:
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise RefusedAtTheDoor(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content type", media_type, "application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RefusedAtTheDoor(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content encoding", describe_name(encoding),
+                               "identity", "Send the body as it is, without compression.", is_described=True)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -193,7 +197,7 @@ def _decode(body: bytes) -> str:
     try:
         return body.decode() or "{}"
     except ValueError:
-        raise _not_json(len(body)) from None
+        raise _not_json("bytes that are no UTF-8") from None
 
 
 def _load(text: str, **hooks: Any) -> Any:
@@ -201,20 +205,30 @@ def _load(text: str, **hooks: Any) -> Any:
         return json.loads(text, parse_constant=_refuse_constant, **hooks)
     except RefusedAtTheDoor:
         raise
-    except (ValueError, RecursionError):
-        # Safety: from None, because the parser's own message repeats the text.
-        raise _not_json(len(text)) from None
+    except (ValueError, RecursionError) as error:
+        # Safety: from None, and its place alone, because the parser's own message repeats the text.
+        raise _not_json(_flaw(text, error)) from None
 
 
-def _not_json(length: int) -> RefusedAtTheDoor:
-    return RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", length, "JSON text in UTF-8")
+def _flaw(text: str, error: Exception) -> str:
+    if text.startswith("\ufeff"):
+        return "a byte order mark before the JSON text"
+    if isinstance(error, json.JSONDecodeError):
+        kind = "something after the JSON text" if error.msg.startswith("Extra data") else "text that is no JSON"
+        return f"{kind}, at character {error.pos + 1} of {len(text)}"
+    return f"text of {len(text)} characters that is no JSON"
+
+
+def _not_json(flaw: str) -> RefusedAtTheDoor:
+    return RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", flaw, "JSON text in UTF-8", is_described=True)
 
 
 def _require_flat_object(fields: Any) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", fields, "a JSON object")
     if _is_deeper_than(fields, MAX_JSON_DEPTH):
-        raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", "nested JSON", f"at most {MAX_JSON_DEPTH} levels")
+        raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "body", "JSON that is nested deeper",
+                               f"at most {MAX_JSON_DEPTH} levels", is_described=True)
     return fields
 
 

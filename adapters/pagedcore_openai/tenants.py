@@ -20,6 +20,8 @@ LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 MIN_KEY_LENGTH: Final = 16
 MAX_KEY_LENGTH: Final = 512
 _TAG: Final = b"pagedcore api key 1\0"
+_MORE_HOSTS: Final = "pagedcore serve --allow-host NAME, or openai_app(hosts=...), adds one."
+_MORE_ORIGINS: Final = "pagedcore serve --allow-origin SITE, or openai_app(origins=...), adds one."
 _ADVICE: Final = 'One can be made with: python -c "import secrets; print(secrets.token_urlsafe(32))"'
 
 
@@ -62,7 +64,8 @@ class ApiKeys:
         if not (is_tenant or is_admin):
             raise InvalidKey(key)
         if is_for_admins and not is_admin:
-            raise RefusedAtTheDoor(HTTPStatus.FORBIDDEN, "API key", "a tenant's key", "the admin key")
+            raise RefusedAtTheDoor(HTTPStatus.FORBIDDEN, "API key", "a tenant's key", "the admin key",
+                                   is_described=True)
         return given
 
     @property
@@ -134,7 +137,7 @@ class Browsers:
         """
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.hosts is not None and _parts_of(f"//{host}")[0] not in self.hosts:
-            raise _refused("Host", self.hosts)
+            raise _refused("Host", "another name", self.hosts, _MORE_HOSTS)
         is_checked = origin is not None and (self.hosts is not None or self.origins is not None)
         if is_checked and origin not in (self.origins or ()):
             self._require_own_origin(origin or "", host)
@@ -147,12 +150,13 @@ class Browsers:
         is_proxy = name in (self.hosts or ()) and name not in LOOPBACK
         is_loopback = name in LOOPBACK and own_name in LOOPBACK and port == own_port
         if not (is_own or is_proxy or is_loopback):
-            raise _refused("Origin", self.origins or self.hosts or ())
+            raise _refused("Origin", "the page of another site", self.origins or self.hosts or (), _MORE_ORIGINS)
 
 
-def _refused(header: str, allowed: Collection[str]) -> RefusedAtTheDoor:
-    return RefusedAtTheDoor(HTTPStatus.FORBIDDEN, f"header {header}", "another host",
-                            f"one of {', '.join(sorted(allowed))}" if allowed else "this server's own")
+def _refused(header: str, given: str, allowed: Collection[str], advice: str) -> RefusedAtTheDoor:
+    return RefusedAtTheDoor(HTTPStatus.FORBIDDEN, f"header {header}", given,
+                            f"one of {', '.join(sorted(allowed))}" if allowed else "this server's own", advice,
+                            is_described=True)
 
 
 def _parts_of(address: str) -> tuple[str | None, int | None]:

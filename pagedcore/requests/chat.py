@@ -21,7 +21,7 @@ from pagedcore.config.limits import (
     MAX_TOOLS,
     MAX_TOOLS_LENGTH,
 )
-from pagedcore.errors import InvalidPrompt, InvalidTools, PromptEmpty, describe_name
+from pagedcore.errors import InvalidPrompt, InvalidTools, PromptEmpty, PromptTooLong, describe_name
 from pagedcore.protocols import ChatMessage
 from pagedcore.requests.validation import count_text_bytes
 
@@ -157,7 +157,8 @@ def validate_chat(messages: object, max_model_len: int | None = None, num_bytes:
         InvalidPrompt: not a list of mappings with a "role" and a "content" of text, or too many of them, or a call
             that is none.
         PromptEmpty: no message.
-        InvalidText: text that UTF-8 cannot encode, or more than a context of ``max_model_len`` could ever hold.
+        InvalidText: text that UTF-8 cannot encode.
+        PromptTooLong: more text, or longer tools, than a context of ``max_model_len`` could ever hold.
     """
     if not isinstance(messages, list | tuple):
         raise InvalidPrompt("messages", messages, "a list of chat messages")
@@ -168,6 +169,9 @@ def validate_chat(messages: object, max_model_len: int | None = None, num_bytes:
     room = MAX_CHAT_BYTES
     if max_model_len is not None:
         room = min(room, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
+    if num_bytes > room:
+        raise PromptTooLong("tools", num_bytes, f"at most {room} bytes of JSON",
+                            "They could not fit the context, however they are tokenised.")
     room -= num_bytes
     checked: list[ChatMessage] = []
     for index, message in enumerate(messages):

@@ -24,6 +24,7 @@ from pagedcore.errors import (
     PromptTooLong,
     RequestStateError,
     RequestTooLarge,
+    TextTooLong,
     TooManySequences,
     describe,
 )
@@ -107,19 +108,19 @@ def _require_in_vocabulary(what: str, token_ids: Iterable[int], vocab_size: int)
 
 
 def validate_text(text: object, max_model_len: int) -> str:
-    """Return text. Raises ``InvalidText`` if it is no ``str``, not encodable as UTF-8, or longer than could fit."""
+    """Return text. Raises ``InvalidText`` if it is no ``str`` or not encodable, ``TextTooLong`` if it could not fit."""
     count_text_bytes("text", text, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
     return text  # type: ignore[return-value]  # Why: the line above refuses what is no str
 
 
 def count_text_bytes(what: str, text: object, room: int) -> int:
-    """Return the size of text. Raises ``InvalidText`` if it is no ``str``, cannot be encoded, or has no room."""
+    """Return the size of text. Raises ``InvalidText`` for what is no ``str`` or no UTF-8, ``TextTooLong`` without room."""
     if not isinstance(text, str):
         raise InvalidText(what, text, "a string")
     # Why: a character is at least a byte, so this bounds the work of counting exactly.
     num_bytes = len(text) if len(text) > room or text.isascii() else _count_utf8_bytes(what, text)
     if num_bytes > room:
-        raise InvalidText(what, text, f"at most {max(room, 0)} bytes of UTF-8",
+        raise TextTooLong(what, text, f"at most {max(room, 0)} bytes of UTF-8",
                           "It could not fit the context, however it is tokenised.")
     return num_bytes
 

@@ -146,8 +146,10 @@ def test_a_chat_is_held_to_the_context_when_it_is_known():
     """All texts of a chat together have at most sixteen bytes per position."""
     chat = [message(content="a" * 8), message(content="a" * 8), message(content=""), message(content="")]
     assert validate_chat(chat, max_model_len=2) == chat
-    with pytest.raises(errors.InvalidText):
-        validate_chat([*chat[:3], message(content="a")], max_model_len=2)
+    for refused in ({"messages": [*chat[:3], message(content="a")]}, {"messages": chat, "num_bytes": 33}):
+        with pytest.raises(errors.PromptTooLong) as refusal:
+            validate_chat(**refused, max_model_len=2)
+        assert refusal.value.what == ("tools" if "num_bytes" in refused else "messages[3].content")
 
 
 def test_any_mapping_can_be_a_message():

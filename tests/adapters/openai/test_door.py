@@ -150,6 +150,32 @@ async def test_a_page_of_another_site_cannot_call() -> None:
             assert (await app.call(TEXT, BODY, headers=headers)).status == status, (host, origin)
 
 
+@pytest.mark.parametrize(("body", "headers", "status", "words"), [
+    (b"\xef\xbb\xbf{}", [], 400, "a byte order mark"),
+    (b'{"prompt": "a"}}', [], 400, "something after the JSON text, at character 16 of 16"),
+    (b'{"prompt": secret}', [], 400, "no JSON, at character 12 of 18"),
+    (b'{"prompt": NaN}', [], 400, "no JSON"),
+    (b"\xff{}", [], 400, "no UTF-8"),
+    (b"[" * 80 + b"]" * 80, [], 400, "a JSON object"),
+    (b'{"prompt": ' + b"[" * 80 + b"]" * 80 + b"}", [], 400, "nested deeper, allowed is at most 64 levels"),
+    (b"\x1f\x8b\x08", [(b"content-encoding", b"gzip")], 415, "content encoding: got 'gzip', allowed is identity"),
+    (BODY, [(b"host", b"llm.internal")], 403, "--allow-host"),
+    (BODY, [(b"host", b"localhost"), (b"origin", b"https://chat.example")], 403, "--allow-origin"),
+    ({"prompt": "a" * 100_000}, [], 400, "maximum context length"),
+])
+async def test_refusals_before_the_engine_say_what_is_wrong(
+    body: Any, headers: list[tuple[bytes, bytes]], status: int, words: str
+) -> None:
+    """The flaw of a body and its place, the encoding, and the option of the operator who may allow it; no text of the
+    body, no length that stands for it."""
+    async with opened(hosts={"localhost"}) as app:
+        host = [] if any(name == b"host" for name, _ in headers) else [(b"host", b"localhost")]
+        refused = await app.call(TEXT, body, headers=[*JSON_TYPE, *host, *headers])
+        assert refused.status == status
+        assert words in refused.error["message"]
+        assert "secret" not in refused.text
+
+
 async def test_hostile_bodies_hurt_only_themselves() -> None:
     """Too large, no JSON, too deep, too many values, another type: refused with OpenAI's body, repeating nothing; a
     stream beside them gets its tokens."""
