@@ -109,10 +109,14 @@ def _type_of(status: int) -> str:
 
 
 def _param_of(error: Exception, prompt_field: str) -> str | None:
-    if not isinstance(error, InvalidRequest) or not is_field(error.what):
+    if not isinstance(error, InvalidRequest):
         return None
-    kind, mark, rest = error.what.partition("[")
-    return prompt_field + mark + rest if kind in ("prompt", "messages") else error.what
+    # Why: the name of a field may go on with the keyword of a schema.
+    field, _, _ = error.what.partition(", ")
+    kind, mark, rest = field.partition("[")
+    if not is_field(field):
+        return None
+    return prompt_field + mark + rest if kind in ("prompt", "messages") else field
 
 
 def is_field(text: str) -> bool:

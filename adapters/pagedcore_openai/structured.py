@@ -102,7 +102,7 @@ def of_field(error: InvalidGrammar, name: str, given: str = "") -> InvalidGramma
     The engine's own name is that of a kind of grammar, and may go on with a keyword of the schema.
     """
     _, _, keyword = error.what.partition(", ")
-    return renamed(error, name, given or (f"{error.given} of {keyword}" if keyword else ""))
+    return renamed(error, f"{name}, {keyword}" if keyword else name, given)
 
 
 def field_of(fields: Mapping[str, Any]) -> str:

@@ -114,7 +114,8 @@ def validate_text(text: object, max_model_len: int) -> str:
 
 
 def count_text_bytes(what: str, text: object, room: int) -> int:
-    """Return the size of text. Raises ``InvalidText`` for what is no ``str`` or no UTF-8, ``TextTooLong`` without room."""
+    """Return the size of text. Raises ``InvalidText`` for what is no ``str`` or no UTF-8, ``TextTooLong`` for more than
+    there is room for."""
     if not isinstance(text, str):
         raise InvalidText(what, text, "a string")
     # Why: a character is at least a byte, so this bounds the work of counting exactly.

@@ -39,3 +39,14 @@ async def test_a_chat_calls_tools() -> None:
             for field, value in (("tools", [5]), ("tool_choice", "any"), ("parallel_tool_calls", "no")):
                 refused = await app.call("/chat", {**BODY, field: value})
                 assert (refused.status, refused.error["what"].partition("[")[0]) == (400, field)
+
+
+async def test_a_grammar_that_fails_while_it_is_used_is_the_callers() -> None:
+    """A 400 that names the parameter, because the same call fails again; in a stream the last event says so."""
+    body = {"prompt": "Count:", "sampling": {"structured": {"regex": "a{1000000}"}, "max_tokens": 9}}
+    with scripted_engine(CALL) as engine:
+        async with serving(engine) as app:
+            refused = await app.call("/generate", body)
+            assert (refused.status, refused.error["type"]) == (400, "GrammarFailed")
+            assert refused.error["what"] == "structured"
+            assert '"structured"' in (await app.call("/stream", body)).text

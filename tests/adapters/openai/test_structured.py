@@ -13,7 +13,7 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 
-from openai import OpenAI
+from openai import APIError, BadRequestError, OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from adapters.openai.loopback import serving
@@ -65,6 +65,54 @@ def test_a_response_is_parsed_and_names_its_format(client: OpenAI) -> None:
     assert response.text is not None
     assert response.text.format is not None
     assert response.text.format.type == "json_schema"
+
+
+TEAM: Any = {"type": "object", "properties": {"team": {"const": "red"}}, "required": ["team"],
+             "additionalProperties": False}
+
+
+@pytest.mark.parametrize("response_format", [
+    {"type": "json_object", "schema": TEAM},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": TEAM}},
+])
+def test_a_schema_is_kept_in_every_form_that_has_one(client: OpenAI, response_format: Any) -> None:
+    """llama.cpp's form, a schema beside ``json_object``, as well as OpenAI's, in chats and in responses."""
+    completion = client.chat.completions.create(model="demo", messages=CHAT, response_format=response_format)
+    assert json.loads(completion.choices[0].message.content or "") == {"team": "red"}
+    flat: Any = {"type": response_format["type"], "name": "x", "schema": TEAM}
+    if flat["type"] == "json_object":
+        del flat["name"]
+    response = client.responses.create(model="demo", input="Which team?", text={"format": flat})
+    assert json.loads(response.output_text) == {"team": "red"}
+
+
+ENDLESS = "a{1000000}"
+"""It compiles, and is too large for the library once tokens follow it."""
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"response_format": {"type": "text", "schema": TEAM}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "scheme": TEAM}}, "response_format.scheme"),
+    ({"response_format": {"type": "json_object", "schema": "{}"}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"pattern": "("}}}},
+     "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+        "patternProperties": {str(number): {} for number in range(40)}}}}}, "response_format"),
+    ({"extra_body": {"guided_grammar": "start: ("}}, "guided_grammar"),
+    ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
+    ({"extra_body": {"guided_regex": ENDLESS}}, "guided_regex"),
+])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_grammar_that_is_refused_or_fails_is_its_fields(
+    client: OpenAI, fields: dict[str, Any], param: str, is_stream: bool
+) -> None:
+    """When it is read, when it is compiled, and when it is used: a 400, which clients do not repeat, with the caller's
+    name of the field; in a stream too."""
+    create: Any = client.chat.completions.create
+    with pytest.raises((BadRequestError, APIError)) as refused:
+        list(create(model="demo", messages=CHAT, stream=is_stream, **fields))
+    body: Any = refused.value.body
+    assert (body["param"], body["type"]) == (param, "invalid_request_error")
 
 
 def test_any_json_object(client: OpenAI) -> None:
