@@ -55,7 +55,8 @@ class TextCall(Call):
         if self._echoes:
             token_ids, text = (*output.prompt_token_ids, *token_ids), self._text_of(place) + text
             entries = None if entries is None else (*(output.prompt_logprobs or ()), *entries)
-        logprobs = "null" if entries is None else await TextLogprobs(self.served.spell).json(entries, token_ids)
+        of_choice = self._logprobs_of(place, len(output.prompt_token_ids))
+        logprobs = "null" if entries is None else await of_choice.json(entries, token_ids)
         told: dict[str, Any] = {"index": self._index(place, one.index), "text": text,
                                 "finish_reason": "length" if self._is_prompt_only else one.finish_reason}
         if self.has_token_ids:
@@ -65,6 +66,13 @@ class TextCall(Call):
     def _text_of(self, place: int) -> str:
         prompt = self.prompts[place]
         return prompt if isinstance(prompt, str) else self.served.engine.decode(prompt)
+
+    def _logprobs_of(self, place: int, num_prompt_tokens: int) -> TextLogprobs:
+        """Return what writes the log-probabilities of one choice, which begins with its prompt if that is echoed."""
+        if not self._echoes:
+            return TextLogprobs(self.served.spell)
+        is_text = isinstance(self.prompts[place], str)
+        return TextLogprobs(self.served.spell, self._text_of(place), num_prompt_tokens, shows_special=is_text)
 
     def _index(self, place: int, index: int) -> int:
         return place * self.params.n + index
@@ -86,7 +94,7 @@ class TextCall(Call):
             async for place, delta in deltas:
                 index = self._index(place, delta.index)
                 is_first = index not in logprobs
-                of_choice = logprobs.setdefault(index, TextLogprobs(self.served.spell))
+                of_choice = logprobs.setdefault(index, self._logprobs_of(place, delta.num_prompt_tokens))
                 if self._is_prompt_only:
                     delta = replace(delta, text="", token_ids=(), logprobs=None)
                 told: Sequence[TokenLogprobs | None] | None = delta.logprobs

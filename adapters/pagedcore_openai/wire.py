@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ from pagedcore_http.events import encode
 from pagedcore_http.json_pieces import map_in_pieces
 from pagedcore_openai.fields import Usages
 
+_Utf8 = getincrementaldecoder("utf-8")
 Spell = Callable[[int], TokenText]
 """Returns what a token stands for."""
 LEAST_LOGPROB: Final = -9999.0
@@ -66,13 +68,25 @@ async def chat_logprobs(entries: Sequence[TokenLogprobs], spell: Spell) -> str:
 class TextLogprobs:
     """Log-probabilities of text completions: four lists, of one completion or of one chunk of it.
 
+    The offset of a token is the number of characters before the one that its first byte belongs to, in the text of the
+    choice: tokens that are parts of one character have the same.
+
     Invariant: offsets never decrease, from chunk to chunk either.
     """
 
-    def __init__(self, spell: Spell, offset: int = 0) -> None:
-        """Begin at a character of the text."""
+    def __init__(self, spell: Spell, echoed: str = "", num_echoed: int = 0, *, shows_special: bool = False) -> None:
+        """Begin with what is echoed.
+
+        Args:
+            spell: says what a token stands for.
+            echoed: the text that the completion's text follows.
+            num_echoed: tokens that this text was made of.
+            shows_special: whether it has the texts of special tokens, as a prompt that came as text.
+        """
         self._spell = spell
-        self._offset = offset
+        self._offset = 0
+        self._characters = _Utf8("replace")
+        self._echoed, self._num_left, self._shows_special = echoed, num_echoed, shows_special
 
     async def json(self, entries: Sequence[TokenLogprobs | None], token_ids: Sequence[int]) -> str:
         """Return the object for the next tokens; the first token of a prompt has no entry."""
@@ -83,8 +97,7 @@ class TextLogprobs:
 
     def _row(self, item: tuple[TokenLogprobs | None, int]) -> tuple[str, str, str, str]:
         entry, token_id = item
-        token, offset = self._spell(token_id), self._offset
-        self._offset += len(token.text) if token.utf8 is not None else 0
+        token, offset = self._spell(token_id), self._take(token_id)
         if entry is None:
             return encode(name_of(token)), "null", "null", str(offset)
         top: dict[str, float] = {}
@@ -92,6 +105,21 @@ class TextLogprobs:
             # Why: of tokens with one name the likeliest counts.
             top.setdefault(name_of(self._spell(other)), max(logprob, LEAST_LOGPROB))
         return encode(name_of(token)), encode(max(entry.logprob, LEAST_LOGPROB)), encode(top), str(offset)
+
+    def _take(self, token_id: int) -> int:
+        """Return the offset of the next token."""
+        token, offset = self._spell(token_id), self._offset
+        if token.utf8 is not None:
+            self._offset += len(self._characters.decode(token.utf8))
+        elif self._shows_special and self._num_left and self._echoed.startswith(token.text, offset):
+            # Why looked for: a tokenizer adds special tokens to a prompt, which its text does not have.
+            self._offset += len(token.text)
+        self._num_left -= 1
+        if self._num_left == 0:
+            # Why: the completion's text begins after the prompt's, however that ended.
+            self._characters.reset()
+            self._offset = len(self._echoed)
+        return offset
 
 
 def name_of(token: TokenText) -> str:

@@ -181,6 +181,53 @@ def test_echo_scores_the_prompt(client: OpenAI, engine: AsyncEngine) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == QUESTION + scored.outputs[0].text
 
 
+MIXED = "a \U0001f600 b caf\u00e9 \u6771\u4eac end"
+TURNS = "<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def bytes_of(name: str) -> bytes:
+    """What a token's name stands for."""
+    return bytes.fromhex(name[6:].replace("\\x", "")) if name.startswith("bytes:") else name.encode()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("fields", "prompt", "answer_text"), [
+    ({}, MIXED, None), ({}, TURNS, None), ({"guided_choice": [MIXED]}, "Say:", MIXED),
+    ({"guided_choice": [MIXED]}, TURNS + "\U0001f600", MIXED),
+])
+def test_offsets_are_those_of_the_text(
+    client: OpenAI, fields: dict[str, Any], prompt: str, answer_text: str | None, is_stream: bool
+) -> None:
+    """A token's offset is the place, in the text, of the character that its first byte belongs to: by the bytes of all
+    tokens before it, also after characters of several tokens, and after special tokens that an echo shows."""
+    asked: Any = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 40, **GREEDY}
+    given: Any = client.completions.create(stream=is_stream, extra_body=fields, **asked)
+    choices = [chunk.choices[0] for chunk in given if chunk.choices] if is_stream else given.choices
+    text = "".join(choice.text for choice in choices)
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+    offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
+    assert text.startswith(prompt + (answer_text or ""))
+    # Why: what ends a completion is a special token, which its text does not have.
+    shown, whole = tokens[:-1] if tokens[-1] == "<|im_end|>" else tokens, text.encode()
+    begins = [len(b"".join(map(bytes_of, shown[:place]))) for place in range(len(shown))]
+    wanted = [len(whole[:begin].decode(errors="ignore")) for begin in begins]
+    assert offsets[: len(wanted)] == wanted
+    assert all(offset == len(text) for offset in offsets[len(wanted):])
+
+
+def test_offsets_of_an_echo_of_token_ids(client: OpenAI, engine: AsyncEngine) -> None:
+    """The text of token ids has no special tokens: these are where the next token is, and a character of which the
+    prompt has a part only ends with the prompt."""
+    ids = engine.encode(CHAT)
+    (choice,) = client.completions.create(prompt=ids, echo=True, logprobs=0, max_tokens=4, **GREEDY).choices
+    texts = ["" if token.startswith("<|im_") else token for token in choice.logprobs.tokens or ()]  # type: ignore[union-attr]
+    assert "".join(texts) == choice.text
+    assert choice.logprobs.text_offset == [len("".join(texts[:place])) for place in range(len(texts))]  # type: ignore[union-attr]
+    part = engine.encode("\U0001f600")[:-1]
+    (choice,) = client.completions.create(prompt=part, echo=True, logprobs=0, max_tokens=1, **GREEDY).choices
+    assert choice.logprobs.text_offset == [0] * len(part) + [len(engine.decode(part))]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_echo_with_log_probabilities_in_a_stream_adds_up_to_the_whole(client: OpenAI, max_tokens: int) -> None:
     """Of several prompts with several completions each: the first chunk of a choice has its prompt, and text, tokens,
