@@ -7,6 +7,7 @@ it can be followed, is decided in ``structured/``, which compiles it for one voc
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -19,6 +20,8 @@ from pagedcore.errors import InvalidGrammar, describe_name, did_you_mean
 _BRACKETS: Final = b"()[]{}"
 _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in _BRACKETS)
 _RULE: Final = "::="
+INLINE_SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
+"""What begins a JSON schema in Lark."""
 
 
 @dataclass(frozen=True, init=False, kw_only=True, slots=True)
@@ -41,7 +44,7 @@ class StructuredOutput:
     """One of these texts, at most 1,024."""
     lark: str | None = None
     """Text of this context-free grammar in the syntax of Lark, from its rule ``start``; ``%json {...}`` embeds a JSON
-    schema."""
+    schema. It has 64 KiB, and 512 KiB with the schemas."""
     ebnf: str | None = None
     """The same in the EBNF of llama.cpp (GBNF), from its rule ``root``; at most 256 rules."""
 
@@ -100,11 +103,11 @@ def _names() -> str:
     return ", ".join(_CHECKS)
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: Any, max_bytes: int = limits.MAX_GRAMMAR_BYTES) -> str:
     """Accept text that could be a grammar: not empty, encodable, and neither too long nor too deep."""
     if not isinstance(value, str) or not value:
         raise InvalidGrammar(name, value, "text")
-    _require_size(name, value)
+    _require_size(name, value, max_bytes)
     brackets = value.encode("utf-8", "replace").translate(None, _NO_BRACKETS)
     depth = max(accumulate(1 if byte in b"([{" else -1 for byte in brackets), default=0)
     if depth > limits.MAX_GRAMMAR_DEPTH:
@@ -113,10 +116,10 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _require_size(name: str, text: str) -> None:
+def _require_size(name: str, text: str, max_bytes: int = limits.MAX_GRAMMAR_BYTES) -> None:
     # Why: a character is at least a byte, so this bounds the work of encoding.
     size = len(text)
-    if size <= limits.MAX_GRAMMAR_BYTES:
+    if size <= max_bytes:
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
@@ -124,8 +127,29 @@ def _require_size(name: str, text: str) -> None:
     # Safety: raised out here, because the codec's own error holds the text.
     if size < 0:
         raise InvalidGrammar(name, text, "text that UTF-8 can encode", "It holds a lone surrogate.")
-    if size > limits.MAX_GRAMMAR_BYTES:
-        raise InvalidGrammar(name, text, f"at most {limits.MAX_GRAMMAR_BYTES} bytes of UTF-8")
+    if size > max_bytes:
+        raise InvalidGrammar(name, text, f"at most {max_bytes} bytes of UTF-8")
+
+
+def _lark(name: str, value: Any) -> str:
+    text = _text(name, value, limits.MAX_LARK_BYTES)
+    if len(text) > limits.MAX_GRAMMAR_BYTES // 4:
+        _require_size(f"{name} without its JSON schemas", _without_schemas(text))
+    return text
+
+
+def _without_schemas(lark: str) -> str:
+    """Return the rest of a grammar; all from what is no JSON on belongs to it."""
+    kept, start = list[str](), 0
+    while (found := INLINE_SCHEMA.search(lark, start)) is not None:
+        try:
+            _, end = json.JSONDecoder().raw_decode(lark, found.end())
+        except (ValueError, RecursionError):
+            # Safety: the end, because a search that goes on could look at the same text for each of thousands.
+            break
+        kept.append(lark[start : found.end()])
+        start = end
+    return "".join([*kept, lark[start:]])
 
 
 def _ebnf(name: str, value: Any) -> str:
@@ -203,4 +227,4 @@ def _require_json(name: str, schema: Any) -> None:
 
 
 _CHECKS: Final = {"json_schema": _json_schema, "json_object": lambda _, value: value, "regex": _text,
-                  "choice": _choice, "lark": _text, "ebnf": _ebnf}
+                  "choice": _choice, "lark": _lark, "ebnf": _ebnf}

@@ -21,9 +21,9 @@ ROOM_BYTES: Final = 2**18
 """Bytes of a body besides one prompt as long as the context: parameters, and batches of short prompts."""
 MAX_BODY_BYTES: Final = MAX_TEXT_BYTES + ROOM_BYTES
 """Bytes of a body for any context."""
-MAX_OF_A_KIND: Final = 2**13
-"""Strings, lists, and words such as ``null`` of a body: 64 chats of 32 messages. The parser makes as many in a
-millisecond, but a collection of garbage may come in between."""
+MAX_OF_A_KIND: Final = 2**14
+"""Strings, lists, and words such as ``null`` of a body: the longest tools of a chat, or 128 chats of 32 messages. The
+parser makes as many in two milliseconds, but a collection of garbage may come in between."""
 MAX_ESCAPES: Final = 2**18
 """Backslashes of a body. The parser takes up to ten times as long for an escape as for a byte of text."""
 MAX_JSON_DEPTH: Final = 64

@@ -41,10 +41,11 @@ MAX_VOCABULARY: Final = 2**22
 MAX_TEXT_BYTES_PER_TOKEN: Final = 16
 #: Chat messages of one prompt; the template is rendered before tokens can be counted.
 MAX_CHAT_MESSAGES: Final = 1024
-#: Tools of one request: a grammar has rules for each.
-MAX_TOOLS: Final = 128
-#: Characters of all tools of a request as JSON; they are written into the prompt, and become a grammar.
-MAX_TOOLS_LENGTH: Final = 2**16
+#: Tools of one request: a grammar has rules for each, whose text without the schemas has ``MAX_GRAMMAR_BYTES``.
+MAX_TOOLS: Final = 256
+#: Characters of all tools of a request as JSON; they are written into the prompt, and become a grammar. Four servers of
+#: tools with 70,000 each; it takes a third of a second of one core to check, write, tokenise and compile them.
+MAX_TOOLS_LENGTH: Final = 2**18
 #: Levels of objects and lists in a tool's parameters, and in the arguments that a model writes.
 MAX_TOOL_DEPTH: Final = 32
 #: Calls in one message of a chat.
@@ -94,6 +95,9 @@ MAX_TRANSFER_S: Final = 10.0
 MAX_PARKED_HOST_SHARE: Final = 0.5
 #: UTF-8 bytes of a grammar, schema or regular expression; some take a second to compile at this size.
 MAX_GRAMMAR_BYTES: Final = 2**16
+#: UTF-8 bytes of a grammar in Lark with the JSON schemas inside, which are those of tools as a rule: these take time in
+#: proportion to their text, three seconds at this size if they are made for it. The rest has ``MAX_GRAMMAR_BYTES``.
+MAX_LARK_BYTES: Final = 2**19
 #: Levels of a schema, and of the brackets in a grammar: compilers of grammars recurse.
 MAX_GRAMMAR_DEPTH: Final = 64
 #: Texts of a choice.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from pagedcore.config.field_rules import BOOLEAN, PRIORITY, FieldRule, integer, matching, one_of
-from pagedcore.config.limits import MAX_COUNT, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, MAX_SEED, MAX_SESSION_FILE_BYTES
+from pagedcore.config.limits import MAX_COUNT, MAX_LARK_BYTES, MAX_LOGPROBS, MAX_SEED, MAX_SESSION_FILE_BYTES
 from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import ModelFingerprint
@@ -51,7 +51,7 @@ _FIELDS: Final = {
     "history": {"token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "finish_reason", "logprobs"},
     "kv": {"num_tokens", "block_size", "block_bytes", "kv_format", "block_digests"},
 }
-_NUM_BASE_BYTES: Final = 2**16 + 12 * MAX_GRAMMAR_BYTES
+_NUM_BASE_BYTES: Final = 2**16 + 12 * MAX_LARK_BYTES
 """At least what a file without tokens takes: twice the parameters, most of them biases, stop strings and a grammar, of
 which JSON writes a byte as six."""
 _NUM_BYTES_PER_TOKEN: Final = 80 + 46 * (MAX_LOGPROBS + 1)

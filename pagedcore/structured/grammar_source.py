@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
@@ -17,13 +16,12 @@ from pagedcore.config import limits
 from pagedcore.errors import InvalidGrammar
 from pagedcore.structured.grammar_size import size_of_lark, size_of_patterns, size_of_regex
 from pagedcore.structured.schema_rules import kept_exactly
-from pagedcore.structured_output import StructuredOutput
+from pagedcore.structured_output import INLINE_SCHEMA, StructuredOutput
 
 WHITESPACE: Final = r"\x20|\x0A\x20{0,16}"
 """Between the parts of JSON, on one line or indented: bounded, so that a model cannot go on with it for ever."""
 _ESCAPES: Final = 'nrbtf\\"'
 """What may follow a backslash in JSON texts where a character must not have two spellings; all others are written."""
-_INLINE_SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
 
 
 class GrammarSource(NamedTuple):
@@ -157,7 +155,7 @@ def _of_schema(schema: dict[str, Any], size: int = 0) -> GrammarSource:
 
 def _of_lark(lark: str) -> GrammarSource:
     size, pieces, end = size_of_lark(lark), list[str](), 0
-    for place in _INLINE_SCHEMA.finditer(lark):
+    for place in INLINE_SCHEMA.finditer(lark):
         if place.start() < end:
             continue
         try:

@@ -187,7 +187,7 @@ def test_a_file_beyond_the_context_is_not_parsed(tmp_path: Path, monkeypatch: py
     engine, path = make_engine(max_model_len=64), tmp_path / "chat.json"
     path.write_bytes(b"[" + b"[]," * 9_000_000 + b"[]]")
     monkeypatch.setattr(session_file.json, "loads", None)
-    with pytest.raises(InvalidSessionFile, match=r"bytes: got 27000004, allowed is at most 9\d{5}\. .*longest"):
+    with pytest.raises(InvalidSessionFile, match=r"bytes: got 27000004, allowed is at most 6\d{6}\. .*longest"):
         engine.import_session(path)
 
 

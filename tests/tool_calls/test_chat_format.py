@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagedcore import AsyncEngine, Chat, SamplingParams
-from pagedcore.errors import InvalidConfig, InvalidTools, PagedcoreError, TextFailed
+from pagedcore.errors import InvalidConfig, InvalidTools, PagedcoreError, PromptTooLong, TextFailed
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.tool_calls.events import ParsedCompletion, collect
 from support.scripted_model import TEMPLATES, scripted_engine
@@ -284,8 +284,8 @@ for _ in range(40):
     [tool(name="a b")], [tool(name="a\n")], [tool(name=5)], [tool(), tool()], [tool(description=5)], [tool(more=1)],
     [tool(strict=1)], [tool(parameters=[])], [tool(parameters={"type": "string"})], [tool(parameters={5: 1})],
     [tool(parameters={"a": float("nan")})], [tool(parameters={"a": {1, 2}})], [tool(parameters={"a": 10**400})],
-    [tool(parameters=deep(40))], [tool(description="a" * 70_000)], [tool(parameters=SHARED)],
-    [tool(description="\ud800")], [tool(name=f"f{n}") for n in range(129)], [tool(parameters={"a": [0] * 40_000})],
+    [tool(parameters=deep(40))], [tool(description="a" * 270_000)], [tool(parameters=SHARED)],
+    [tool(description="\ud800")], [tool(name=f"f{n}") for n in range(257)], [tool(parameters={"a": [0] * 140_000})],
 ], ids=range(28))
 def test_tools_that_are_none_are_refused(tools: Any) -> None:
     """Another form, name or type, two of one name, too many, too deep, too long, or a small object that is large when
@@ -313,5 +313,5 @@ def test_calls_that_are_none_are_refused(calls: Any) -> None:
 
 def test_tools_count_as_text_of_the_chat() -> None:
     """Tools that could not fit the context are refused before the template is rendered."""
-    with scripted_engine("", max_model_len=64) as engine, pytest.raises(PagedcoreError, match="bytes of UTF-8"):
+    with scripted_engine("", max_model_len=64) as engine, pytest.raises(PromptTooLong, match="bytes of JSON"):
         engine.encode(Chat(QUESTION, [tool(description="a" * 2000)]))

@@ -246,7 +246,7 @@ def test_responses_stream_their_items(client: OpenAI) -> None:
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tools": "get_weather"}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"), ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"), ({"tools": [TOOL] * 257}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"tools": [TOOL], "model": "toolless"}, "tools"),
