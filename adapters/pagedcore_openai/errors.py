@@ -65,13 +65,13 @@ class ModelNotFound(RefusedAtTheDoor):
         super().__init__(HTTPStatus.NOT_FOUND, "model", given, "a model that is served", "GET /v1/models lists them.")
 
 
-def renamed(error: Refused, what: str, given: str = "", advice: str = "") -> Refused:
-    """Return a refusal with the name of a field of the body, and what was given, or what to do, if it is known better.
+def renamed(error: Refused, what: str, given: str = "", advice: str = "", limit: str = "") -> Refused:
+    """Return a refusal with the name of a field of the body, and whatever else is known better here.
 
     For the kinds that are made of these alone.
     """
     advice = advice or str(error).partition(f"allowed is {error.limit}. ")[2]
-    return type(error)(what, given or error.given, error.limit, advice, is_described=True)
+    return type(error)(what, given or error.given, limit or error.limit, advice, is_described=True)
 
 
 _CODES: Final[tuple[tuple[type[Exception], str], ...]] = (

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, ClassVar, Final
 
 from pagedcore import RequestOutput, SamplingParams, TokenLogprobs, Usage
-from pagedcore.errors import InvalidRequest
+from pagedcore.errors import InvalidGrammar, InvalidRequest, InvalidTools, PagedcoreError
 from pagedcore.tool_calls.events import ChatEvent, ContentDelta, collect
 from pagedcore_http.events import encode, frame
 from pagedcore_http.json_pieces import map_in_pieces
@@ -19,7 +19,7 @@ from pagedcore_openai.errors import ChunkStream, FieldNotSupported, NamedEventSt
 from pagedcore_openai.prompts import input_of, instructions_of
 from pagedcore_openai.response_items import Items
 from pagedcore_openai.structured import format_of
-from pagedcore_openai.tools import chat_tools, said, with_tools
+from pagedcore_openai.tools import chat_tools, of_flat_tools, said, with_tools
 from pagedcore_openai.wire import chat_entry
 
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -39,7 +39,15 @@ class ResponseCall(Call):
         self._events: list[str] = []
         self._num_events = 0
         self._owner = caller.derived
-        super().__init__(served, fields, caller)
+        try:
+            super().__init__(served, fields, caller)
+        except InvalidTools as error:
+            raise of_flat_tools(error) from None
+
+    def blame(self, error: PagedcoreError) -> PagedcoreError:
+        """Return an error with the field that it is about, of tools as responses have them."""
+        told = super().blame(error)
+        return of_flat_tools(told) if isinstance(told, InvalidGrammar) and told.what.startswith("tools[") else told
 
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the chat: the conversation up to the previous response, and the input."""

@@ -21,7 +21,9 @@ from pagedcore_http.events import encode
 from pagedcore_openai.errors import FieldNotSupported, Refused, renamed
 
 _TOOL: Final = re.compile(r"^tools(\[\d+\])?(\.function)?")
-"""The place of a tool, whose function is one level deeper than a function of the older form."""
+"""The place of a tool, whose function is one level deeper than in the older form, and in responses."""
+_NESTED: Final = re.compile(r'("type": "function", )"function": \{"name": ([".]+)\}')
+"""A function in the form that a refusal asks for."""
 
 
 def with_tools(messages: list[Any], fields: Mapping[str, Any]) -> Any:
@@ -64,6 +66,12 @@ def of_functions(error: Refused) -> Refused:
     """Return a refusal of tools with the names of the older form."""
     what = _TOOL.sub(r"functions\1", error.what).replace("tool_choice", "function_call")
     return renamed(error, what) if what != error.what else error
+
+
+def of_flat_tools(error: Refused) -> Refused:
+    """Return a refusal of tools as responses have them, which are their functions."""
+    limit = _NESTED.sub(r'\1"name": \2', error.limit)
+    return renamed(error, _TOOL.sub(r"tools\1", error.what), limit=limit)
 
 
 def chat_tools(fields: Mapping[str, Any]) -> dict[str, Any]:

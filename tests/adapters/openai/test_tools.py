@@ -167,6 +167,42 @@ def test_reasoning_has_fields_of_its_own(client: OpenAI, is_stream: bool) -> Non
     assert (reasoning, content) == (["Hm."] * 2, "Look:")
 
 
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"tools": [{"name": "add"}]}, "tools[0]", '{"type": "function", "name": ...}'),
+    ({"tools": [{"type": "custom", "name": "add"}]}, "tools[0].type", "got 'custom', allowed is function"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "1 to 64 letters"),
+    ({"tools": [FLAT], "tool_choice": {"type": "custom"}}, "tool_choice", '{"type": "function", "name": "..."}'),
+    ({"tools": [FLAT, {"type": "function", **WRONG["function"]}]}, "tools[1].parameters", "the tool wrong"),
+])
+def test_refusals_of_a_responses_tools_have_their_own_form(
+    client: OpenAI, fields: dict[str, Any], param: str, words: str
+) -> None:
+    """What is asked for is what the same door takes: a response's tool is its function, without an object around it."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(input="Weather?", **ALWAYS, **fields)
+    assert refused.value.param == param
+    assert words in refused.value.message
+
+
+def test_what_an_agent_in_a_terminal_sends_is_understood(client: OpenAI) -> None:
+    """Its further turn: items with ids and states, reasoning that another model has encrypted, fields that identify."""
+    turns: Any = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather in Oslo?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAAA"},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "get_weather", "arguments": ARGUMENTS,
+         "status": "completed"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rainy"},
+    ]
+    events = list(client.responses.create(
+        input=turns, instructions="You are an agent.", tools=[FLAT], tool_choice="auto", parallel_tool_calls=False,
+        store=False, stream=True, include=["reasoning.encrypted_content"], prompt_cache_key="k",
+        text={"verbosity": "low"}, extra_body={"client_metadata": {"session": "s"}, "reasoning": {"summary": "auto"}},
+        **ALWAYS))
+    last: Any = events[-1]
+    assert (last.type, last.response.output_text) == ("response.completed", "It is rainy.")
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_the_older_form_has_functions_and_one_call(client: OpenAI, is_stream: bool) -> None:
     """``functions`` give what ``tools`` with one call give, as ``function_call``, and the message can be sent back."""
