@@ -357,7 +357,7 @@ class SessionStore:
         if "priority" not in given:
             options = replace(options, priority=snapshot.priority)
         if snapshot.is_salted and options.cache_salt is None:
-            raise InvalidSalt("cache_salt", "None", "a salt, because the session was made with one")
+            raise InvalidSalt("cache_salt", None, "a salt, because the session was made with one")
         return self.open(snapshot.params, options, snapshot.history, kv=snapshot.kv)
 
     def open(

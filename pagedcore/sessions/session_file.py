@@ -195,7 +195,8 @@ def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise InvalidSessionFile("format", f"{len(content)} bytes", f"JSON in UTF-8 that says {FORMAT!r}")
+        raise InvalidSessionFile("format", f"{len(content)} bytes", f"JSON in UTF-8 that says {FORMAT!r}",
+                                 is_described=True)
     if type(version := document.get("version")) is not int or version != VERSION:
         raise InvalidSessionFile("version", version, f"{VERSION}")
     body = _mapping(_exactly(document, "document"), "body")

@@ -11,6 +11,10 @@ from architecture.sources import ROOT, SOURCES
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+GIVEN = {"RefusedAtTheDoor": 2, "FieldNotSupported": 1, "PromptTooLong": 1, "TextTooLong": 1, "PromptEmpty": 1,
+         "RequestTooLarge": 1, "TooManySequences": 1, "UnknownParameter": 1}
+"""Where refusals take what was given, besides those whose names begin with "Invalid"."""
+UNDESCRIBED = ("InvalidConfig", "InvalidLogits")
 NAMESPACES = ("kernels", "adapters", "tests", "examples")
 
 
@@ -62,6 +66,24 @@ def _is_repeated(node: ast.AST) -> bool:
     """Whether this says again what another definition documents: a setter, an overload, an override."""
     decorators = getattr(node, "decorator_list", [])
     return any(ast.unparse(decorator).endswith((".setter", "overload", "override")) for decorator in decorators)
+
+
+def test_a_refusal_never_describes_a_phrase_of_its_own() -> None:
+    """What a refusal was given is described, so that text is "a string of 12 characters"; a phrase that says what it
+    was is marked as such, or it is told as if the caller had sent it."""
+    described = []
+    for source in SOURCES:
+        for node in ast.walk(source.tree):
+            name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            place = GIVEN.get(name, 1 if name.startswith("Invalid") and name not in UNDESCRIBED else None)
+            if not isinstance(node, ast.Call) or place is None or len(node.args) <= place:
+                continue
+            given = node.args[place]
+            is_phrase = isinstance(given, ast.JoinedStr) or (isinstance(given, ast.Constant) and bool(given.value)
+                                                             and isinstance(given.value, str))
+            if is_phrase and not any(keyword.arg == "is_described" for keyword in node.keywords):
+                described.append(f"{source.module}:{node.lineno}")
+    assert described == []
 
 
 def test_every_test_states_its_law() -> None:
