@@ -49,9 +49,8 @@ _ADVICE: Final[Mapping[str, str]] = {
     "context_management": "Send a shorter input.", "truncation": "Send a shorter input.",
     "prompt_logprobs": "Ask /v1/completions with echo and logprobs.",
     "logits_processors": "They are code, which is not taken from a body.",
-    "effort": "Leave it out.", "context": "Leave it out.", "mode": "Leave it out.",
 }
-"""What to do instead, where a name is refused unless its value asks for nothing."""
+"""What to do instead of leaving a name out, where it is refused unless its value asks for nothing."""
 _NUM_SEEDS: Final = 2**63
 """Seeds of the engine, from 0 on."""
 MAX_METADATA: Final = (16, 64, 512)
@@ -112,7 +111,7 @@ def _require_neutral(place: str, name: str, value: Any, neutral: tuple[Any, ...]
     if not any(type(value) is type(one) and value == one for one in neutral):
         allowed = " or ".join(["null", *map(encode, neutral)])
         raise FieldNotSupported(place + name, value, f"{allowed}, because this is not supported here",
-                                _ADVICE.get(name, ""))
+                                _ADVICE.get(name, "Leave it out."))
 
 
 _SAMPLING: Final = {*_COMMON, *_EXTRA, "top_k", "max_tokens", "use_beam_search", "length_penalty", "early_stopping",
