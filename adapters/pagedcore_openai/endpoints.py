@@ -27,6 +27,7 @@ from pagedcore_openai.calls import Call
 from pagedcore_openai.errors import openai_refusal
 from pagedcore_openai.prompts import messages_of
 from pagedcore_openai.service import Service
+from pagedcore_openai.tools import functions_only
 
 JSON = "application/json"
 
@@ -96,7 +97,7 @@ class Tokenize(Endpoint):
             raise InvalidPrompt("prompt", fields.get("prompt"), "given, or messages, and not both")
         prompt = fields["prompt"] if "prompt" in fields else messages_of(fields["messages"])
         if "tools" in fields:
-            prompt = Chat(prompt, fields["tools"])
+            prompt = Chat(prompt, functions_only(fields["tools"]))
         if not isinstance(prompt, str | list | Chat) or (isinstance(prompt, list) and "prompt" in fields):
             raise InvalidPrompt("prompt", prompt, "text")
         token_ids = await asyncio.to_thread(served.engine.encode, prompt)

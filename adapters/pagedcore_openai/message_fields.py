@@ -1,7 +1,7 @@
-"""What a message may say besides its role and its text: one table of names for chats and the items of responses.
+"""What messages and tools may say besides what is read: the names for chats and for the items of responses.
 
 A conversation that began at another provider has that provider's notes in it. They are about the message and not a part
-of the prompt, so they are accepted without effect; a name that is not in the table is refused, because it may be one.
+of the prompt, so they are accepted without effect; a name that is in no table is refused, because it may be one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ WITHOUT_EFFECT: Final = frozenset({
     "thinking_blocks", "thought_signature", "timestamp", "token_ids", "type", "usage",
 })
 """Notes of providers and clients, whatever their value."""
+OF_TOOLS: Final = frozenset({
+    "allowed_callers", "annotations", "cache_control", "defer_loading", "eager_input_streaming", "output_schema",
+    "title",
+})
+"""Notes beside a tool's function, or in it: where it is cached, when it is loaded, who else may call it."""
 _EMPTY: Final[tuple[Any, ...]] = (None, [], "", {})
 _REASONING_PARTS: Final = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 _ADVICE: Final = {

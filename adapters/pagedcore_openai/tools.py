@@ -18,7 +18,8 @@ from pagedcore.tool_calls.events import (
     ToolCallStart,
 )
 from pagedcore_http.events import encode
-from pagedcore_openai.errors import FieldNotSupported, Refused, renamed
+from pagedcore_openai.errors import FieldNotSupported, Refused, is_field, renamed
+from pagedcore_openai.message_fields import OF_TOOLS
 
 _TOOL: Final = re.compile(r"^tools(\[\d+\])?(\.function)?")
 """The place of a tool, whose function is one level deeper than in the older form, and in responses."""
@@ -29,16 +30,38 @@ _NESTED: Final = re.compile(r'("type": "function", )"function": \{"name": ([".]+
 def with_tools(messages: list[Any], fields: Mapping[str, Any]) -> Any:
     """Return the prompt of a chat. Raises ``InvalidTools``; ``FieldNotSupported`` for a tool that is no function."""
     tools = fields.get("tools", [])
-    return Chat(messages, _functions_only(tools)) if tools != [] else messages
+    return Chat(messages, functions_only(tools)) if tools != [] else messages
 
 
-def _functions_only(tools: Any) -> Any:
-    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            advice = "Nothing is run here: leave the tool out, or give a function of your own."
-            raise FieldNotSupported.of_name(f"tools[{place}].type", kind, "function", advice)
-    return tools
+def functions_only(tools: Any) -> Any:
+    """Return tools without notes of other providers; anything but a list is left for the engine to refuse.
+
+    Raises ``FieldNotSupported`` for a tool that is no function, or that says something besides its function.
+    """
+    if not isinstance(tools, list):
+        return tools
+    return [_function(f"tools[{place}]", tool) for place, tool in enumerate(tools)]
+
+
+def _function(where: str, tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind != "function":
+        advice = "Nothing is run here: leave the tool out, or give a function of your own."
+        raise FieldNotSupported.of_name(f"{where}.type", kind, "function", advice)
+    plain = _without_notes(tool)
+    if not isinstance(function := plain.get("function"), dict):
+        return plain
+    for name in plain.keys() - {"type", "function"}:
+        # Safety: text that is no name of a field may be anything, and is not repeated.
+        raise FieldNotSupported(f"{where}.{name}" if is_field(name) else where, plain[name], "type and function",
+                                "Leave it out.")
+    return {**plain, "function": _without_notes(function)}
+
+
+def _without_notes(tool: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in tool.items() if name not in OF_TOOLS and (name, one) != ("async", False)}
 
 
 def from_functions(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,7 +102,7 @@ def chat_tools(fields: Mapping[str, Any]) -> dict[str, Any]:
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     changed: dict[str, Any] = {}
     if isinstance(tools, list):
-        changed["tools"] = [_wrapped(tool) for tool in _functions_only(tools)]
+        changed["tools"] = [_wrapped(tool) for tool in functions_only(tools)]
     if isinstance(choice, dict):
         changed["tool_choice"] = _wrapped(choice)
     return {**fields, **changed}

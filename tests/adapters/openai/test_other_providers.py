@@ -185,7 +185,8 @@ def test_the_page_has_the_tables_of_the_code() -> None:
     nothing, is on the page, and no other."""
     page = (ROOT / "docs" / "openai.md").read_text()
     for heading, names in (("Accepted without effect", known.CHAT.ignored),
-                           ("Of a message without effect", message_fields.WITHOUT_EFFECT)):
+                           ("Of a message without effect", message_fields.WITHOUT_EFFECT),
+                           ("Of a tool without effect", message_fields.OF_TOOLS)):
         (listed,) = re.findall(rf"\*\*{heading}\*\*[^:]*:(.*?)\.\n", page, re.DOTALL)
         assert set(re.findall(r"`(\w+)`", listed)) == names, heading
     table = page.partition("### Refused unless they ask for nothing")[2].partition("\n## ")[0]

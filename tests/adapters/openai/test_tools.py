@@ -14,11 +14,13 @@ pytest.importorskip("llguidance")
 
 import openai
 from openai import AsyncOpenAI, OpenAI
+from openai.types.responses import FunctionToolParam
 from pydantic import BaseModel
 
 from adapters.openai.loopback import serving
 from pagedcore import AsyncEngine
 from pagedcore_openai import openai_app
+from pagedcore_openai.message_fields import OF_TOOLS
 from support.paused_steps import paused_after
 from support.scripted_model import TEMPLATES, scripted_engine
 
@@ -184,6 +186,21 @@ def test_refusals_of_a_responses_tools_have_their_own_form(
     assert words in refused.value.message
 
 
+NOTES: Any = {"cache_control": {"type": "ephemeral"}, "defer_loading": True, "output_schema": {"type": "string"},
+              "allowed_callers": ["direct"], "async": False}
+
+
+def test_notes_of_a_tool_are_no_part_of_the_prompt(client: OpenAI) -> None:
+    """Beside a function or in it, in chats and in responses; and every name of the client's own type is known."""
+    noted = {**TOOL, **NOTES, "function": {**TOOL["function"], **NOTES}}
+    usages = [client.chat.completions.create(messages=CHAT, tools=[one], **ALWAYS).usage for one in (TOOL, noted)]
+    assert len({one and one.prompt_tokens for one in usages}) == 1
+    responses = [client.responses.create(input="hi", tools=[one], **ALWAYS) for one in (FLAT, {**FLAT, **NOTES})]
+    assert len({one.usage and one.usage.input_tokens for one in responses}) == 1
+    read = {"type", "name", "description", "parameters", "strict", "async"}
+    assert FunctionToolParam.__annotations__.keys() <= read | OF_TOOLS
+
+
 def test_what_an_agent_in_a_terminal_sends_is_understood(client: OpenAI) -> None:
     """Its further turn: items with ids and states, reasoning that another model has encrypted, fields that identify."""
     turns: Any = [
@@ -290,6 +307,7 @@ def test_responses_stream_their_items(client: OpenAI) -> None:
     ({"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {
         "name": "f", "arguments": '{"a": 1, "a": 2}'}}]}]}, "messages[1].tool_calls[0].function.arguments"),
     ({"tools": [{"type": "function", "function": {"name": "long", "description": "d" * 40_000}}]}, "tools"),
+    ({"tools": [{**TOOL, "retries": 3}]}, "tools[0].retries"), ({"tools": [{**TOOL, "async": True}]}, "tools[0].async"),
     ({"tools": [TOOL, WRONG]}, "tools[1].function.parameters"),
     ({"tools": [TOOL, WRONG], "tool_choice": {"type": "function", "function": {"name": "wrong"}}},
      "tools[1].function.parameters"),
