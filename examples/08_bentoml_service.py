@@ -20,9 +20,10 @@ class LLM(PagedCoreRunner):
     settings = {"num_kv_blocks": 128}  # noqa: RUF012
 
     @bentoml.api
-    async def add(self, left: int, right: int) -> str:
-        """Ask the engine directly."""
-        return "".join([delta.text async for delta in self.engine.generate(f"What is {left} + {right}?")]).strip()
+    async def add(self, left: int, right: int, ctx: bentoml.Context) -> str:
+        """Ask for the caller, whom ``ctx`` tells: with its tenant, its priority, and until it leaves."""
+        output = await self.complete(ctx, f"What is {left} + {right}?")
+        return output.outputs[0].text.strip()
 
 
 async def main() -> None:

@@ -87,6 +87,8 @@ class Call:
 
 
 def _params(sampling: Any) -> SamplingParams:
+    if isinstance(sampling, SamplingParams):
+        return sampling
     return SamplingParams.from_mapping({} if sampling is None else sampling)
 
 
@@ -113,7 +115,7 @@ async def _output_at(place: int, future: Future[RequestOutput]) -> RequestOutput
         return await asyncio.wrap_future(future)
 
 
-async def complete(engine: AsyncEngine, prompt: Any, call: Call) -> Completion:
+async def output_of(engine: AsyncEngine, prompt: Any, call: Call) -> RequestOutput:
     """Complete one prompt; cancelling this aborts the request.
 
     Raises:
@@ -123,7 +125,12 @@ async def complete(engine: AsyncEngine, prompt: Any, call: Call) -> Completion:
     async with call.in_time():
         output = await asyncio.wrap_future(engine.submit(join_text_parts(prompt), params, **call.options))
     output.raise_for_error()
-    return await completion_of(output)
+    return output
+
+
+async def complete(engine: AsyncEngine, prompt: Any, call: Call) -> Completion:
+    """Do the same; return what a response has of it."""
+    return await completion_of(await output_of(engine, prompt, call))
 
 
 @dataclass(frozen=True, slots=True)

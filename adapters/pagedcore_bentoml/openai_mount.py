@@ -54,7 +54,7 @@ def _app_of(runner: Any, name: str) -> ASGIApp:
             return weight
 
     app = openai_app(
-        runner.engine, name=name, salt_of=salt_of, weight_of=weight_of, max_priority=runner.max_priority,
+        runner.shared_engine, name=name, salt_of=salt_of, weight_of=weight_of, max_priority=runner.max_priority,
         max_body_bytes=runner.max_body_bytes,
     )
     app.service.open_calls = runner.open_calls

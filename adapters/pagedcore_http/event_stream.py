@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -71,9 +71,12 @@ class EventStream(StreamingResponse):
     Invariant: the response ends with the event "done" or "error", or the client has disconnected.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+    waiting: ClassVar[str | None] = WAITING
+    """What keeps the connection open before the first event; ``None``: nothing."""
+
+    def __init__(self, events: AsyncGenerator[str, None], media_type: str = "text/event-stream") -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
+        super().__init__(events, headers=headers, media_type=media_type)
         # Why: the others are the framework's, added later, and belong to a refusal as well.
         self._own_headers = frozenset(self.headers)
         self._events = events
@@ -83,6 +86,10 @@ class EventStream(StreamingResponse):
     def ends(self, text: str) -> bool:
         """Whether ``text`` has the last event; without one the body ends with the generator."""
         return ends_stream(text)
+
+    def encode(self, event: str) -> bytes:
+        """Return the bytes of an event."""
+        return event.encode("ascii")
 
     def refusal_of(self, error: Exception) -> Refusal:
         """Return what is sent for an error."""
@@ -124,9 +131,10 @@ class EventStream(StreamingResponse):
         first = asyncio.ensure_future(_next(events))
         try:
             patience_s = PATIENCE_S
-            while not (await asyncio.wait({first}, timeout=patience_s))[0]:
-                await self._send(WAITING, send)
+            while self.waiting and not (await asyncio.wait({first}, timeout=patience_s))[0]:
+                await self._send(self.waiting, send)
                 patience_s = KEEP_ALIVE_S
+            await asyncio.wait({first})
         except BaseException:
             # Why: a generator cannot be closed while it runs.
             await _stop(first)
@@ -138,9 +146,9 @@ class EventStream(StreamingResponse):
     async def _send(self, event: str, send: Send) -> None:
         if not self._has_begun:
             self._has_begun = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._has_ended = self.ends(event)
-        await send({"type": "http.response.body", "body": event.encode("ascii"), "more_body": not self._has_ended})
+        await send({"type": "http.response.body", "body": self.encode(event), "more_body": not self._has_ended})
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:

@@ -108,10 +108,10 @@ class App:
 
 
 @asynccontextmanager
-async def serving(engine: AsyncEngine, is_main: bool = True, openai: bool | str = False, **limits: Any,
-                  ) -> AsyncIterator[App]:
+async def serving(engine: AsyncEngine, is_main: bool = True, openai: bool | str = False,
+                  base: type[PagedCoreRunner] = PagedCoreRunner, **limits: Any) -> AsyncIterator[App]:
     """Start the application around an engine that the caller owns."""
-    runner = type("LLM", (PagedCoreRunner,), limits)
+    runner = type("LLM", (base,), limits)
     # Why: BentoML registers its metrics once per process, and the tests start many applications in one.
     service = create_service(engine, runner=runner, openai=openai,
                              service={"metrics": {"enabled": False}})

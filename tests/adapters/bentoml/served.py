@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator
@@ -9,6 +10,7 @@ from typing import Any
 
 import bentoml
 
+from pagedcore import SamplingParams
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore_bentoml import PagedCoreRunner
 from support.doubles import ToyBackend
@@ -71,3 +73,83 @@ class Front:
         except bentoml.exceptions.BentoMLException as error:
             return f"{error.error_code.value} {error}"
         return "not refused"
+
+
+@bentoml.service(traffic={"timeout": 300}, workers=1)
+class Tenants(PagedCoreRunner):
+    """A toy model whose callers are told apart by a header, and every way in which an endpoint may ask it."""
+
+    model = ToyBackend()
+    settings = {"num_kv_blocks": 512, "block_size": 4}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.params = SamplingParams(max_tokens=2, ignore_eos=True)
+
+    def salt_of(self, ctx: bentoml.Context | None) -> str | None:
+        """The tenant; a call without one shares with others of its kind."""
+        return None if ctx is None else ctx.request.headers.get("x-tenant")
+
+    @bentoml.api
+    async def whole(self, prompt: list[int], ctx: bentoml.Context) -> int:
+        """Complete for the caller; return the number of cached tokens, as all of these do."""
+        return (await self.complete(ctx, prompt, self.params)).num_cached_tokens
+
+    @bentoml.api
+    async def deltas_of(self, prompt: list[int], ctx: bentoml.Context) -> AsyncGenerator[str, None]:
+        """Do so in a stream."""
+        async for delta in self.deltas(ctx, prompt, self.params):
+            if delta.usage is not None:
+                yield str(delta.usage.num_cached_tokens)
+
+    @bentoml.api
+    async def through_itself(self, prompt: list[int]) -> int:
+        """Call another endpoint, which BentoML makes an HTTP call."""
+        return (await self.generate(prompt=prompt, sampling={"max_tokens": 2})).usage.num_cached_tokens
+
+    @bentoml.api
+    def through_itself_in_a_thread(self, prompt: list[int]) -> int:
+        """Do so without an event loop."""
+        return int(self.to_sync.generate(prompt=prompt)["usage"]["num_cached_tokens"])  # type: ignore[attr-defined]
+
+    @bentoml.api
+    async def local(self, prompt: list[int]) -> int:
+        """Call another endpoint in Python, and forget the context."""
+        return (await self.generate.local(prompt=prompt)).usage.num_cached_tokens  # type: ignore[attr-defined]
+
+    @bentoml.api
+    async def local_with_ctx(self, prompt: list[int], ctx: bentoml.Context) -> int:
+        """Do so and pass it on."""
+        return (await self.generate.local(prompt=prompt, ctx=ctx)).usage.num_cached_tokens  # type: ignore[attr-defined]
+
+    @bentoml.api
+    async def engine_itself(self, prompt: list[int]) -> int:
+        """Ask the engine, for nobody."""
+        return (await asyncio.wrap_future(self.engine.submit(prompt, self.params))).num_cached_tokens
+
+    @bentoml.api
+    async def without_ctx(self, prompt: list[int]) -> int:
+        """Complete for nobody."""
+        return (await self.complete(None, prompt, self.params)).num_cached_tokens
+
+    @bentoml.api(batchable=True)
+    async def together(self, prompts: list[list[int]], ctx: bentoml.Context) -> list[int]:
+        """Complete for several callers, in the context of one."""
+        return [(await self.complete(ctx, prompt, self.params)).num_cached_tokens for prompt in prompts]
+
+    @bentoml.api
+    async def stats(self) -> dict[str, Any]:
+        """The engine's counters."""
+        return dataclasses.asdict(self.engine.stats())
+
+
+@bentoml.service
+class TenantsFront:
+    """A service in front of it."""
+
+    llm = bentoml.depends(Tenants)
+
+    @bentoml.api
+    async def ask(self, prompt: list[int], tenant: str | None = None) -> int:
+        """Complete for the tenant; return the number of cached tokens."""
+        completion = await self.llm.generate(prompt=prompt, sampling={"max_tokens": 2}, cache_salt=tenant)
+        return completion.usage.num_cached_tokens

@@ -245,13 +245,14 @@ async def test_python_calls_take_the_same_options(accepted: list[Any]) -> None:
 
 
 async def test_bentomls_own_clients_take_the_options(accepted: list[Any]) -> None:
-    """Positional arguments keep their order, and the new ones are keywords of the client."""
+    """Positional arguments keep their order, and the new ones are keywords of the client. Of a call that the service
+    makes to itself, which has no headers, the salt is the tenant's."""
     async with service(lambda ctx: "python" if ctx is None else "http") as app:
         accepted.clear()
         completion = await app.runner.generate([1], SHORT, 0, 60.0, cache_salt="mine", request_id="label")
         assert completion.outputs[0].token_ids
         assert [chunk async for chunk in app.runner.stream([1], SHORT, cache_salt="mine")]
-        assert {one.cache_salt for one in accepted} == {combine_salts("http", "mine")}
+        assert {one.cache_salt for one in accepted} == {combine_salts("mine", "mine")}
         assert [one.request_id for one in accepted] == ["label", None]
 
 
