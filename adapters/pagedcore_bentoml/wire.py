@@ -201,13 +201,14 @@ class Completion(EndpointOutput):
     """One entry per token of the prompt when asked for; of the first, null."""
 
     async def json_in_pieces(self) -> str:
-        """Return the JSON of ``model_dump_json``."""
+        """Return the JSON of ``model_dump_json``, without ``prompt_logprobs`` that nobody asked for."""
         completions = [
             await with_list(one.model_dump_json(exclude={"logprobs"}), "logprobs", one.logprobs, json_of)
             for one in self.outputs
         ]
         text = self.model_dump_json(exclude={"outputs", "prompt_logprobs"})
-        text = await with_list(text, "prompt_logprobs", self.prompt_logprobs, json_of)
+        if self.prompt_logprobs:
+            text = await with_list(text, "prompt_logprobs", self.prompt_logprobs, json_of)
         return await with_list(text, "outputs", completions, str)
 
 
