@@ -266,7 +266,7 @@ class TooManySessions(PagedcoreError):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        super().__init__(f"sessions: {limit} are open, which is the limit. Close some, or export them first.")
+        super().__init__(f"sessions: {limit:d} are open, which is the limit. Close some, or export them first.")
 
 
 class RequestFailed(PagedcoreError):
@@ -336,8 +336,9 @@ class ForkedProcess(EngineClosed):
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
+        # Why "d": task queues build an error again from its text, and fall back to the text where that fails.
         super().__init__(
-            f"this engine belongs to process {owner}, of which this one is a fork. Make an engine after the fork, or "
+            f"this engine belongs to process {owner:d}, of which this one is a fork. Make an engine after the fork, or "
             'start processes with the method "spawn".'
         )
 

@@ -32,3 +32,12 @@ def test_a_refusal_arrives_with_its_attributes() -> None:
     error = errors.InvalidSampling("temperature", 99, "0 to 10", "Lower it.")
     back = pickle.loads(pickle.dumps(error))
     assert (str(back), back.what, back.given, back.limit) == (str(error), "temperature", "99", "0 to 10")
+
+
+@pytest.mark.parametrize("error", [errors.ForkedProcess(1), errors.EngineHung(1.0), errors.TooManySessions(1),
+                                   errors.QueueTimeout(1.0), errors.DeadlineMissed(1.0), errors.RequestTimeout(1.0)],
+                         ids=lambda error: type(error).__name__)
+def test_an_error_that_is_built_again_from_its_text_never_says_it_twice(error: PagedcoreError) -> None:
+    """As task queues do that send errors as JSON: where the constructor takes a number, they are left with the text."""
+    with pytest.raises(ValueError, match="format code"):
+        type(error)(*error.args)
