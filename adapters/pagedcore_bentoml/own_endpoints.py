@@ -21,17 +21,13 @@ from starlette.responses import Response
 from pagedcore.errors import PagedcoreError
 from pagedcore_bentoml.tenants import current_request
 from pagedcore_http.drain import OpenCalls
-from pagedcore_http.event_stream import ClientGone, EventStream, run_until_disconnect
+from pagedcore_http.event_stream import ClientGone, TextStream, run_until_disconnect
 from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, Refusal, refusal_of
 
 _ADAPTED: Final = "__pagedcore_adapted__"
 _OWN: Final = "pagedcore_bentoml.own_endpoint"
 _BATCHED: Final = "pagedcore_bentoml.batched"
 """Where a request's scope says what kind of endpoint of a subclass answers it."""
-
-
-class StreamBroken(Exception):
-    """A stream failed after its beginning; the connection is cut, so that nobody takes it for a complete one."""
 
 
 def is_answered(request: Request | None) -> bool:
@@ -159,34 +155,19 @@ def _answer(response: Response) -> Response:
     return response
 
 
-class OwnStream(EventStream):
-    """Sends what an endpoint yields; an error before the first piece is a response with a status, a later one cuts the
-    connection."""
-
-    waiting = None
-
-    def ends(self, text: Any) -> bool:
-        """Whether ``text`` is the last piece; nothing tells before the generator ends."""
-        return False
-
-    def encode(self, event: Any) -> bytes:
-        """Return the bytes of a piece."""
-        return event.encode("utf-8", "replace") if isinstance(event, str) else event
+class OwnStream(TextStream):
+    """Sends what an endpoint yields."""
 
     def refusal_of(self, error: Exception) -> Refusal:
         """Return what is sent for an error, BentoML's own among them."""
         return refusal_of(HTTPException(error.error_code, str(error)) if isinstance(error, BentoMLException) else error)
-
-    def error_event(self, refusal: Refusal) -> str:
-        """Cut the connection."""
-        raise StreamBroken(f"a stream failed after its beginning: {refusal.body['error']['type']}")
 
 
 def _streamed(spec: Any) -> Any:
     """Return the output of an endpoint that streams, sent by ``OwnStream``."""
 
     async def to_http_response(cls: Any, items: AsyncGenerator[Any, None], serde: Any) -> Response:
-        return OwnStream(_pieces(cls, items, serde), media_type=cls.mime_type())
+        return OwnStream(_pieces(cls, items, serde), cls.mime_type())
 
     return type(spec.__name__, (spec,), {"__module__": spec.__module__, "__doc__": spec.__doc__,
                                          "to_http_response": classmethod(to_http_response)})

@@ -7,7 +7,7 @@ that waits or computes its prompt is aborted too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -29,11 +29,15 @@ class ClientGone(Exception):
     """The client disconnected before the work was done; the work was cancelled."""
 
 
-async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+class StreamBroken(Exception):
+    """A stream failed after its beginning; the connection is cut, so that nobody takes it for a complete one."""
+
+
+async def run_until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of ``work``; cancel it when the client disconnects.
 
     Args:
-        receive: the request's ASGI channel, its body read.
+        receive: the request's ASGI channel, its body read: ``request.receive`` of Starlette.
         work: cancelled and awaited if the client disconnects first.
 
     Raises:
@@ -52,7 +56,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
     return working.result()
 
 
-async def _stop(task: asyncio.Task[Any]) -> None:
+async def _stop(task: asyncio.Future[Any]) -> None:
     """Cancel a task that has no reader any more; an error of it is logged if it is unforeseen."""
     task.cancel()
     await asyncio.wait({task})
@@ -149,6 +153,31 @@ class EventStream(StreamingResponse):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._has_ended = self.ends(event)
         await send({"type": "http.response.body", "body": self.encode(event), "more_body": not self._has_ended})
+
+
+class TextStream(EventStream):
+    """Sends text or bytes as they are made; an error before the first piece becomes a response with a status, a later
+    one cuts the connection.
+
+    Invariant: a response that ends was complete, or the client has disconnected.
+    """
+
+    waiting = None
+
+    def __init__(self, pieces: AsyncGenerator[Any, None], media_type: str = "text/plain") -> None:
+        super().__init__(pieces, media_type)
+
+    def ends(self, text: Any) -> bool:
+        """Whether ``text`` is the last piece; nothing tells before the generator ends."""
+        return False
+
+    def encode(self, event: Any) -> bytes:
+        """Return the bytes of a piece."""
+        return bytes(event) if not isinstance(event, str) else event.encode("utf-8", "replace")
+
+    def error_event(self, refusal: Refusal) -> str:
+        """Cut the connection."""
+        raise StreamBroken(f"a stream failed after its beginning: {refusal.body['error']['type']}")
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:
