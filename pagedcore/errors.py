@@ -16,6 +16,7 @@
           - StepFailed  InvalidLogits  ProcessorFailed  GrammarFailed  TextFailed  QueueTimeout
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
       * EngineInUse                       the program's: two threads call one Engine at once
+      * NoEventLoop (RuntimeError)        the program's: it awaits an engine outside of asyncio
       * EngineClosed                      the engine was closed; make a new one
           - ForkedProcess  EngineHung
       * RecordingError (ValueError)       a recording is damaged, or cannot be taken again here
@@ -324,6 +325,16 @@ class EngineInUse(PagedcoreError):
         super().__init__(
             f"engine: thread {caller!r} called it while thread {owner!r} is in a call of it. "
             "An Engine takes one call at a time; use AsyncEngine for callers on several threads."
+        )
+
+
+class NoEventLoop(PagedcoreError, RuntimeError):
+    """An engine was awaited where no event loop of asyncio runs, under trio for example."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no event loop of asyncio runs here, and an engine can be awaited under no other. Use generate_sync, or "
+            "submit(...).result() on a thread."
         )
 
 

@@ -35,6 +35,7 @@ from pagedcore.serving.async_session import AsyncSession
 from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.health import Health, watch
+from pagedcore.serving.host_program import running_loop, warn_of_gevent
 from pagedcore.serving.long_prompts import LongPrompts, is_long, is_structured
 from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, StreamReader
 
@@ -78,6 +79,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
                 above 0 and up to thirty days.
         """
         _check(stream_interval_s, dead_after_s)
+        warn_of_gevent()
         if engine.queue_timeout_s is None:
             engine.queue_timeout_s = QUEUE_TIMEOUT_S
         self.identity = engine.identity
@@ -250,9 +252,9 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
         the engine's queue has no room for yet; one whose caller waits for room is unknown. Raises ``EngineClosed``, and
         ``InvalidRequest`` for an id that is no text.
         """
-        result = CompletionFuture[Explanation]()
+        loop, result = running_loop(), CompletionFuture[Explanation]()
         self._commands.put(lambda worker: result.complete(worker.explain(request_id)), result)
-        return await asyncio.wrap_future(result.future)
+        return await asyncio.wrap_future(result.future, loop=loop)
 
     def observe(self, plugin: object) -> None:
         """Call the observing hooks of ``plugin`` from now on, on the engine thread; they must not block.
@@ -294,6 +296,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
 
     async def aclose(self, timeout_s: float | None = None) -> None:
         """Close without blocking the event loop."""
+        running_loop()
         await asyncio.to_thread(self.close, timeout_s)
 
     async def __aexit__(self, *_: object) -> None:
@@ -355,7 +358,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
         Raises ``EngineClosed`` if the engine is closed, and ``RuntimeError`` instead of what would end more than the
         call: ``SystemExit``, ``KeyboardInterrupt`` and ``StopIteration``.
         """
-        return await asyncio.wrap_future(self.send(function))
+        return await asyncio.wrap_future(loop=running_loop(), future=self.send(function))
 
     def send(self, function: Callable[[Engine], _T]) -> Future[_T]:
         """Do the same without waiting for it, from any thread. Raises ``EngineClosed`` if the engine is closed."""

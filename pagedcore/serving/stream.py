@@ -22,6 +22,7 @@ from typing import Any, Final, Generic, TypeVar
 from pagedcore.errors import ForkedProcess, RequestTimeout
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import MonotonicClock
+from pagedcore.serving.host_program import running_loop
 
 _log: Final = logging.getLogger("pagedcore")
 _T = TypeVar("_T")
@@ -187,7 +188,7 @@ class StreamReader:
         Raises ``RequestTimeout`` when the reader's time is up, and what the stream ended with, after the last delta.
         """
         time_left_s = self._check_time()
-        waiter = asyncio.get_running_loop().create_future()
+        waiter = running_loop().create_future()
         deltas = self._stream.take_or_register(waiter)
         if deltas is not None:
             return deltas
