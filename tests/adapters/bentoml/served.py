@@ -15,6 +15,8 @@ from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore_bentoml import PagedCoreRunner
 from support.doubles import ToyBackend
 
+ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
+
 
 @bentoml.service(traffic={"timeout": 300}, workers=1)
 class LLM(PagedCoreRunner):
@@ -79,7 +81,7 @@ class Front:
 class Tenants(PagedCoreRunner):
     """A toy model whose callers are told apart by a header, and every way in which an endpoint may ask it."""
 
-    model = ToyBackend()
+    model = StepwiseBackend()
     settings = {"num_kv_blocks": 512, "block_size": 4}  # noqa: RUF012
 
     def __init__(self) -> None:
@@ -100,6 +102,18 @@ class Tenants(PagedCoreRunner):
         async for delta in self.deltas(ctx, prompt, self.params):
             if delta.usage is not None:
                 yield str(delta.usage.num_cached_tokens)
+
+    @bentoml.api
+    async def endless(self, ctx: bentoml.Context) -> int:
+        """Complete for long."""
+        return len((await self.complete(ctx, [1], SamplingParams(**ENDLESS))).outputs[0].token_ids)
+
+    @bentoml.api
+    async def broken(self, ctx: bentoml.Context) -> AsyncGenerator[str, None]:
+        """Fail in the middle of a stream."""
+        async for _ in self.deltas(ctx, [1], SamplingParams(**ENDLESS)):
+            yield "text"
+            raise KeyError
 
     @bentoml.api
     async def through_itself(self, prompt: list[int]) -> int:

@@ -77,6 +77,19 @@ async def test_an_endpoint_of_ones_own_keeps_its_tenants_apart(where: str, reque
         assert request.getfixturevalue("tenants").log.read_text(encoding="utf-8").count(VERB) >= 2 * len(LOST)
 
 
+async def test_who_leaves_and_what_breaks_is_noticed_on_a_real_connection(tenants: Served) -> None:
+    """The request of a client that left is gone long before its end, and a stream that failed is no complete body."""
+    async with httpx.AsyncClient(base_url=tenants.url, timeout=240.0, headers={"x-tenant": "blue"}) as http:
+        before = (await http.post("/stats", json={})).json()["num_generated_tokens"]
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post("/endless", json={}, timeout=httpx.Timeout(240.0, read=0.3))
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.post("/broken", json={})
+        while (now := (await http.post("/stats", json={})).json())["num_running"]:
+            await asyncio.sleep(0.01)
+        assert now["num_generated_tokens"] - before < 1000
+
+
 async def test_a_client_cannot_pretend_to_be_the_service(request: pytest.FixtureRequest) -> None:
     """The header by which a service knows its own calls is worth nothing without the key of its process: such a call is
     its sender's, and is not asked to name a tenant."""
