@@ -103,6 +103,11 @@ class Tenants(PagedCoreRunner):
             if delta.usage is not None:
                 yield str(delta.usage.num_cached_tokens)
 
+    @bentoml.task
+    async def later(self, prompt: list[int], ctx: bentoml.Context) -> int:
+        """Complete for a caller who comes back for it."""
+        return await self.whole.local(prompt, ctx)  # type: ignore[attr-defined, no-any-return]
+
     @bentoml.api
     async def endless(self, ctx: bentoml.Context) -> int:
         """Complete for long."""

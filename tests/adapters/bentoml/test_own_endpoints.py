@@ -50,9 +50,9 @@ async def client_of(where: str, request: pytest.FixtureRequest) -> AsyncIterator
             yield http
 
 
-def prompts_of(name: str, number: int = 1) -> dict[str, Any]:
-    """The body of a call with a long prompt that only the endpoint of this name sees."""
-    prompt = [1 + (ord(letter) + number) % 20 for letter in (name * 40)[:40]]
+def prompts_of(name: str) -> dict[str, Any]:
+    """The body of a call with a long prompt of this name; two names with one first letter share a first token."""
+    prompt = [1 + ord(letter) % 20 for letter in (name * 40)[:40]]
     return {"prompts": [prompt]} if name == "together" else {"prompt": prompt}
 
 
@@ -90,6 +90,20 @@ async def test_who_leaves_and_what_breaks_is_noticed_on_a_real_connection(tenant
         assert now["num_generated_tokens"] - before < 1000
 
 
+async def test_a_task_outlives_the_call_that_submits_it(tenants: Served) -> None:
+    """It is not ended when its client has gone, and is its tenant's."""
+    async with httpx.AsyncClient(base_url=tenants.url, timeout=240.0, headers={"x-tenant": "blue"}) as http:
+        found = []
+        for tenant in ("blue", "green", "blue"):
+            submitted = await http.post("/later/submit", json=prompts_of("queue"), headers={"x-tenant": tenant})
+            task = {"task_id": submitted.json()["task_id"]}
+            while (state := (await http.get("/later/status", params=task)).json()["status"]) == "in_progress":
+                await asyncio.sleep(0.02)
+            assert state == "completed"
+            found.append(int((await http.get("/later/get", params=task)).text))
+        assert (found[:2], found[2] >= 36) == ([0, 0], True)
+
+
 async def test_a_client_cannot_pretend_to_be_the_service(request: pytest.FixtureRequest) -> None:
     """The header by which a service knows its own calls is worth nothing without the key of its process: such a call is
     its sender's, and is not asked to name a tenant."""
@@ -111,7 +125,16 @@ def test_a_service_in_front_names_the_tenant() -> None:
         assert VERB in served.log.read_text(encoding="utf-8")
 
 
-class Own(PagedCoreRunner):
+class Shared:
+    """An endpoint that several services inherit."""
+
+    @bentoml.api
+    async def mixed_in(self, ctx: bentoml.Context) -> int:
+        """Refuse."""
+        raise InvalidSampling("temperature", 99, "at most 2")
+
+
+class Own(Shared, PagedCoreRunner):
     """Endpoints that meet all that can happen."""
 
     @bentoml.api
@@ -162,6 +185,7 @@ async def test_refusals_have_the_status_and_the_body_of_the_services_own_endpoin
         for path, body, status, kind in [
             ("/whole", {"temperature": 99}, 400, "InvalidSampling"), ("/in_a_thread", {}, 400, "InvalidSampling"),
             ("/whole", {"max_tokens": 10**6}, 400, "InvalidMaxTokens"), ("/forbidden", {}, 403, "HTTPException"),
+            ("/mixed_in", {}, 400, "InvalidSampling"),
             ("/stream_of", {"max_tokens": 10**6}, 400, "InvalidMaxTokens"),
             ("/stream_of", {"priority": 5}, 400, "InvalidRequest"),
         ]:
