@@ -164,7 +164,9 @@ class OwnStream(TextStream):
 
 
 def _streamed(spec: Any) -> Any:
-    """Return the output of an endpoint that streams, sent by ``OwnStream``."""
+    """Return the output of an endpoint that streams, sent by ``OwnStream`` unless it has a way of its own."""
+    if spec.to_http_response.__func__ is not bentoml.IODescriptor.to_http_response.__func__:
+        return spec
 
     async def to_http_response(cls: Any, items: AsyncGenerator[Any, None], serde: Any) -> Response:
         return OwnStream(_pieces(cls, items, serde), cls.mime_type())

@@ -18,7 +18,8 @@ from adapters.bentoml.processes import Served, bentoml_serve
 from adapters.bentoml.served import Tenants
 from pagedcore import AsyncEngine, SamplingParams
 from pagedcore.errors import InvalidSampling, PagedcoreError
-from pagedcore_bentoml import PagedCoreRunner
+from pagedcore_bentoml import EventParser, PagedCoreRunner
+from pagedcore_bentoml.wire import EventText
 from pagedcore_http.refusals import SaltNotDerived
 from support.async_helpers import SlowBackend
 from support.doubles import toy_answer
@@ -153,6 +154,14 @@ class Own(Shared, PagedCoreRunner):
             if breaks:
                 raise KeyError
 
+    @bentoml.api(output_spec=EventText)
+    async def events(self, ctx: bentoml.Context, breaks: bool = False) -> AsyncGenerator[str, None]:
+        """Stream as ``/stream`` does."""
+        async for chunk in self.stream.local([1], {"max_tokens": 2}, ctx=ctx):  # type: ignore[attr-defined]
+            yield chunk
+            if breaks:
+                raise InvalidSampling("temperature", 99, "at most 2")
+
     @bentoml.api
     def in_a_thread(self) -> str:
         """Refuse, without an event loop."""
@@ -210,7 +219,7 @@ async def test_a_client_that_leaves_ends_the_work_of_an_endpoint() -> None:
 
 
 async def test_a_stream_that_fails_is_not_taken_for_a_complete_one() -> None:
-    """Its body does not end, where BentoML would end it as if nothing had happened."""
+    """Its body does not end, where BentoML would end it as if nothing had happened; one of events has its own end."""
     async with own() as app:
         whole = await app.call("/stream_of", {"max_tokens": 4})
         assert whole.text == "".join(f"{token_id}," for token_id in toy_answer([1], 4))
@@ -218,6 +227,9 @@ async def test_a_stream_that_fails_is_not_taken_for_a_complete_one() -> None:
         with pytest.raises(Exception, match="failed after its beginning"):
             await broken.task
         assert broken.messages[-1]["more_body"]
+        for breaks, last in ((False, "done"), (True, "error")):
+            events = EventParser().feed((await app.call("/events", {"breaks": breaks})).text)
+            assert events[-1].name == last
 
 
 async def test_a_call_in_flight_may_ask_again_while_the_service_drains() -> None:
