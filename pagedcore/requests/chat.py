@@ -221,12 +221,18 @@ def _call(what: str, call: Any) -> tuple[dict[str, Any], int]:
     return {**own_id, "type": "function", "function": {"name": name, "arguments": checked}}, length
 
 
-def _arguments(what: str, given: Any) -> tuple[dict[str, Any], int]:
+def _arguments(what: str, given: Any) -> tuple[dict[str, Any] | str, int]:
+    """Return arguments as templates take them, and their length; text that is no JSON object stays as it is.
+
+    Why: a model has written it, one of ours cut off perhaps, and a history that has it would be refused for ever.
+    """
     if isinstance(given, str):
         count_text_bytes(what, given, MAX_CHAT_BYTES)
-    parsed = _parsed(given) if isinstance(given, str) else given
+    parsed = _parsed(given) if isinstance(given, str) else {} if given is None else given
+    if isinstance(given, str) and not isinstance(parsed, Mapping):
+        return given, len(given)
     if not isinstance(parsed, Mapping):
-        raise InvalidPrompt(what, given, "a JSON object, or the text of one without members of the same name")
+        raise InvalidPrompt(what, given, "a JSON object, or its text")
     try:
         copied = _Copy(what, MAX_CHAT_BYTES).value(what, parsed)
     except InvalidTools as error:

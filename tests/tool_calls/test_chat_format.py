@@ -300,15 +300,26 @@ def call(**function: Any) -> Any:
 
 
 @pytest.mark.parametrize("calls", [
-    "calls", [5], [{}], [call(name="a b")], [call(arguments="{")], [call(arguments="[]")], [call(arguments=5)],
-    [call(arguments='{"a": 1, "a": 2}')], [call(arguments='{"a": NaN}')], [call(arguments="[" * 100_000)],
+    "calls", [5], [{}], [call(name="a b")], [call(arguments=5)], [call(arguments="[" * 100_000)],
     [call(arguments='{"a": ' * 50 + "1" + "}" * 50)], [{**call(), "id": 5}], [{**call(), "type": "custom"}],
     [call()] * 129, [call(arguments='{"a": "\ud800"}')],
-], ids=range(15))
+], ids=range(11))
 def test_calls_that_are_none_are_refused(calls: Any) -> None:
-    """The calls in messages are checked like all else, with arguments that two readers could read in two ways."""
+    """The calls in messages are checked like all else."""
     with scripted_engine("") as engine, pytest.raises(PagedcoreError):
         engine.encode(Chat([*QUESTION, {"role": "assistant", "tool_calls": calls}]))
+
+
+@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[]", '{"a": 1, "a": 2}', '{"a": NaN}', "none", None, ""])
+def test_arguments_in_a_history_may_be_malformed(arguments: str | None, form: str) -> None:
+    """A model wrote them, and one that was cut off is of our own making: the chat goes on, with their text."""
+    message = {"role": "assistant", "tool_calls": [call(arguments=arguments)]}
+    chat = Chat([*QUESTION, message, {"role": "tool", "tool_call_id": "1", "content": "an error"}])
+    prompts = list[str]()
+    with scripted_engine(lambda prompt: prompts.append(prompt) or "3.", form) as engine:
+        assert engine.submit(chat, SamplingParams(max_tokens=20)).result(60).outputs[0].text == "3."
+    assert json.dumps(arguments) in prompts[0] if arguments else "{}" in prompts[0]
 
 
 def test_tools_count_as_text_of_the_chat() -> None:
