@@ -386,7 +386,7 @@ async def test_the_limit_of_a_body_follows_from_the_models_context(app: App) -> 
         refused = await app.call(path, b" " * limit)
         assert (refused.status, refused.error["type"]) == (400, "RefusedAtTheDoor")
     many = await app.call("/generate", b'{"prompt":' + b"[" * (limit - 20))
-    assert (many.status, many.error["limit"]) == (413, "at most 8192 lists")
+    assert (many.status, many.error["limit"]) == (413, "at most 16384 lists")
 
 
 @pytest.mark.parametrize("is_main", [True, False])
