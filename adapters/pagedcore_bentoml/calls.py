@@ -135,21 +135,24 @@ async def complete(engine: AsyncEngine, prompt: Any, call: Call) -> Completion:
 
 @dataclass(frozen=True, slots=True)
 class ChatTools:
-    """The tools of a chat, as the caller wrote them."""
+    """What a caller says of a chat besides its messages, as it was written."""
 
     tools: Any
     choice: Any
     is_parallel: Any
+    template_arguments: Any = None
+    reasoning_effort: Any = None
 
 
 async def complete_chat(engine: AsyncEngine, messages: Any, tools: ChatTools, call: Call) -> Completion:
     """Complete a chat, whose model may call tools; cancelling this aborts the request. Raises as ``complete``."""
     if type(tools.is_parallel) is not bool:
         raise InvalidRequest("parallel_tool_calls", tools.is_parallel, "true or false")
-    prompt = join_text_parts(messages)
-    if tools.tools not in (None, []):
-        prompt = Chat(prompt, tools.tools)
-    turn = engine.chat_format.turn(prompt, call.params(), tools.choice, tools.is_parallel)
+    prompt, form = join_text_parts(messages), engine.chat_format
+    arguments = form.arguments(tools.template_arguments, tools.reasoning_effort, "chat_template_kwargs")
+    if tools.tools not in (None, []) or arguments:
+        prompt = Chat(prompt, tools.tools or None, template_arguments=arguments)
+    turn = form.turn(prompt, call.params(), tools.choice, tools.is_parallel)
     async with call.in_time():
         output = await asyncio.wrap_future(engine.submit(prompt, turn.params, **call.options))
     output.raise_for_error()

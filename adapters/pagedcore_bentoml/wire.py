@@ -50,6 +50,8 @@ Tools = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "objec
                                        "description": "Function tools, as OpenAI's chats have them."})]
 ToolChoice = Annotated[Any, WithJsonSchema({"description": "auto, none, required, or an object with a tool's name."})]
 Parallel = Annotated[Any, WithJsonSchema({"type": "boolean", "description": "Whether several calls are allowed."})]
+TemplateArguments = Annotated[Any, WithJsonSchema({"type": "object", "description": "Of the model's chat template."})]
+Effort = Annotated[Any, WithJsonSchema({"type": "string", "description": "Of reasoning: none, low, medium, high, ..."})]
 Label = Annotated[Any, WithJsonSchema({"type": "string", "description": "The caller's own label, for logs."})]
 LabelOfEach = Annotated[Any, WithJsonSchema({"description": "A list of labels, one for each prompt."})]
 
@@ -117,6 +119,8 @@ class ChatInput(EndpointInput):
     tools: Tools = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Parallel = True
+    chat_template_kwargs: TemplateArguments = None
+    reasoning_effort: Effort = None
 
 
 class BatchInput(EndpointInput):

@@ -111,13 +111,15 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         if (wanted := others.pop("response_format", None)) is not None:
             others["structured"] = response_format(wanted)
         call, chat = self._resolve(stop, others, is_stream=is_stream), to_chat(messages)
-        tools = keywords.get("tools")
-        prompt = Chat(chat, tools) if tools else chat
+        tools, form = keywords.get("tools"), self.engine.chat_format
+        arguments = form.arguments(keywords.get("chat_template_kwargs"), keywords.get("reasoning_effort"),
+                                   "chat_template_kwargs")
+        prompt = Chat(chat, tools, template_arguments=arguments) if tools or arguments else chat
         is_parallel = keywords.get("parallel_tool_calls")
         is_parallel = True if is_parallel is None else is_parallel
         if type(is_parallel) is not bool:
             raise InvalidRequest("parallel_tool_calls", is_parallel, "True or False")
-        turn = self.engine.chat_format.turn(prompt, call.params, keywords.get("tool_choice"), is_parallel)
+        turn = form.turn(prompt, call.params, keywords.get("tool_choice"), is_parallel)
         return prompt, replace(call, params=turn.params), turn
 
     @override

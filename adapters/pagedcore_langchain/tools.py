@@ -10,8 +10,9 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pagedcore import Chat
 from pagedcore.errors import InvalidTools
 
-OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls", "ls_structured_output_format")
-"""Keywords of a call that are no sampling parameters; the last one is for tracers."""
+OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls", "ls_structured_output_format",
+                   "chat_template_kwargs", "reasoning_effort")
+"""Keywords of a call that are no sampling parameters; "ls_structured_output_format" is for tracers."""
 _SAME: Final = ("auto", "none", "required")
 
 

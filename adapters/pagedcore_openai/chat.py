@@ -14,9 +14,9 @@ from pagedcore_http.events import encode, frame_text
 from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call, ServedModel
+from pagedcore_openai.chat_prompt import read_chat
 from pagedcore_openai.errors import DONE, FieldNotSupported
-from pagedcore_openai.prompts import messages_of
-from pagedcore_openai.tools import delta_of, from_functions, message_of, of_functions, with_tools
+from pagedcore_openai.tools import delta_of, from_functions, message_of, of_functions
 from pagedcore_openai.wire import UsageSoFar, chat_logprobs, usage_of
 
 
@@ -42,7 +42,8 @@ class ChatCall(Call):
 
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the chat."""
-        return [with_tools(messages_of(known.required(fields, "messages", "a list of messages")), fields)]
+        given = known.required(fields, "messages", "a list of messages")
+        return [read_chat(given, fields, self.served.engine.chat_format)]
 
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters; ``max_completion_tokens`` is the newer name of ``max_tokens``."""

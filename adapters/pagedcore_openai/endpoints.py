@@ -24,8 +24,8 @@ from pagedcore_http.events import encode
 from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, RETRY_ELSEWHERE_S, RefusedAtTheDoor
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call
+from pagedcore_openai.chat_prompt import read_chat
 from pagedcore_openai.errors import openai_refusal
-from pagedcore_openai.prompts import messages_of
 from pagedcore_openai.service import Service
 from pagedcore_openai.tools import functions_only
 
@@ -95,9 +95,10 @@ class Tokenize(Endpoint):
         served, wants_names = self.service.model_of(fields), known.flag(fields, "return_token_strs")
         if ("prompt" in fields) == ("messages" in fields):
             raise InvalidPrompt("prompt", fields.get("prompt"), "given, or messages, and not both")
-        prompt = fields["prompt"] if "prompt" in fields else messages_of(fields["messages"])
-        if "tools" in fields:
-            prompt = Chat(prompt, functions_only(fields["tools"]))
+        if "prompt" in fields:
+            prompt = Chat(fields["prompt"], functions_only(fields["tools"])) if "tools" in fields else fields["prompt"]
+        else:
+            prompt = read_chat(fields["messages"], fields, served.engine.chat_format)
         if not isinstance(prompt, str | list | Chat) or (isinstance(prompt, list) and "prompt" in fields):
             raise InvalidPrompt("prompt", prompt, "text")
         token_ids = await asyncio.to_thread(served.engine.encode, prompt)

@@ -31,6 +31,7 @@ _NOT_WITH_BEAMS: Final = {"temperature": DEFAULT_TEMPERATURE, "top_p": 1.0}
 _OPTIONS: Final = ("model", "stream", "stream_options", "priority", "cache_salt", "request_id", "timeout_s",
                    "deadline_s", "ttft_ms", "tpot_ms", "return_token_ids")
 _TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")
+_OF_TEMPLATE: Final = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _IGNORED: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "prediction", "client_metadata",
@@ -48,6 +49,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     "max_tool_calls": "parallel_tool_calls: false allows one call in an answer.",
     "context_management": "Send a shorter input.", "truncation": "Send a shorter input.",
     "prompt_logprobs": "Ask /v1/completions with echo and logprobs.",
+    "chat_template": "The operator gives one: serve --chat-template FILE.",
     "logits_processors": "They are code, which is not taken from a body.",
 }
 """What to do instead of leaving a name out, where it is refused unless its value asks for nothing."""
@@ -118,12 +120,11 @@ _SAMPLING: Final = {*_COMMON, *_EXTRA, "top_k", "max_tokens", "use_beam_search",
                     *_OPTIONS}
 CHAT: Final = Form(
     frozenset({*_SAMPLING, *_TOOLS, *structured.NAMES, "messages", "max_completion_tokens", "logprobs",
-               "top_logprobs", "functions", "function_call"}),
+               "top_logprobs", "functions", "function_call", "reasoning_effort", *_OF_TEMPLATE}),
     {**_NEUTRAL,
      "modalities": (["text"],), "audio": (), "web_search_options": (), "moderation": (), "verbosity": _VERBOSITY,
-     "reasoning_effort": ("none",), "best_of": (1,), "echo": (False,),
-     "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
-     "documents": (), "chat_template": (), "chat_template_kwargs": ({},), "mm_processor_kwargs": (),
+     "best_of": (1,), "echo": (False,),
+     "add_special_tokens": (False,), "documents": (), "chat_template": (), "mm_processor_kwargs": (),
      "include_reasoning": (True,)},
 )
 COMPLETION: Final = Form(
@@ -142,7 +143,7 @@ RESPONSE: Final = Form(
 )
 TEXT: Final = Form(frozenset({"format"}), {"verbosity": _VERBOSITY}, frozenset(), "text.")
 REASONING: Final = Form(
-    frozenset(), {"effort": ("none",), "context": ("auto",), "mode": ("standard",)},
+    frozenset({"effort"}), {"context": ("auto",), "mode": ("standard",)},
     frozenset({"summary", "generate_summary"}), "reasoning.",
 )
 """Reasoning is given as it was written, and not summed up."""
@@ -151,9 +152,8 @@ _STREAM_OPTIONS: Final = Form(
     "stream_options.",
 )
 TOKENIZE: Final = Form(
-    frozenset({"model", "prompt", "messages", "tools", "return_token_strs"}),
-    {"add_special_tokens": (True, False), "add_generation_prompt": (True,), "continue_final_message": (False,),
-     "chat_template": (), "chat_template_kwargs": ({},), "mm_processor_kwargs": ()},
+    frozenset({"model", "prompt", "messages", "tools", "return_token_strs", *_OF_TEMPLATE}),
+    {"add_special_tokens": (True, False), "chat_template": (), "mm_processor_kwargs": ()},
 )
 DETOKENIZE: Final = Form(frozenset({"model", "tokens"}))
 

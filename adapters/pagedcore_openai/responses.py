@@ -15,11 +15,12 @@ from pagedcore_http.json_pieces import map_in_pieces
 from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call, ServedModel
+from pagedcore_openai.chat_prompt import chat_of
 from pagedcore_openai.errors import ChunkStream, FieldNotSupported, NamedEventStream
 from pagedcore_openai.prompts import input_of, instructions_of
 from pagedcore_openai.response_items import Items
 from pagedcore_openai.structured import format_of
-from pagedcore_openai.tools import chat_tools, of_flat_tools, said, with_tools
+from pagedcore_openai.tools import chat_tools, of_flat_tools, said
 from pagedcore_openai.wire import chat_entry
 
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -57,7 +58,8 @@ class ResponseCall(Call):
         before = () if previous is None else self.served.stored.messages_of(previous, self._owner)
         self._messages = [*before, *given]
         # Why apart: instructions are for one response, as at OpenAI.
-        return [with_tools([*instructions_of(fields.get("instructions")), *self._messages], chat_tools(fields))]
+        messages = [*instructions_of(fields.get("instructions")), *self._messages]
+        return [chat_of(messages, chat_tools(fields), self.served.engine.chat_format)]
 
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters."""
@@ -68,7 +70,6 @@ class ResponseCall(Call):
         if fields.get("top_logprobs") and not has_logprobs:
             raise FieldNotSupported("top_logprobs", fields["top_logprobs"], f"null without {_LOGPROBS} in include")
         logprobs = {"logprobs": fields.get("top_logprobs", 0)} if has_logprobs else {}
-        known.REASONING.read_in(fields, "reasoning")
         self._format = known.TEXT.read_in(fields, "text").get("format") or {"type": "text"}
         form = format_of("text.format", self._format)
         wanted = {} if form is None else {"structured": form}
@@ -114,7 +115,8 @@ class ResponseCall(Call):
             "instructions": fields.get("instructions"), "max_output_tokens": fields.get("max_output_tokens"),
             "model": self.served.name, "output": items,
             "parallel_tool_calls": has_tools and known.flag(fields, "parallel_tool_calls", default=True),
-            "previous_response_id": fields.get("previous_response_id"), "reasoning": {"effort": None, "summary": None},
+            "previous_response_id": fields.get("previous_response_id"),
+            "reasoning": {"effort": None, "summary": None, **fields.get("reasoning", {})},
             "store": self._is_stored, "temperature": fields.get("temperature", params.temperature),
             "text": {"format": self._format},
             "tool_choice": fields.get("tool_choice", "auto" if has_tools else "none"),

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from pagedcore import Chat
 from pagedcore.errors import InvalidRequest, InvalidTools
 from pagedcore.tool_calls.events import (
     ArgumentsDelta,
@@ -25,12 +24,6 @@ _TOOL: Final = re.compile(r"^tools(\[\d+\])?(\.function)?")
 """The place of a tool, whose function is one level deeper than in the older form, and in responses."""
 _NESTED: Final = re.compile(r'("type": "function", )"function": \{"name": ([".]+)\}')
 """A function in the form that a refusal asks for."""
-
-
-def with_tools(messages: list[Any], fields: Mapping[str, Any]) -> Any:
-    """Return the prompt of a chat. Raises ``InvalidTools``; ``FieldNotSupported`` for a tool that is no function."""
-    tools = fields.get("tools", [])
-    return Chat(messages, functions_only(tools)) if tools != [] else messages
 
 
 def functions_only(tools: Any) -> Any:

@@ -31,9 +31,26 @@ BlocksOption = Annotated[
     int | None, typer.Option("--blocks", help="KV blocks of the pool; few of them force preemptions.")
 ]
 LengthOption = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and completion, in tokens.")]
+TemplateOption = Annotated[
+    Path | None, typer.Option("--chat-template", help="A file with a chat template, instead of the model's own.")
+]
 BackendOption = Annotated[
     str | None, typer.Option("--attention-backend", help="See `pagedcore plugins --table attention`.")
 ]
+
+
+def template_of(path: Path | None) -> str | None:
+    """Return the text of a file with a chat template. Raises ``InvalidConfig`` if it cannot be read."""
+    from pagedcore.config.limits import MAX_TEMPLATE_LENGTH
+    from pagedcore.errors import InvalidConfig
+
+    if path is None:
+        return None
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_TEMPLATE_LENGTH + 1)
+    except (OSError, UnicodeError) as error:
+        raise InvalidConfig(f"--chat-template: the file cannot be read ({type(error).__name__}).") from None
 
 
 def console() -> Console:

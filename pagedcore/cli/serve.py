@@ -46,6 +46,7 @@ def serve(
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
     attention_backend: common.BackendOption = None,
+    chat_template: common.TemplateOption = None,
     config: common.ConfigOption = None,
 ) -> None:
     """Serve OpenAI's HTTP interface; PAGEDCORE_API_KEYS has the keys of those who may call, separated by commas."""
@@ -53,7 +54,8 @@ def serve(
 
     settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "quantization": quantization,
                 "max_num_seqs": max_num_seqs, "num_kv_blocks": blocks, "max_model_len": max_model_len,
-                "attention_backend": attention_backend, "kv_cache_memory": kv_memory}
+                "attention_backend": attention_backend, "kv_cache_memory": kv_memory,
+                "chat_template": common.template_of(chat_template)}
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if config is not None:
         given = {"config": EngineConfig.from_file(config, **given)}

@@ -60,6 +60,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "disk_kv_dir": rules.NAME.or_none(),
     "session_key": rules.SECRET.or_none(),
     "tokenizer": rules.NAME.or_none(),
+    "chat_template": rules.TEMPLATE.or_none(),
     "control_tokens_in_chats": rules.BOOLEAN,
     "tool_parser": rules.NAME,
     "reasoning_parser": rules.NAME,
@@ -160,6 +161,9 @@ class EngineConfig:
     "swap" where there is a host tier, and as "wait" where there is none."""
     tokenizer: str | None = None
     """Directory or name of the tokenizer; ``None``: the model's own."""
+    chat_template: str | None = field(default=None, repr=False)
+    """The text of a chat template in Jinja, instead of the tokenizer's own. It is a program, which runs in a sandbox,
+    and comes from you: no request can bring one."""
     control_tokens_in_chats: bool = False
     """Whether the text of a control token, such as ``<|im_end|>``, becomes that token in messages and tools too, so
     that whoever wrote them can end a turn and begin another. Prompts of plain text always have control tokens."""

@@ -123,6 +123,10 @@ def _nearest(choices: Sequence[str], elsewhere: Mapping[str, str], given: Any) -
 COUNT: Final = integer(1, limits.MAX_COUNT)
 PRIORITY: Final = integer(-limits.MAX_PRIORITY, limits.MAX_PRIORITY)
 NAME: Final[FieldRule[str]] = FieldRule(lambda value: isinstance(value, str) and bool(value), "a name")
+TEMPLATE: Final[FieldRule[str]] = FieldRule(
+    lambda value: isinstance(value, str) and 1 <= len(value) <= limits.MAX_TEMPLATE_LENGTH
+    and not _SURROGATE.search(value), f"the text of a template, of 1 to {limits.MAX_TEMPLATE_LENGTH} characters"
+)
 OPTIONS: Final[FieldRule[Mapping[str, Any]]] = FieldRule(
     lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value), "names with values"
 )

@@ -48,6 +48,10 @@ MAX_TOOLS: Final = 256
 MAX_TOOLS_LENGTH: Final = 2**18
 #: Levels of objects and lists in a tool's parameters, and in the arguments that a model writes.
 MAX_TOOL_DEPTH: Final = 32
+#: Arguments of a chat template: published ones read fewer than ten.
+MAX_TEMPLATE_ARGUMENTS: Final = 16
+#: Characters of a text among them; they are words such as "high", or a date.
+MAX_TEMPLATE_ARGUMENT_LENGTH: Final = 128
 #: Calls in one message of a chat.
 MAX_TOOL_CALLS: Final = 128
 #: UTF-8 bytes of all roles and contents of one chat, for the same reason: a million tokens of prose.

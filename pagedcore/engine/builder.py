@@ -10,12 +10,14 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 from pagedcore.config.engine_config import BESIDE_SETTINGS, EngineConfig, own_names
 from pagedcore.config.field_rules import invalid_setting
 from pagedcore.config.limits import MAX_SCORED_BYTES
 from pagedcore.engine.kv_memory import KVMemory, context_length
+from pagedcore.errors import InvalidConfig
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
@@ -98,6 +100,8 @@ def build_components(
         with usable_torch():
             backend = resolve_backend(named, config, manager.registry.load)
         text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(named, config)
+        if config.chat_template is not None:
+            text = _with_template(text, config.chat_template)
         memory = KVMemory(backend, config)
         try:
             return _assemble(model_name(model), config, manager, policy, backend, text, memory, tokenizer)
@@ -146,8 +150,8 @@ def _assemble(
     return EngineComponents(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
         memory.num_bytes, store, backend_fingerprint(backend), form,
-        _identity(backend, form, info.max_model_len, tokenizer), _chat_format(manager.registry, config, text), laws,
-        promises,
+        _identity(backend, form, info.max_model_len, tokenizer, config.chat_template),
+        _chat_format(manager.registry, config, text), laws, promises,
     )
 
 
@@ -167,10 +171,13 @@ def _find_format(table: Table[Callable[[], Any]], name: str, template: str) -> A
     return next((form for form in forms if form.recognises(template)), None)
 
 
-def _identity(backend: ModelBackend, form: str, max_model_len: int, tokenizer: Any) -> str:
+def _identity(
+    backend: ModelBackend, form: str, max_model_len: int, tokenizer: Any, template: str | None
+) -> str:
     # Why: weights of a backend that does not describe them, and a tokenizer object, are not known to be another's.
     is_known = isinstance(backend, HasFingerprint) and isinstance(tokenizer, str | None)
-    return f"{form if is_known else secrets.token_hex(32)}-{max_model_len}-{tokenizer if is_known else ''}"
+    own = "" if template is None else f"-{sha256(template.encode()).hexdigest()}"
+    return f"{form if is_known else secrets.token_hex(32)}-{max_model_len}-{tokenizer if is_known else ''}{own}"
 
 
 def _preemption(backend: ModelBackend, config: EngineConfig, memory: KVMemory) -> str:
@@ -199,6 +206,14 @@ def _as_tokenizer(tokenizer: Any) -> Tokenizer:
     from pagedcore.tokenizer.tokenizer import HFTokenizer
 
     return HFTokenizer.from_transformers(tokenizer)
+
+
+def _with_template(text: Tokenizer | None, source: str) -> Tokenizer:
+    from pagedcore.tokenizer.tokenizer import HFTokenizer
+
+    if not isinstance(text, HFTokenizer):
+        raise InvalidConfig("chat_template: got a template, allowed is None with this tokenizer, or without one.")
+    return text.with_chat_template(source)
 
 
 def _describe(name: str, backend: ModelBackend, config: EngineConfig, kv_cache: KVCacheManager) -> EngineInfo:

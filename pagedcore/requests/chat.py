@@ -24,6 +24,7 @@ from pagedcore.config.limits import (
 from pagedcore.errors import InvalidPrompt, InvalidTools, PromptEmpty, PromptTooLong, describe_name
 from pagedcore.protocols import ChatMessage
 from pagedcore.requests.validation import count_text_bytes
+from pagedcore.tokenizer.template_arguments import validate_arguments
 
 TOOL_NAME: Final = re.compile("[a-zA-Z0-9_-]{1,64}")
 _FIELDS: Final = ("name", "description", "parameters", "strict", "return")
@@ -36,6 +37,7 @@ class Chat:
     """A prompt of chat messages with tools; a plain list of messages is a chat without tools.
 
     Raises:
+        InvalidPrompt: a flag is neither true nor false, or a template's argument is none.
         InvalidTools: there are too many tools, one is no function as OpenAI's interface has them, two have one name,
             or their parameters are too long, too deep, or no JSON.
     """
@@ -46,21 +48,43 @@ class Chat:
     of an object."""
     control_tokens: bool
     """Whether the text of a control token in messages and tools becomes that token: for a caller who wrote them all."""
+    template_arguments: Mapping[str, Any]
+    """Arguments of the chat template by name, such as ``{"enable_thinking": False}``: at most 16 that it reads, each a
+    truth value, a number or short text."""
+    add_generation_prompt: bool
+    """Whether the prompt ends where a new message of the assistant begins; if not, behind the last message."""
+    continue_final_message: bool
+    """Whether the completion continues the last message, which is one of the assistant; no new one begins then."""
 
     def __init__(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None = None, *,
-        control_tokens: bool = False,
+        control_tokens: bool = False, template_arguments: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True, continue_final_message: bool = False,
     ) -> None:
-        if type(control_tokens) is not bool:
-            raise InvalidPrompt("control_tokens", control_tokens, "True or False")
+        for name, value in (("control_tokens", control_tokens), ("add_generation_prompt", add_generation_prompt),
+                            ("continue_final_message", continue_final_message)):
+            if type(value) is not bool:
+                raise InvalidPrompt(name, value, "True or False")
+            object.__setattr__(self, name, value)
+        if continue_final_message:
+            object.__setattr__(self, "add_generation_prompt", False)
         object.__setattr__(self, "messages", messages)
         object.__setattr__(self, "tools", validate_tools(tools))
-        object.__setattr__(self, "control_tokens", control_tokens)
+        arguments = validate_arguments("template_arguments", template_arguments)
+        object.__setattr__(self, "template_arguments", arguments)
 
     @property
     def functions(self) -> list[dict[str, Any]]:
         """The functions of the tools."""
         return [tool["function"] for tool in self.tools]
+
+    @property
+    def rendering(self) -> Mapping[str, Any]:
+        """All that the template is told besides messages and tools; empty if it is nothing out of the ordinary."""
+        if self.add_generation_prompt:
+            return self.template_arguments
+        continues = {"continue_final_message": True} if self.continue_final_message else {}
+        return {**self.template_arguments, "add_generation_prompt": False, **continues}
 
 
 def validate_tools(tools: object) -> tuple[dict[str, Any], ...]:
@@ -187,6 +211,13 @@ def validate_chat(messages: object, max_model_len: int | None = None, num_bytes:
             room -= count_text_bytes(what, text, room)
         checked.append(message)
     return checked
+
+
+def require_continuable(messages: Sequence[ChatMessage]) -> None:
+    """Raise ``InvalidPrompt`` unless the last message, which ``validate_chat`` has checked, can be continued."""
+    last = messages[-1]
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        raise InvalidPrompt("continue_final_message", True, "False, or a last message of the assistant without calls")
 
 
 def uses_tools(messages: Sequence[ChatMessage]) -> bool:

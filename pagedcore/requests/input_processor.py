@@ -26,9 +26,10 @@ from pagedcore.outputs import RequestOutput, TokenText
 from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, RendersTools, Tokenizer
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
-from pagedcore.requests.chat import Chat, tools_length, uses_tools, validate_chat
+from pagedcore.requests.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.structured.grammars import Grammars
+from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
 
 Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage] | Chat
 """Text, token ids, chat messages (mappings with "role" and "content"), or a ``Chat``, which has tools too."""
@@ -174,15 +175,18 @@ class InputProcessor:
     def _chat_ids(self, chat: Any, known: list[int] | None) -> list[int]:
         tools: SequenceOf[Mapping[str, Any]] = ()
         has_control_tokens = self.control_tokens_in_chats
-        if type(chat) is Chat:
-            has_control_tokens |= chat.control_tokens
-            chat, tools = chat.messages, chat.tools
+        of_chat = chat if type(chat) is Chat else None
+        if of_chat is not None:
+            has_control_tokens |= of_chat.control_tokens
+            chat, tools = of_chat.messages, of_chat.tools
         messages = validate_chat(chat, self.max_model_len, tools_length(tools))
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise _needs_tokenizer("chat messages")
         options: dict[str, Any] = {}
         with _tokenizing():
+            if of_chat is not None and of_chat.rendering:
+                options["arguments"] = _arguments_for(tokenizer, of_chat, messages)
             if tools or uses_tools(messages):
                 if not isinstance(tokenizer, RendersTools) or not tokenizer.knows_tools:
                     raise InvalidTools("tools", len(tools), "none, nor calls or results of calls in messages",
@@ -194,6 +198,17 @@ class InputProcessor:
             if known is None:
                 return tokenizer.encode_chat(messages, **options)
             return tokenizer.encode_chat_turn(messages, known, **options)
+
+
+def _arguments_for(tokenizer: Tokenizer, chat: Chat, messages: SequenceOf[ChatMessage]) -> Mapping[str, Any]:
+    """Return what the template of a chat is told. Raises ``InvalidPrompt`` for what this one cannot be told."""
+    names = tokenizer.template_arguments if isinstance(tokenizer, TakesArguments) else frozenset[str]()
+    require_read("template_arguments", chat.template_arguments, names)
+    if not isinstance(tokenizer, TakesArguments):
+        raise InvalidPrompt("add_generation_prompt", False, "True with this tokenizer, which ends all chats alike")
+    if chat.continue_final_message:
+        require_continuable(messages)
+    return chat.rendering
 
 
 @contextmanager

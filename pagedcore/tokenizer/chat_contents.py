@@ -29,7 +29,9 @@ _ADVICE: Final = "Leave it out, or let contents of chats have control tokens wit
 class Render(Protocol):
     """Renders a chat."""
 
-    def __call__(self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]]) -> str:
+    def __call__(
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    ) -> str:
         """Return the text."""
 
 
@@ -52,7 +54,7 @@ class ChatContents:
 
     def checked(
         self, token_ids: list[int], text: str | None, render: Render, messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any],
     ) -> list[int]:
         """Return the tokens of a chat: ``token_ids``, if the template wrote all control tokens in it.
 
@@ -62,17 +64,21 @@ class ChatContents:
             render: gives this text, and that of other contents.
             messages: the chat's.
             tools: the chat's.
+            arguments: the chat's, for its template.
 
         Raises:
             InvalidPrompt: it did not, and this tokenizer, or its model, reads their text in no other way.
         """
-        contents = (messages, tools)
+        contents = (messages, tools, list(arguments.values()))
         if not self._control.suspects(contents):
             return token_ids
-        text = render(messages, tools=tools) if text is None else text
+        text = render(messages, tools=tools, arguments=arguments) if text is None else text
         disguise = Disguise(chain(texts_in(contents), (text,)), self._control.telling)
         with disguise.worn():
-            disguised = disguise.unescaped(render(disguise.hide(plain(messages)), tools=disguise.hide(plain(tools))))
+            disguised = disguise.unescaped(render(
+                disguise.hide(plain(messages)), tools=disguise.hide(plain(tools)),
+                arguments={name: disguise.hide(value) for name, value in arguments.items()},
+            ))
         shown = disguise.show(disguised)
         # Why: a template that looks for single characters may write another text. For harmless contents it must not.
         if (shown == text or not self._control.is_whole_in(contents)) and self._is_written(

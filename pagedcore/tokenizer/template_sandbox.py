@@ -8,7 +8,7 @@ filter is bounded how, ``template_operations.py`` says; ``template_budget.py`` h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import cache, lru_cache
 from io import StringIO
@@ -18,6 +18,7 @@ from typing import Any, Final
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -29,6 +30,7 @@ from pagedcore.config.limits import MAX_RENDERED_LENGTH, MAX_TEMPLATE_LENGTH
 from pagedcore.tokenizer import template_operations as operations
 from pagedcore.tokenizer.disguise import seeing
 from pagedcore.tokenizer.plain_values import plain
+from pagedcore.tokenizer.template_arguments import NO_ARGUMENTS
 from pagedcore.tokenizer.template_budget import OverBound, budget, is_plain, items, made, measure, new_budget, text
 
 #: Names under which a message's reasoning is passed; templates read the first.
@@ -36,13 +38,17 @@ _NAMES_OF_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _REASONING: Final = frozenset(_NAMES_OF_REASONING)
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any]) -> str:
-    """Render messages up to where the assistant's completion begins, with a tokenizer's template.
+def render(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any], arguments: Mapping[str, Any] = NO_ARGUMENTS,
+) -> str:
+    """Render messages with a tokenizer's template, up to where the assistant's completion begins unless an argument
+    says otherwise.
 
     Args:
         tokenizer: has ``chat_template`` and ``special_tokens_map`` as those of transformers.
         messages: as callers of transformers' ``apply_chat_template`` give them, and as that shows them to a template.
         tools: JSON schemas of functions.
+        arguments: further variables of the template; those that it has from elsewhere stay what they are.
 
     Raises:
         OverBound: the template takes more than one rendering may.
@@ -54,8 +60,9 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any]) -> 
     if len(source) > MAX_TEMPLATE_LENGTH:
         raise OverBound("characters of its own", MAX_TEMPLATE_LENGTH)
     variables = {
-        **plain(dict(tokenizer.special_tokens_map)), "messages": [_shown(plain(message)) for message in messages],
-        "tools": plain(tools) if tools else None, "documents": None, "add_generation_prompt": True,
+        "add_generation_prompt": True, **plain(dict(arguments)), **plain(dict(tokenizer.special_tokens_map)),
+        "messages": [_shown(plain(message)) for message in messages],
+        "tools": plain(tools) if tools else None, "documents": None,
     }
     with new_budget(variables):
         template, written, room = _compile(source), StringIO(), MAX_RENDERED_LENGTH
@@ -63,6 +70,23 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any]) -> 
             if (room := room - written.write(piece)) < 0:
                 raise OverBound("characters of text", MAX_RENDERED_LENGTH)
         return written.getvalue()
+
+
+def require_template(source: str) -> None:
+    """Compile a template. Raises what jinja2 and the sandbox raise for a text that is none."""
+    _compile(source)
+
+
+@lru_cache(maxsize=16)
+def variables_read(source: str) -> frozenset[str]:
+    """Return the names that a template reads and does not set itself; none if it is too long or is no template."""
+    if len(source) > MAX_TEMPLATE_LENGTH:
+        return frozenset()
+    environment = _environment()
+    try:
+        return frozenset(find_undeclared_variables(environment.parse(source))) - environment.globals.keys()
+    except (TemplateError, RecursionError):
+        return frozenset()
 
 
 def _shown(message: dict[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,17 @@ from pagedcore.errors import InvalidConfig, InvalidText, describe
 from pagedcore.outputs import TokenText
 from pagedcore.protocols import ChatMessage, Detokenizer
 from pagedcore.tokenizer.chat_contents import ChatContents, Render
-from pagedcore.tokenizer.chat_template import apply_chat_template, knows_tools, render_turn, template_source
+from pagedcore.tokenizer.chat_template import (
+    apply_chat_template,
+    arguments_read,
+    knows_tools,
+    problem_of,
+    render_turn,
+    template_source,
+)
 from pagedcore.tokenizer.detokenizer_choice import choose_detokenizer
 from pagedcore.tokenizer.quick_tokenizer import PLAIN_CLASSES, QuickTokenizer, read_tokenizer
+from pagedcore.tokenizer.template_arguments import NO_ARGUMENTS
 
 #: Characters that take about half a millisecond to tokenise.
 _LONG_TEXT: Final = 1024
@@ -87,6 +95,18 @@ class HFTokenizer:
             raise InvalidConfig(f"tokenizer: got {describe(tokenizer)}, allowed is a tokenizer of transformers.")
         return cls(tokenizer)
 
+    def with_chat_template(self, source: str) -> HFTokenizer:
+        """Return the same tokenizer with another chat template.
+
+        Raises:
+            InvalidConfig: it is no template.
+        """
+        if (problem := problem_of(source)) is not None:
+            raise InvalidConfig(f"chat_template: {problem}")
+        tokenizer = copy(self._tokenizer)
+        tokenizer.chat_template = source
+        return HFTokenizer(tokenizer, is_shared=self._is_shared)
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The tokenizer's end-of-sequence token; empty if it has none."""
@@ -125,16 +145,26 @@ class HFTokenizer:
         """Whether the chat template writes tools into the prompt."""
         return knows_tools(self._tokenizer)
 
-    def render_chat(self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    @cached_property
+    def template_arguments(self) -> frozenset[str]:
+        """The names of the arguments that the chat template reads, such as ``enable_thinking``."""
+        return arguments_read(self._tokenizer)
+
+    def render_chat(
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    ) -> str:
         """Render the chat template up to where the assistant's completion begins. Raises as ``encode_chat``."""
-        return str(apply_chat_template(self._tokenizer, messages, tokenize=False, tools=tools))
+        return str(apply_chat_template(self._tokenizer, messages, tokenize=False, tools=tools, arguments=arguments))
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = (), control_tokens: bool = False
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] = (), control_tokens: bool = False,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> list[int]:
         """Render the chat template up to where the assistant's completion begins, and tokenise it.
 
-        The text of a control token in messages or tools is ordinary text, unless ``control_tokens`` are asked for.
+        The text of a control token in messages, tools or arguments is ordinary text, unless ``control_tokens`` are
+        asked for.
 
         Raises:
             InvalidPrompt: there is no chat template, or it refuses the messages; or they have the text of a control
@@ -143,28 +173,31 @@ class HFTokenizer:
         """
         render = partial(apply_chat_template, self._tokenizer, tokenize=False)
         if self._backend is not None:
-            return self._encode_contents(render, messages, tools, control_tokens)
-        ids = list(apply_chat_template(self._tokenizer, messages, tokenize=True, tools=tools))
-        return ids if control_tokens else self._contents.checked(ids, None, render, messages, tools)
+            return self._encode_contents(render, messages, tools, control_tokens, arguments)
+        ids = list(apply_chat_template(self._tokenizer, messages, tokenize=True, tools=tools, arguments=arguments))
+        return ids if control_tokens else self._contents.checked(ids, None, render, messages, tools, arguments)
 
     def encode_chat_turn(
         self, messages: Sequence[ChatMessage], known_token_ids: Sequence[int], *,
         tools: Sequence[Mapping[str, Any]] = (), control_tokens: bool = False,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> list[int]:
         """Tokenise what the chat template puts between a conversation so far and the completion of ``messages``.
 
         An end token at the end of ``known_token_ids`` is not written a second time. Otherwise as ``encode_chat``.
         """
-        turn = self._encode_contents(partial(render_turn, self._tokenizer), messages, tools, control_tokens)
+        render = partial(render_turn, self._tokenizer)
+        turn = self._encode_contents(render, messages, tools, control_tokens, arguments)
         is_closed = bool(turn) and bool(known_token_ids) and turn[0] == known_token_ids[-1]
         return turn[1:] if is_closed and turn[0] in self._eos_token_ids else turn
 
     def _encode_contents(
-        self, render: Render, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], control_tokens: bool
+        self, render: Render, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]],
+        control_tokens: bool, arguments: Mapping[str, Any],
     ) -> list[int]:
-        text = render(messages, tools=tools)
+        text = render(messages, tools=tools, arguments=arguments)
         ids = self.encode(text, add_special_tokens=False)
-        return ids if control_tokens else self._contents.checked(ids, text, render, messages, tools)
+        return ids if control_tokens else self._contents.checked(ids, text, render, messages, tools, arguments)
 
     @cached_property
     def _contents(self) -> ChatContents:

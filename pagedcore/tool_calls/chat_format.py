@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedcore.errors import InvalidPrompt, InvalidTools, TextFailed
 from pagedcore.outputs import CompletionOutput, Delta
-from pagedcore.protocols import Detokenizer, RendersTools
+from pagedcore.protocols import RendersTools
 from pagedcore.requests.chat import Chat
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.structured.grammar_source import WHITESPACE
 from pagedcore.structured_output import StructuredOutput
 from pagedcore.tokenizer.incremental_text import IncrementalText, UnsearchedSpan
+from pagedcore.tokenizer.template_arguments import (
+    TakesArguments,
+    arguments_of_effort,
+    require_read,
+    validate_arguments,
+)
 from pagedcore.tool_calls.events import (
     ChatEvent,
     ContentDelta,
@@ -38,6 +45,7 @@ from pagedcore.tool_calls.formats import (
     in_regex,
     quoted,
 )
+from pagedcore.tool_calls.marked_text import ShowsMarkers
 from pagedcore.tool_calls.reasoning import ReasoningParser
 
 if TYPE_CHECKING:
@@ -55,6 +63,7 @@ class ChatFormat:
     ) -> None:
         """Take the functions that return the formats for a chat template."""
         self._tokenizer, self._find_tools, self._find_reasoning = tokenizer, find_tools, find_reasoning
+        self._opens_reasoning: Callable[[], bool] = lambda: self._is_opened({})
 
     @cached_property
     def template(self) -> str:
@@ -74,12 +83,58 @@ class ChatFormat:
     @cached_property
     def opens_reasoning(self) -> bool:
         """Whether the prompt of a chat ends with the beginning of reasoning."""
+        return self._opens_reasoning()
+
+    def _is_opened(self, arguments: Mapping[str, Any]) -> bool:
         if self.reasoning is None or not isinstance(self._tokenizer, RendersTools):
             return False
+        given: Any = {"arguments": arguments} if arguments and isinstance(self._tokenizer, TakesArguments) else {}
         try:
-            return self._tokenizer.render_chat(_QUESTION).rstrip().endswith(self.reasoning.begin)
+            return self._tokenizer.render_chat(_QUESTION, **given).rstrip().endswith(self.reasoning.begin)
         except InvalidPrompt:
             return False
+
+    def _is_left_open(self, messages: Any) -> bool:
+        last = messages[-1] if isinstance(messages, list | tuple) and messages else None
+        text = last.get("content") if isinstance(last, Mapping) else None
+        if self.reasoning is None or not isinstance(text, str):
+            return False
+        return self.reasoning.begin in text and self.reasoning.end not in text.rpartition(self.reasoning.begin)[2]
+
+    def _of(self, chat: Chat) -> ChatFormat:
+        """Return the format of the completions of a chat that is rendered out of the ordinary."""
+        # Why before: what was found once is found for all.
+        _ = self.special_ids
+        own = copy(self)
+        own.__dict__.pop("opens_reasoning", None)
+        if chat.continue_final_message:
+            own._opens_reasoning = lambda: self._is_left_open(chat.messages)
+        else:
+            own._opens_reasoning = lambda: self._is_opened(chat.rendering)
+        return own
+
+    @property
+    def template_arguments(self) -> frozenset[str]:
+        """The names of the arguments that the chat template reads, such as ``enable_thinking``."""
+        return self._tokenizer.template_arguments if isinstance(self._tokenizer, TakesArguments) else frozenset()
+
+    def arguments(
+        self, given: Any, effort: Any = None, what: str = "template_arguments"
+    ) -> Mapping[str, Any]:
+        """Return the arguments of a chat's template: those given, and those that an effort of reasoning becomes.
+
+        Args:
+            given: names with values; ``None``: none.
+            effort: "none", "minimal", "low", "medium", "high", "xhigh", "max"; ``None``: nothing is said of it. Where
+                the template reads nothing of the kind, it has no effect.
+            what: how a door calls them.
+
+        Raises:
+            InvalidRequest: an argument or the effort is none, or the template does not read it.
+        """
+        names, arguments = self.template_arguments, validate_arguments(what, given)
+        require_read(what, arguments, names)
+        return {**arguments_of_effort(effort, names), **arguments}
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -110,6 +165,11 @@ class ChatFormat:
             InvalidTools: the choice is none of these, there is no tool to choose, or it is not known how this model
                 writes calls.
         """
+        if type(prompt) is Chat and prompt.rendering:
+            return self._of(prompt)._turn(prompt, params, tool_choice, is_parallel)
+        return self._turn(prompt, params, tool_choice, is_parallel)
+
+    def _turn(self, prompt: Any, params: SamplingParams, tool_choice: object, is_parallel: bool) -> ChatTurn:
         tools = prompt.functions if type(prompt) is Chat else []
         is_required, named = _read_choice(tool_choice, [tool["name"] for tool in tools])
         chosen = [tool for tool in tools if tool["name"] in named]
@@ -199,7 +259,7 @@ class ChatFormat:
         """Return what makes text with the markers of tokens; ``None`` if the text of completions has them all."""
         if self._tokenizer is None or not self.special_ids:
             return None
-        detokenizer = _ShowsMarkers(self._tokenizer.new_detokenizer, self.special_ids)
+        detokenizer = ShowsMarkers(self._tokenizer.new_detokenizer, self.special_ids)
         return IncrementalText(detokenizer, params.stop, params.min_tokens, params.stop_outside)
 
 
@@ -300,28 +360,6 @@ class _Text:
 
     def finish(self) -> list[ChatEvent]:
         return []
-
-
-class _ShowsMarkers:
-    """A detokenizer that writes some special tokens."""
-
-    def __init__(self, new: Callable[[], Detokenizer], special_ids: Mapping[str, int]) -> None:
-        self._new, self._detokenizer = new, new()
-        self._marker_of = {token_id: marker for marker, token_id in special_ids.items()}
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        if not any(token_id in self._marker_of for token_id in token_ids):
-            return self._detokenizer.push(token_ids)
-        return "".join(self._one(token_id) for token_id in token_ids)
-
-    def finish(self) -> str:
-        return self._detokenizer.finish()
-
-    def _one(self, token_id: int) -> str:
-        if token_id not in self._marker_of:
-            return self._detokenizer.push((token_id,))
-        text, self._detokenizer = self._detokenizer.finish(), self._new()
-        return text + self._marker_of[token_id]
 
 
 def _read_choice(choice: object, names: Sequence[str]) -> tuple[bool, Sequence[str]]:
