@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from pagedcore.serving.async_engine import AsyncEngine
     from pagedcore.sessions.session import Session
     from pagedcore.structured_output import StructuredOutput
+    from pagedcore.tool_calls.chat_reply import ChatReply
 
 __all__ = [
-    "AsyncEngine", "Batch", "BatchRequest", "Chat", "CompletionOutput", "ContinuousBatcher", "Delta", "Engine",
-    "EngineConfig", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session", "StructuredOutput",
-    "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
+    "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "CompletionOutput", "ContinuousBatcher", "Delta",
+    "Engine", "EngineConfig", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session",
+    "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
 ]
 
 _HOMES: Final = {
@@ -42,6 +43,7 @@ _HOMES: Final = {
     "Batch": "pagedcore.engine.continuous_batcher",
     "BatchRequest": "pagedcore.engine.continuous_batcher",
     "Chat": "pagedcore.requests.chat",
+    "ChatReply": "pagedcore.tool_calls.chat_reply",
     "ContinuousBatcher": "pagedcore.engine.continuous_batcher",
     "Engine": "pagedcore.engine.engine",
     "EngineConfig": "pagedcore.config.engine_config",

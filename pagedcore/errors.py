@@ -14,7 +14,9 @@
           - GrammarsBusy  PromiseRefused
       * RequestFailed                     one accepted request ended with finish_reason "error"
           - StepFailed  InvalidLogits  ProcessorFailed  GrammarFailed  TextFailed  QueueTimeout
+          - RequestAborted
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
+      * NotPicklable (TypeError)          the program's: an engine cannot go to another process
       * EngineInUse                       the program's: two threads call one Engine at once
       * NoEventLoop (RuntimeError)        the program's: it awaits an engine outside of asyncio
       * EngineClosed                      the engine was closed; make a new one
@@ -309,12 +311,29 @@ class DeadlineMissed(RequestFailed):
         super().__init__(f"not started: it cannot end within its deadline_s of {deadline_s:g} seconds any more")
 
 
+class RequestAborted(RequestFailed):
+    """The request was aborted by its id while it still waited for room in the engine's queue."""
+
+    def __init__(self) -> None:
+        super().__init__("aborted before there was room for it in the waiting queue")
+
+
 class RequestTimeout(PagedcoreError, TimeoutError):
     """A completion was not ready within ``timeout_s`` seconds, as its caller asked; the request was aborted."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         super().__init__(f"timeout: the completion was not ready within {timeout_s:g} seconds; it was aborted.")
+
+
+class NotPicklable(PagedcoreError, TypeError):
+    """Something has an engine of this process, which another process cannot have."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} cannot be pickled or copied: its model, memory and threads are of this process. "
+            "Pass on the name of the model and the settings, and build an engine where it is used."
+        )
 
 
 class EngineInUse(PagedcoreError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from pagedcore import AsyncEngine, Delta, Engine, RequestOutput, SamplingParams
+from pagedcore import AsyncEngine, Delta, Engine, SamplingParams
 from pagedcore.errors import EngineClosed, EngineOverloaded, InternalError
 from pagedcore.request_options import OptionKeywords, read_options
 
@@ -104,10 +103,10 @@ class RemoteEngine(AsyncEngine):
 
     def submit(
         self, prompt: Any, params: SamplingParams | None = None, *, wait_for_room: bool = False, **options: Any
-    ) -> Future[RequestOutput]:
+    ) -> Any:
         """Send one prompt off; call it on a running event loop. Refusals come out of the future."""
         completing = self._complete(prompt, params, wait_for_room, options)
-        return asyncio.run_coroutine_threadsafe(completing, asyncio.get_running_loop())
+        return self.awaitable(asyncio.run_coroutine_threadsafe(completing, asyncio.get_running_loop()))
 
     async def _complete(self, prompt: Any, params: SamplingParams | None, wait_for_room: bool, options: Any) -> Any:
         call = await self._call(prompt, params, options, None, wait_for_room)

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
-from pagedcore.config.keywords import refuses_unknown
 from pagedcore.engine.calibration import calibrate
-from pagedcore.engine.quoting import Quoting
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
-from pagedcore.errors import EngineClosed, InternalError
+from pagedcore.engine.whole_calls import WholeCalls
+from pagedcore.errors import EngineClosed, InternalError, NotPicklable
 from pagedcore.execution.kv_transfers import KVTransfers
-from pagedcore.outputs import Delta, RequestOutput, TokenText
+from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import Clock, MonotonicClock
-from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options, sampling_advice
+from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import EngineStats
-from pagedcore.requests.validation import pair_with_params
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import SequenceStatus
 from pagedcore.sessions.kv_file import KVDirectory
@@ -46,7 +42,7 @@ _MOST_SLEEP_S: Final = 0.01
 """The longest that one step sleeps for a gate, so that its caller may bring further requests meanwhile."""
 
 
-class Engine(Quoting):
+class Engine(WholeCalls):
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
 
     One thread at a time: another one's call raises ``EngineInUse``. ``AsyncEngine`` is for callers on several threads.
@@ -59,6 +55,7 @@ class Engine(Quoting):
         config, kv_cache = components.config, components.kv_cache
         self._components = components
         self.input_processor: InputProcessor = components.input_processor
+        self._input_processor = self.input_processor
         self.scheduler = scheduler = components.scheduler
         """For invariant checks and observation; do not call its verbs."""
         self.hooks = components.hooks
@@ -204,15 +201,16 @@ class Engine(Quoting):
             self._transfers.advance()
         return True
 
+    def abort(self, request_id: str, *, cache_salt: str | bytes | None = None) -> bool:
+        """Do the same for a request's own id, or for the label that its caller gave it, under the caller's salt."""
+        request = self.requests.find(request_id) or self.requests.labelled(request_id, cache_salt)
+        return request is not None and self.abort_request(request.request_id)
+
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks; a second call does nothing."""
         self._recover()
         with self._steps.change():
             self.requests.remove(request)
-
-    def token_text(self, token_id: int) -> TokenText:
-        """Return what a token stands for, from any thread. Raises ``InvalidRequest`` outside of the vocabulary."""
-        return self.input_processor.token_text(token_id)
 
     def has_pending_requests(self) -> bool:
         """Whether any request waits or runs."""
@@ -269,43 +267,6 @@ class Engine(Quoting):
         if self.scheduler.rules.policy.sheds_late:
             self._outputs.shed_late()
 
-    @refuses_unknown("keyword", sampling_advice)
-    def generate(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None = None, *,
-        show_progress: bool | None = None,
-    ) -> list[RequestOutput]:
-        """Complete many prompts and return their outputs in the same order; other requests advance along with them.
-
-        Args:
-            prompts: any number, from a list or another iterable, which is read to its end before anything runs; they
-                are fed to the waiting queue as it has room.
-            params: one for all, or one per prompt.
-            show_progress: a progress bar; ``None`` shows it on terminals and in notebooks only.
-
-        Raises:
-            InvalidRequest: a prompt or its parameters are refused; then none was started.
-        """
-        from tqdm.auto import tqdm
-
-        waiting = deque([self.prepare(prompt, one) for prompt, one in pair_with_params(prompts, params)])
-        requests: list[Request] = []
-        # Why: a notebook's output is no terminal, which is what tqdm looks for by itself.
-        by_default = False if "ipykernel" in sys.modules else None
-        is_hidden = by_default if show_progress is None else not show_progress
-        with self._steps.exclusive(), tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar:
-            try:
-                while waiting or not all(request.is_done for request in requests):
-                    while waiting and self.can_accept(waiting[0].params.num_initial_sequences):
-                        # Why not appended here: an interrupt between the two calls would leave the request behind.
-                        self.accept(waiting.popleft(), requests)
-                    self._step_or_sleep()
-                    if not bar.disable and (done := sum(request.is_done for request in requests)) > bar.n:
-                        bar.set_postfix(tokens=self.stats().num_generated_tokens, refresh=False)
-                        bar.update(done - bar.n)
-                return [request.output() for request in requests]
-            finally:
-                self._withdraw(requests)
-
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
         return self._outputs.output_of(request)
@@ -361,6 +322,9 @@ class Engine(Quoting):
             self._withdraw(self.requests)
             self._is_closed = True
         self.hooks.engine_stopped(self._components.info)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise NotPicklable("an engine")
 
     def __enter__(self) -> Engine:
         return self

@@ -99,7 +99,7 @@ class InputProcessor:
             with _tokenizing():
                 given: object = self.tokenizer.encode(prompt, add_special_tokens=known is None)
         else:
-            given = self._chat_ids(prompt, known) if _is_chat(prompt) else prompt
+            given = self._chat_ids(prompt, known) if is_chat(prompt) else prompt
         token_ids = validation.validate_prompt_ids(given, self.vocab_size, self.max_model_len - num_known)
         num_prompt, longest = num_known + len(token_ids), self.max_model_len
         if params.max_tokens is None:
@@ -172,7 +172,24 @@ class InputProcessor:
         with _tokenizing():
             return self.tokenizer.decode(ids)
 
+    def render(self, chat: Chat) -> str:
+        """Return a chat as its template writes it. Raises ``InvalidRequest``, also without a template in Jinja."""
+        messages, tokenizer, options = self._chat(chat)
+        if not isinstance(tokenizer, RendersTools):
+            raise InvalidPrompt("messages", type(tokenizer), "used with a tokenizer that has a chat template")
+        options.pop("control_tokens", None)
+        with _tokenizing():
+            return tokenizer.render_chat(messages, **options)
+
     def _chat_ids(self, chat: Any, known: list[int] | None) -> list[int]:
+        messages, tokenizer, options = self._chat(chat)
+        with _tokenizing():
+            if known is None:
+                return tokenizer.encode_chat(messages, **options)
+            return tokenizer.encode_chat_turn(messages, known, **options)
+
+    def _chat(self, chat: Any) -> tuple[list[ChatMessage], Tokenizer, dict[str, Any]]:
+        """Return the messages of a chat, what renders them, and with which options."""
         tools: SequenceOf[Mapping[str, Any]] = ()
         has_control_tokens = self.control_tokens_in_chats
         of_chat = chat if type(chat) is Chat else None
@@ -195,9 +212,7 @@ class InputProcessor:
             # Why: a tokenizer of the user's own that renders no tools decides on contents itself.
             if has_control_tokens and isinstance(tokenizer, RendersTools):
                 options["control_tokens"] = True
-            if known is None:
-                return tokenizer.encode_chat(messages, **options)
-            return tokenizer.encode_chat_turn(messages, known, **options)
+        return messages, tokenizer, options
 
 
 def _arguments_for(tokenizer: Tokenizer, chat: Chat, messages: SequenceOf[ChatMessage]) -> Mapping[str, Any]:
@@ -226,6 +241,7 @@ def _needs_tokenizer(kind: str) -> InvalidPrompt:
     return InvalidPrompt("prompt", kind, "token ids", "This engine has no tokenizer; pass tokenizer=... or ids.")
 
 
-def _is_chat(prompt: Any) -> bool:
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is one list of messages, or a ``Chat``, as far as the first of them tells."""
     has_messages = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     return has_messages or type(prompt) is Chat

@@ -94,6 +94,13 @@ class RequestTable:
             raise InvalidRequest("request_id", request_id, "text, as a request's request_id is")
         return self._by_id.get(request_id)
 
+    def labelled(self, label: str, salt: str | bytes | None) -> Request | None:
+        """Return the request that its caller has given a label, under the caller's salt. Raises ``InvalidSalt``."""
+        wanted = (RequestOptions(cache_salt=salt).salt, label)
+        if wanted not in self._labels:
+            return None
+        return next((one for one in self if (one.options.salt, one.options.request_id) == wanted), None)
+
     def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
         """Make a request with one sequence per completion, let it wait, and append it to ``accepted``.
 

@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from functools import partial
@@ -20,16 +20,17 @@ from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.config.limits import MAX_TIMEOUT_S
 from pagedcore.engine.engine import Engine
 from pagedcore.engine.explanation import Explanation
-from pagedcore.errors import EngineClosed, ForkedProcess
-from pagedcore.outputs import Delta, RequestOutput, TokenText
+from pagedcore.errors import EngineClosed, ForkedProcess, NotPicklable
+from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
-from pagedcore.request_options import WAIT, OptionKeywords, RequestOptions, read_options
+from pagedcore.request_options import WAIT, OptionKeywords, read_options
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.serving.async_calls import AsyncCalls
 from pagedcore.serving.async_quoting import AsyncQuoting
 from pagedcore.serving.async_session import AsyncSession
 from pagedcore.serving.commands import Commands, Places
@@ -37,7 +38,7 @@ from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.health import Health, watch
 from pagedcore.serving.host_program import running_loop, warn_of_gevent
 from pagedcore.serving.long_prompts import LongPrompts, is_long, is_structured
-from pagedcore.serving.stream import CompletionFuture, OutputSink, Stream, StreamReader
+from pagedcore.serving.stream import AwaitableFuture, CompletionFuture, OutputSink, Stream, StreamReader
 
 _STREAM_INTERVAL: Final = seconds(0, 1)
 STREAM_INTERVAL_S: Final = 0.05
@@ -51,7 +52,9 @@ QUEUE_TIMEOUT_S: Final = 300.0
 _T = TypeVar("_T")
 
 
-class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]):
+class AsyncEngine(
+    AsyncQuoting, AsyncCalls, AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]
+):
     """Continuous batching for concurrent callers.
 
     ``generate`` is a real async generator function: leaving it early in any way (``aclose``, cancellation, an
@@ -160,11 +163,12 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, wait_for_room: bool = False,
         **options: Unpack[OptionKeywords],
-    ) -> Future[RequestOutput]:
+    ) -> AwaitableFuture[RequestOutput]:
         """Send one prompt off and return at once; the future has all its completions when the last one has ended.
 
-        Cheaper than ``generate``, because no reader is woken in between. ``asyncio.wrap_future`` makes the future
-        awaitable. Cancelling it aborts the request; losing it does not. Its callbacks run on the engine thread and
+        Cheaper than ``generate``, because no reader is woken in between. The future is one of ``concurrent.futures``
+        and can be awaited too, on any event loop. Cancelling it aborts the request, and so does Ctrl-C in its
+        ``result``; losing it does not. Its callbacks run on the engine thread and
         must not block; what they raise is logged and ends nothing else. A completion that failed has the finish reason
         "error" and its error in the output.
 
@@ -183,7 +187,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
     def extend(
         self, output: RequestOutput, prompt: Prompt, params: SamplingParams | None = None, *, index: int | None = None,
         wait_for_room: bool = False, **options: Unpack[OptionKeywords],
-    ) -> Future[RequestOutput]:
+    ) -> AwaitableFuture[RequestOutput]:
         """Continue a completion of a finished request with a further prompt; otherwise as ``submit``.
 
         The engine keeps nothing for it: the conversation is in ``output``, and its KV is what the prefix cache still
@@ -213,24 +217,6 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
         """Open an exported conversation; errors as ``Engine.import_session``. The file is read on another thread."""
         snapshot = await asyncio.to_thread(self._read_session, path)
         return await AsyncSession(self, lambda engine: engine.sessions.take_in(snapshot, options)).__aenter__()
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt, a chat with its template, as ``generate`` would send them to the model.
-
-        Raises ``InvalidRequest``: ``PromptTooLong`` if the context has no room for the prompt and a completion.
-        """
-        return self._input_processor.process(prompt, SamplingParams(max_tokens=1), RequestOptions()).token_ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of at most a context of tokens, special ones left out, without waiting.
-
-        Raises ``InvalidRequest`` if there are more, or none, or one is not in the vocabulary.
-        """
-        return self._input_processor.text_of(token_ids)
-
-    def token_text(self, token_id: int) -> TokenText:
-        """Say what a token stands for, without waiting. Raises ``InvalidRequest`` outside of the vocabulary."""
-        return self._input_processor.token_text(token_id)
 
     def stats(self, timeout_s: float = 10.0) -> EngineStats:
         """Return the engine's counters as they stand between two steps.
@@ -305,6 +291,9 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise NotPicklable("an engine")
+
     def _open(
         self, prompt: Prompt, params: SamplingParams | None, options: OptionKeywords, timeout_s: float | None,
         wait_for_room: bool,
@@ -318,7 +307,7 @@ class AsyncEngine(AsyncQuoting, AbstractContextManager["AsyncEngine"], AbstractA
     def _submit(
         self, prepare: Callable[[], ProcessedRequest], prompt: Prompt, params: SamplingParams | None, owner: bytes,
         may_wait: bool,
-    ) -> Future[RequestOutput]:
+    ) -> AwaitableFuture[RequestOutput]:
         sink, commands = CompletionFuture[RequestOutput](), self._commands
         self._accept(prepare, prompt, params, owner, sink, may_wait)
         sink.future.add_done_callback(lambda future: commands.abort(sink) if future.cancelled() else None)

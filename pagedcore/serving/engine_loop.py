@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 from pagedcore.engine.engine import Engine
 from pagedcore.engine.explanation import Explanation
-from pagedcore.errors import EngineClosed, EngineHung, QueueTimeout
+from pagedcore.errors import EngineClosed, EngineHung, QueueTimeout, RequestAborted
 from pagedcore.outputs import Delta
 from pagedcore.protocols import Clock
 from pagedcore.requests.input_processor import ProcessedRequest
@@ -195,6 +195,18 @@ class EngineLoop:
             if processed.options.request_id == request_id:
                 return Explanation(request_id, "held", "rows", self._clock.now() - since_s, num_before=place)
         return self.engine.explain(request_id)
+
+    def abort(self, request_id: str, salt: bytes) -> bool:
+        """As ``Engine.abort``, for held requests too."""
+        if self.engine.abort(request_id, cache_salt=salt or None):
+            return True
+        for sink, (processed, _) in self._held.items():
+            if (processed.options.salt, processed.options.request_id) == (salt, request_id):
+                del self._held[sink]
+                self._commands.places.give_back(sink)
+                wake([sink.end(RequestAborted())])
+                return True
+        return False
 
     def cancel_sink(self, sink: Any) -> None:
         """Abort the request whose reader is gone, if it has one."""

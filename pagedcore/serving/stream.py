@@ -12,8 +12,9 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -105,7 +106,7 @@ class CompletionFuture(Generic[_T]):
     """
 
     def __init__(self) -> None:
-        self.future: Future[_T] = _CallersFuture()
+        self.future = AwaitableFuture[_T]()
         self._settling = threading.Lock()
 
     @property
@@ -130,11 +131,57 @@ class CompletionFuture(Generic[_T]):
             set_outcome(outcome)
 
 
-class _CallersFuture(Future[_T]):
-    """A future whose callbacks end nothing but themselves: ``Future`` guards its own thread against ``Exception``."""
+class AwaitableFuture(Future[_T]):
+    """A future of ``concurrent.futures`` that can be awaited too, from any event loop; cancelling that cancels it.
+
+    A wait for it that Ctrl-C, or another exception of this kind, breaks off cancels it. Its callbacks end nothing but
+    themselves: ``Future`` guards its own thread against ``Exception``.
+    """
+
+    def __await__(self) -> Generator[Any, None, _T]:
+        return asyncio.wrap_future(self).__await__()
+
+    def result(self, timeout: float | None = None) -> _T:
+        """Wait for the result, as ``Future`` does."""
+        with self._cancelled_if_broken_off():
+            return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the error, as ``Future`` does."""
+        with self._cancelled_if_broken_off():
+            return super().exception(timeout)
+
+    @contextmanager
+    def _cancelled_if_broken_off(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.cancel()
+            raise
 
     def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        """Call a function with the future when it is done, as ``Future`` does."""
         super().add_done_callback(partial(_call_back, fn))
+
+
+def awaitable(running: Future[_T]) -> AwaitableFuture[_T]:
+    """Return a future with the outcome of another one, which is cancelled with it."""
+    own = AwaitableFuture[_T]()
+
+    def settle(done: Future[_T]) -> None:
+        if done.cancelled():
+            own.cancel()
+        elif own.set_running_or_notify_cancel():
+            if (error := done.exception()) is not None:
+                own.set_exception(error)
+            else:
+                own.set_result(done.result())
+
+    own.add_done_callback(lambda future: running.cancel() if future.cancelled() else None)
+    running.add_done_callback(settle)
+    return own
 
 
 def _call_back(callback: Callable[[Future[_T]], object], future: Future[_T]) -> None:

@@ -12,8 +12,8 @@ import pytest
 import pagedcore
 from architecture.sources import PACKAGE_PARENTS, PACKAGES, ROOT
 
-PUBLIC = ["AsyncEngine", "Batch", "BatchRequest", "Chat", "CompletionOutput", "ContinuousBatcher", "Delta", "Engine",
-          "EngineConfig", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session",
+PUBLIC = ["AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "CompletionOutput", "ContinuousBatcher", "Delta",
+          "Engine", "EngineConfig", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session",
           "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose"]
 HEAVY = ("torch", "transformers", "bentoml", "langchain", "langchain_core", "numba", "numba.cuda", "tokenizers")
 MAX_SHARE_OF_TORCH = 0.5
