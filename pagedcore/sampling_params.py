@@ -27,8 +27,8 @@ class SamplingParams:
 
     Completions that are chosen among several (``best_of``, ``beam_width``) are delivered together, at the end.
     Numbers are Python's own ``int`` and ``float``: booleans and NumPy scalars are refused. They act in this
-    order: logits_processor, logit_bias, repetition_penalty, presence and frequency penalties, min_tokens,
-    structured, temperature, top_k, top_p, min_p.
+    order: logits_processor, logit_bias, repetition_penalty, presence and frequency penalties, allowed_token_ids,
+    bad_words, min_tokens, structured, temperature, top_k, top_p, min_p.
 
     Raises:
         InvalidRequest: a field is out of range; the subclass, ``what`` and the message say which and why.
@@ -94,6 +94,22 @@ class SamplingParams:
     """Called before each token with the completion's token ids and a copy of its row of logits; returns the row that
     the other parameters act on. What it raises or returns wrongly ends this request only (``ProcessorFailed``). It runs
     on the engine's thread, so all requests wait for it. It cannot be combined with ``beam_width``."""
+    bad_words: tuple[str, ...] = ()
+    """No completion has these words where they are tokenised by themselves, with or without a space before: at most 128
+    of up to 32 characters. The last token that would complete one is masked, as in vLLM. The engine turns them into
+    ``bad_words_ids``."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """The same as sequences of token ids, at most 256 of up to 132 tokens."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may come, 1 to 4,096; an end token only if it is one of them. ``None``: all."""
+    include_stop_str_in_output: bool = False
+    """Whether the text has the one of ``stop`` that ended it."""
+    skip_special_tokens: bool = True
+    """Whether special tokens, the end token among them, are left out of the text of the completion."""
+    truncate_prompt_tokens: int | None = None
+    """Keep so many of the last tokens of the prompt, or with -1 as many as leave room for ``max_tokens``, or for one
+    token; ``None``: a prompt that is too long is refused. Tokens of a template or the beginning of a document may be
+    among those that are cut off."""
     return_logits: bool = False
     """Return the logits that the model gave for each token, before anything changes them (``CompletionOutput.logits``,
     ``TokenLogprobs.logits``), at most 256 MiB of them for a request; ``logprobs`` is 0 then unless it is more. It
@@ -128,6 +144,12 @@ class SamplingParams:
         prompt_logprobs: int | None = None,
         structured: StructuredOutput | Mapping[str, Any] | None = None,
         logits_processor: LogitsProcessor | None = None,
+        bad_words: Sequence[str] = (),
+        bad_words_ids: Sequence[Sequence[int]] = (),
+        allowed_token_ids: Sequence[int] | None = None,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
         return_logits: bool = False,
         num_beams: int | None = None,
     ) -> None:
@@ -144,6 +166,9 @@ class SamplingParams:
             object.__setattr__(self, "logprobs", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise errors.InvalidMinTokens("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens} here")
+        self._require_consistent()
+
+    def _require_consistent(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
             allowed = f"n to {limits.MAX_SEQUENCES_PER_REQUEST}, n is {self.n} here"
             raise errors.TooManySequences("best_of", self.best_of, allowed)
@@ -157,6 +182,10 @@ class SamplingParams:
             if (value := getattr(self, name)) != off:
                 raise errors.InvalidSampling(name, value, f"{off} with structured output",
                                              "The grammar decides where the completion ends.")
+        for name in ("bad_words", "bad_words_ids", "allowed_token_ids") if self.structured is not None else ():
+            if value := getattr(self, name):
+                raise errors.InvalidSampling(name, value, "not given with structured output",
+                                             "The grammar decides which tokens may come.")
 
     @property
     def num_beams(self) -> int:
@@ -180,10 +209,10 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether a processor, bias or penalties change the logits."""
+        """Whether a processor, bias, penalties or masks of its own change the logits."""
         return self.logits_processor is not None or self.logit_bias is not None or self.repetition_penalty != 1.0 or (
             bool(self.presence_penalty or self.frequency_penalty)
-        )
+        ) or bool(self.bad_words_ids) or self.allowed_token_ids is not None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
@@ -218,8 +247,8 @@ def _function(name: str, value: Any) -> Any:
 
 _NOT_WITH_BEAMS: Final = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "stop", "best_of", "structured", "logits_processor",
-    "return_logits",
+    "logit_bias", "stop", "best_of", "structured", "logits_processor", "bad_words", "bad_words_ids",
+    "allowed_token_ids", "return_logits",
 )
 _CHECKS: Final[Mapping[str, Check]] = {
     "max_tokens": integer(1, limits.MAX_COUNT).or_none().raising(errors.InvalidMaxTokens),
@@ -246,6 +275,12 @@ _CHECKS: Final[Mapping[str, Check]] = {
     "prompt_logprobs": integer(0, limits.MAX_LOGPROBS).or_none().raising(errors.TooManyLogprobs),
     "structured": lambda name, value: None if value is None else StructuredOutput.from_mapping(value),
     "logits_processor": _function,
+    "bad_words": field_rules.bad_words,
+    "bad_words_ids": field_rules.bad_sequences,
+    "allowed_token_ids": field_rules.allowed_token_ids,
+    "include_stop_str_in_output": BOOLEAN.raising(errors.InvalidSampling),
+    "skip_special_tokens": BOOLEAN.raising(errors.InvalidSampling),
+    "truncate_prompt_tokens": field_rules.TRUNCATION.raising(errors.InvalidSampling),
     "return_logits": BOOLEAN.raising(errors.InvalidSampling),
 }
 LOCAL_NAMES: Final = ("logits_processor", "return_logits")

@@ -11,7 +11,7 @@ from pagedcore import CompletionOutput, RequestOutput, SamplingParams, TokenLogp
 from pagedcore_http.events import encode, frame_text
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call
-from pagedcore_openai.errors import DONE
+from pagedcore_openai.errors import DONE, FieldNotSupported
 from pagedcore_openai.prompts import prompts_of
 from pagedcore_openai.wire import TextLogprobs, UsageSoFar, usage_of
 
@@ -30,6 +30,8 @@ class TextCall(Call):
 
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters; with ``echo`` they may ask for no token, for what is said of the prompt alone."""
+        if self._echoes and "truncate_prompt_tokens" in fields:
+            raise FieldNotSupported("truncate_prompt_tokens", fields["truncate_prompt_tokens"], "null with echo: true")
         max_tokens, logprobs = fields.get("max_tokens", known.DEFAULT_MAX_TOKENS), fields.get("logprobs")
         self._is_prompt_only = self._echoes and type(max_tokens) is int and max_tokens == 0
         if self._is_prompt_only:

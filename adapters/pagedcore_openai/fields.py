@@ -25,7 +25,9 @@ DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's for text completions; chats and responses may fill the context."""
 _COMMON: Final = ("temperature", "top_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "logit_bias")
 """Sampling parameters with the same name and meaning everywhere."""
-_EXTRA: Final = ("min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos")
+_OF_TOKENS: Final = ("bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+                     "truncate_prompt_tokens")
+_EXTRA: Final = ("min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", *_OF_TOKENS)
 """vLLM's, with the same name and meaning here."""
 _NOT_WITH_BEAMS: Final = {"temperature": DEFAULT_TEMPERATURE, "top_p": 1.0}
 _OPTIONS: Final = ("model", "stream", "stream_options", "priority", "cache_salt", "request_id", "timeout_s",
@@ -58,8 +60,7 @@ _NUM_SEEDS: Final = 2**63
 MAX_METADATA: Final = (16, 64, 512)
 """OpenAI's most of a response's metadata: pairs, characters of a name, characters of a value."""
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-    "bad_words": ([],), "allowed_token_ids": (), "truncate_prompt_tokens": (), "prompt_logprobs": (),
+    "spaces_between_special_tokens": (True,), "prompt_logprobs": (),
     "logits_processors": ([],), "guided_decoding_backend": (),
     "return_tokens_as_token_ids": (False,), "kv_transfer_params": (), "vllm_xargs": ({},),
 }
@@ -136,7 +137,7 @@ RESPONSE: Final = Form(
     frozenset({"input", "instructions", "previous_response_id", "store", "max_output_tokens", "temperature",
                "top_p", "top_logprobs", "include",
                "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "min_tokens", "stop_token_ids",
-               "logit_bias", "text", "reasoning", "truncation", "metadata", *_OPTIONS, *_TOOLS}
+               "logit_bias", "text", "reasoning", "truncation", "metadata", *_OF_TOKENS, *_OPTIONS, *_TOOLS}
               - {"return_token_ids"}),
     {"conversation": (), "prompt": (), "image": (), "moderation": (), "access_programs": (),
      "background": (False,), "background_options": (), "max_tool_calls": (), "context_management": ()},

@@ -16,6 +16,7 @@ from pagedcore.errors import (
     InvalidBias,
     InvalidConfig,
     InvalidRequest,
+    InvalidSampling,
     InvalidStop,
     InvalidToken,
     describe,
@@ -150,6 +151,15 @@ _STOP: Final[FieldRule[str]] = FieldRule(
     lambda text: isinstance(text, str) and 1 <= len(text) <= limits.MAX_STOP_LENGTH and not _SURROGATE.search(text),
     f"strings of 1 to {limits.MAX_STOP_LENGTH} characters without surrogates",
 )
+_BAD_WORD: Final[FieldRule[str]] = FieldRule(
+    lambda text: isinstance(text, str) and 1 <= len(text) <= limits.MAX_BAD_WORD_LENGTH
+    and bool(text.strip()) and not _SURROGATE.search(text),
+    f"words of 1 to {limits.MAX_BAD_WORD_LENGTH} characters without surrogates",
+)
+TRUNCATION: Final[FieldRule[Any]] = FieldRule(
+    lambda value: value is None or (type(value) is int and (value == -1 or 1 <= value <= limits.MAX_COUNT)),
+    f"an integer from 1 to {limits.MAX_COUNT}, -1 for what the context has room for, or None",
+)
 _BIAS: Final = number(-limits.MAX_LOGIT_BIAS, limits.MAX_LOGIT_BIAS)
 
 
@@ -208,6 +218,37 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     if len(value) > limits.MAX_STOP_TOKEN_IDS:
         raise InvalidStop(name, len(value), f"at most {limits.MAX_STOP_TOKEN_IDS} token ids")
     return tuple(_TOKEN_ID.check(name, token_id, InvalidToken) for token_id in value)
+
+
+def bad_words(name: str, value: Any) -> tuple[str, ...]:
+    """Accept a list or tuple of words; stored as a tuple."""
+    if not isinstance(value, list | tuple):
+        raise InvalidSampling(name, value, "a list or tuple of strings")
+    if len(value) > limits.MAX_BAD_WORDS:
+        raise InvalidSampling(name, len(value), f"at most {limits.MAX_BAD_WORDS} words")
+    return tuple(_BAD_WORD.check(name, word, InvalidSampling) for word in value)
+
+
+def bad_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Accept a list or tuple of lists or tuples of token ids; stored as tuples."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) for one in value[:1024]):
+        raise InvalidSampling(name, value, "a list of lists of token ids")
+    if len(value) > limits.MAX_BAD_SEQUENCES:
+        raise InvalidSampling(name, len(value), f"at most {limits.MAX_BAD_SEQUENCES} sequences")
+    for one in value:
+        if not 1 <= len(one) <= limits.MAX_BAD_SEQUENCE_LENGTH:
+            raise InvalidSampling(name, len(one), f"sequences of 1 to {limits.MAX_BAD_SEQUENCE_LENGTH} token ids")
+    return tuple(tuple(_TOKEN_ID.check(name, token_id, InvalidToken) for token_id in one) for one in value)
+
+
+def allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    """Accept a list or tuple of at least one token id; stored as a tuple in ascending order."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= limits.MAX_ALLOWED_TOKEN_IDS:
+        given = len(value) if isinstance(value, list | tuple) else value
+        raise InvalidSampling(name, given, f"a list of 1 to {limits.MAX_ALLOWED_TOKEN_IDS} token ids, or None")
+    return tuple(sorted({_TOKEN_ID.check(name, token_id, InvalidToken) for token_id in value}))
 
 
 def logit_bias(name: str, value: Any) -> LogitBias | None:

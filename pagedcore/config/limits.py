@@ -29,6 +29,14 @@ MAX_STOP_STRINGS: Final = 8
 MAX_STOP_LENGTH: Final = 64
 #: Stop token ids per request.
 MAX_STOP_TOKEN_IDS: Final = 64
+#: Words per request that may not come, and the characters of one: each is tokenised twice.
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_LENGTH: Final = 32
+#: The same as sequences of tokens, and the tokens of one: four bytes a character, each a token.
+MAX_BAD_SEQUENCES: Final = 2 * MAX_BAD_WORDS
+MAX_BAD_SEQUENCE_LENGTH: Final = 4 * MAX_BAD_WORD_LENGTH + 4
+#: Token ids of a request that alone may come: a session's file has them twice.
+MAX_ALLOWED_TOKEN_IDS: Final = 4096
 #: Biased tokens per request: they are applied one by one.
 MAX_LOGIT_BIAS_ENTRIES: Final = 300
 #: Bias that makes a token certain or impossible in float32.

@@ -268,7 +268,8 @@ class RowAdjuster:
     Invariant: the tokens counted are the first ones of the sequence, and token ids are only ever appended.
     """
 
-    __slots__ = ("_bias", "_num_prompt_tokens", "_params", "_seen", "_sequence", "_stop_token_ids")
+    __slots__ = ("_bad_words", "_bias", "_num_prompt_tokens", "_others", "_params", "_seen", "_sequence",
+                 "_stop_token_ids")
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         params = sequence.params
@@ -277,6 +278,11 @@ class RowAdjuster:
         self._bias = np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32)
         known = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
         self._stop_token_ids = np.array(known, np.int64)
+        self._bad_words = _BadWords(params.bad_words_ids) if params.bad_words_ids else None
+        self._others = None
+        if params.allowed_token_ids is not None:
+            self._others = np.ones(vocab_size, np.bool_)
+            self._others[list(params.allowed_token_ids)] = False
         is_penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         self._seen = _SeenTokens(sequence) if is_penalised else None
 
@@ -295,9 +301,12 @@ class RowAdjuster:
             row[token_ids] += bias
         if self._seen is not None:
             self._penalise(row, self._seen)
+        if self._others is not None:
+            _bar(row, self._others)
+        if self._bad_words is not None:
+            _bar(row, self._bad_words.barred_after(self._sequence))
         if self._sequence.num_output_tokens < self._params.min_tokens:
-            logits = row[self._stop_token_ids]
-            row[self._stop_token_ids] = np.where(logits < np.inf, -np.inf, logits)
+            _bar(row, self._stop_token_ids)
 
     def _penalise(self, row: FloatArray, seen: _SeenTokens) -> None:
         token_ids, counts = seen.count(self._sequence)
@@ -309,6 +318,32 @@ class RowAdjuster:
                 penalised = np.where(penalised > 0, penalised / penalty, penalised * penalty)
         penalised -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
         row[token_ids] = np.where(np.isfinite(logits), np.clip(penalised, -_LARGEST_FINITE, _LARGEST_FINITE), logits)
+
+
+def _bar(row: FloatArray, places: npt.NDArray[Any]) -> None:
+    logits = row[places]
+    row[places] = np.where(logits < np.inf, -np.inf, logits)
+
+
+class _BadWords:
+    """Sequences of tokens that may not come: which tokens would complete one."""
+
+    __slots__ = ("_by_last", "_single")
+
+    def __init__(self, sequences: Seq[tuple[int, ...]]) -> None:
+        self._single = np.array([one[0] for one in sequences if len(one) == 1], np.int64)
+        self._by_last: dict[int, list[tuple[int, ...]]] = {}
+        for one in sequences:
+            if len(one) > 1:
+                self._by_last.setdefault(one[-2], []).append(one)
+
+    def barred_after(self, sequence: Sequence) -> Int64Array:
+        """Return the tokens that may not follow the completion of a sequence."""
+        tokens = sequence.token_ids
+        begun = self._by_last.get(tokens[-1], ()) if sequence.num_output_tokens else ()
+        ends = [one[-1] for one in begun if len(one) <= sequence.num_output_tokens + 1
+                and tuple(tokens[1 - len(one) :]) == one[:-1]]
+        return np.concatenate((self._single, np.array(ends, np.int64))) if ends else self._single
 
 
 class _SeenTokens:

@@ -16,6 +16,7 @@ from pagedcore.errors import (
     InvalidGrammar,
     InvalidPrompt,
     InvalidRequest,
+    InvalidSampling,
     InvalidTools,
     PagedcoreError,
     RequestStateError,
@@ -29,6 +30,7 @@ from pagedcore.requests import validation
 from pagedcore.requests.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.structured.grammars import Grammars
+from pagedcore.tokenizer.incremental_text import ShowsSpecialTokens
 from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
 
 Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage] | Chat
@@ -85,6 +87,10 @@ class InputProcessor:
             self.check_options(options)
         if type(params) is not SamplingParams:
             params = validation.validate_params(params)
+        if params.bad_words:
+            params = self._with_bad_sequences(params)
+        if not params.skip_special_tokens:
+            self._require_special_tokens()
         num_known = len(known or ())
         stop_token_ids, has_candidates = self.stop_token_ids(params), params.has_candidates
         num_initial, num_sequences = params.num_initial_sequences, params.num_sequences
@@ -100,6 +106,8 @@ class InputProcessor:
                 given: object = self.tokenizer.encode(prompt, add_special_tokens=known is None)
         else:
             given = self._chat_ids(prompt, known) if is_chat(prompt) else prompt
+        if params.truncate_prompt_tokens is not None:
+            given = self._truncated(given, params, num_known)
         token_ids = validation.validate_prompt_ids(given, self.vocab_size, self.max_model_len - num_known)
         num_prompt, longest = num_known + len(token_ids), self.max_model_len
         if params.max_tokens is None:
@@ -151,6 +159,29 @@ class InputProcessor:
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return the model's end tokens and the request's stop tokens."""
         return self.eos_token_ids.union(params.stop_token_ids)
+
+    def _with_bad_sequences(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters whose words are sequences of tokens, each with and without a space before it."""
+        if self.tokenizer is None:
+            raise InvalidSampling("bad_words", params.bad_words, "() without a tokenizer", "Give bad_words_ids.")
+        with _tokenizing():
+            texts = (before + word.lstrip() for word in params.bad_words for before in ("", " "))
+            found = dict.fromkeys(tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        own = tuple(one for one in found if one)
+        return replace(params, bad_words=(), bad_words_ids=tuple(dict.fromkeys((*params.bad_words_ids, *own))))
+
+    def _require_special_tokens(self) -> None:
+        if not isinstance(self.tokenizer, ShowsSpecialTokens):
+            raise InvalidSampling("skip_special_tokens", False, "True with this tokenizer, or without one")
+        with _tokenizing():
+            # Why here: the first one of a tokenizer takes long, and the engine's thread shall not wait for it.
+            self.tokenizer.new_full_detokenizer()
+
+    def _truncated(self, given: Any, params: SamplingParams, num_known: int) -> Any:
+        most = params.truncate_prompt_tokens or -1
+        if most < 0:
+            most = max(1, self.max_model_len - (params.max_tokens or 1) - num_known)
+        return given[-most:] if isinstance(given, list | tuple) else given
 
     def token_text(self, token_id: int) -> TokenText:
         """Return what a token stands for. Raises ``InvalidRequest`` outside of the vocabulary, and ``TextFailed``."""

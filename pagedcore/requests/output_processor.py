@@ -33,7 +33,7 @@ from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.quotes import QuoteBook
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
-from pagedcore.tokenizer.incremental_text import IncrementalText
+from pagedcore.tokenizer.incremental_text import IncrementalText, new_text
 
 if TYPE_CHECKING:
     from pagedcore.execution.sampler import SampledTokens
@@ -110,7 +110,7 @@ class OutputProcessor:
         tokenizer, params = self._tokenizer, sequence.params
         if tokenizer is None:
             return None
-        return lambda: IncrementalText(tokenizer.new_detokenizer(), params.stop, params.min_tokens, params.stop_outside)
+        return lambda: new_text(tokenizer, params)
 
     def pending_of(self, request: Request) -> list[PendingOutput]:
         """Return the pending output of a request's own sequences, in order; after their removal all of it is taken."""

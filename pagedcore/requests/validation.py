@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from pagedcore.config.field_rules import integer, seconds
@@ -159,7 +160,7 @@ def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
     """Check the parameters that name tokens against one model's vocabulary.
 
     Raises:
-        InvalidToken: a stop token or a biased token is not in the vocabulary.
+        InvalidToken: a stop token, a biased, an allowed or a bad token is not in the vocabulary.
         InvalidSampling: ``top_k`` is more than the vocabulary.
         TooManySequences: ``beam_width`` is more than the vocabulary.
     """
@@ -169,6 +170,8 @@ def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
         raise TooManySequences("beam_width", params.beam_width, f"1 (off) to {vocab_size}, the vocabulary")
     _require_in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
     _require_in_vocabulary("logit_bias", params.logit_bias or (), vocab_size)
+    _require_in_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _require_in_vocabulary("bad_words_ids", chain.from_iterable(params.bad_words_ids), vocab_size)
 
 
 def check_returned_logits(params: SamplingParams, max_tokens: int, vocab_size: int) -> None:

@@ -50,8 +50,11 @@ def is_long(prompt: Any) -> bool:
 
 
 def is_structured(params: Any) -> bool:
-    """Whether parameters, of whatever type, ask for a grammar, which is compiled with the prompt."""
-    return type(params) is SamplingParams and params.structured is not None
+    """Whether parameters, of whatever type, ask for what takes long beside the prompt: a grammar, which is compiled,
+    words, which are tokenised, or special tokens, for which a decoding is chosen."""
+    return type(params) is SamplingParams and (
+        params.structured is not None or bool(params.bad_words) or not params.skip_special_tokens
+    )
 
 
 class LongPrompts:

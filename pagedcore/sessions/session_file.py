@@ -43,11 +43,21 @@ _FORM: Final[dict[str, FieldRule[Any]]] = {
     "block_size": integer(1, MAX_COUNT), "block_bytes": integer(1, MAX_COUNT), "kv_format": _DIGEST,
 }
 _REASON: Final = one_of("stop", "length", "abort", "error")
+_FIRST_PARAMS: Final = frozenset({
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "best_of", "beam_width",
+    "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "structured",
+})
+"""Parameters that every file has. Later ones are in a file only where they are not at their default, so that files of
+earlier versions can be read, and those that need nothing new can be read by earlier versions."""
+_LATER_PARAMS: Final = {
+    field.name: field.default for field in fields(SamplingParams) if field.name not in (*_FIRST_PARAMS, *LOCAL_NAMES)
+}
 _FIELDS: Final = {
     "document": {"format", "version", "checksum", "body"},
     "body": {"model", "params", "priority", "is_salted", "history", "kv"},
     "model": set(_MODEL),
-    "params": {field.name for field in fields(SamplingParams)}.difference(LOCAL_NAMES),
+    "params": set(_FIRST_PARAMS),
     "history": {"token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "finish_reason", "logprobs"},
     "kv": {"num_tokens", "block_size", "block_bytes", "kv_format", "block_digests"},
 }
@@ -165,6 +175,9 @@ def _form_of(spec: KVSpec) -> dict[str, Any]:
 def params_as_mapping(params: SamplingParams) -> dict[str, Any]:
     """Return parameters as JSON has them, without code; ``SamplingParams.from_mapping`` makes them again."""
     values = {field.name: getattr(params, field.name) for field in fields(params) if field.name not in LOCAL_NAMES}
+    for name, default in _LATER_PARAMS.items():
+        if values[name] == default:
+            del values[name]
     if params.logit_bias is not None:
         values["logit_bias"] = {str(token_id): value for token_id, value in params.logit_bias.items()}
     if params.structured is not None:
@@ -232,7 +245,7 @@ def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _exactly(values: dict[str, Any], name: str) -> dict[str, Any]:
-    if values.keys() != _FIELDS[name]:
+    if values.keys() - (_LATER_PARAMS.keys() if name == "params" else ()) != _FIELDS[name]:
         missing = sorted(_FIELDS[name] - values.keys())
         raise InvalidSessionFile(f"{name}, fields", f"{len(values)} without {', '.join(missing) or 'the right names'}",
                                  f"exactly {', '.join(sorted(_FIELDS[name]))}", is_described=True)

@@ -8,10 +8,11 @@ handled by ``Sequence.append_token``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from pagedcore.errors import InvalidStop
-from pagedcore.protocols import Detokenizer
+from pagedcore.protocols import DecodesTokens, Detokenizer
+from pagedcore.sampling_params import SamplingParams
 
 
 class StopMatcher:
@@ -21,15 +22,17 @@ class StopMatcher:
     of the stop strings does not matter. What is held back is exactly what some continuation would still remove.
     Limits on number and length of stop strings bound the cost of a push (``config/limits.py``).
 
+    With ``keeps`` the match itself is returned too.
+
     Invariant: the text held back is a proper prefix of a stop string.
 
     Raises:
         InvalidStop: a stop string is empty.
     """
 
-    __slots__ = ("_held", "_prefixes", "_stops", "matched")
+    __slots__ = ("_held", "_keeps", "_prefixes", "_stops", "matched")
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, keeps: bool = False) -> None:
         if "" in stop:
             raise InvalidStop("stop", "", "strings of at least one character")
         # Why: a stop string that contains another one, not at its end, never ends first; holding text back for it would
@@ -37,7 +40,7 @@ class StopMatcher:
         self._stops = [text for text in dict.fromkeys(stop) if not any(other in text[:-1] for other in stop)]
         prefixes = {text[:length] for text in self._stops for length in range(1, len(text))}
         self._prefixes = tuple(sorted(prefixes, key=len, reverse=True))
-        self._held = ""
+        self._held, self._keeps = "", keeps
         self.matched: str | None = None
         """The stop string that was found."""
 
@@ -50,7 +53,7 @@ class StopMatcher:
         if found:
             end, start = min(found)
             self.matched, self._held = text[start:end], ""
-            return text[:start]
+            return text[: end if self._keeps else start]
         # Why: nearly all text ends with no prefix at all, which this one call finds out.
         ends_in_prefix = text.endswith(self._prefixes)
         self._held = next(filter(text.endswith, self._prefixes)) if ends_in_prefix else ""
@@ -116,6 +119,24 @@ class UnsearchedSpan:
         return text[: len(text) - held], None
 
 
+@runtime_checkable
+class ShowsSpecialTokens(Protocol):
+    """A tokenizer that can write special tokens into the text of completions."""
+
+    def new_full_detokenizer(self) -> Detokenizer:
+        """Start an incremental decoding that leaves nothing out."""
+
+
+def new_text(tokenizer: DecodesTokens, params: SamplingParams) -> IncrementalText:
+    """Start the text of a completion as its parameters ask for it."""
+    if not params.skip_special_tokens and isinstance(tokenizer, ShowsSpecialTokens):
+        detokenizer = tokenizer.new_full_detokenizer()
+    else:
+        detokenizer = tokenizer.new_detokenizer()
+    return IncrementalText(detokenizer, params.stop, params.min_tokens, params.stop_outside,
+                           keeps_stop=params.include_stop_str_in_output)
+
+
 class TextDelta(NamedTuple):
     """What one push added to a completion's text."""
 
@@ -130,17 +151,17 @@ class IncrementalText:
     It takes a fresh detokenizer. Text that the first ``min_tokens`` tokens make certain is not searched for ``stop``,
     nor what is between the two markers of ``outside``. Raises ``InvalidStop`` as ``StopMatcher``.
 
-    Invariant: once stopped, no further text is returned.
+    With ``keeps_stop`` the text has the one that was found. Invariant: once stopped, no further text is returned.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_num_unmatched", "_span")
 
     def __init__(
         self, detokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0,
-        outside: tuple[str | int, str | int] | None = None,
+        outside: tuple[str | int, str | int] | None = None, *, keeps_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop) if stop else None
+        self._matcher = StopMatcher(stop, keeps=keeps_stop) if stop else None
         self._span = UnsearchedSpan(detokenizer, *outside) if stop and outside is not None else None
         self._num_unmatched = min_tokens if stop else 0
 

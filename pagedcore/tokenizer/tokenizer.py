@@ -28,7 +28,7 @@ from pagedcore.tokenizer.chat_template import (
     render_turn,
     template_source,
 )
-from pagedcore.tokenizer.detokenizer_choice import choose_detokenizer
+from pagedcore.tokenizer.detokenizer_choice import DetokenizerFactory, choose_detokenizer
 from pagedcore.tokenizer.quick_tokenizer import PLAIN_CLASSES, QuickTokenizer, read_tokenizer
 from pagedcore.tokenizer.template_arguments import NO_ARGUMENTS
 
@@ -56,7 +56,7 @@ class HFTokenizer:
         vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
         if (largest := max(vocabulary, default=0)) >= MAX_VOCABULARY:
             raise InvalidConfig(f"tokenizer: a token has the id {largest}, allowed are ids below {MAX_VOCABULARY}.")
-        added_ids = {*getattr(tokenizer, "added_tokens_decoder", ()), *tokenizer.all_special_ids}
+        self._added_ids = added_ids = {*getattr(tokenizer, "added_tokens_decoder", ()), *tokenizer.all_special_ids}
         # Why: for some models transformers makes an empty tokenizer when its files are missing.
         if vocabulary.keys() <= added_ids:
             raise InvalidConfig("tokenizer: it has no vocabulary; its files are missing from the directory.")
@@ -230,6 +230,20 @@ class HFTokenizer:
             backend.no_truncation()
             backend.no_padding()
         return None if backend is None else backend.to_str()
+
+    def new_full_detokenizer(self) -> Detokenizer:
+        """Start an incremental decoding in which special tokens are text too; the first call takes longer."""
+        return self._new_full_detokenizer()
+
+    @cached_property
+    def _new_full_detokenizer(self) -> DetokenizerFactory:
+        tokenizer = self._tokenizer
+        vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+        return choose_detokenizer(decode, vocabulary, sorted({*vocabulary} & {*self._added_ids}))
 
     def new_detokenizer(self) -> Detokenizer:
         """Start an incremental decoding, of the kind that was found exact when the tokenizer was loaded."""

@@ -257,10 +257,11 @@ class ChatFormat:
 
     def new_text(self, params: SamplingParams) -> IncrementalText | None:
         """Return what makes text with the markers of tokens; ``None`` if the text of completions has them all."""
-        if self._tokenizer is None or not self.special_ids:
+        if self._tokenizer is None or not self.special_ids or not params.skip_special_tokens:
             return None
         detokenizer = ShowsMarkers(self._tokenizer.new_detokenizer, self.special_ids)
-        return IncrementalText(detokenizer, params.stop, params.min_tokens, params.stop_outside)
+        return IncrementalText(detokenizer, params.stop, params.min_tokens, params.stop_outside,
+                               keeps_stop=params.include_stop_str_in_output)
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,14 @@ def can_say(ask: Ask, question: Question) -> bool:
         lists = [question.sampling, question.options.get("request_id")] if ask is by_http_batch else []
         return depth_of(whole) < 60 and is_json(whole) and question.sampling is not None and not any(
             isinstance(one, list) for one in lists)
+    if ask in LANGCHAIN and isinstance(question.sampling, dict) and callable(question.sampling.get("logits_processor")):
+        # Why: it is in the engine's process, so that it may give code, which no mapping has.
+        return False
     if ask in LANGCHAIN:
         sampling = question.sampling
         # Why: there are texts only, ``None`` is nothing said, streams have one completion, ``logprobs=True`` means 0.
-        return isinstance(question.prompt, str) and isinstance(sampling, dict) and all(
+        # And LangChain writes keywords out itself, which recurses.
+        return isinstance(question.prompt, str) and isinstance(sampling, dict) and depth_of(sampling) < 100 and all(
             type(name) is str and name not in ("logprobs", "n", "best_of", "self", "stop") for name in sampling
         ) and None not in [*sampling.values(), *question.options.values()]
     return True

@@ -359,3 +359,31 @@ def test_a_backend_of_ones_own_can_say_what_it_is(files: Path) -> None:
     backend.fingerprint = ModelFingerprint("toy", "0" * 64, "1" * 64)  # type: ignore[attr-defined]
     with pytest.raises(ModelMismatch, match=r"this engine runs toy \(config 00000000, weights 11111111\)"):
         make_engine(backend).import_session(files)
+
+
+#: The parameters that every file of an earlier version has.
+FIRST_PARAMS = {
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "best_of", "beam_width",
+    "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "structured",
+}
+
+
+def test_files_without_later_parameters_are_read_and_written(files: Path, tmp_path: Path) -> None:
+    """A file that asks for nothing new has the names of earlier versions and no other, which they can read; one with a
+    later parameter has that one too. A later one at its default is not how export writes it."""
+    body = json.loads(files.read_text())["body"]
+    assert body["params"].keys() == body["history"]["params"].keys() == FIRST_PARAMS
+    later = SamplingParams(max_tokens=6, bad_words_ids=[[1, 2], [3]], allowed_token_ids=[4, 5], ignore_eos=True,
+                           include_stop_str_in_output=True, truncate_prompt_tokens=9)
+    with make_engine() as engine, engine.session(later) as session:
+        session.ask(PROMPT)
+        session.export(tmp_path / "later.json")
+        wanted = list(session.ask([1, 2]).outputs[0].token_ids)
+    names = json.loads((tmp_path / "later.json").read_text())["body"]["params"].keys() - FIRST_PARAMS
+    assert names == {"bad_words_ids", "allowed_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens"}
+    with make_engine() as engine, engine.import_session(tmp_path / "later.json") as session:
+        assert list(session.ask([1, 2]).outputs[0].token_ids) == wanted
+    change(files, lambda document: document["body"]["params"].update(skip_special_tokens=True))
+    with make_engine() as engine, pytest.raises(InvalidSessionFile, match="params: got"):
+        engine.import_session(files)

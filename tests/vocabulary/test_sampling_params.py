@@ -39,6 +39,12 @@ ACCEPTED = {
     "logprobs": [None, 0, 20],
     "prompt_logprobs": [None, 0, 20],
     "structured": [None, {"json_object": True}, StructuredOutput(regex="a")],
+    "bad_words": [(), [], ["a"], ("\U0001f600" * 32,) * 128, [" a "]],
+    "bad_words_ids": [(), [], [[0]], [[limits.MAX_COUNT] * 132] * 256, ((1, 2), [3])],
+    "allowed_token_ids": [None, [0], (limits.MAX_COUNT,), list(range(4096)), [3, 3]],
+    "include_stop_str_in_output": [False, True],
+    "skip_special_tokens": [True, False],
+    "truncate_prompt_tokens": [None, -1, 1, limits.MAX_COUNT],
 }
 
 NOT_A_NUMBER = [None, True, "1", NAN, INF, -INF, 10**400, -(10**400), np.float64(0.5), np.float32(0.5), 1j, [1], b"1"]
@@ -74,6 +80,13 @@ REFUSED = {
     "early_stopping": (errors.InvalidSampling, [None, 0, 1, "true", "Never", b"never", 1.0]),
     "logprobs": (errors.TooManyLogprobs, [-1, 21, *NOT_AN_INTEGER]),
     "prompt_logprobs": (errors.TooManyLogprobs, [-1, 21, *NOT_AN_INTEGER]),
+    "bad_words": (errors.InvalidSampling, ["a", [""], [" "], ["a" * 33], ["a"] * 129, [1], ["\ud800"], None, 1, {"a"}]),
+    "bad_words_ids": (
+        errors.InvalidSampling, [[1], [[]], [[1] * 133], [[1]] * 257, [[1], 2], None, 1, "1", [{1}], {1: [2]}]),
+    "allowed_token_ids": (errors.InvalidSampling, [[], (), list(range(4097)), 1, "1", {1}, range(3), True]),
+    "include_stop_str_in_output": (errors.InvalidSampling, [None, 0, 1, "false"]),
+    "skip_special_tokens": (errors.InvalidSampling, [None, 0, 1, "true"]),
+    "truncate_prompt_tokens": (errors.InvalidSampling, [0, -2, limits.MAX_COUNT + 1, *NOT_AN_INTEGER]),
     "structured": (errors.InvalidGrammar, [{}, [], "json", True, {"json_object": False}, {"regex": "a", "lark": "b"}]),
 }  # fmt: skip
 
@@ -94,10 +107,10 @@ def test_values_beyond_the_limit_are_refused(name, value):
 
 
 @pytest.mark.parametrize("token_id", [-1, limits.MAX_COUNT + 1, True, 1.0, "1", None, np.int64(1), 10**400])
-@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words_ids"])
 def test_what_is_no_token_id_is_refused_wherever_it_stands(name, token_id):
     """An element that cannot be a token id is an InvalidToken that names the field."""
-    value = [token_id] if name == "stop_token_ids" else {token_id: 1.0}
+    value = {"logit_bias": {token_id: 1.0}, "bad_words_ids": [[token_id]]}.get(name, [token_id])
     with pytest.raises(errors.InvalidToken) as refusal:
         SamplingParams(**{name: value})
     assert refusal.value.what == name

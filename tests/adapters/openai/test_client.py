@@ -317,7 +317,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"extra_body": {"reasoning_effort": "much"}}, "reasoning_effort", "invalid_value"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "invalid_value"),
     ({"extra_body": {"top_kk": 3}}, "top_kk", "unknown_parameter"),
-    ({"extra_body": {"bad_words": ["x"]}}, "bad_words", "unsupported_parameter"),
+    ({"extra_body": {"bad_words": [""]}}, "bad_words", "invalid_value"),
     ({"extra_body": {"length_penalty": 2}}, "length_penalty", "unsupported_parameter"),
     ({"extra_body": {"stream_options": {"include_usage": True}}}, "stream_options", "invalid_value"),
     ({"extra_body": {"cache_salt": "s" * 65}}, "cache_salt", "invalid_value"),

@@ -1,4 +1,5 @@
-"""Thinking on and off, and messages that are continued, at every door: the same words, the same completions."""
+"""Thinking on and off, messages that are continued, and words of vLLM's about tokens, at every door: the same words,
+the same completions."""
 
 from __future__ import annotations
 
@@ -133,3 +134,37 @@ def test_what_cannot_be_continued_is_refused_by_name(post: Any, messages: Any, w
     """Only the assistant's own last message can, and nothing begins behind it."""
     refused = post("/v1/chat/completions", messages=messages, **words)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, what)
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    ({"bad_words": ["Three"]}, None), ({"allowed_token_ids": [7]}, None),
+    ({"stop": "ee", "include_stop_str_in_output": True}, "Three"), ({"stop": "ee"}, "Thr"),
+    ({"skip_special_tokens": False}, "Three.<|im_end|>"), ({"truncate_prompt_tokens": -1}, "Three."),
+])
+async def test_what_is_said_of_tokens_means_the_same_at_every_door(
+    post: Any, engine: AsyncEngine, words: Any, text: str | None
+) -> None:
+    """OpenAI's three endpoints, LangChain's model and BentoML's, by the names that vLLM has."""
+    greedy = {"max_tokens": 24, **words}
+    thought = "<think>\n\n</think>\n\n"
+    chat = post("/v1/chat/completions", messages=question(True), chat_template_kwargs={"enable_thinking": False},
+                **greedy).json()["choices"][0]["message"]["content"]
+    assert text is None or chat == text
+    assert "Three" not in chat or "bad_words" not in words
+    named = [{"role": one["role"], "content": one["content"]} for one in question(True)]
+    prompt = engine.apply_chat_template(named, enable_thinking=False)
+    assert prompt.endswith(thought)
+    answer = post("/v1/completions", prompt=prompt, **greedy).json()["choices"][0]["text"]
+    assert answer == chat
+    model = ChatPagedCore.from_engine(engine, max_tokens=24)
+    stop = [words["stop"]] if "stop" in words else None
+    rest = {name: value for name, value in words.items() if name != "stop"}
+    reply = await model.ainvoke([HumanMessage("off")], stop=stop, reasoning_effort="none", **rest)
+    assert reply.content == chat
+    async with serving_bentoml(engine) as app:
+        body = {"messages": question(True), "sampling": greedy, "reasoning_effort": "none"}
+        assert json.loads((await app.call("/chat", body)).text)["outputs"][0]["text"] == chat
+    response = post("/v1/responses", input=question(True), reasoning={"effort": "none"}, max_output_tokens=24, **words)
+    assert response.json()["output"][0]["content"][0]["text"] == chat
+    refused = post("/v1/completions", prompt="x", echo=True, truncate_prompt_tokens=3)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
