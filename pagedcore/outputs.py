@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from pagedcore_kernels.interface import FloatArray
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+_SHOWN: Final = 160
+"""Characters of a completion that its ``repr`` has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class CompletionOutput:
     index: int
     """Which of the request's ``n`` completions this is."""
     text: str
-    """The text so far, without special tokens and without a matched stop string."""
+    """The text so far, without special tokens and without a matched stop string unless the parameters ask for them."""
     token_ids: tuple[int, ...]
     """The tokens, with an end-of-sequence token that stopped it."""
     finish_reason: FinishReason | None = None
@@ -57,6 +59,12 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     """The stop text or the stop token of the request's own that ended it; ``None`` where it ended by itself, with the
     model's end token, or has not ended with "stop"."""
+
+    def __repr__(self) -> str:
+        """Return what fits a line: the text, shortened in the middle, and how it ended."""
+        error = "" if self.error is None else f", {type(self.error).__name__}"
+        return (f"CompletionOutput({self.index}, {_shortened(self.text)!r}, {len(self.token_ids)} tokens, "
+                f"{self.finish_reason!r}{error})")
 
     @property
     def logits(self) -> FloatArray | None:
@@ -153,6 +161,13 @@ class RequestOutput:
     client_request_id: str | None = None
     """The caller's own label, ``request_id`` of the door that took the request."""
 
+    def __repr__(self) -> str:
+        """Return what fits a notebook: a line, and one for each completion."""
+        label = "" if self.client_request_id is None else f", label {self.client_request_id!r}"
+        head = (f"RequestOutput({self.request_id!r}{label}, {len(self.prompt_token_ids)} prompt tokens, "
+                f"{self.num_cached_tokens} of them cached, {'finished' if self.is_finished else 'running'}")
+        return "".join([head, *(f",\n    {one!r}" for one in self.outputs), ")"])
+
     @property
     def usage(self) -> Usage:
         """What the request has taken."""
@@ -188,3 +203,8 @@ class Delta:
     """On the last delta of a completion: as in ``CompletionOutput``."""
     stop_reason: str | int | None = None
     """On the last delta of a completion: as in ``CompletionOutput``."""
+
+
+def _shortened(text: str) -> str:
+    half = _SHOWN // 2
+    return text if len(text) <= _SHOWN else f"{text[:half]} ... {text[-half:]}"

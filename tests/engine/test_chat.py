@@ -125,3 +125,15 @@ def test_a_request_is_aborted_by_either_of_its_names(engine: Engine) -> None:
         request.remove()
     with pytest.raises(InvalidRequest):
         engine.abort(5)  # type: ignore[arg-type]
+
+
+def test_outputs_fit_a_notebook(engine: Engine) -> None:
+    """A line for the request and one for each completion, whatever it has: no ids, log-probabilities or times."""
+    params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=5, n=2, temperature=1.0, seed=1)
+    shown = repr(engine.generate([QUESTION], params)[0])
+    head, *lines = shown.splitlines()
+    assert head.endswith("cached, finished,")
+    assert [line.count("200 tokens, 'length'") for line in lines] == [1, 1]
+    assert max(map(len, lines)) < 2 * 160
+    reply = engine.chat(QUESTION, PARAMS)
+    assert repr(reply.content) in repr(reply.output)
