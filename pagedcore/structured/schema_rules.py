@@ -15,12 +15,13 @@ from pagedcore.errors import InvalidGrammar
 
 _FORMATS: Final = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Those that the library keeps; all others are annotations, as JSON Schema has it."""
-_YEAR: Final = r"([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
-_TIGHTER: Final = {
-    "date": rf"^{_YEAR}-", "date-time": rf"^{_YEAR}-[0-9]{{2}}-[0-9]{{2}}[^0-9][0-9]{{2}}:[0-9]{{2}}:[0-5]",
-    "time": r"^[0-9]{2}:[0-9]{2}:[0-5]",
-}
-"""Leap seconds and the year 0, which RFC 3339 has and what reads dates refuses."""
+_DATE: Final = (r"([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+                "|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))")
+_TIME: Final = (r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?"
+                "([zZ]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])")
+_AS_PATTERNS: Final = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]{_TIME}$", "time": f"^{_TIME}$"}
+"""Formats without the leap seconds and the year 0 that RFC 3339 has and what reads dates refuses. A pattern instead of
+a format, and not beside it: an intersection takes the library half a millisecond."""
 _NUMBERS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _VALUES: Final = ("const", "enum")
 _LAST: Final = 2**63 - 1
@@ -74,9 +75,10 @@ def _kept(what: str, schema: Any, *, is_lenient: bool) -> Any:
     form = made.get("format")
     if isinstance(form, str) and form not in _FORMATS:
         del made["format"]
-    elif isinstance(form, str) and form in _TIGHTER:
-        others = made.get("allOf")
-        made["allOf"] = [*(others if isinstance(others, list) else ()), {"type": "string", "pattern": _TIGHTER[form]}]
+    elif isinstance(form, str) and form in _AS_PATTERNS:
+        pattern, others = _AS_PATTERNS[made.pop("format")], made.get("allOf")
+        if made.setdefault("pattern", pattern) != pattern:
+            made["allOf"] = [*(others if isinstance(others, list) else ()), {"type": "string", "pattern": pattern}]
     _declare_required(made)
     for name in _SCHEMAS:
         if name in made:
