@@ -18,6 +18,8 @@ from typing import Any, Final, NamedTuple
 
 from pagedcore.config import limits
 
+_MANY_WORDS: Final = 1000
+"""Words, texts and signs of the rules of a grammar."""
 _SHORT: Final = 128
 """Characters of patterns whose sizes are kept."""
 _MOST: Final = 10**12
@@ -194,7 +196,8 @@ def size_of_lark(text: str) -> int:
     """Return the branches of all terminals and rules of a grammar in the syntax of Lark, without those of schemas.
 
     One with an intersection or a complement counts as too large to be compiled untried: whether an intersection
-    matches anything is a search whose length nobody knows, and which the library does not limit.
+    matches anything is a search whose length nobody knows, and which the library does not limit. So does one with long
+    rules that refer to themselves, which take the library the third power of their length.
     """
     bodies, terminals = {"": list[_Token]()}, {""}
     name, line = "", list[_Token]()
@@ -218,7 +221,9 @@ def size_of_lark(text: str) -> int:
     sizes = _sizes_of({name: bodies[name] for name in terminals})
     rules = [_size_of_body(body, sizes if ("not", None) in body else {})
              for name, body in bodies.items() if name not in terminals]
-    least = limits.MAX_UNTRIED_GRAMMAR_SIZE + 1 if any(map(_is_search, bodies.values())) else 0
+    is_to_try = any(map(_is_search, bodies.values())) or _is_long_recursion(
+        {name: body for name, body in bodies.items() if name not in terminals})
+    least = limits.MAX_UNTRIED_GRAMMAR_SIZE + 1 if is_to_try else 0
     return max(least, sum(size.branches for size in (*sizes.values(), *rules)))
 
 
@@ -227,6 +232,26 @@ def _begin(bodies: dict[str, list[_Token]], name: str) -> list[_Token]:
     body = bodies.setdefault(name, [])
     body += [("bar", None)] if body else []
     return body
+
+
+def _is_long_recursion(rules: Mapping[str, list[_Token]]) -> bool:
+    """Whether rules with more than a thousand words in all refer to themselves, each by itself or through others."""
+    if sum(map(len, rules.values())) <= _MANY_WORDS:
+        return False
+    used = {name: {value for kind, value in body if kind == "name" and value in rules} for name, body in rules.items()}
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    for name, others in used.items():
+        for other in others:
+            users[other].append(name)
+    left, ready = len(rules), [name for name, others in used.items() if not others]
+    while ready:
+        left -= 1
+        name = ready.pop()
+        for user in users[name]:
+            used[user].discard(name)
+            if not used[user]:
+                ready.append(user)
+    return left > 0
 
 
 def _is_search(body: list[_Token]) -> bool:

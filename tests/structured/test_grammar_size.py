@@ -144,3 +144,14 @@ def test_the_library_takes_no_more_for_what_is_not_refused() -> None:
     seconds, num_bytes = zip(*(map(float, line.split()) for line in done.stdout.splitlines()), strict=True)
     assert max(seconds) < 1.0
     assert num_bytes[-1] - num_bytes[0] < 100 * 2**20
+
+
+@pytest.mark.parametrize(("rules", "is_small"), [
+    ('a: "y" | {0}', False), ('a: b "y" | {0}\nb: a "z"', False), ('?a: "y" | {0}', False),
+    ('a: "y"\nb: "z" | {0}', True), ('a: c\nb: c | {0}\nc: "z"', True),
+])
+def test_long_rules_that_refer_to_themselves_are_tried(rules: str, is_small: bool) -> None:
+    """By themselves or through others; a long rule that does not, and a short one that does, are compiled at once."""
+    many = " | ".join(f'a "x{n}"' for n in range(1000))
+    assert (size_of_lark(f"start: a\n{rules.format(many)}") <= limits.MAX_UNTRIED_GRAMMAR_SIZE) == is_small
+    assert size_of_lark("start: a\n" + rules.format('a "x" a')) <= limits.MAX_UNTRIED_GRAMMAR_SIZE
