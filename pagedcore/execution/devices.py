@@ -51,6 +51,16 @@ class Device:
         # Why: torch keeps pinned memory from being used again until the copy out of it has been made.
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a tensor there has, in this process's memory, once it has been computed."""
+        if self.torch_device.type != "cuda":
+            return tensor.cpu()
+        # Why: into memory that is not pinned the logits of 256 rows take 90 ms, twenty times what computing them takes.
+        fetched = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        fetched.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(self.torch_device).synchronize()
+        return fetched
+
 
 CPU: Final = Device("cpu", torch.device("cpu"), "numba-cpu", "auto", free_memory_bytes, KVPool)
 

@@ -212,8 +212,8 @@ class TransformersModel:
         with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
             logits = self._decoder(*arguments)[: len(batch.logits_rows)]
             # Why: bfloat16 is what the sampler can read, which may need no more of it than the largest.
-            is_read_as_it_is = logits.dtype == torch.bfloat16 and self._device.kind == "cpu"
-            return (logits if is_read_as_it_is else logits.float()).contiguous().cpu()
+            is_read_as_it_is = logits.dtype == torch.bfloat16
+            return self._device.fetch((logits if is_read_as_it_is else logits.float()).contiguous())
 
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool,
