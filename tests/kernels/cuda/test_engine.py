@@ -16,7 +16,7 @@ from support.engine_builders import run
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 
-PARAMS = SamplingParams(max_tokens=24)
+PARAMS = SamplingParams(max_tokens=32)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
