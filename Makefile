@@ -11,7 +11,7 @@
 # make torture MINUTES=30  the suites of random cases at length      make soak MINUTES=60  a real engine, used badly
 # make browser the page of `pagedcore serve` in Debian's chromium, about half a minute
 # make bento   a BentoML service, built and served in an environment of its own
-# make interop-lm-eval, make interop-litellm  clients of others, each in an environment of its own
+# make interop  clients of others, each in an environment of its own; make interop-NAME  one of them (tests/interop)
 # make docs    the site, build/site/index.html  make architecture  the pictures of the documentation
 #
 # Without make, `make -n test` prints the plain commands.
@@ -26,7 +26,7 @@ AN_HOUR := --timeout 3600 -o faulthandler_timeout=3700
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test check browser slow mutants torture soak bench bench-doors bench-vllm bento kernels formats interop-ray gpu docs \
-	architecture interop-lm-eval interop-litellm compat
+	architecture interop compat
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -59,8 +59,10 @@ bento: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m bento $(AN_HOUR) tests/adapters/bentoml $(PYTEST_ARGS)
 
 # An environment of its own for each client, which the pins of ours would not let in; the server is ours.
-interop-lm-eval interop-litellm: interop-%: $(VENV)/.stamp-test build/interop-%/.stamp
-	$(BIN)/python -m pytest -m interop $(AN_HOUR) tests/adapters/openai/test_interop.py \
+interop: $(patsubst tests/interop/%.txt,interop-%,$(wildcard tests/interop/*.txt))
+
+interop-%: $(VENV)/.stamp-test build/interop-%/.stamp
+	$(BIN)/python -m pytest -m interop $(AN_HOUR) tests/adapters/openai \
 		-k $(subst -,_,$*) $(PYTEST_ARGS)
 
 build/interop-%/.stamp: tests/interop/%.txt
