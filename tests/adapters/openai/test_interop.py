@@ -142,7 +142,8 @@ async def test_what_other_clients_send_is_understood(engine: AsyncEngine) -> Non
             if reply.status_code != 200:
                 assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
             elif call["path"] == "/v1/responses":
-                assert '"status":"' in reply.text and "response.failed" not in reply.text
+                assert '"status":"' in reply.text
+                assert "response.failed" not in reply.text
             elif call["body"].get("stream"):
                 assert reply.text.endswith("data: [DONE]\n\n")
             elif call["body"].get("echo"):
