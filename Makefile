@@ -80,9 +80,9 @@ kernels: $(VENV)/.stamp-test
 formats:
 	$(MAKE) VENV=build/formats build/formats/.stamp-formats
 	build/formats/bin/python -m pytest -m formats -o addopts=--import-mode=importlib \
-		tests/models/quantization/test_compressed_tensors_library.py \
-		tests/models/quantization/test_bitsandbytes_library.py \
-		tests/models/quantization/test_gguf_library.py $(PYTEST_ARGS)
+		tests/models/checkpoints/test_compressed_tensors_library.py \
+		tests/models/checkpoints/test_bitsandbytes_library.py \
+		tests/models/checkpoints/test_gguf_library.py $(PYTEST_ARGS)
 
 interop-ray:
 	$(MAKE) VENV=build/interop-ray build/interop-ray/.stamp-interop-ray

@@ -30,7 +30,7 @@ from interleaved import interval, markdown
 from matmul_cpu import HEAD, LAYER, Product, products
 from torch.nn.functional import linear
 
-from pagedcore.models.cpu.packed_linear import OneDnnMatmul
+from pagedcore.models.linears.packed_linear import OneDnnMatmul
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)

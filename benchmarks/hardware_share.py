@@ -30,9 +30,9 @@ from matmul_cpu import HEAD, LAYER
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.execution.sampler import Sampler
-from pagedcore.models.cpu.output_layer import OutputLayer
-from pagedcore.models.cpu.packed_linear import OneDnnMatmul
-from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.decoders.output_layer import OutputLayer
+from pagedcore.models.linears.packed_linear import OneDnnMatmul
+from pagedcore.models.linears.schemes import SCHEMES
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.requests.stats import StepStats
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention

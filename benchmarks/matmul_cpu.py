@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from pagedcore.models.cpu.packed_linear import OneDnnMatmul
-from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.linears.packed_linear import OneDnnMatmul
+from pagedcore.models.linears.schemes import SCHEMES
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages

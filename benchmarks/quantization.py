@@ -35,16 +35,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pagedcore import Engine, SamplingParams
+from pagedcore.convert.conversion import convert
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.demo_model.questions import Split
 from pagedcore.execution.ragged_batch import assemble
-from pagedcore.models.cpu.packed_experts import pack_experts
-from pagedcore.models.cpu.packed_linear import FASTEST, pack_linears
-from pagedcore.models.quantization.checkpoint import load_stored, stored_format
-from pagedcore.models.quantization.convert import convert
-from pagedcore.models.quantization.embedding import quantize_embedding
-from pagedcore.models.quantization.schemes import SCHEMES
-from pagedcore.models.quantization.stored_weight import StoredLinears
+from pagedcore.models.checkpoints.quantized import load_stored, stored_format
+from pagedcore.models.linears.int8_embedding import quantize_embedding
+from pagedcore.models.linears.packed_experts import pack_experts
+from pagedcore.models.linears.packed_linear import FASTEST, pack_linears
+from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.stored_weight import StoredLinears
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 

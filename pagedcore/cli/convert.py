@@ -27,9 +27,9 @@ def convert(
     from rich.progress import Progress
     from transformers.utils import logging
 
-    from pagedcore.models.model_path import gguf_in, is_gguf
-    from pagedcore.models.quantization.convert import convert as write_converted
-    from pagedcore.models.quantization.gguf import GGUF
+    from pagedcore.convert.conversion import convert as write_converted
+    from pagedcore.models.checkpoints.gguf import GGUF
+    from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
 
     logging.disable_progress_bar()
     if model != "demo" and is_gguf(source := gguf_in(model)) and GGUF(source).scheme != "none":

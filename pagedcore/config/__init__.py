@@ -1,1 +1,1 @@
-"""Configuration: what operators set, how every field is checked, and the limits on what callers may ask."""
+"""What operators set, how every field is checked, and the limits on what callers may ask."""

@@ -1,1 +1,1 @@
-"""The engine: the step loop, and how an engine is built."""
+"""The step loop, and how an engine is built."""

@@ -23,8 +23,8 @@ from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.kv_cache import eviction
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
+from pagedcore.models.checkpoints.hub import ModelName
 from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
-from pagedcore.models.hub import ModelName
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import EngineHooks, create_plugin_manager

@@ -1,1 +1,1 @@
-"""Execution: one planned step becomes sampled tokens and moved bytes."""
+"""One planned step becomes sampled tokens and moved bytes."""

@@ -1,1 +1,1 @@
-"""Metrics: what is measured and how it is shown. Imported when metrics are first asked for."""
+"""What is measured and how it is shown. Imported when metrics are first asked for."""

@@ -1,1 +1,1 @@
-"""Models: a transformers model becomes a ``ModelBackend``."""
+"""A transformers model, or a directory of a known kind without that library, becomes a ``ModelBackend``."""

@@ -16,18 +16,18 @@ import torch
 
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import ModelNotSupported
-from pagedcore.models import model_facts, supported_models
-from pagedcore.models.attention_layers import AttentionLayer
-from pagedcore.models.cpu.fused_match import NotFused, recognise
-from pagedcore.models.cpu.packed_experts import matrices_of_experts
-from pagedcore.models.cpu.packed_linear import can_pack, matrix_of
-from pagedcore.models.cpu.shared_embedding import can_share
-from pagedcore.models.pretrained import as_refusals, computing_dtype
-from pagedcore.models.quantization import auto_int8
-from pagedcore.models.quantization.checkpoint import config_of, files_of, replace_weights, stored_format
-from pagedcore.models.quantization.embedding import FIELD, embedding_bytes, kind_of_embedding
-from pagedcore.models.quantization.schemes import SCHEMES, QuantizedLinears
-from pagedcore.models.quantization.stored_weight import stored_weights
+from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.checkpoints import auto_int8
+from pagedcore.models.checkpoints.pretrained import as_refusals, computing_dtype
+from pagedcore.models.checkpoints.quantized import config_of, files_of, replace_weights, stored_format
+from pagedcore.models.decoders.fused_match import NotFused, recognise
+from pagedcore.models.families import model_facts, supported_models
+from pagedcore.models.linears.int8_embedding import FIELD, embedding_bytes, kind_of_embedding
+from pagedcore.models.linears.packed_experts import matrices_of_experts
+from pagedcore.models.linears.packed_linear import can_pack, matrix_of
+from pagedcore.models.linears.schemes import SCHEMES, QuantizedLinears
+from pagedcore.models.linears.shared_embedding import can_share
+from pagedcore.models.linears.stored_weight import stored_weights
 from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
 from pagedcore_kernels.layout import BlockLayout

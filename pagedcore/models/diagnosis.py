@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from pagedcore.models.blueprint import tree_of
-from pagedcore.models.cpu.fused_match import NotFused, recognise
-from pagedcore.models.cpu.packed_experts import left_alone
-from pagedcore.models.model_path import is_gguf
-from pagedcore.models.pretrained import computing_dtype
-from pagedcore.models.quantization import checkpoint
-from pagedcore.models.quantization.gguf import GGUF
-from pagedcore.models.quick_start import why_not_quick
+from pagedcore.models.checkpoints import quantized
+from pagedcore.models.checkpoints.gguf import GGUF
+from pagedcore.models.checkpoints.model_path import is_gguf
+from pagedcore.models.checkpoints.pretrained import computing_dtype
+from pagedcore.models.checkpoints.quick_start import why_not_quick
+from pagedcore.models.decoders.fused_match import NotFused, recognise
+from pagedcore.models.linears.packed_experts import left_alone
 from pagedcore.models.transformers_model import redirect_attention
 from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
 
@@ -35,12 +35,12 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         InvalidConfig: there is no such model.
     """
     name, directory = os.fspath(source), Path(source)
-    stored = checkpoint.stored_format(name)
-    config = checkpoint.config_of(name, stored, trust_remote_code)
+    stored = quantized.stored_format(name)
+    config = quantized.config_of(name, stored, trust_remote_code)
     dtype = computing_dtype("auto")
     reason = "names on the hub are its to find"
     if stored is not None:
-        reason = checkpoint.why_not_quick(name, stored)
+        reason = quantized.why_not_quick(name, stored)
     elif directory.is_dir():
         reason = why_not_quick(directory)
     files = "read without transformers" if not reason else f"loaded by transformers: {reason}"

@@ -85,7 +85,7 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
 
 def schemes_of(model: Any) -> dict[str, str]:
     """Return the scheme of each layer that was quantised before it is packed, by name; of experts, those of all."""
-    from pagedcore.models.quantization.stored_weight import stored_weights
+    from pagedcore.models.linears.stored_weight import stored_weights
 
     found = {name: " ".join(one.scheme for one in stored_weights(module)) for name, module in model.named_modules()}
     return {name: schemes for name, schemes in found.items() if schemes}
@@ -94,7 +94,7 @@ def schemes_of(model: Any) -> dict[str, str]:
 def _samples(model: Any) -> Iterator[bytes]:
     import torch
 
-    from pagedcore.models.quantization.stored_weight import stored_tensors
+    from pagedcore.models.linears.stored_weight import stored_tensors
 
     for name, tensor in sorted((*model.state_dict().items(), *stored_tensors(model))):
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()

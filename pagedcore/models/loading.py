@@ -1,7 +1,7 @@
 """Turns what a user calls a model into a ``ModelBackend``, and finds the tokenizer that goes with it.
 
 Owns the distinction between a name, a directory, a GGUF file, "demo", a loaded model and a backend of one's own.
-transformers is imported only when one of the first five is given. Read ``models/pretrained.py`` and
+transformers is imported only when one of the first five is given. Read ``models/checkpoints/pretrained.py`` and
 ``models/transformers_model.py``.
 """
 
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InternalError, InvalidConfig, describe
-from pagedcore.models.hub import find_on_hub
-from pagedcore.models.model_path import gguf_in, is_gguf
+from pagedcore.models.checkpoints.hub import find_on_hub
+from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
 from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend, Tokenizer
 
 if TYPE_CHECKING:
     from pagedcore.execution.devices import Device
     from pagedcore.models.blueprint import Blueprint
-    from pagedcore.models.quantization.checkpoint import StoredFormat
+    from pagedcore.models.checkpoints.quantized import StoredFormat
     from pagedcore.models.transformers_model import TransformersModel
 
 Loader = Callable[[str, str], Any]
@@ -87,10 +87,10 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             "model of transformers, or an object with the members of ModelBackend."
         )
     from pagedcore.execution import devices
-    from pagedcore.models.ownership import require_free
-    from pagedcore.models.quantization import auto_int8
-    from pagedcore.models.quantization.checkpoint import stored_format
-    from pagedcore.models.quantization.stored_weight import has_unpacked
+    from pagedcore.models.checkpoints import auto_int8
+    from pagedcore.models.checkpoints.ownership import require_free
+    from pagedcore.models.checkpoints.quantized import stored_format
+    from pagedcore.models.linears.stored_weight import has_unpacked
     from pagedcore.models.transformers_model import TransformersModel, layout_maker, requirements_of
 
     # Why: all that can be refused without the model is, before it is loaded.
@@ -126,9 +126,9 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
 
 def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device: Device) -> Any:
     """Return a model with its weights, in a number format that the device computes in."""
-    from pagedcore.models.ownership import require_free
-    from pagedcore.models.pretrained import computing_dtype, load_pretrained, resolve_dtype, widen_halves
-    from pagedcore.models.quantization.checkpoint import load_stored
+    from pagedcore.models.checkpoints.ownership import require_free
+    from pagedcore.models.checkpoints.pretrained import computing_dtype, load_pretrained, resolve_dtype, widen_halves
+    from pagedcore.models.checkpoints.quantized import load_stored
 
     dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
     if stored is not None:
@@ -184,7 +184,7 @@ def _tokenizer_of(source: str, trust_remote_code: bool) -> Tokenizer | None:
 
     if not is_gguf(source):
         return HFTokenizer.from_directory(source, trust_remote_code)
-    from pagedcore.models.quantization.gguf_file import GGUFFile
+    from pagedcore.models.checkpoints.gguf_file import GGUFFile
     from pagedcore.tokenizer.gguf_tokenizer import gguf_tokenizer
 
     return gguf_tokenizer(GGUFFile(source).metadata, Path(source).parent)
@@ -227,7 +227,7 @@ def _attention_name(config: EngineConfig, default: str) -> str:
 def _linears(
     config: EngineConfig, device: Device, load: Loader, quantization: str, is_stored: bool
 ) -> LinearFactory:
-    from pagedcore.models.cpu.packed_linear import FASTEST
+    from pagedcore.models.linears.packed_linear import FASTEST
 
     name = config.linear_backend
     if quantization != "none":
@@ -243,8 +243,8 @@ def _linears(
 
 
 def _quantized_linears(config: EngineConfig, device: Device, quantization: str, is_stored: bool) -> LinearFactory:
-    from pagedcore.models.quantization.schemes import SCHEMES
-    from pagedcore.models.quantization.stored_weight import StoredLinears
+    from pagedcore.models.linears.schemes import SCHEMES
+    from pagedcore.models.linears.stored_weight import StoredLinears
     from pagedcore_kernels.cpu.features import has_fused_vectors
 
     for name, given, allowed in (("linear_backend", config.linear_backend, "auto"), ("device", device.kind, "cpu")):

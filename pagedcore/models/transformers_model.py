@@ -21,17 +21,18 @@ from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, Mo
 from pagedcore.execution.devices import CPU, Device
 from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.memory_pages import FileMappings
-from pagedcore.models import model_facts, ownership, supported_models
-from pagedcore.models.attention_interface import ATTENTION_KEY, PagedStep, attention_step, register
-from pagedcore.models.attention_layers import AttentionLayer, RecordingStep, layers_of
-from pagedcore.models.cpu.fused_decoder import best_decoder
-from pagedcore.models.cpu.packed_linear import FASTEST, probe_invariance
-from pagedcore.models.decoder import Decoder, DecoderFactory, GreedyDecoder, PlainDecoder, call_model
+from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep, attention_step, register
+from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of
+from pagedcore.models.checkpoints import ownership
+from pagedcore.models.decoders.fused import best_decoder
+from pagedcore.models.decoders.plain import Decoder, DecoderFactory, GreedyDecoder, PlainDecoder, call_model
+from pagedcore.models.families import model_facts, supported_models
+from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.fingerprint import model_fingerprint
-from pagedcore.models.llama_tree import ForCausalLM
-from pagedcore.models.quantization.embedding import quantize_embedding
-from pagedcore.models.quantization.schemes import SCHEMES
-from pagedcore.models.quantization.stored_weight import JoinedMatmul, StoredLinears
+from pagedcore.models.linears.int8_embedding import quantize_embedding
+from pagedcore.models.linears.packed_linear import FASTEST, probe_invariance
+from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.stored_weight import JoinedMatmul, StoredLinears
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
 from pagedcore.protocols import (
     AttentionBackend,

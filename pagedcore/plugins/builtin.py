@@ -20,7 +20,7 @@ def pagedcore_register(registry: Registry) -> None:
                            summary="tensor-core kernels for NVIDIA GPUs")
     registry.attention.add("reference", "pagedcore_kernels.reference:ReferenceAttention",
                            summary="plain and slow; what the others are tested against")
-    registry.linears.add("onednn", "pagedcore.models.cpu.packed_linear:OneDnnMatmul",
+    registry.linears.add("onednn", "pagedcore.models.linears.packed_linear:OneDnnMatmul",
                          summary="torch's own library, with packed weights")
     registry.linears.add("packed", "pagedcore_kernels.cpu.matmul.packed:PackedMatmul",
                          summary="compiled for x86 processors with AVX2 or better; the default there")

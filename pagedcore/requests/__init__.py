@@ -1,1 +1,1 @@
-"""Requests: one request from its prompt to its output. Never runs a step."""
+"""One request from its prompt to its output. Never runs a step."""

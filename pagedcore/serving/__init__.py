@@ -1,1 +1,1 @@
-"""Serving: an engine on a thread of its own, for callers on any event loop or none."""
+"""An engine on a thread of its own, for callers on any event loop or none."""

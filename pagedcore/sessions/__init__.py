@@ -1,1 +1,1 @@
-"""Sessions: conversations that wait, fork and move between processes."""
+"""Conversations that wait, fork and move between processes."""

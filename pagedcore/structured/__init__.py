@@ -1,1 +1,1 @@
-"""Structured output: grammars compiled for one vocabulary, and the masks that keep completions to them."""
+"""Grammars compiled for one vocabulary, and the masks that keep completions to them."""

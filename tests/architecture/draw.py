@@ -1,7 +1,8 @@
-"""Writes every picture of the documentation; ``make architecture`` runs it, and a test compares the files."""
+"""Writes the pictures of the documentation and the table of rooms; ``make architecture`` runs it, tests compare."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "kernels", "adapters", "tests")]
 
 from architecture import draw_peers, draw_request, draw_rooms  # noqa: E402
+
+PAGE = "docs/architecture.md"
+TABLE = re.compile(r"(?<=<!-- rooms: `make architecture` writes this table -->\n\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 PICTURES: dict[str, Callable[[], str]] = {
     "docs/architecture.svg": draw_rooms.draw,
@@ -20,3 +24,5 @@ PICTURES: dict[str, Callable[[], str]] = {
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
         (ROOT / name).write_text(draw(), encoding="utf-8")
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    (ROOT / PAGE).write_text(TABLE.sub(lambda _: draw_rooms.table(), page), encoding="utf-8")

@@ -7,38 +7,66 @@ from collections.abc import Iterator
 
 from architecture.sources import SOURCES, Source
 
-ROOMS: dict[str, tuple[str, ...]] = {
-    "ground": ("_version", "errors", "lazy_names", "outputs", "protocols"),
-    "demo_model": ("demo_model",),
-    "config": ("config",),
-    "vocabulary": ("request_options", "sampling_params", "sequence", "structured_output"),
-    "tokenizer": ("tokenizer",),
-    "kv_cache": ("kv_cache",),
-    "scheduler": ("scheduler",),
-    "execution": ("execution",),
-    "models": ("models",),
-    "structured": ("structured",),
-    "requests": ("requests",),
-    "tool_calls": ("tool_calls",),
-    "sessions": ("sessions",),
-    "recorder": ("recorder",),
-    "plugins": ("plugins",),
-    "engine": ("engine",),
-    "simulation": ("simulation",),
-    "serving": ("serving",),
-    "replay": ("replay",),
-    "metrics": ("metrics",),
-    "bench": ("bench",),
-    "cli": ("cli", "__main__"),
+STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
+    "ground": {
+        "ground": ("_version", "errors", "lazy_names", "outputs", "protocols"),
+        "demo_model": ("demo_model",),
+        "config": ("config",),
+        "vocabulary": ("request_options", "sampling_params", "sequence", "structured_output"),
+    },
+    "text": {
+        "tokenizer": ("tokenizer",),
+        "structured": ("structured",),
+    },
+    "scheduling": {
+        "kv_cache": ("kv_cache",),
+        "scheduler": ("scheduler",),
+    },
+    "computing": {
+        "execution": ("execution",),
+        "linears": ("models.linears",),
+        "attention": ("models.attention",),
+        "families": ("models.families",),
+        "checkpoints": ("models.checkpoints",),
+        "decoders": ("models.decoders",),
+        "models": ("models",),
+    },
+    "requests": {
+        "requests": ("requests",),
+        "tool_calls": ("tool_calls",),
+        "sessions": ("sessions",),
+    },
+    "engine": {
+        "recorder": ("recorder",),
+        "plugins": ("plugins",),
+        "engine": ("engine",),
+        "serving": ("serving",),
+    },
+    "analysis": {
+        "metrics": ("metrics",),
+        "simulation": ("simulation",),
+        "replay": ("replay",),
+    },
+    "tools": {
+        "convert": ("convert",),
+        "bench": ("bench",),
+        "cli": ("cli", "__main__"),
+    },
 }
-"""Every room and the modules or folders of ``pagedcore`` that it has. A room imports only rooms before it."""
-ROOM_OF = {part: room for room, parts in ROOMS.items() for part in parts}
-ORDER = list(ROOMS)
+"""Every storey, its rooms, and the modules or folders of ``pagedcore`` that each room has. A room imports only rooms
+before it; a folder inside of another is named by both, and belongs to its own room."""
+ROOM_OF = {part: room for rooms in STOREYS.values() for room, parts in rooms.items() for part in parts}
+ORDER = [room for rooms in STOREYS.values() for room in rooms]
 
 
-def room_of(source: Source) -> str | None:
-    """Return a file's room, ``None`` outside of the core and for the package's own ``__init__``."""
-    return ROOM_OF.get(source.part) if source.package == "pagedcore" else None
+def room_of(module: str) -> str | None:
+    """Return the room of a module, ``None`` outside of the core and for the package's own ``__init__``."""
+    package, *names = module.split(".")
+    if package == "pagedcore":
+        for length in range(len(names), 0, -1):
+            if (room := ROOM_OF.get(".".join(names[:length]))) is not None:
+                return room
+    return None
 
 
 def imported_modules(source: Source) -> Iterator[str]:
@@ -55,12 +83,10 @@ def imported_modules(source: Source) -> Iterator[str]:
 def room_imports() -> dict[str, set[str]]:
     """Return the rooms, and the packages beside the core, that each room imports."""
     found: dict[str, set[str]] = defaultdict(set)
-    by_module = {one.module: one for one in SOURCES}
     for source in SOURCES:
-        room = room_of(source)
+        room = room_of(source.module)
         for module in imported_modules(source) if room is not None else ():
-            other = by_module[module]
-            if (name := room_of(other) or other.package) not in (room, "pagedcore"):
+            if (name := room_of(module) or module.partition(".")[0]) not in (room, "pagedcore"):
                 found[room or ""].add(name)
     return found
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from statistics import mean
 
 import pytest
 
 from architecture import draw_request, draw_rooms
-from architecture.draw import PICTURES
+from architecture.draw import PAGE, PICTURES, TABLE
 from architecture.rooms import ORDER
 from architecture.sources import PACKAGES, ROOT
 
@@ -20,31 +19,14 @@ def test_a_picture_is_what_its_script_draws(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == PICTURES[name](), "run `make architecture`"
 
 
-def test_every_room_and_package_has_a_place() -> None:
-    """A new room or adapter has to be given its place in the picture."""
-    assert {*ORDER, *PACKAGES[1:]} <= set(draw_rooms.PLACES)
+def test_the_table_of_rooms_is_what_the_folders_say() -> None:
+    """docs/architecture.md has every room in its order, with the first sentence of its folder."""
+    assert TABLE.findall((ROOT / PAGE).read_text(encoding="utf-8")) == [draw_rooms.table()], "run `make architecture`"
 
 
-def test_the_arrows_are_imports_and_hide_none() -> None:
-    """Each arrow is an import of some file, and along the arrows each importer reaches what it imports."""
-    imports = draw_rooms.graph()
-    arrows: draw_rooms.Graph = {}
-    for start, end in draw_rooms.shown(imports):
-        assert end in imports[start]
-        arrows.setdefault(start, set()).add(end)
-    hidden = [(start, end) for start, ends in imports.items() for end in ends
-              if end not in draw_rooms._reach(arrows, start)]
-    assert hidden == []
-
-
-def test_no_arrow_of_the_rooms_crosses_a_box() -> None:
-    """Every arrow has found a way between the boxes."""
-    edges = draw_rooms.graph()
-    boxes = [name for name in draw_rooms.PLACES if name in {*ORDER, *edges}]
-    router = draw_rooms._Router(boxes)
-    lines = [line for edge in draw_rooms.shown(edges) for line in itertools.pairwise(router.way(*edge))]
-    assert lines
-    assert not [name for name in boxes for line in lines if draw_rooms._crosses(line, draw_rooms._rectangle(name))]
+def test_every_room_and_package_is_in_the_picture() -> None:
+    """A new room or adapter has to be told in the picture, and one that is gone is not."""
+    assert {*draw_rooms.WORDS, draw_rooms.KERNELS} == {*ORDER, *PACKAGES[1:]}
 
 
 def test_the_steps_of_a_request_are_those_of_the_page() -> None:

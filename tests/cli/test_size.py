@@ -12,7 +12,7 @@ import torch
 from pagedcore import Engine
 from pagedcore.cli.size import SizeReport, size_model
 from pagedcore.errors import InvalidConfig
-from pagedcore.models.quantization.stored_weight import stored_tensors
+from pagedcore.models.linears.stored_weight import stored_tensors
 from support.families import config_of, tiny_model
 from support.runner import invoke
 

@@ -11,8 +11,8 @@ import torch
 
 from pagedcore import Engine
 from pagedcore.cli.size import size_model
-from pagedcore.models.quantization.convert import convert
-from pagedcore.models.quantization.stored_weight import stored_tensors
+from pagedcore.convert.conversion import convert
+from pagedcore.models.linears.stored_weight import stored_tensors
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import tiny_model
 from support.quantized_checkpoints import KINDS, write_checkpoint

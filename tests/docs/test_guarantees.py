@@ -7,7 +7,7 @@ import re
 import pytest
 
 from docs.pages import ROOT
-from pagedcore.models.cpu.fused_decoder import best_decoder
+from pagedcore.models.decoders.fused import best_decoder
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from support.families import FAMILIES, tiny_model

@@ -10,7 +10,7 @@ import torch
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import DeviceUnavailable, InvalidConfig
 from pagedcore.execution import devices
-from pagedcore.models.decoder import PlainDecoder
+from pagedcore.models.decoders.plain import PlainDecoder
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.sampling_params import SamplingParams
 from pagedcore_kernels.layout import TokenMajorLayout

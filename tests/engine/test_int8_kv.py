@@ -121,7 +121,8 @@ def test_int8_kv_is_refused_where_nothing_stores_it(monkeypatch: pytest.MonkeyPa
     """
     with pytest.raises(InvalidConfig, match=r"kv_cache_dtype: got .* backend of your own, which decides itself"):
         build_components(ToyBackend(), num_kv_blocks=4, **INT8)
-    monkeypatch.setattr("pagedcore.models.pretrained.load_pretrained", lambda *_, **__: pytest.fail("was loaded"))
+    monkeypatch.setattr("pagedcore.models.checkpoints.pretrained.load_pretrained",
+                        lambda *_, **__: pytest.fail("was loaded"))
     monkeypatch.delattr("pagedcore_kernels.reference.ReferenceAttention.int8_layout_type")
     use_stand_in(monkeypatch)
     for settings in ({"attention_backend": "reference"}, {"device": "cuda"}):

@@ -18,10 +18,10 @@ import torch
 
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
-from pagedcore.models.cpu.packed_linear import FASTEST
-from pagedcore.models.quantization.checkpoint import load_stored, stored_format
-from pagedcore.models.quantization.schemes import SCHEMES
-from pagedcore.models.quantization.stored_weight import StoredLinears
+from pagedcore.models.checkpoints.quantized import load_stored, stored_format
+from pagedcore.models.linears.packed_linear import FASTEST
+from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.stored_weight import StoredLinears
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.outputs import CompletionOutput
 from pagedcore.protocols import LinearFactory

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pagedcore.execution.memory_pages import FileMappings
-from pagedcore.models.cpu.packed_linear import PackedLinear
+from pagedcore.models.linears.packed_linear import PackedLinear
 from pagedcore_kernels.cpu.runtime import huge_pages
 from pagedcore_kernels.cpu.runtime.huge_pages import empty_in_huge_pages, populate, use_huge_pages
 

@@ -11,8 +11,8 @@ import torch
 
 from pagedcore import Engine
 from pagedcore.cli.doctor import diagnosis
-from pagedcore.models import pretrained
-from pagedcore.models.cpu.fused_decoder import FusedDecoder
+from pagedcore.models.checkpoints import pretrained
+from pagedcore.models.decoders.fused import FusedDecoder
 from pagedcore.models.diagnosis import diagnose
 from support.families import tiny_model
 
@@ -40,7 +40,8 @@ def test_the_diagnosis_is_what_an_engine_does(
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Module, "load_state_dict", lambda *_: pytest.fail("weights were read"))
         patch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_: pytest.fail("weights were read"))
-        patch.setattr("pagedcore.models.quick_start.ForCausalLM", lambda *_: pytest.fail("weights were read"))
+        patch.setattr("pagedcore.models.checkpoints.quick_start.ForCausalLM",
+                      lambda *_: pytest.fail("weights were read"))
         facts = diagnose(tmp_path)
     assert facts["files"].startswith("read without transformers") == is_quick
     assert facts["decoder"].startswith("fused kernels") == is_fused

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from pagedcore import Engine, SamplingParams
 from pagedcore.cli.size import size_model
 from pagedcore.errors import InvalidConfig
-from pagedcore.models.pretrained import load_pretrained
+from pagedcore.models.checkpoints.pretrained import load_pretrained
 from support.families import tiny_model
 
 PROMPT = [5, 7, 11, 13, 17, 19]

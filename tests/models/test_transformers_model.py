@@ -9,9 +9,9 @@ import torch
 
 from pagedcore.errors import InternalError, InvalidConfig, ModelTakenOver
 from pagedcore.models import transformers_model
-from pagedcore.models.attention_interface import attention_step
-from pagedcore.models.attention_layers import RecordingStep
-from pagedcore.models.decoder import ModuleDecoder
+from pagedcore.models.attention.interface import attention_step
+from pagedcore.models.attention.layers import RecordingStep
+from pagedcore.models.decoders.plain import ModuleDecoder
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.protocols import ModelBackend
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagedcore import AsyncEngine, Engine, SamplingParams
-from pagedcore.models.quantization.schemes import SCHEMES
+from pagedcore.models.linears.schemes import SCHEMES
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")

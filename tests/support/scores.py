@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pagedcore import Engine, SamplingParams
-from pagedcore.models.cpu.fused_decoder import FusedDecoder
+from pagedcore.models.decoders.fused import FusedDecoder
 from support.families import VOCAB
 
 PROMPTS = [[(7 * i + n) % VOCAB for i in range(n)] for n in (5, 19, 33)]

@@ -3,7 +3,7 @@
 Owns four kernels and the objects that call them: residual add with RMS norm, gated activation, rotary embedding
 together with the write of K and V into the pool, and the soft cap of logits. They compute what the modules of
 transformers compute, with the same rounding (``hidden_rows.py``); they never see a model. Read
-``pagedcore/models/cpu/fused_decoder.py`` for who uses them.
+``pagedcore/models/decoders/fused.py`` for who uses them.
 
 Invariant: work is split by rows, so the bits of a row depend neither on the other rows nor on the threads.
 """

@@ -1,0 +1,1 @@
+"""Makes quantised checkpoints from models."""

@@ -1,0 +1,1 @@
+"""A model's attention becomes paged attention."""

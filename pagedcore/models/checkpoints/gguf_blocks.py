@@ -1,0 +1,161 @@
+"""ggml's types of tensors: how many numbers a block has, in how many bytes, and which integers and scales these are.
+
+Owns the arithmetic of bits of one block; rows of blocks become a ``QuantizedWeight``, whose numbers are those of the
+format: scales of one level in float16, as they are; scales of two levels are multiplied in float32, which is exact for
+all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from pagedcore.models.linears.stored_weight import QuantizedWeight, refusal
+
+Blocks = torch.Tensor
+"""uint8 [..., bytes of a block]."""
+_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Integers [..., numbers], scales [..., groups], and what is subtracted from their product, as in
+``QuantizedWeight.zeros``."""
+#: Numbers that are decoded at a time, so that a matrix takes little memory besides its integers.
+_AT_ONCE: Final = 2**22
+#: Numbers of a block whose scale is one of its own; larger blocks have scales of two levels.
+_ONE_LEVEL: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of tensors."""
+
+    name: str
+    size: int
+    """Numbers of a block."""
+    num_bytes: int
+    dtype: torch.dtype | None = None
+    """Of tensors that hold numbers as they are; they have no ``decode``."""
+    bits: int = 8
+    """Of the integers in our products."""
+    num_groups: int = 1
+    """Scales of a block."""
+    has_least: bool = False
+    """Whether something is subtracted from products of scales and integers."""
+    decode: Callable[[Blocks], _Parts] | None = None
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether scales, and what is subtracted, are float16."""
+        return self.decode is not None and self.size == _ONE_LEVEL
+
+    def weight(self, rows: torch.Tensor, name: str) -> QuantizedWeight:
+        """Return what uint8 [rows, bytes of a row] hold; ``name`` is for the error.
+
+        Raises:
+            ModelNotSupported: a scale is not finite.
+        """
+        assert self.decode is not None
+        values = torch.empty(len(rows), rows.shape[1] // self.num_bytes * self.size, dtype=torch.int8)
+        all_scales, all_least = [], []
+        at_once = max(1, _AT_ONCE // values.shape[1])
+        for start in range(0, len(rows), at_once):
+            part = rows[start : start + at_once]
+            integers, scales, least = self.decode(part.reshape(len(part), -1, self.num_bytes))
+            values[start : start + at_once] = integers.flatten(1)
+            all_scales.append(scales.flatten(1))
+            all_least += [] if least is None else [least.flatten(1)]
+        if not all(part.isfinite().all() for part in (*all_scales, *all_least)):
+            raise refusal(f"{name} has scales that are not finite")
+        return QuantizedWeight(values, torch.cat(all_scales), torch.cat(all_least) if self.has_least else None)
+
+
+def _halves(blocks: Blocks, begin: int) -> torch.Tensor:
+    """Return the float16 at a place, [..., 1]."""
+    half: torch.Tensor = blocks[..., begin : begin + 2].contiguous().view(torch.float16)
+    return half
+
+
+def _nibbles(octets: torch.Tensor) -> torch.Tensor:
+    """Return the low halves of [..., n] bytes, then the high ones: [..., 2 * n]."""
+    return torch.cat((octets & 15, octets >> 4), dim=-1)
+
+
+def _split(octets: torch.Tensor, count: int, size: int) -> torch.Tensor:
+    """Return [..., count, size] of [..., count * size] bytes."""
+    return octets.reshape(*octets.shape[:-1], count, size)
+
+
+def _bits(octets: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the bits of [..., n] bytes, ``count`` of them at a time: [..., 8 / count, n], the lowest first."""
+    shifts = torch.arange(0, 8, count, dtype=torch.uint8)[:, None]
+    bits: torch.Tensor = (octets[..., None, :] >> shifts) & (2**count - 1)
+    return bits
+
+
+def _fifth_bits(blocks: Blocks, begin: int) -> torch.Tensor:
+    """Return 32 bits, one for each number, as 0 or 16."""
+    return _bits(blocks[..., begin : begin + 4], 1).transpose(-1, -2).flatten(-2) << 4
+
+
+def _q4_0(blocks: Blocks) -> _Parts:
+    return _nibbles(blocks[..., 2:]).view(torch.int8) - 8, _halves(blocks, 0), None
+
+
+def _q4_1(blocks: Blocks) -> _Parts:
+    return _nibbles(blocks[..., 4:]), _halves(blocks, 0), -_halves(blocks, 2)
+
+
+def _q5_0(blocks: Blocks) -> _Parts:
+    values = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
+    return values.view(torch.int8) - 16, _halves(blocks, 0), None
+
+
+def _q5_1(blocks: Blocks) -> _Parts:
+    return _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), _halves(blocks, 0), -_halves(blocks, 2)
+
+
+def _q8_0(blocks: Blocks) -> _Parts:
+    return blocks[..., 2:].contiguous().view(torch.int8), _halves(blocks, 0), None
+
+
+def _scales_of_k(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 8 scales and 8 least numbers, of 6 bits each, times those of the block."""
+    first, second, third = _split(blocks[..., 4:16], 3, 4).unbind(-2)
+    scales = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), dim=-1)
+    least = torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), dim=-1)
+    return _halves(blocks, 0).float() * scales, _halves(blocks, 2).float() * least
+
+
+def _q4_k(blocks: Blocks) -> _Parts:
+    return _nibbles(_split(blocks[..., 16:], 4, 32)).flatten(-2), *_scales_of_k(blocks)
+
+
+def _q5_k(blocks: Blocks) -> _Parts:
+    low, high = _nibbles(_split(blocks[..., 48:], 4, 32)), _bits(blocks[..., 16:48], 1)
+    return low.flatten(-2) | high.flatten(-2) << 4, *_scales_of_k(blocks)
+
+
+def _q6_k(blocks: Blocks) -> _Parts:
+    low = _nibbles(_split(blocks[..., :128], 2, 64)).flatten(-2)
+    high = _bits(_split(blocks[..., 128:192], 2, 32), 2).flatten(-3)
+    scales = blocks[..., 192:208].contiguous().view(torch.int8)
+    return (low | high << 4).view(torch.int8) - 32, _halves(blocks, 208).float() * scales, None
+
+
+#: By number.
+TYPES: Final = {
+    0: BlockType("f32", 1, 4, torch.float32), 1: BlockType("f16", 1, 2, torch.float16),
+    30: BlockType("bf16", 1, 2, torch.bfloat16),
+    2: BlockType("q4_0", 32, 18, bits=4, decode=_q4_0), 3: BlockType("q4_1", 32, 20, None, 4, 1, True, _q4_1),
+    6: BlockType("q5_0", 32, 22, decode=_q5_0), 7: BlockType("q5_1", 32, 24, None, 8, 1, True, _q5_1),
+    8: BlockType("q8_0", 32, 34, decode=_q8_0), 12: BlockType("q4_k", 256, 144, None, 4, 8, True, _q4_k),
+    13: BlockType("q5_k", 256, 176, None, 8, 8, True, _q5_k),
+    14: BlockType("q6_k", 256, 210, num_groups=16, decode=_q6_k),
+}
+#: Types that there are and that cannot be computed here.
+OTHER_TYPES: Final = {
+    9: "q8_1", 10: "q2_k", 11: "q3_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s",
+    20: "iq4_nl", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64",
+    29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4", 40: "nvfp4", 41: "q1_0",
+}

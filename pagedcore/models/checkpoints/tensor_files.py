@@ -1,0 +1,83 @@
+"""The tensors of a directory's safetensors files by name: shapes from their headers first, then mapped, not copied.
+
+Owns where a checkpoint's tensors lie. Names, shapes and types are checked against what is expected before a tensor is
+made; the library has checked by then that a header describes its file and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pagedcore.models.checkpoints.weight_files import only_file
+from pagedcore.models.linears.stored_weight import refusal
+
+FLOATS: Final = ("BF16", "F16", "F32")
+"""Names of number formats in safetensors; others are I8, U8, I32, I64."""
+
+
+class TensorFiles:
+    """All tensors of one directory, by the names that ``rename`` makes of those in the files.
+
+    Raises:
+        ModelNotSupported: there are no such files, or they do not hold what the index says.
+        SafetensorError: a file is damaged.
+    """
+
+    def __init__(self, directory: Path, rename: Callable[[str], str] = str) -> None:
+        from safetensors import safe_open
+
+        self.directory = directory
+        """Where they are."""
+        self._places: dict[str, tuple[Any, str]] = {}
+        for path in only_file(directory):
+            file: Any = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118, it is no dictionary
+                if rename(name) in self._places:
+                    raise refusal(f"{name} is in its files twice")
+                self._places[rename(name)] = file, name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape; nothing is read."""
+        return tuple(self._slice(name).get_shape())
+
+    def format_of(self, name: str) -> str:
+        """Return the name of a tensor's number format in safetensors; nothing is read."""
+        return str(self._slice(name).get_dtype())
+
+    def expect(self, name: str, shape: tuple[int, ...], *formats: str) -> torch.Tensor:
+        """Return a tensor of this shape and of one of these number formats, mapped.
+
+        Raises:
+            ModelNotSupported: there is none.
+        """
+        if name not in self:
+            raise refusal(f"{name} is missing in its files")
+        if self.shape_of(name) != shape or self.format_of(name) not in formats:
+            raise refusal(
+                f"{name} is {self.format_of(name)} of shape {list(self.shape_of(name))}, needed is "
+                f"{' or '.join(formats)} of shape {list(shape)}"
+            )
+        file, name = self._places[name]
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor of finite scales, as ``expect`` does."""
+        scales = self.expect(name, shape, *FLOATS)
+        if not scales.isfinite().all():
+            raise refusal(f"{name} has values that are not finite")
+        return scales
+
+    def _slice(self, name: str) -> Any:
+        file, name = self._places[name]
+        return file.get_slice(name)

@@ -1,1 +1,0 @@
-"""The CPU side of models: packed linear layers and the fused decoder."""

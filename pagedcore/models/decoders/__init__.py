@@ -1,0 +1,1 @@
+"""Modules become a step: plain, fused, recorded."""

@@ -1,0 +1,171 @@
+"""Recognises the module trees that ``FusedDecoder`` computes: the architectures of ``families/table.py``, exactly as
+they come, from transformers or from ``llama_modules.py``.
+
+Owns the comparison of a model with what its architecture is known to be: classes, names of submodules, plain linear
+layers, activation, rotary embedding. Anything unexpected, such as an adapter around a linear layer, one more norm, or
+a hook, means "not recognised", and the model runs through its own modules. It changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.families import llama_modules
+from pagedcore.models.families.table import FAMILIES, Family
+from pagedcore.models.linears import expert_modules
+from pagedcore.models.linears.packed_experts import left_alone
+from pagedcore.models.linears.packed_linear import FASTEST
+from pagedcore.models.linears.stored_weight import StoredWeight, can_join
+from pagedcore.protocols import LinearFactory
+from pagedcore_kernels.cpu.layers.elementwise import can_compute
+
+#: Modules by path: the end of the name of one of transformers' classes, which begins with the architecture's, or the
+#: class itself. The class of an activation depends on the configuration.
+_MODEL: Final[Mapping[str, str | type[nn.Module]]] = {
+    "": "ForCausalLM", "model": "Model", "model.embed_tokens": nn.Embedding, "model.layers": nn.ModuleList,
+    "model.norm": "RMSNorm", "model.rotary_emb": "RotaryEmbedding", "lm_head": nn.Linear,
+}
+_EXPERTS: Final[Mapping[str, str | type[nn.Module]]] = {
+    ".mlp": "SparseMoeBlock", ".mlp.gate": "TopKRouter", ".mlp.experts": "Experts", ".mlp.experts.act_fn": nn.Module,
+}
+#: Activation by configuration value: the kernels' name and the class of the module.
+_ACTIVATIONS: Final = {
+    "silu": ("silu", ("SiLUActivation", "SiLU")),
+    "swish": ("silu", ("SiLUActivation", "SiLU")),
+    "gelu_pytorch_tanh": ("gelu_tanh", ("GELUTanh",)),
+}
+
+
+class NotFused(Exception):
+    """A model that its own modules compute; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """What is known of a model that the fused decoder computes."""
+
+    family: Family
+    activation: str
+    """A key of the kernels' ``ACTIVATIONS``."""
+
+
+def recognise(
+    model: Any, layers: Mapping[int, AttentionLayer], linears: LinearFactory = FASTEST
+) -> Recognised:
+    """Return what the fused decoder computes a model by.
+
+    Raises:
+        NotFused: it is any other model, or has a product that ``linears`` does not support; see ``best_decoder``.
+    """
+    config, fields = model.config, model.config.to_dict()
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise NotFused(f"the fused kernels know {', '.join(FAMILIES)}")
+    _require(_has_known_modules(model, family), "its modules are not those of its architecture")
+    _require(_has_known_layers(model, layers), "its layers do not all attend alike, each to keys and values of its own")
+    _require(fields.get("clip_qkv") is None, "clip_qkv bounds its queries, keys and values")
+    name = str(fields.get("hidden_activation") or config.hidden_act)
+    activation, class_names = _ACTIVATIONS.get(name, ("", ()))
+    acts = [module for path, module in model.named_modules() if path.endswith(f".mlp.{family.activation}")]
+    _require(
+        activation and all(type(module).__name__ in class_names for module in acts), f"its activation is {name!r}"
+    )
+    _require(all(can_join(weights) for weights in _joined(model, family)), "the parts of a product are stored unlike")
+    widths = [module.in_features for module in model.modules() if type(module) is nn.Linear]
+    _require(
+        all(linears.supports(model.dtype, width) for width in widths) and not left_alone(model, linears),
+        f"no packed product here takes all its matrices in {model.dtype}",
+    )
+    fits = can_compute(
+        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        head_size=layers[0].key_head_size, dtype=model.dtype,
+        # Shape: the module keeps a frequency for every two elements.
+        rotary_size=2 * len(next(model.model.rotary_emb.buffers())),
+    )
+    _require(fits, "the fused kernels do not take its sizes or its number format")
+    return Recognised(family, activation)
+
+
+def _require(is_known: object, reason: str) -> None:
+    if not is_known:
+        raise NotFused(reason)
+
+
+def _joined(model: Any, family: Family) -> list[list[Any]]:
+    """Return the weights that become one product each."""
+    parents = [(layer.self_attn, family.qkv) for layer in model.model.layers]
+    parents += [(layer.mlp, family.gate_up) for layer in model.model.layers if not has_experts(layer)]
+    return [[getattr(parent, name).weight for name in names] for parent, names in parents]
+
+
+def has_experts(layer: Any) -> bool:
+    """Return whether a layer of a recognised model is a mixture of experts."""
+    return type(layer.mlp).__name__.endswith("SparseMoeBlock")
+
+
+def _has_known_modules(model: Any, family: Family) -> bool:
+    """Whether every module is of the class that the architecture has in its place, and computes as its class says."""
+    # Why: a dropout of a model that is not trained does nothing.
+    modules = {
+        path: module for path, module in model.named_modules(remove_duplicate=False)
+        if type(module) is not nn.Dropout or not _is_untouched(module)
+    }
+    known = {**_MODEL, **family.modules}
+    dense = _layer(family)
+    sparse = {**{path: kind for path, kind in dense.items() if not path.startswith(".mlp")}, **_EXPERTS}
+    for number in range(model.config.num_hidden_layers):
+        is_sparse = family.has_experts and f"model.layers.{number}.mlp.experts" in modules
+        known |= {f"model.layers.{number}{path}": kind for path, kind in (sparse if is_sparse else dense).items()}
+    return modules.keys() == known.keys() and all(
+        _is(modules[path], kind, family) and _is_untouched(modules[path]) for path, kind in known.items()
+    )
+
+
+def _layer(family: Family) -> dict[str, str | type[nn.Module]]:
+    """Return the modules of a dense layer."""
+    linears = [f".self_attn.{name}" for name in (*family.qkv, "o_proj")]
+    linears += [f".mlp.{name}" for name in (*family.gate_up, "down_proj")]
+    norms = [f".{name}" for name in family.norms if name]
+    norms += [".self_attn.q_norm", ".self_attn.k_norm"] if family.has_head_norms else []
+    return {
+        "": "DecoderLayer", ".self_attn": "Attention", ".mlp": "MLP", f".mlp.{family.activation}": nn.Module,
+        **dict.fromkeys(linears, nn.Linear), **dict.fromkeys(norms, "RMSNorm"),
+    }
+
+
+def _is(module: nn.Module, kind: str | type[nn.Module], family: Family) -> bool:
+    if isinstance(kind, str):
+        own = type(module)
+        is_theirs = own.__name__ == f"{family.classes}{kind}" and own.__module__.startswith("transformers.models.")
+        is_known = is_theirs or own in (vars(llama_modules).get(kind), vars(expert_modules).get(kind))
+        return is_known and (kind != "RMSNorm" or set(dict(module.named_parameters())) == {"weight"})
+    # Why: a subclass of a linear layer, or of a tensor, computes in its own way.
+    is_exact = kind is nn.Module or type(module) is kind
+    return is_exact and (kind is not nn.Linear or type(module.weight) in (nn.Parameter, StoredWeight))
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    """Whether nothing was hung on this one module: no hook, and no forward of its own."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    # Why: a tree without memory is given experts that look at no number; see ``blueprint.py``.
+    is_looked_at = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+    return (is_looked_at or "forward" not in vars(module)) and not any(hooks)
+
+
+def _has_known_layers(model: Any, layers: Mapping[int, AttentionLayer]) -> bool:
+    """Whether all layers attend alike, each to its own K and V; they may differ in their window."""
+    if sorted(layers) != list(range(len(model.model.layers))):
+        return False
+    parameters = {(parameter.dtype, parameter.device.type) for parameter in model.parameters()}
+    heads = {(layer.num_heads, layer.num_kv_heads, layer.key_head_size) for layer in layers.values()}
+    # Shape: on "meta" are models that are only looked at.
+    return parameters in ({(model.dtype, "cpu")}, {(model.dtype, "meta")}) and len(heads) == 1 and all(
+        layer.owns_kv and layer.index == number and layer.query_tuning is None
+        and layer.key_head_size == layer.value_head_size
+        for number, layer in layers.items()
+    )

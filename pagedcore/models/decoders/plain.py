@@ -1,0 +1,113 @@
+"""The replaceable middle of a model: token ids and positions in, logits of chosen rows out, attention elsewhere.
+
+Owns the protocol and its general implementation, which calls the unmodified module tree with packed linear layers. A
+faster decoder for some architectures takes its place by having the same members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from pagedcore.models.attention.interface import PagedStep, attention_step
+from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.linears.packed_experts import pack_experts
+from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
+from pagedcore.models.linears.schemes import QuantizedLinears
+from pagedcore.models.linears.stored_weight import StoredLinears
+from pagedcore.protocols import Int64Array, LinearFactory
+
+
+class Decoder(Protocol):
+    """Computes one flat batch with one model's weights."""
+
+    products: Sequence[PackedLinear] = ()
+    """The matrix products, for the check that their rows are independent."""
+    other_matrices: Sequence[str] = ()
+    """Types of modules that multiply in their own way, so that nothing can be promised about their rows."""
+
+    def fallback(self) -> Decoder | None:
+        """Return a decoder of the same weights that relies on less, for when this one fails the self-test."""
+        return None
+
+    def __call__(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a batch.
+
+        Args:
+            step: takes the attention calls.
+            token_ids: int64 [T], T at least 2.
+            positions: int64 [T].
+            rows: int64 [S], S not 1: those of the T tokens whose logits are wanted.
+
+        Returns:
+            Logits [S, vocabulary] in any float type.
+        """
+        ...
+
+
+@runtime_checkable
+class GreedyDecoder(Protocol):
+    """A decoder that may also choose tokens, without the logits of a whole vocabulary."""
+
+    @property
+    def can_pick(self) -> bool:
+        """Whether it does for this model."""
+        ...
+
+    def pick(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, barred: Int64Array
+    ) -> Int64Array:
+        """Compute a batch, arguments as for ``Decoder`` with S at least 2, and ``barred`` and the result as
+        ``DecodesGreedily`` says.
+        """
+        ...
+
+
+#: Takes a model whose attention was redirected, its layers by number, and what to call with weights no longer needed.
+DecoderFactory = Callable[[Any, Mapping[int, AttentionLayer], OnUnused], Decoder]
+
+
+class PlainDecoder(Decoder):
+    """Any architecture, on a device whose matrix products torch's libraries choose: transformers' own modules as is.
+
+    Which kernel they choose depends on the number of rows, so nothing is promised about a row's bits.
+    """
+
+    def __init__(self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused) -> None:
+        self._model = model
+
+    def __call__(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a batch; see ``Decoder``."""
+        with attention_step(step):
+            return call_model(self._model, token_ids, positions, rows)
+
+
+class ModuleDecoder(PlainDecoder):
+    """Any architecture on the CPU: transformers' own modules, with packed linear layers, whose rows are independent."""
+
+    def __init__(
+        self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused, linears: LinearFactory = FASTEST
+    ) -> None:
+        super().__init__(model, layers, on_unused)
+        of_experts = pack_experts(model, linears=linears, routers=router_products(linears), on_unused=on_unused)
+        report = pack_linears(model, linears=linears, on_unused=on_unused)
+        self.products, self.other_matrices = (*of_experts, *report.packed), report.unpacked
+
+
+def router_products(linears: LinearFactory) -> LinearFactory:
+    """Return what makes the products of routers where ``linears`` makes the others."""
+    # Why: which experts a row goes to is decided by small differences of few products.
+    return FASTEST if isinstance(linears, QuantizedLinears | StoredLinears) else linears
+
+
+def call_model(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Call a causal language model of transformers on one flat row; return logits [S, vocabulary]."""
+    output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+    logits: torch.Tensor = output.logits[0]
+    return logits

@@ -1,0 +1,92 @@
+"""The rows of one step on their way through a fused decoder, and where products and attention write.
+
+Owns the tensors of a step: new ones, or those of a workspace, whose addresses stay, so that the step can be recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagedcore.models.attention.interface import PagedStep
+from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.linears.packed_linear import PackedLinear
+from pagedcore_kernels.cpu.layers.elementwise import KVDestination
+from pagedcore_kernels.cpu.runtime.workspace import Workspace
+
+
+@dataclass(slots=True)
+class StepRows:
+    """What the layers of one step work on."""
+
+    residual: torch.Tensor
+    """[T, hidden]; every half of a layer adds to it."""
+    normed: torch.Tensor
+    """[T, hidden]: room for norms."""
+    gated: torch.Tensor
+    """[T, intermediate]: room for activations."""
+    positions: torch.Tensor
+    """[T] int64."""
+    destination: KVDestination | None
+    """Where K and V go; ``None`` if the attention backend writes them itself."""
+    workspace: Workspace | None = None
+    """Where results of products and of attention are; ``None``: in new tensors."""
+
+    def add(self, addend: torch.Tensor | None) -> torch.Tensor:
+        """Add ``addend`` to the residual, if there is one, and return it."""
+        if addend is not None:
+            self.residual += addend
+        return self.residual
+
+    def keep(self, chosen: torch.Tensor) -> None:
+        """Drop all rows but the chosen ones."""
+        self.residual = self.residual[chosen]
+        self.normed, self.gated = self.normed[: len(chosen)], self.gated[: len(chosen)]
+
+    def multiply(self, purpose: str, product: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+        """Return the product of ``rows`` [T, in], which stays until the next one for the same purpose."""
+        if self.workspace is None:
+            return product.multiply(rows)
+        out = self.workspace.take(purpose, len(rows), product.out_features, rows.dtype)
+        multiply: Any = product.multiply
+        multiply.multiply_to(out, rows, self.workspace)
+        return out
+
+    def attended(self, place: AttentionLayer) -> torch.Tensor:
+        """Return what the last layer like ``place`` has attended, [T, H * Dv], where there is a workspace."""
+        assert self.workspace is not None
+        size = place.num_heads * place.value_head_size
+        return self.workspace.take("attended", len(self.residual), size, self.residual.dtype)
+
+    def wanted(self, rows: torch.Tensor, place: AttentionLayer) -> tuple[StepRows, torch.Tensor]:
+        """Return the chosen rows, and what the layer at ``place`` has attended for them, at places of their own."""
+        workspace, num_rows = self.workspace, len(rows)
+        assert workspace is not None
+
+        def take(purpose: str, like: torch.Tensor) -> torch.Tensor:
+            return workspace.take(f"wanted {purpose}", num_rows, like.shape[1], like.dtype)
+
+        attended, residual = self.attended(place), take("residual", self.residual).copy_(self.residual[rows])
+        kept = StepRows(
+            residual, take("normed", self.normed), take("gated", self.gated), self.positions, None, workspace
+        )
+        return kept, take("attended", attended).copy_(attended[rows])
+
+    def logits(self, head: PackedLinear) -> torch.Tensor:
+        """Return the logits [T, vocabulary] that were computed last, where there is a workspace."""
+        assert self.workspace is not None
+        return self.workspace.take("logits", len(self.residual), head.out_features, self.residual.dtype)
+
+    def attend(self, step: PagedStep, place: AttentionLayer, query: torch.Tensor) -> torch.Tensor:
+        """Return the attention of a query [T, H, D] as [T, H * Dv]."""
+        how: dict[str, Any] = {"scale": place.scale, "window": place.window, "chunk": place.chunk,
+                               "softcap": place.softcap}  # fmt: skip
+        attention: Any = step.attention
+        if self.workspace is None:
+            attended: torch.Tensor = attention.attend(place.index, query, **how)
+            return attended.view(len(query), -1)
+        out = self.attended(place)
+        attention.attend_to(out.view(len(query), place.num_heads, -1), place.index, query, **how)
+        return out

@@ -1,0 +1,1 @@
+"""Known architectures as data, and their modules without transformers."""

@@ -1,0 +1,1 @@
+"""A weight, float or quantised, becomes a product."""

@@ -1,0 +1,261 @@
+"""A quantised weight as a checkpoint holds it, in the place of a linear layer's parameter until the layer is packed.
+
+Owns the common form of the formats, ``QuantizedWeight``, and ``StoredWeight``, which reads it from the tensors of a
+file when the layer is packed, and does not keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagedcore.errors import ModelNotSupported
+from pagedcore.models.linears.int8_table import Int8Table
+from pagedcore.models.linears.packed_linear import FASTEST
+from pagedcore.models.linears.schemes import dequantize, require_quantized
+from pagedcore.protocols import LinearFactory, Matmul
+from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
+from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
+
+
+def refusal(found: str) -> ModelNotSupported:
+    """Make the error for files that cannot be loaded here, of what was found in them."""
+    return ModelNotSupported(
+        f"model: its files cannot be loaded here: {found[:400]}. Supported are, beside floating numbers, "
+        "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed), GPTQ with 4 or 8 bits, AWQ with "
+        "4 bits, bitsandbytes with 8 bits, nf4 or fp4, and GGUF of the architectures llama, qwen2 and qwen3 with q4_0, "
+        "q4_1, q5_0, q5_1, q8_0, q4_k, q5_k and q6_k."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight ``scales * (values - zeros)``, or ``scales * values - zeros`` with zeros that are no integers; group
+    ``g`` of an output is inputs ``g * in / groups`` and up.
+
+    With a codebook number ``values & 15`` of it is in the place of each value.
+    """
+
+    values: torch.Tensor
+    """int8 [out, in]; with 4 bits from -8 to 7, or from 0 to 15 with zeros that are no integers."""
+    scales: torch.Tensor
+    """float32 or float16 [out, groups]."""
+    zeros: torch.Tensor | None
+    """int8 [out, groups] in the numbers of the values, or in those of the weight in the format of the scales; ``None``:
+    all are 0."""
+    codebook: str = ""
+    """Of ``CODEBOOKS``, with 4 bits and no zero points; "": values are numbers."""
+
+    def numbers(self) -> torch.Tensor:
+        """Return the weight, float32 [out, in]."""
+        return dequantize(self.values, self.scales, self.zeros, self.codebook)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeight:
+    """A weight [out, in] that a product is made of.
+
+    Of torch's functions it knows ``torch.cat`` over outputs, ``F.embedding`` where there is ``look_up``, and
+    ``F.linear`` and the product of rows with what was its transpose, whose results are zeros: what calls a model before
+    it is packed looks at the way of its tensors, not at numbers. All others raise ``TypeError``.
+    """
+
+    scheme: str
+    """"w8a8", "w8a16" or "w4a16"."""
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    """Number format of rows and outputs."""
+    num_groups: int
+    tensors: Sequence[torch.Tensor]
+    """What the file holds, mapped, and the order of inputs."""
+    read: Callable[[], QuantizedWeight]
+    order: torch.Tensor | None = None
+    """int64 [in]: which input each column of the values belongs to; ``None``: its own."""
+    has_least: bool = False
+    """Whether zeros are no integers."""
+    has_halves: bool = False
+    """Whether scales, and such zeros, are float16."""
+    has_zeros: bool = False
+    """Whether zeros are int8."""
+    look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """``token ids -> rows [..., in]`` of an embedding, in ``dtype``."""
+    parts: Sequence[StoredWeight] = ()
+    """Weights of several layouts whose outputs are this one's; ``read`` is of no use then."""
+
+    device = torch.device("cpu")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute; torch calls this in the place of its own functions."""
+        if function in (torch.nn.functional.linear, torch.Tensor.matmul, torch.Tensor.__matmul__):
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
+        if function is torch.nn.functional.embedding and (look_up := args[1].look_up) is not None:
+            return look_up(args[0])
+        return joined(*args) if function is torch.cat else NotImplemented
+
+    def detach(self) -> StoredWeight:
+        """Return itself."""
+        return self
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What weights have in common whose values are packed side by side."""
+        order = None if self.order is None else self.order.numpy().tobytes()
+        return self.scheme, self.num_groups, self.has_least, self.has_halves, order
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its product, or of an embedding."""
+        if self.look_up is not None:
+            return sum(tensor.nbytes for tensor in self.tensors)
+        if self.scheme == "w8a8":
+            return packed_int8.packed_bytes(*self.shape)
+        bits = 4 if self.scheme == "w4a16" else 8
+        packed = packed_grouped.packed_bytes(
+            *self.shape, self.num_groups, bits, has_least=self.has_least, has_zeros=self.has_zeros,
+            halves=self.has_halves,
+        )
+        return packed + (0 if self.order is None else self.order.nbytes)
+
+    def product(self, bias: torch.Tensor | None) -> Matmul:
+        """Pack the weight with its bias [out].
+
+        Raises:
+            ModelNotSupported: the product is not what the weight says.
+        """
+        if self.parts:
+            return JoinedMatmul(self.parts, bias)
+        weight = self.read()
+        if self.scheme == "w8a8":
+            made: Matmul = packed_int8.PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
+        else:
+            bits = 4 if self.scheme == "w4a16" else 8
+            made = packed_grouped.PackedGroupedMatmul(
+                weight.values, weight.scales, weight.zeros, bits, bias, self.dtype, weight.codebook
+            )
+        require_quantized(
+            made, weight.values, weight.scales, bias, self.scheme == "w8a8", weight.zeros, weight.codebook
+        )
+        if isinstance(self.look_up, Int8Table):
+            self.look_up.share(made)
+        return made if self.order is None else ReorderedMatmul(made, self.order)
+
+
+def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
+    """Return weights as one of all their outputs."""
+
+    def read() -> QuantizedWeight:
+        parts = [weight.read() for weight in weights]
+        zeros = None
+        if any(part.zeros is not None for part in parts):
+            zeros = torch.cat([torch.zeros_like(part.scales, dtype=torch.int8) if part.zeros is None else part.zeros
+                               for part in parts])
+        values, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales"))
+        return QuantizedWeight(values, scales, zeros, parts[0].codebook)
+
+    first, is_uniform = weights[0], len({weight.layout for weight in weights}) == 1
+    return StoredWeight(
+        first.scheme, (sum(weight.shape[0] for weight in weights), first.shape[1]), first.dtype, first.num_groups,
+        [tensor for weight in weights for tensor in weight.tensors], read, first.order, first.has_least,
+        first.has_halves, any(weight.has_zeros for weight in weights), parts=() if is_uniform else weights,
+    )
+
+
+class JoinedMatmul:
+    """Products of one row with weights of several layouts, side by side."""
+
+    def __init__(self, parts: Sequence[StoredWeight], bias: torch.Tensor | None) -> None:
+        """Pack weights [out, in] with their share of a bias of all outputs."""
+        sizes = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if bias is None else torch.split(bias, sizes)
+        self._products = [part.product(share) for part, share in zip(parts, biases, strict=True)]
+        for product in self._products:
+            move_to_huge_pages(*product.memory)
+        self.weight = self._products[0].weight
+        self.memory = 0, 0
+        """None of its own."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply; see ``Matmul``."""
+        return torch.cat([product(rows) for product in self._products], dim=1)
+
+
+class StoredMatrices(tuple[StoredWeight, ...]):
+    """Weights of the experts of a layer, in the place of a parameter [experts, out, in]."""
+
+    ndim = 3
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, outputs and inputs."""
+        return (len(self), *self[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of rows and outputs."""
+        return self[0].dtype
+
+
+class ReorderedMatmul:
+    """A product whose weight has its inputs in another order than rows have them."""
+
+    def __init__(self, product: Matmul, order: torch.Tensor) -> None:
+        """Take a product, and the input of each of its columns, int64 [in]."""
+        self._product, self._order = product, order
+        self.weight, self.memory = product.weight, product.memory
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply; see ``Matmul``."""
+        return self._product(rows.index_select(1, self._order))
+
+
+class StoredLinears:
+    """Products of stored weights; those of tensors another factory makes, by default in the tensors' number format."""
+
+    def __init__(self, others: LinearFactory = FASTEST) -> None:
+        self._others = others
+
+    def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
+        """Whether layers of this format and number of inputs become products; see ``LinearFactory``."""
+        return self._others.supports(dtype, num_inputs)
+
+    def __call__(self, weight: Any, bias: torch.Tensor | None) -> Matmul:
+        """Pack a weight [out, in], stored or a tensor, with its bias [out]."""
+        return weight.product(bias) if isinstance(weight, StoredWeight) else self._others(weight, bias)
+
+
+def can_join(weights: Iterable[Any]) -> bool:
+    """Return whether weights of linear layers are all stored ones, or all tensors, and so may be parts of a product."""
+    return len({isinstance(weight, StoredWeight) for weight in weights}) == 1
+
+
+def tensors_of(weight: Any) -> Sequence[torch.Tensor]:
+    """Return what memory a weight of a linear layer or of experts, stored or a tensor, is in."""
+    if isinstance(weight, StoredMatrices):
+        return [tensor for one in weight for tensor in one.tensors]
+    return weight.tensors if isinstance(weight, StoredWeight) else (weight,)
+
+
+def has_unpacked(model: torch.nn.Module) -> bool:
+    """Return whether a stored weight is left that is no embedding's."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return any(isinstance(value, StoredMatrices) or (isinstance(value, StoredWeight) and value.look_up is None)
+               for value in values)
+
+
+def stored_weights(module: torch.nn.Module) -> Iterator[StoredWeight]:
+    """Yield the stored weights of one module, those of experts one by one."""
+    for value in vars(module).values():
+        yield from value if isinstance(value, StoredMatrices) else [value] if isinstance(value, StoredWeight) else []
+
+
+def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model's stored weights, by names of their own; no ``state_dict`` has them."""
+    for name, module in model.named_modules():
+        for kind, weight in vars(module).items():
+            if isinstance(weight, StoredWeight | StoredMatrices):
+                for number, tensor in enumerate(tensors_of(weight)):
+                    yield f"{name}.{number}" if kind == "weight" else f"{name}.{kind}.{number}", tensor

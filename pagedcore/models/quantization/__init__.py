@@ -1,1 +1,0 @@
-"""Weights in fewer bits: what a quantisation scheme does to a linear layer."""

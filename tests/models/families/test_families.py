@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from pagedcore.models.decoders.fused import best_decoder
+from pagedcore.models.decoders.plain import ModuleDecoder
+from pagedcore.models.transformers_model import TransformersModel
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from pagedcore_kernels.reference import ReferenceAttention
+from support.families import FAMILIES, VOCAB, tiny_model
+from support.ragged_schedules import random_schedule, random_sequences, random_tables, run_schedule
+
+LENGTHS = (33, 21, 5)
+NUM_BLOCKS = 80
+#: Architectures whose head sizes need kernels of their own; compiling those takes too long for every test run.
+COMPILED_ELSEWHERE = {"gemma4_text"}
+
+
+def plain_logits(model: Any, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of each sequence alone, by transformers' own eager attention."""
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return [model(tokens[None], use_cache=False).logits[0].float() for tokens in sequences]
+
+
+def paged_logits(backend: TransformersModel, sequences: list[torch.Tensor], seed: str) -> list[torch.Tensor]:
+    """Logits of all sequences through one random schedule and random blocks."""
+    rng = random.Random(seed)
+    backend.allocate_kv(NUM_BLOCKS, backend.block_size)
+    tables = random_tables(rng, LENGTHS, backend.block_size, NUM_BLOCKS)
+    return run_schedule(backend, sequences, random_schedule(rng, LENGTHS), tables, backend.block_size)
+
+
+def assert_equal_up_to_rounding(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert ((ours - theirs).abs().max() / theirs.abs().max()).item() < 1e-4
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def check_family(family: str, attention: Any, block_size: int, decoder: Any) -> None:
+    model = tiny_model(family)
+    sequences = random_sequences(LENGTHS, VOCAB)
+    expected = plain_logits(model, sequences)
+    backend = TransformersModel(model, attention, block_size=block_size, decoder_factory=decoder)
+    assert_equal_up_to_rounding(paged_logits(backend, sequences, family), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_paged_logits_are_those_of_transformers(family: str) -> None:
+    """Chunked, in company and in scattered blocks, logits are within 1e-4 of plain eager ones, argmax equal."""
+    check_family(family, ReferenceAttention, random.Random(family).choice([1, 4, 16]), ModuleDecoder)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - COMPILED_ELSEWHERE))
+def test_compiled_attention_gives_the_logits_of_transformers(family: str) -> None:
+    """The same law with the kernels compiled for this CPU and the decoder that is chosen by default."""
+    check_family(family, NumbaCpuAttention, 16, best_decoder)
