@@ -29,6 +29,7 @@ from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import EngineStats
+from pagedcore.requests.turn_rules import TurnRules
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import SequenceStatus
 from pagedcore.sessions.kv_file import KVDirectory
@@ -60,8 +61,6 @@ class Engine(WholeCalls):
         """For invariant checks and observation; do not call its verbs."""
         self.hooks = components.hooks
         """The observers of this engine; further ones may be added, on the engine's thread."""
-        self.queue_timeout_s = config.queue_timeout_s
-        """Longest wait for a first start, in seconds; ``None``: no limit. For an owner to set."""
         self.chat_format, self.identity = components.chat_format, components.identity
         """``identity`` is equal for engines with the same weights, number format, kernels, versions and context, whose
         greedy completions are the same; unlike any other for a backend that does not describe its weights."""
@@ -80,8 +79,10 @@ class Engine(WholeCalls):
         self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
         if kv_cache.host.num_blocks > 0 and config.preemption == "auto":
             self._calibrate(min(components.info.max_model_len, config.max_num_batched_tokens))
+        self.turn_rules = TurnRules(scheduler, self._outputs, self._clock, config.queue_timeout_s)
+        """Which requests end before they start; its ``queue_timeout_s`` is for an owner to set."""
         self._steps = StepRunner(
-            scheduler, components.runner, self._transfers, self._outputs, self._clock, self._give_up
+            scheduler, components.runner, self._transfers, self._outputs, self.turn_rules, self._clock, self._give_up
         )
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
@@ -144,14 +145,19 @@ class Engine(WholeCalls):
         """Tokenise and validate without taking the request; callable from any thread. Raises as ``add_request``."""
         return self.input_processor.process(prompt, params, read_options(options) if options else NO_OPTIONS)
 
-    def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
-        """Take a prepared request, and append it to ``accepted``. Raises as ``add_request``; then nothing was taken."""
+    def accept(
+        self, processed: ProcessedRequest, accepted: list[Request] | None = None, held_s: float = 0.0
+    ) -> Request:
+        """Take a prepared request, and append it to ``accepted``; it arrived ``held_s`` seconds ago.
+
+        Raises as ``add_request``; then nothing was taken.
+        """
         self._require_open()
         taken = accepted if accepted is not None else []
         num_before = len(taken)
         try:
             with self._steps.change():
-                return self._noted(self.requests.accept(processed, taken))
+                return self._noted(self.requests.accept(processed, taken, held_s))
         except BaseException:
             # Why: an interrupt may come when it was taken already, and then no caller would know of it.
             self._withdraw(taken[num_before:])
@@ -239,10 +245,11 @@ class Engine(WholeCalls):
         Why: for a caller who reads several steps at once. Deltas take 4 % of a small model's step with 64 completions.
         """
         self._require_open()
+        self.sessions.parking.expire()
         if is_observed := self.hooks.observes_steps:
             self._report.begin()
         try:
-            plan = self._steps.run(self._expire)
+            plan = self._steps.run()
         except (InternalError, EngineClosed) as error:
             self._mention_recording(error, "broken-step")
             raise
@@ -259,13 +266,6 @@ class Engine(WholeCalls):
         if not pending and (gated_s := self.gated_s) > 0.0:
             self._clock.sleep(min(gated_s, _MOST_SLEEP_S))
         return pending
-
-    def _expire(self) -> None:
-        self.sessions.parking.expire()
-        if self.queue_timeout_s is not None:
-            self._outputs.expire_waiting(self.queue_timeout_s)
-        if self.scheduler.rules.policy.sheds_late:
-            self._outputs.shed_late()
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
@@ -297,7 +297,7 @@ class Engine(WholeCalls):
     @property
     def gated_s(self) -> float:
         """Seconds for which all requests wait for company, if no further one comes; 0: a step can compute something."""
-        return max(0.0, self._outputs.gated_s()) if self.scheduler.is_gated else 0.0
+        return max(0.0, self.scheduler.gated_s(self._clock.now())) if self.scheduler.is_gated else 0.0
 
     @property
     def has_failed(self) -> bool:

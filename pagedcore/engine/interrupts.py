@@ -13,18 +13,20 @@ from types import FrameType
 
 
 class CtrlC:
-    """A context that notes Ctrl-C and raises it at its end, or where ``allow`` says; a second one is raised at once.
+    """A context that notes Ctrl-C and raises it at its end, or at once while ``is_allowed``; a second one always is.
 
     Invariant: outside of the context, SIGINT has the handler that it had before; if another asynchronous exception
     broke off the way in or out, after the next use of the context, and until then Ctrl-C comes at once or with that.
     """
 
     def __init__(self) -> None:
-        self._is_noted = self._is_allowed = self._is_replaced = False
+        self.is_noted = self._is_replaced = False
+        self.is_allowed = False
+        """Whether it is raised at once; whoever sets it raises what was noted before."""
 
     def __enter__(self) -> None:
-        self._is_allowed = False
-        self._raise_noted()
+        self.is_allowed = False
+        self.raise_noted()
         # Why first asked for the thread: only the main one may set handlers, and only there signals arrive.
         if current_thread() is main_thread() and (
             (handler := getsignal(SIGINT)) is default_int_handler or handler == self._note
@@ -39,24 +41,16 @@ class CtrlC:
             # Why asked: an observer of the application may have installed a handler of its own meanwhile.
             if getsignal(SIGINT) == self._note:
                 signal(SIGINT, default_int_handler)
-            self._raise_noted()
+            self.raise_noted()
 
-    def allow(self) -> None:
-        """Raise Ctrl-C at once from now on, also one that was noted."""
-        self._is_allowed = True
-        self._raise_noted()
-
-    def hold(self) -> None:
-        """Note Ctrl-C from now on."""
-        self._is_allowed = False
-
-    def _raise_noted(self) -> None:
-        if self._is_noted:
-            self._is_noted = False
+    def raise_noted(self) -> None:
+        """Raise ``KeyboardInterrupt`` if Ctrl-C was noted and not raised yet."""
+        if self.is_noted:
+            self.is_noted = False
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._is_noted or self._is_allowed or not self._is_replaced:
-            self._is_noted = False
+        if self.is_noted or self.is_allowed or not self._is_replaced:
+            self.is_noted = False
             default_int_handler(number, frame)
-        self._is_noted = True
+        self.is_noted = True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from dataclasses import asdict
 from typing import Any, Final, Unpack
 
 from pagedcore.engine.diagnosis import Diagnosis
+from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.outputs import Quote
 from pagedcore.recorder.state import (
     ReplayedSequence,
@@ -22,10 +24,12 @@ from pagedcore.request_options import OptionKeywords, read_options
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.quotes import Moments, QuoteBook
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.stats import PromiseCounters
+from pagedcore.scheduler.step_recipe import run_step
 from pagedcore.scheduler.step_time import StepTimes, work_of
 
 MAX_DRY_STEPS: Final = 100_000
@@ -109,42 +113,53 @@ class DryRun:
         new, starts, firsts = [sequence_of(one) for one in self._new], dict[int, float](), dict[int, float]()
         scheduler.add_sequences(*new)
         for _ in range(MAX_DRY_STEPS):
-            scheduler.waiting.open_gate()
             started_s = self._step(scheduler)
             for one in new:
                 if one.num_computed_tokens or one.status.value != "waiting":
                     starts.setdefault(one.sequence_id, started_s)
                 if one.num_output_tokens:
                     firsts.setdefault(one.sequence_id, self._now_s)
+            if self._now_s == started_s and scheduler.is_gated:
+                self._now_s += scheduler.gated_s(self._now_s)
             if all(one.finish_reason is not None for one in new):
                 begin_s = self._begin_s
                 return min(starts.values()) - begin_s, min(firsts.values()) - begin_s, self._now_s - begin_s
         return None
 
     def _step(self, scheduler: Scheduler) -> float:
-        started_s = self._now_s
-        scheduler.begin_step(started_s)
-        plan = scheduler.schedule()
-        while plan.moves_blocks:
-            scheduler.make_room(plan)
-            self._settle(scheduler)
-            plan = scheduler.schedule()
-        if plan.rows:
-            scheduler.reserve(plan)
-            self._now_s += self._times.seconds(*work_of(plan))
-            sampled: dict[int, int | None] = {}
-            for row in plan.rows:
-                one = row.sequence
-                sampled[one.sequence_id] = 0
-                if isinstance(one, ReplayedSequence) and len(one.token_ids) + 1 >= self._ends[one.sequence_id]:
-                    one.next_end = "length" if row.is_sampled else None
-                if one.prompt_logprobs is not None:
-                    one.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
-            scheduler.commit(plan, sampled)
-        self._settle(scheduler)
+        self._scheduler, started_s = scheduler, self._now_s
+        run_step(scheduler, self)
         return started_s
 
-    def _settle(self, scheduler: Scheduler) -> None:
-        scheduler.moves.take_due()
-        for number in list(scheduler.kv_cache.host.in_flight):
-            scheduler.moves.complete_transfer(number, 0.0, is_ok=True)
+    def now(self) -> float:
+        """Return the virtual time."""
+        return self._now_s
+
+    def move_blocks(self) -> None:
+        """Let every transfer end at once."""
+        self._scheduler.moves.take_due()
+        for number in list(self._scheduler.kv_cache.host.in_flight):
+            self._scheduler.moves.complete_transfer(number, 0.0, is_ok=True)
+
+    def make_room(self, plan: SchedulePlan, transfers: ListOf[Transfer]) -> None:
+        """As ``move_blocks``."""
+        self.move_blocks()
+
+    def compute(self, plan: SchedulePlan, copies: object, begun_s: float) -> None:
+        """Let the time of the step pass."""
+        self._now_s += self._times.seconds(*work_of(plan))
+
+    def tokens(self, plan: SchedulePlan, sampled: None) -> dict[int, int | None]:
+        """Give each row any token, and end those that have as many as they are thought to get."""
+        tokens: dict[int, int | None] = {}
+        for row in plan.rows:
+            one = row.sequence
+            tokens[one.sequence_id] = 0
+            if isinstance(one, ReplayedSequence) and len(one.token_ids) + 1 >= self._ends[one.sequence_id]:
+                one.next_end = "length" if row.is_sampled else None
+            if one.prompt_logprobs is not None:
+                one.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
+        return tokens
+
+    def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:
+        """Do nothing."""

@@ -10,21 +10,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import ArgumentError
 from typing import TYPE_CHECKING, Final
 
 from pagedcore.engine.interrupts import CtrlC
+from pagedcore.engine.step_host import BrokenOff, EngineHost
 from pagedcore.errors import EngineClosed, EngineInUse, EngineOverloaded, InvalidRequest
 from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.protocols import Clock
 from pagedcore.requests.output_processor import OutputProcessor
+from pagedcore.requests.turn_rules import TurnRules
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.step_recipe import run_step
 
 if TYPE_CHECKING:
     from pagedcore.execution.model_runner import ModelRunner
-    from pagedcore.execution.sampler import SampledTokens
-
 
 _NO_PLAN: Final = SchedulePlan()
 
@@ -37,15 +39,14 @@ class StepRunner:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, transfers: KVTransfers, outputs: OutputProcessor, clock: Clock,
-        give_up: Callable[[str], None],
+        self, scheduler: Scheduler, runner: ModelRunner, transfers: KVTransfers, outputs: OutputProcessor,
+        rules: TurnRules, clock: Clock, give_up: Callable[[str], None],
     ) -> None:
         """Take the parts of an engine; ``give_up`` closes it with a reason."""
         self._scheduler, self._runner, self._transfers = scheduler, runner, transfers
-        self._outputs, self._clock, self._give_up = outputs, clock, give_up
-        self._blocks = scheduler.kv_cache.device
-        self._plan = _NO_PLAN
+        self._outputs, self._rules, self._give_up = outputs, rules, give_up
         self._ctrl_c = CtrlC()
+        self._host = EngineHost(runner, scheduler.kv_cache.device, transfers, outputs, clock, self._ctrl_c)
         # Why a lock that is never waited for: taking it and finding it taken are one operation.
         self._lock, self._owner = threading.RLock(), ""
         self._is_inside = False
@@ -56,8 +57,8 @@ class StepRunner:
         self.has_failed = False
         """Whether the last step computed nothing because the model failed."""
 
-    def run(self, expire: Callable[[], None]) -> SchedulePlan:
-        """Run one step and return what was computed; ``expire`` ends before it what has waited too long.
+    def run(self) -> SchedulePlan:
+        """End what is over a limit, run one step, and return what was computed.
 
         A step that lacks memory is undone and repeated once.
 
@@ -66,17 +67,23 @@ class StepRunner:
             EngineInUse: another thread is in a call of this engine.
             MemoryError: it lacked memory twice, and was undone.
         """
-        with self.exclusive(), self._runner.floats, self._ctrl_c:
-            # Why a call: no context covers the line of a ``try`` that comes first, as it is compiled.
-            return self._run_or_repeat(expire)
+        try:
+            with self.exclusive(), self._runner.floats, self._ctrl_c:
+                # Why a call: no context covers the line of a ``try`` that comes first, as it is compiled.
+                return self._run_or_repeat()
+        except ArgumentError as error:
+            # Why: ctypes says so where memory for an argument lacks, and the host's floats are to come back all the
+            # same; on the way in, where nothing was changed, this does nothing.
+            self._runner.floats.__exit__(None, None, None)
+            raise MemoryError from error
 
-    def _run_or_repeat(self, expire: Callable[[], None]) -> SchedulePlan:
+    def _run_or_repeat(self) -> SchedulePlan:
         try:
             with self._change():
-                return self._run(expire)
+                return self._run()
         except MemoryError:
             with self._change():
-                return self._run(expire)
+                return self._run()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -103,7 +110,7 @@ class StepRunner:
             return
         try:
             self._transfers.drain()
-            self._outputs.undo_step(self._plan)
+            self._outputs.undo_step(self._host.plan)
             self._runner.forget()
         except Exception as error:
             self.is_torn = False
@@ -128,7 +135,7 @@ class StepRunner:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        groups, self._plan = self._outputs.groups, _NO_PLAN
+        groups, self._host.plan = self._outputs.groups, _NO_PLAN
         self._outputs.open_before = groups.open_requests if groups.by_request else ()
         try:
             self._is_inside = self.is_torn = True
@@ -143,78 +150,33 @@ class StepRunner:
         finally:
             self._is_inside = False
 
-    def _run(self, expire: Callable[[], None]) -> SchedulePlan:
+    def _run(self) -> SchedulePlan:
         self.is_stalled = self.has_failed = False
-        expire()
-        if self._scheduler.waiting.gated:
-            self._outputs.open_gate()
-        if self._scheduler.queues.step_times is not None:
-            self._scheduler.begin_step(self._clock.now())
-        plan, sampled = self._compute(None)
-        if sampled is not None:
-            self._outputs.commit(plan, sampled, self._clock.now())
-            self._move_blocks()
-            counters = self._outputs.counters
-            counters.num_steps += 1
-            counters.num_rows += len(plan.rows)
-            counters.num_computed_tokens += plan.num_tokens
+        if self._scheduler.waiting.sequences:
+            self._rules.apply()
+        plan = self._compute(None)
+        if not plan.rows:
+            self.is_stalled = self._scheduler.has_work and not self._scheduler.is_gated
+            self._transfers.settle(wait=self.is_stalled)
         self._end()
         return plan
+
+    def _compute(self, most_tokens: int | None) -> SchedulePlan:
+        """Run the step, and once more with half of its tokens if memory lacked; what failed then ends its requests."""
+        try:
+            return run_step(self._scheduler, self._host, most_tokens)
+        except BrokenOff as broken:
+            plan, error = broken.plan, broken.cause
+            if not isinstance(error, Exception):
+                self._end()
+                raise error from None
+            if most_tokens is not None or not is_out_of_memory(error):
+                self.has_failed = True
+                self._outputs.fail(plan, {row.sequence.sequence_id: error for row in plan.rows})
+                return plan
+        # Why: half of the tokens may fit; if not, the requests of that half end, and no others.
+        return self._compute(max(1, plan.num_tokens // 2))
 
     def _end(self) -> None:
         self.is_torn = False
         self._outputs.note_step()
-
-    def _compute(self, most_tokens: int | None) -> tuple[SchedulePlan, SampledTokens | None]:
-        """Compute the next plan; ``None``: it has failed, its requests have ended, and nothing is in flight."""
-        self._plan = plan = self._next_plan(most_tokens)
-        if not plan.rows:
-            self.is_stalled = self._scheduler.has_work and not self._scheduler.is_gated
-            self._transfers.settle(wait=self.is_stalled)
-            return plan, None
-        copies = self._scheduler.reserve(plan)
-        try:
-            return plan, self._execute(plan, copies)
-        except Exception as error:
-            self._scheduler.rollback(plan)
-            if most_tokens is not None or not is_out_of_memory(error):
-                self.has_failed = True
-                self._outputs.fail(plan, {row.sequence.sequence_id: error for row in plan.rows})
-                return plan, None
-        except BaseException:
-            self._scheduler.rollback(plan)
-            self._end()
-            raise
-        # Why: half of the tokens may fit; if not, the requests of that half end, and no others.
-        return self._compute(max(1, plan.num_tokens // 2))
-
-    def _execute(self, plan: SchedulePlan, copies: tuple[tuple[int, int], ...]) -> SampledTokens:
-        before_s = self._clock.now()
-        if plan.admitted:
-            self._outputs.note_started(plan, before_s)
-        try:
-            self._ctrl_c.allow()
-            if copies:
-                self._transfers.copy(copies)
-            sampled = self._runner.execute(plan.rows, self._blocks)
-        finally:
-            self._ctrl_c.hold()
-        seconds = self._clock.now() - before_s
-        self._scheduler.costs.step.observe(plan.num_tokens, seconds)
-        self._scheduler.queues.observe(plan, seconds)
-        return sampled
-
-    def _next_plan(self, most_tokens: int | None) -> SchedulePlan:
-        """Make room as long as plans ask for it, and return one that computes, or nothing while blocks move."""
-        self._move_blocks()
-        plan = self._scheduler.schedule(most_tokens)
-        while plan.moves_blocks:
-            self._transfers.start(self._scheduler.make_room(plan))
-            if plan.preempted:
-                self._outputs.note_preempted(plan, self._clock.now())
-            plan = self._scheduler.schedule(most_tokens)
-        return plan
-
-    def _move_blocks(self) -> None:
-        if self._scheduler.kv_cache.host.num_blocks:
-            self._transfers.advance()

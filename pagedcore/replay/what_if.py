@@ -10,6 +10,7 @@ aborted ends with as many tokens as it had.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +31,9 @@ from pagedcore.replay.lives import (
     recorded_outcome,
 )
 from pagedcore.replay.starting_state import StartingState, starting_state
-from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.step_recipe import run_step
 
 
 class WhatIf:
@@ -67,6 +69,8 @@ class WhatIf:
         self._searches: Searches
         self._arrived_s: dict[int, float] = {}
         self._moving: dict[int, float] = {}
+        self._of_step: list[Search] = []
+        self._branches: list[tuple[ReplayedSequence, ReplayedSequence]] = []
         self._now_s = self._start_s = self._first_s(0)
 
     @property
@@ -86,8 +90,7 @@ class WhatIf:
             self._leave(self.left_at)
             while self._coming or self._postponed or self.scheduler.has_work:
                 self._arrive()
-                self._settle()
-                if not self._step() and not self._sleep():
+                if not run_step(self.scheduler, self).rows and not self._sleep():
                     break
             self.outcome.seconds = self._now_s - self._start_s
         return self.outcome
@@ -170,8 +173,6 @@ class WhatIf:
             else:
                 self._add(life)
         waiting = self.scheduler.waiting
-        if waiting.gated and self._gate_s() <= self._now_s:
-            waiting.open_gate()
         for number in [one.sequence_id for one in waiting if not self._num_left(one.sequence_id)]:
             self._finish(number)
 
@@ -200,14 +201,12 @@ class WhatIf:
         self.scheduler.finish_sequence(self._replay.sequences[number], self._lives[number].end or "abort")
         self.outcome.finished.append(number)
 
-    def _gate_s(self) -> float:
-        oldest = next(self.scheduler.waiting.never_started())
-        opens_s = self.scheduler.gate.opens_s(
-            self.scheduler.waiting.num_never_started, self._arrived_s[oldest.sequence_id]
-        )
-        return opens_s
+    def now(self) -> float:
+        """Return the virtual time."""
+        return self._now_s
 
-    def _settle(self) -> None:
+    def move_blocks(self) -> None:
+        """Book the transfers that have ended by now, and start those that are due."""
         for number, end_s in list(self._moving.items()):
             if end_s <= self._now_s:
                 del self._moving[number]
@@ -220,55 +219,52 @@ class WhatIf:
     def _seconds_of(self, transfer: Transfer) -> float:
         return self._costs.moves[transfer.direction].seconds(len(transfer.moves))
 
-    def _start(self, transfers: list[Transfer]) -> None:
+    def _start(self, transfers: ListOf[Transfer]) -> None:
         for transfer in transfers:
             self._moving[transfer.transfer_id] = self._now_s + self._seconds_of(transfer)
 
-    def _step(self) -> bool:
-        self.scheduler.begin_step(self._now_s)
-        plan = self.scheduler.schedule()
-        while plan.moves_blocks:
-            self.outcome.num_preemptions += len(plan.preempted)
-            self._start(self.scheduler.make_room(plan))
-            plan = self.scheduler.schedule()
-        if not plan.rows:
-            return False
+    def make_room(self, plan: SchedulePlan, transfers: ListOf[Transfer]) -> None:
+        """Start the transfers, and count what is preempted."""
+        self.outcome.num_preemptions += len(plan.preempted)
+        self._start(transfers)
+
+    def compute(self, plan: SchedulePlan, copies: object, begun_s: float) -> None:
+        """Let the time of the step pass."""
         for sequence in plan.admitted:
             number = sequence.sequence_id
-            self.outcome.waits_s.setdefault(number, self._now_s - self._arrived_s[number])
-        self.scheduler.reserve(plan)
-        seconds = self._costs.step.seconds(plan.num_tokens)
-        self._now_s += seconds
-        self.scheduler.costs.step.observe(plan.num_tokens, seconds)
-        self.scheduler.queues.observe(plan, seconds)
-        self._commit(plan)
-        return True
+            self.outcome.waits_s.setdefault(number, begun_s - self._arrived_s[number])
+        self._now_s += self._costs.step.seconds(plan.num_tokens)
 
-    def _commit(self, plan: SchedulePlan) -> None:
-        sampled, searches = dict[int, int | None](), dict[int, Search]()
+    def tokens(self, plan: SchedulePlan, sampled: None) -> dict[int, int | None]:
+        """Return the recorded tokens, and end those that have all."""
+        tokens, searches = dict[int, int | None](), dict[int, Search]()
         for row in plan.rows:
             number = row.sequence.sequence_id
             if row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
             if row.is_sampled and (search := self._searches.find_search(number)) is not None:
-                sampled[number], searches[id(search)] = None, search
+                tokens[number], searches[id(search)] = None, search
             elif row.is_sampled:
                 life, known = self._lives[number], len(row.sequence.token_ids)
-                sampled[number] = life.row[known]
+                tokens[number] = life.row[known]
                 if known + 1 == life.length:
                     self._replay.sequences[number].next_end = life.end or "abort"
-        branches = list[tuple[ReplayedSequence, ReplayedSequence]]()
-        for search in searches.values():
-            new_beams, cancelled = self._searches.choose(search, sampled, self._replay.sequences, self.scheduler)
-            branches += new_beams
+        self._branches, self._of_step = [], list(searches.values())
+        for search in self._of_step:
+            new_beams, cancelled = self._searches.choose(search, tokens, self._replay.sequences, self.scheduler)
+            self._branches += new_beams
             self.outcome.finished += cancelled
-        for new in self.scheduler.commit(plan, sampled):
+        return tokens
+
+    def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:
+        """Note what has ended, and let beams go on."""
+        for new in news:
             if new.finish_reason is not None:
                 self.outcome.finished.append(new.sequence.sequence_id)
-        for beam, parent in branches:
+        for beam, parent in self._branches:
             self._arrived_s[beam.sequence_id] = self._now_s
             self.scheduler.add_branch(beam, parent)
-        for search in searches.values():
+        for search in self._of_step:
             if not search.rounds:
                 self._end_search(search)
         self.outcome.num_steps += 1
@@ -293,7 +289,7 @@ class WhatIf:
         if self._coming:
             yield self._coming[-1].arrival_s
         if self.scheduler.waiting.gated:
-            yield self._gate_s()
+            yield self._now_s + self.scheduler.gated_s(self._now_s)
 
 
 def _without_blocks(verb: str, decided: Any) -> Any:

@@ -9,22 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pagedcore.errors import (
-    DeadlineMissed,
     GrammarFailed,
     InvalidLogits,
     ProcessorFailed,
-    QueueTimeout,
     StepFailed,
     TextFailed,
 )
 from pagedcore.outputs import FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
-from pagedcore.requests.candidate_groups import CandidateGroup, CandidateGroups
+from pagedcore.requests.candidate_groups import Branch, CandidateGroup, CandidateGroups
 from pagedcore.requests.ended import note_ended
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
@@ -72,15 +69,19 @@ class OutputProcessor:
         self.groups = CandidateGroups(scheduler, sequence_ids, self.open_text, self.remove_text)
         self.counters = Counters()
         self.quotes: QuoteBook | None = None
-        self.untold: list[PendingOutput] = []
-        """What complete steps have given output that no caller has been told of, each once."""
-        self._of_step: list[PendingOutput] = []
-        """What the present step has given output so far."""
+        self._pending: list[PendingOutput] = []
+        """What was given output that no caller has been told of, in order."""
+        self._num_settled = 0
+        """How many of these nothing can undo any more: all but what the present step has given."""
         self.open_before: SequenceOf[Request] = ()
         """The requests with open groups when the present change began; set by the one that begins it."""
         self.started: list[tuple[int, float]] = []
         """Prompt tokens and seconds of waiting of what a step has started, if steps are observed; for its report."""
-        self._expiring: SequenceOf[Sequence] = ()
+        self._expired: list[Sequence] = []
+        """Ended by the rules before the present step."""
+        self._groups: dict[str, CandidateGroup] = {}
+        """Open groups with candidates in the present step, and the beams that continue others."""
+        self._branches: list[Branch] = []
         self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._observer = observer
@@ -132,9 +133,9 @@ class OutputProcessor:
         if (pending := self.by_sequence.pop(sequence.sequence_id, None)) is not None:
             pending.begin_turn()
             pending.mark_taken()
-            for told in (self.untold, self._of_step):
-                if pending in told:
-                    told[:] = [one for one in told if one is not pending]
+            if pending in self._pending:
+                self._num_settled -= self._pending[: self._num_settled].count(pending)
+                self._pending = [one for one in self._pending if one is not pending]
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
@@ -153,7 +154,7 @@ class OutputProcessor:
         Tokens of the step, which no caller has been told of, are taken back; candidates of open groups begin anew, and
         will be the same. The second time does nothing more.
         """
-        self._of_step = []
+        del self._pending[self._num_settled :]
         self.open_before = tuple(dict.fromkeys(
             request for request in (*self.open_before, *self.groups.open_requests)
             if request.sequences[0].sequence_id in self.by_sequence
@@ -163,7 +164,7 @@ class OutputProcessor:
         for one in [one for one in self.by_sequence.values() if one.group is not None]:
             del self.by_sequence[one.sequence.sequence_id]
         ends = {row.sequence: row.end for row in plan.rows if row.is_sampled}
-        for sequence in (*(row.sequence for row in plan.rows), *self._expiring):
+        for sequence in (*(row.sequence for row in plan.rows), *self._expired):
             if sequence.sequence_id in self.by_sequence:
                 self._take_back(sequence, ends.get(sequence, len(sequence.token_ids)), size)
         for request in self.open_before:
@@ -178,19 +179,18 @@ class OutputProcessor:
         self._scheduler.waiting.count_as_new(
             one.sequence for one in self.by_sequence.values() if one.request.metrics.first_scheduled_s is None
         )
-        self._expiring = ()
+        self._expired = []
 
     def take_untold(self) -> list[PendingOutput]:
         """Return what has output that no caller has been told of, each once."""
-        untold, self.untold = self.untold, []
+        untold, self._pending, self._num_settled = list(dict.fromkeys(self._pending)), [], 0
         return untold
 
     def note_step(self) -> None:
         """Note what the step has given output and finished, once nothing can undo it any more."""
-        self._expiring, done = (), self._of_step
-        self.untold = list(dict.fromkeys((*self.untold, *done))) if self.untold else done.copy()
+        self._expired, done = [], self._pending[self._num_settled :]
+        self._num_settled = len(self._pending)
         self._note_finished(done)
-        self._of_step = []
 
     def note_started(self, plan: SchedulePlan, now_s: float) -> None:
         """Stamp the requests that a plan starts."""
@@ -216,9 +216,11 @@ class OutputProcessor:
             request = self.by_sequence[preemption.sequence.sequence_id].request
             request.metrics = replace(request.metrics, pauses_s=(*request.metrics.pauses_s, (now_s, None)))
 
-    def commit(self, plan: SchedulePlan, sampled: SampledTokens, now_s: float) -> None:
-        """Make a computed step true; rows that could not be computed or have no usable logits end first, and alone."""
-        pending = self._of_step
+    def collect(self, plan: SchedulePlan, sampled: SampledTokens) -> dict[int, int | None]:
+        """Return the tokens of a computed step by sequence id, as ``Scheduler.commit`` takes them.
+
+        Rows that could not be computed, or have no usable logits, end first, and alone.
+        """
         if sampled.failures:
             self.fail(plan, sampled.failures)
         if sampled.prompts:
@@ -227,7 +229,7 @@ class OutputProcessor:
         sequences = [row.sequence for row in plan.rows if row.is_sampled]
         for sequence, token_id, logprobs in zip(sequences, sampled.token_ids.tolist(), sampled.logprobs, strict=True):
             if token_id < 0:
-                pending += self._end_all([sequence], "error", InvalidLogits(_NO_LOGITS))
+                self._pending += self._end_all([sequence], "error", InvalidLogits(_NO_LOGITS))
             elif sequence.finish_reason is None:
                 group = self.by_sequence[sequence.sequence_id].group
                 if group is not None:
@@ -240,13 +242,22 @@ class OutputProcessor:
                 if logprobs is not None:
                     sequence.logprobs.append(logprobs)
                 tokens[sequence.sequence_id] = token_id
-        branches = [one for group in groups.values() for one in self.groups.choose_beams(group, tokens)]
-        for new in self._scheduler.commit(plan, tokens):
-            self._publish(new, now_s, pending)
-        if groups:
-            self.groups.add_branches(branches)
-            for group in groups.values():
-                pending += self._deliver_if_decided(group, now_s)
+        self._groups = groups
+        self._branches = [one for group in groups.values() for one in self.groups.choose_beams(group, tokens)]
+        return tokens
+
+    def publish(self, plan: SchedulePlan, news: SequenceOf[NewToken]) -> None:
+        """Give the completions of a committed step their tokens."""
+        now_s = self._clock.now()
+        for new in news:
+            self._publish(new, now_s)
+        if self._groups:
+            self.groups.add_branches(self._branches)
+            for group in self._groups.values():
+                self._pending += self._deliver_if_decided(group, now_s)
+        self.counters.num_steps += 1
+        self.counters.num_rows += len(plan.rows)
+        self.counters.num_computed_tokens += plan.num_tokens
 
     def fail(self, plan: SchedulePlan, errors: Mapping[int, Exception]) -> None:
         """End the requests of rows that could not be computed, by sequence id with the reason."""
@@ -256,41 +267,13 @@ class OutputProcessor:
                 if not isinstance(error, GrammarFailed | ProcessorFailed):
                     failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
                     failure.__cause__ = error
-                self._of_step += self._end_all([row.sequence], "error", failure)
+                self._pending += self._end_all([row.sequence], "error", failure)
 
-    def expire_waiting(self, limit_s: float) -> None:
-        """End the requests that have waited longer than ``limit_s`` seconds for their first start."""
-        latest = self._clock.now() - limit_s
-        # Why: the oldest comes first, so a step in which none expires looks at one.
-        self._expiring = list(takewhile(
-            lambda sequence: self.by_sequence[sequence.sequence_id].request.metrics.arrival_s < latest,
-            self._scheduler.waiting.never_started(),
-        ))
-        if self._scheduler.rules.policy.promises:
-            self._expiring = [one for one in self._expiring if one.options.deadline_s is None]
-        if self._expiring:
-            self._of_step += self._end_all(self._expiring, "error", QueueTimeout(limit_s))
-
-    def shed_late(self) -> None:
-        """End the requests that were not started and cannot end in time any more."""
-        late = self._scheduler.queues.late_ones(self._clock.now())
-        self._expiring = [*self._expiring, *late]
-        for one in late:
-            self._of_step += self._end_all([one], "error", DeadlineMissed(one.options.deadline_s or 0.0))
-
-    def open_gate(self) -> None:
-        """Let gated sequences start if enough wait now, or the oldest has waited long enough."""
-        if self.gated_s() <= 0.0:
-            self._scheduler.waiting.open_gate()
-
-    def gated_s(self) -> float:
-        """Return in how many seconds the gate opens if no further request comes; it may be open, or have to be."""
-        waiting = self._scheduler.waiting
-        oldest = next(waiting.never_started(), None)
-        if oldest is None or not waiting.gated:
-            return 0.0
-        arrival_s = self.by_sequence[oldest.sequence_id].request.metrics.arrival_s
-        return self._scheduler.gate.opens_s(waiting.num_never_started, arrival_s) - self._clock.now()
+    def end_waiting(self, sequences: SequenceOf[Sequence], error: Exception) -> None:
+        """End requests of sequences that were not started, before a step."""
+        # Why first: whatever breaks this off is undone by it.
+        self._expired += sequences
+        self._pending += self._end_all(sequences, "error", error)
 
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""
@@ -328,11 +311,11 @@ class OutputProcessor:
         for row in plan.rows:
             scored = sampled.prompts.get(row.sequence.sequence_id, [])
             if scored is None:
-                self._of_step += self._end_all([row.sequence], "error", InvalidLogits(_NO_LOGITS))
+                self._pending += self._end_all([row.sequence], "error", InvalidLogits(_NO_LOGITS))
             elif row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += scored
 
-    def _publish(self, new: NewToken, now_s: float, pending: list[PendingOutput]) -> None:
+    def _publish(self, new: NewToken, now_s: float) -> None:
         """Add a token to its completion; a candidate's is not pending before it is chosen."""
         one = self.by_sequence[new.sequence.sequence_id]
         if one.group is not None and one.group.search is not None:
@@ -346,11 +329,11 @@ class OutputProcessor:
             # Why: the token that completed a stop string may also have been the last one allowed.
             new.sequence.finish_reason = "stop"
         if one.failure is not None:
-            pending += self._end_without_text(one, one.failure)
+            self._pending += self._end_without_text(one, one.failure)
         elif one.group is None:
             if one.request.metrics.first_token_s is None:
                 one.request.metrics = replace(one.request.metrics, first_token_s=now_s)
-            pending.append(one)
+            self._pending.append(one)
 
     def _end_without_text(self, one: PendingOutput, failure: TextFailed) -> list[PendingOutput]:
         """End a completion whose tokens could not be turned into text, even if it has just ended by itself."""

@@ -101,8 +101,12 @@ class RequestTable:
             return None
         return next((one for one in self if (one.options.salt, one.options.request_id) == wanted), None)
 
-    def accept(self, processed: ProcessedRequest, accepted: list[Request] | None = None) -> Request:
+    def accept(
+        self, processed: ProcessedRequest, accepted: list[Request] | None = None, held_s: float = 0.0
+    ) -> Request:
         """Make a request with one sequence per completion, let it wait, and append it to ``accepted``.
+
+        It arrived ``held_s`` seconds ago, and its time limits began there.
 
         Raises ``InvalidRequest`` if its label is taken, ``EngineOverloaded``; then nothing changed.
         """
@@ -116,7 +120,7 @@ class RequestTable:
         arrival, request_id = next(self._arrivals), secrets.token_hex(16)
         seed = params.seed if params.seed is not None else self.seed + arrival * SEED_STRIDE
         root = self._root(options.salt, request_id, self.shares_prefixes)
-        arrival_s = self.clock.now()
+        arrival_s = self.clock.now() - held_s
         sequences = self._new_sequences(processed, params.n, self.sequence_ids, (arrival, arrival_s), root, seed)
         if params.prompt_logprobs is not None:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.

@@ -56,12 +56,16 @@ class Forecast:
         bounds: of every step.
         usual_s: the least that a step takes once nothing waits any more, because others will have come; 0: none comes.
         now_s: when the first step begins.
+        gated: numbers of those that wait for company.
+        opens_s: when they may start if nobody else comes.
     """
 
     times: StepTimes
     bounds: Bounds
     usual_s: float = 0.0
     now_s: float = 0.0
+    gated: frozenset[int] = frozenset()
+    opens_s: float = 0.0
     start_s: dict[int, float] = field(default_factory=dict)
     """Of what waits, by number."""
     first_s: dict[int, float] = field(default_factory=dict)
@@ -106,6 +110,10 @@ class Forecast:
         held = self._num_claimed or self._num_read + sum([one.num_known for one in prefilling])
         while waiting and num_rows < bounds.max_num_seqs and (num_tokens > 0 or bounds.is_static):
             job = waiting[0]
+            if job.number in self.gated and self.now_s < self.opens_s:
+                if num_rows:
+                    return
+                self.now_s = self.opens_s
             held += job.num_known + (job.num_left if bounds.is_guaranteed else 0)
             if num_rows and held > bounds.num_positions:
                 return

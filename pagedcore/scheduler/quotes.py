@@ -233,14 +233,16 @@ class QuoteBook:
         rules, queues = self._scheduler.rules, self._scheduler.queues
         place = queues.place_of_new(sequences[0])
         waiting = [*queues.waiting.sequences[:place], *sequences, *queues.waiting.sequences[place:]]
-        plan = StepPlanner(rules, self._scheduler.kv_cache, queues.running.sequences, waiting, may_wait=True,
+        numbers, opens_s = [one.sequence_id for one in sequences], self._opens_s(sequences)
+        gated = frozenset((*queues.waiting.gated, *numbers) if opens_s > 0.0 else ())
+        startable = [one for one in waiting if one.sequence_id not in gated]
+        plan = StepPlanner(rules, self._scheduler.kv_cache, queues.running.sequences, startable, may_wait=True,
                            view=queues.view).plan()
         # Why: where a queue stands, others come behind this request, and steps do not become shorter.
         usual_s = self.usual_s if len(waiting) > len(sequences) else 0.0
-        forecast = Forecast(self.model.times, bounds_of(self._scheduler), usual_s)
+        forecast = Forecast(self.model.times, bounds_of(self._scheduler), usual_s, gated=gated, opens_s=opens_s)
         started, behind = self._after(plan, waiting, forecast)
         cached = self._scheduler.kv_cache.match(sequences[0]).num_tokens
-        numbers = [one.sequence_id for one in sequences]
         for job in behind:
             if job.number in numbers:
                 job.num_prefill = max(1, job.num_prefill - cached)
@@ -249,6 +251,13 @@ class QuoteBook:
         first = numbers[0]
         self.num_operations = forecast.num_operations
         return forecast.start_s[first], forecast.first_s[first], max(ends)
+
+    def _opens_s(self, sequences: ListOf[Sequence]) -> float:
+        """Return in how many seconds the gate opens once these wait too; 0 or less: at once."""
+        waiting = self._scheduler.waiting
+        oldest = next(waiting.never_started()) if waiting.gated else sequences[0]
+        num_new = waiting.num_never_started + len(sequences)
+        return self._scheduler.gate.opens_s(num_new, oldest.arrival_s) - sequences[0].arrival_s
 
     def _after(
         self, plan: SchedulePlan, waiting: Iterable[Sequence], forecast: Forecast

@@ -76,7 +76,7 @@ class Scheduler:
         self._phases = ("prefill", "decode") if phases == "separate" else ("mixed",)
         """In the order in which they are planned until one can do something."""
         self.gate = gate
-        """When new sequences may start; the owner knows the time, and calls ``waiting.open_gate``."""
+        """When new sequences may start; ``step_recipe`` knows the time, and opens it."""
         self.queues = PolicyQueues(policy, max_num_waiting, gates_new=gate.min_batch_size > 1)
         self.waiting, self.running = self.queues.waiting, self.queues.running
         """In policy order; like ``counters``, not for changing."""
@@ -93,6 +93,13 @@ class Scheduler:
     def is_gated(self) -> bool:
         """Whether nothing runs, and all that waits waits for the gate to open."""
         return bool(self.waiting.gated) and not len(self.running) and len(self.waiting) == len(self.waiting.gated)
+
+    def gated_s(self, now_s: float) -> float:
+        """Return in how many seconds the gate opens if no further sequence comes; 0 or less: it is open, or due."""
+        oldest = next(self.waiting.never_started(), None)
+        if oldest is None or not self.waiting.gated:
+            return 0.0
+        return self.gate.opens_s(self.waiting.num_never_started, oldest.arrival_s) - now_s
 
     @property
     def rows_in_flight(self) -> ListOf[ScheduledRow]:
@@ -279,6 +286,11 @@ class Scheduler:
             raise InternalError(f"reserve: {self._blocks.num_available_blocks} blocks are too few for the plan")
         self._in_flight = StepInFlight(plan, reservation)
         return reservation.copies if reservation is not None else ()
+
+    def observe(self, plan: SchedulePlan, seconds: float) -> None:
+        """Learn how long a step took."""
+        self.costs.step.observe(plan.num_tokens, seconds)
+        self.queues.observe(plan, seconds)
 
     def rollback(self, plan: SchedulePlan) -> None:
         """Undo ``reserve``: admitted sequences wait where they waited. Raises ``InternalError`` if not in flight."""

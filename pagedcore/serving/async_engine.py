@@ -83,8 +83,8 @@ class AsyncEngine(
         """
         _check(stream_interval_s, dead_after_s)
         warn_of_gevent()
-        if engine.queue_timeout_s is None:
-            engine.queue_timeout_s = QUEUE_TIMEOUT_S
+        if engine.turn_rules.queue_timeout_s is None:
+            engine.turn_rules.queue_timeout_s = QUEUE_TIMEOUT_S
         self.identity = engine.identity
         """As ``Engine.identity``."""
         self.chat_format = engine.chat_format

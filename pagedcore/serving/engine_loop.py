@@ -225,7 +225,7 @@ class EngineLoop:
             self.cancel_sink(aborts.popleft())
 
     def _admit_held(self) -> None:
-        limit_s = self.engine.queue_timeout_s
+        limit_s = self.engine.turn_rules.queue_timeout_s
         while self._held:
             sink, (processed, since_s) = next(iter(self._held.items()))
             if limit_s is not None and self._clock.now() - since_s > limit_s:
@@ -241,10 +241,7 @@ class EngineLoop:
     def _admit(self, processed: ProcessedRequest, sink: OutputSink, held_s: float = 0.0) -> None:
         def begin() -> Request:
             with self._commands.places.hand_over(sink):
-                request = self.engine.accept(processed)
-            # Why: to its caller it arrived before it was held, and its time limit began there.
-            request.metrics = replace(request.metrics, arrival_s=request.metrics.arrival_s - held_s)
-            return request
+                return self.engine.accept(processed, held_s=held_s)
 
         self.serve(begin, sink)
 

@@ -17,9 +17,11 @@ from typing import Any, Final
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.engine.builder import build_components
 from pagedcore.errors import EngineOverloaded, InternalError, InvalidConfig, RequestTooLarge
+from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
+from pagedcore.scheduler.step_recipe import run_step
 from pagedcore.scheduler.step_time import StepTimes, work_of
 from pagedcore.sequence import Sequence
 from pagedcore.simulation.costs import LoadTimes, prompt_work_of
@@ -177,18 +179,12 @@ class Replica:
         """Run steps that begin before ``until_s``, as long as there is work."""
         while self._open and self.now_s < until_s:
             self._expire()
-            if self._is_gate_closed(until_s):
+            if self._sleeps(until_s):
                 continue
             if self.jumps and (num_steps := self._num_equal_steps()):
                 self._jump(num_steps, until_s)
                 continue
-            self.scheduler.begin_step(self.now_s)
-            plan = self.scheduler.schedule()
-            while plan.moves_blocks:
-                self.scheduler.make_room(plan)
-                plan = self.scheduler.schedule()
-            if plan.rows:
-                self._compute(plan)
+            run_step(self.scheduler, self)
 
     def _sequence(self, request: SimulatedRequest) -> Sequence:
         number, hasher = self._num_added, self._blocks.hasher
@@ -209,43 +205,49 @@ class Replica:
                 self.scheduler.finish_sequence(sequence, "error")
                 self._close(sequence)
 
-    def _is_gate_closed(self, until_s: float) -> bool:
-        """Open the gate if it is time; return whether all wait for it, after sleeping until it opens."""
-        waiting = self.scheduler.waiting
-        if not waiting.gated:
+    def _sleeps(self, until_s: float) -> bool:
+        """Return whether there is nothing to do, after sleeping until the gate opens if all wait for it."""
+        if not self.scheduler.is_gated or (gated_s := self.scheduler.gated_s(self.now_s)) <= 0.0:
             return not self._open
-        oldest_s = self._open[next(waiting.never_started()).sequence_id].accepted_s
-        opens_s = self.scheduler.gate.opens_s(waiting.num_never_started, oldest_s)
-        if opens_s <= self.now_s:
-            waiting.open_gate()
-        elif self.scheduler.is_gated:
-            self.now_s = min(until_s, opens_s)
-            return True
-        return False
+        self.now_s = min(until_s, self.now_s + gated_s)
+        return True
 
-    def _compute(self, plan: SchedulePlan) -> None:
-        self.scheduler.reserve(plan)
+    def now(self) -> float:
+        """Return the virtual time."""
+        return self.now_s
+
+    def move_blocks(self) -> None:
+        """Do nothing: there is no host tier."""
+
+    def make_room(self, plan: SchedulePlan, transfers: ListOf[Transfer]) -> None:
+        """Do nothing: what is freed goes nowhere."""
+
+    def compute(self, plan: SchedulePlan, copies: object, begun_s: float) -> None:
+        """Let the time of the step pass."""
         for sequence in plan.admitted:
             if (outcome := self._open[sequence.sequence_id]).started_s is None:
-                outcome.started_s = self.now_s
-        before_s = self.now_s
-        self._pass(plan.num_tokens, *work_of(plan), len(plan.rows), *prompt_work_of(plan))
-        self.scheduler.queues.observe(plan, self.now_s - before_s)
-        news = self.scheduler.commit(plan, _tokens(plan))
+                outcome.started_s = begun_s
+        self._pass(*work_of(plan), len(plan.rows), *prompt_work_of(plan))
+
+    def tokens(self, plan: SchedulePlan, sampled: None) -> dict[int, int | None]:
+        """Return tokens that no prompt has."""
+        return _tokens(plan)
+
+    def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:
+        """Note the times of tokens and ends."""
         self._note_tokens([new.sequence.sequence_id for new in news])
         self._note_ends(news)
 
     def _pass(
-        self, num_tokens: int, prefill: int, decode: int, kv: int, num_rows: int, chunks: int = 0, pairs: int = 0,
+        self, prefill: int, decode: int, kv: int, num_rows: int, chunks: int = 0, pairs: int = 0,
     ) -> None:
-        """Let the time of a step pass, and the scheduler learn it as an engine's does."""
+        """Let the time of a step pass."""
         seconds, line = self._times.seconds(prefill, decode, kv), self.timeline
         seconds += self._times.prompt_seconds(chunks, pairs, self._is_after_prompts)
         self._is_after_prompts = chunks > 0
         self.now_s += seconds
         self.busy_s += seconds
         self.position_seconds += seconds * kv
-        self.scheduler.costs.step.observe(num_tokens, seconds)
         line.end_s.append(self.now_s)
         line.num_rows.append(num_rows)
         line.num_waiting.append(len(self.scheduler.waiting))
@@ -298,7 +300,8 @@ class Replica:
         numbers = [one.sequence_id for one in running]
         while steps < num_steps and self.now_s < until_s:
             before_s = self.now_s
-            self._pass(num_rows, 0, num_rows, num_kv + steps * num_rows, num_rows)
+            self._pass(0, num_rows, num_kv + steps * num_rows, num_rows)
+            self.scheduler.costs.step.observe(num_rows, self.now_s - before_s)
             if steps:
                 line.interval_s.append(self.now_s - before_s)
                 line.interval_count.append(num_rows)

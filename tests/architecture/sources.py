@@ -42,6 +42,17 @@ class Source:
         names = self.module.split(".")
         return self.package if self.package != "pagedcore" or len(names) == 1 else names[1]
 
+    @cached_property
+    def num_code_lines(self) -> int:
+        """Lines that are neither blank, nor a comment, nor of a docstring, nor of an import."""
+        left = {number for number, line in enumerate(self.text.splitlines(), 1)
+                if line.strip() and not line.lstrip().startswith("#")}
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str())) | ast.Import() | ast.ImportFrom():
+                    left -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        return len(left)
+
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -361,12 +361,20 @@ def test_an_oracle_that_knows_more_quotes_narrower() -> None:
     assert min(foreseen[2:]) > 0.1
 
 
-@pytest.mark.xfail(strict=True, reason="dry runs open the batch gate before every step, and the formula knows no gate")
-def test_a_quote_knows_that_a_request_waits_for_company() -> None:
-    """With ``min_batch_size`` a request that comes alone starts when it has waited as long as it may."""
-    engine, _ = paced(min_batch_size=4, max_wait_ms=3000)
-    quote = engine.quote(prompt(8), exactly(4), exact=True)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_quote_knows_that_a_request_waits_for_company(num_before: int, exact: bool) -> None:
+    """With ``min_batch_size`` a request starts when the oldest that waits has waited as long as it may, or with the one
+    that completes the batch."""
+    engine, clock = paced(min_batch_size=4, max_wait_ms=3000)
+    for _ in range(num_before):
+        engine.add_request(prompt(8), exactly(4))
+        clock.sleep(0.5)
+    quote = engine.quote(prompt(8), exactly(4), exact=exact)
     request = engine.add_request(prompt(8), exactly(4))
     run(engine)
-    assert moments(request)[0] >= 3.0
-    assert quote.start.high >= moments(request)[0]
+    assert moments(request)[0] >= 3.0 - 0.5 * num_before
+    assert quote.start.likely == pytest.approx(moments(request)[0], rel=0.05)
+    for _ in range(3):
+        engine.add_request(prompt(8), exactly(4))
+    assert engine.quote(prompt(8), exactly(4), exact=exact).start.likely == pytest.approx(0.0, abs=0.01)

@@ -436,7 +436,7 @@ def test_what_breaks_off_later_takes_no_output_of_a_step_that_was_completed(monk
     engine = make_engine()
     request = engine.add_request([1], params(2))
     taken = [token_id for delta in engine.step() for token_id in delta.token_ids]
-    engine._steps.run(engine._expire)
+    engine._steps.run()
     table = engine.requests
 
     def accept(*_: Any) -> Any:

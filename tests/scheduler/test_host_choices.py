@@ -8,21 +8,21 @@ import pytest
 
 from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.scheduler.cost_model import Line
-from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.step_recipe import run_step
 from pagedcore.sequence import Sequence
-from support.doubles import make_scheduler, make_sequence
+from support.doubles import StandingHost, make_scheduler, make_sequence
 
 TOKEN_S = 1.0
 BLOCK_TOKENS = 2
 NUM_BLOCKS = 8
 
 
-class Priced:
+class Priced(StandingHost):
     """A scheduler with a host, where a token takes a second and a block moved either way always as long as is said."""
 
     def __init__(self, block_s: float, mode: str = "auto") -> None:
         self.block_s = block_s
-        self.scheduler: Scheduler = make_scheduler(NUM_BLOCKS, BLOCK_TOKENS, num_host_blocks=256, preemption=mode)
+        super().__init__(make_scheduler(NUM_BLOCKS, BLOCK_TOKENS, num_host_blocks=256, preemption=mode))
         self.scheduler.costs.step = Line(0.0, TOKEN_S)
         self.change_price(block_s)
 
@@ -40,14 +40,7 @@ class Priced:
 
     def step(self) -> None:
         """Run one step, with the transfers before and after it."""
-        self._complete(self.scheduler.moves.take_due())
-        plan = self.scheduler.schedule()
-        while plan.moves_blocks:
-            self._complete(self.scheduler.make_room(plan))
-            plan = self.scheduler.schedule()
-        self.scheduler.reserve(plan)
-        self.scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.is_sampled})
-        self._complete(self.scheduler.moves.take_due())
+        run_step(self.scheduler, self)
 
     def flood(self, first: int) -> None:
         """Use every block of the device for prompts that do not come back."""
@@ -62,7 +55,8 @@ class Priced:
         """Blocks copied to the host so far, also those evicted since."""
         return self.scheduler.counters.num_blocks_swapped_out
 
-    def _complete(self, transfers: Iterable[Transfer]) -> None:
+    def end_transfers(self, transfers: Iterable[Transfer]) -> None:
+        """Let transfers end, after the time that they take."""
         for transfer in transfers:
             self.scheduler.moves.complete_transfer(transfer.transfer_id, len(transfer.moves) * self.block_s, is_ok=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
 from typing import Any
 
 import pytest
@@ -13,51 +14,46 @@ from hypothesis import strategies as st
 
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore.scheduler import policies
-from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_guard import BURST_S, PolicyTooSlow, make_policy
 from pagedcore.scheduler.policy_queues import most_tokens_of
 from pagedcore.scheduler.policy_view import MAX_ABSENT, PolicyView, TenantLedger
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.step_recipe import run_step
 from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.sequence import Sequence
-from support.doubles import FakeClock, make_scheduler, make_sequence
+from support.doubles import FakeClock, StandingHost, make_scheduler, make_sequence
 
 #: A small model on a CPU: 2 ms for a step, 0.2 ms for each prompt token and 0.5 ms for each row that decodes.
 TIMES = StepTimes(0.002, 0.0002, 0.0005, 0.0)
 
 
-class Server:
+class Server(StandingHost):
     """A scheduler that computes at once and lets the clock advance by what the step would have taken."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.clock = scheduler, FakeClock()
+        super().__init__(scheduler)
         self.ended_s: dict[Sequence, float] = {}
         self.started_s: dict[Sequence, float] = {}
         self.service: Counter[str] = Counter()
 
     def step(self) -> SchedulePlan:
         """Run one step."""
-        scheduler = self.scheduler
-        scheduler.begin_step(self.clock.now())
-        scheduler.moves.take_due()
-        plan = scheduler.schedule()
-        while plan.moves_blocks:
-            scheduler.make_room(plan)
-            plan = scheduler.schedule()
+        return run_step(self.scheduler, self)
+
+    def compute(self, plan: SchedulePlan, copies: object, begun_s: float) -> None:
+        """Let the time of the step pass."""
         for one in plan.admitted:
-            self.started_s.setdefault(one, self.clock.now())
-        scheduler.reserve(plan)
+            self.started_s.setdefault(one, begun_s)
         num_decode = sum(row.is_decode for row in plan.rows)
-        seconds = TIMES.seconds(plan.num_tokens - num_decode, num_decode, 0)
-        self.clock.advance(seconds)
-        scheduler.queues.observe(plan, seconds)
+        self.clock.advance(TIMES.seconds(plan.num_tokens - num_decode, num_decode, 0))
         for row in plan.rows:
             self.service[row.sequence.options.tenant] += row.num_tokens
-        for new in scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.is_sampled}):
-            if new.finish_reason is not None:
-                self.ended_s[new.sequence] = self.clock.now()
-        return plan
+
+    def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:
+        """Note what has ended."""
+        self.ended_s |= {new.sequence: self.now() for new in news if new.finish_reason is not None}
 
     def serve(self, arrivals: Iterable[Sequence]) -> None:
         """Serve sequences from their ``arrival_s`` on, in order, to the end."""

@@ -30,6 +30,7 @@ from pagedcore.errors import (
 from pagedcore.outputs import RequestOutput
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.sequence import Sequence
 from pagedcore.serving import commands, engine_loop
 from pagedcore.serving.async_engine import QUEUE_TIMEOUT_S, AsyncEngine
 from pagedcore.serving.commands import Commands, Places
@@ -227,8 +228,8 @@ def test_a_request_that_is_handed_over_is_counted_once(monkeypatch: pytest.Monke
 
     caller = threading.Thread(target=take)
 
-    def accept(processed: Any) -> Any:
-        request = original(processed)
+    def accept(processed: Any, **options: Any) -> Any:
+        request = original(processed, **options)
         caller.start()
         # Why: long enough for a caller that does not wait for the hand-over to be refused.
         caller.join(0.1)
@@ -398,32 +399,33 @@ def test_a_held_request_times_out_as_a_waiting_one() -> None:
 def test_the_limit_of_the_queue_is_five_minutes_unless_it_is_said() -> None:
     """For an AsyncEngine; an Engine of its own waits as long as its queue is."""
     own = make_engine()
-    assert own.queue_timeout_s is None
+    assert own.turn_rules.queue_timeout_s is None
     with AsyncEngine(own):
-        assert own.queue_timeout_s == QUEUE_TIMEOUT_S == 300.0
+        assert own.turn_rules.queue_timeout_s == QUEUE_TIMEOUT_S == 300.0
     set_by_hand = make_engine(queue_timeout_s=7.0)
     with AsyncEngine(set_by_hand):
-        assert set_by_hand.queue_timeout_s == 7.0
+        assert set_by_hand.turn_rules.queue_timeout_s == 7.0
 
 
-def test_a_step_looks_at_one_waiting_request_for_its_time_limit() -> None:
+def test_a_step_looks_at_one_waiting_request_for_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many wait, unless some are over it."""
     clock = FakeClock()
     engine = Engine(build_components(ToyBackend(), num_kv_blocks=64, max_num_seqs=1, max_num_waiting=500), clock)
     requests = [engine.add_request([1], params(2)) for _ in range(300)]
-    seen = list[int]()
+    waiting, seen = engine.scheduler.waiting, list[Sequence]()
 
-    class Counting(dict):  # type: ignore[type-arg]
-        def __getitem__(self, key: int) -> Any:
-            seen.append(key)
-            return super().__getitem__(key)
+    def never_started() -> Iterator[Sequence]:
+        for one in list(waiting._never_started.values()):
+            seen.append(one)
+            yield one
 
-    engine._outputs.by_sequence = Counting(engine._outputs.by_sequence)
-    engine._outputs.expire_waiting(5.0)
+    monkeypatch.setattr(waiting, "never_started", never_started)
+    engine.turn_rules.queue_timeout_s = 5.0
+    engine.turn_rules.apply()
     assert not any(request.is_done for request in requests)
     assert len(seen) == 1
     clock.advance(6.0)
-    engine._outputs.expire_waiting(5.0)
+    engine.turn_rules.apply()
     assert all(request.is_done for request in requests)
 
 

@@ -7,6 +7,8 @@ the completion that it would have alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListOf
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,7 +18,11 @@ from pagedcore.errors import EngineOverloaded, InternalError, RequestTooLarge
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.kv_cache.block_pool import BlockPool
+from pagedcore.kv_cache.host_cache import Transfer
+from pagedcore.protocols import FloatArray
 from pagedcore.scheduler.invariants import Snapshot, check, snapshot
+from pagedcore.scheduler.plan import NewToken, SchedulePlan
+from pagedcore.scheduler.step_recipe import run_step
 from pagedcore.sequence import Sequence, SequenceStatus
 from simulation.laws import require_lawful_plan, require_true_contents
 from support.doubles import FakeClock, ToyBackend, make_scheduler, make_sequence, toy_answer
@@ -43,12 +49,22 @@ class MemoryCore(RuleBasedStateMachine):
             num_blocks, block_size, policy, max_num_seqs=3, max_num_batched_tokens=5, max_num_waiting=4,
             preemption=preemption, num_host_blocks=num_host_blocks, eviction=eviction,
         )
+        schedule = self.scheduler.schedule
+
+        def lawful(most_tokens: int | None = None) -> SchedulePlan:
+            plan = schedule(most_tokens)
+            require_lawful_plan(plan, self.scheduler)
+            return plan
+
+        self.scheduler.schedule = lawful  # type: ignore[method-assign]
         self.backend = ToyBackend()
         self.backend.allocate_kv(num_blocks, block_size)
         self.store = self.backend.cache_store
         self.store.allocate_host(num_host_blocks)
         self.store.is_slow = True
-        self.mover = KVTransfers(self.store, self.scheduler.moves, FakeClock())
+        clock = FakeClock()
+        self.mover, self.now = KVTransfers(self.store, self.scheduler.moves, clock), clock.now
+        self.move_blocks = self.mover.advance
         self.sequences: list[Sequence] = []
         self.expected: dict[int, list[int]] = {}
         self.before: Snapshot | None = None
@@ -82,25 +98,23 @@ class MemoryCore(RuleBasedStateMachine):
     def step(self, num_steps: int) -> None:
         """Some steps of the engine; transfers in flight stay so."""
         for _ in range(num_steps):
-            self._step()
+            run_step(self.scheduler, self)
 
-    def _step(self) -> None:
-        self.mover.settle()
-        self.mover.start(self.scheduler.moves.take_due())
-        plan = self.scheduler.schedule()
-        while plan.moves_blocks:
-            require_lawful_plan(plan, self.scheduler)
-            self.mover.start(self.scheduler.make_room(plan))
-            self.laws_hold()
-            plan = self.scheduler.schedule()
-        require_lawful_plan(plan, self.scheduler)
-        if not plan.rows:
-            return
-        self.mover.copy(self.scheduler.reserve(plan))
+    def make_room(self, plan: SchedulePlan, transfers: ListOf[Transfer]) -> None:
+        self.mover.start(transfers)
         self.laws_hold()
-        logits = self.backend.forward(build_batch(plan.rows, self.scheduler.kv_cache.device))
+
+    def compute(self, plan: SchedulePlan, copies: tuple[tuple[int, int], ...], begun_s: float) -> FloatArray:
+        self.mover.copy(copies)
+        self.laws_hold()
+        return self.backend.forward(build_batch(plan.rows, self.scheduler.kv_cache.device))
+
+    def tokens(self, plan: SchedulePlan, sampled: FloatArray) -> dict[int, int | None]:
         ids = [row.sequence.sequence_id for row in plan.rows if row.is_sampled]
-        self.scheduler.commit(plan, dict(zip(ids, logits.argmax(axis=1).tolist(), strict=True)))
+        return dict(zip(ids, sampled.argmax(axis=1).tolist(), strict=True))
+
+    def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:
+        assert len(news) <= len(plan.rows)
 
     @rule()
     def roll_back(self) -> None:
@@ -163,7 +177,7 @@ class MemoryCore(RuleBasedStateMachine):
         for _ in range(500):
             if not self.scheduler.has_work and not self.store.under_way:
                 break
-            self._step()
+            run_step(self.scheduler, self)
             if self.store.under_way:
                 self.store.end(min(self.store.under_way))
                 self.mover.settle()

@@ -282,7 +282,7 @@ def test_other_arguments_are_refused(arguments: dict[str, Any], name: str) -> No
 def test_few_steps_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 32 running, at most a third of the steps is planned by itself: that is what makes simulations fast."""
     plans, schedule = [], Scheduler.schedule
-    monkeypatch.setattr(Scheduler, "schedule", lambda self: plans.append(1) or schedule(self))
+    monkeypatch.setattr(Scheduler, "schedule", lambda self, most=None: plans.append(1) or schedule(self, most))
     engine = SimulatedEngine(times=TIMES, model=SimulatedModel(max_model_len=4096, block_size=32),
                              config=EngineConfig(num_kv_blocks=2048))
     requests = RandomLoad(rate=30.0, num_requests=120, input_tokens=100, output_tokens=200).requests()

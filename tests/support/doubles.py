@@ -23,8 +23,8 @@ from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.scheduler import policies
-from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler import policies, step_recipe
+from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
@@ -375,24 +375,44 @@ def make_scheduler(
     )
 
 
+class StandingHost:
+    """A ``StepHost`` without a model: steps take as long as is expected of them, transfers end at once, and every
+    sampled row gets the same token."""
+
+    def __init__(self, scheduler: Scheduler, token_id: int = 1, clock: FakeClock | None = None) -> None:
+        self.scheduler, self._token_id, self.clock = scheduler, token_id, clock or FakeClock()
+        self.now = self.clock.now
+
+    def move_blocks(self) -> None:
+        """Let what is due begin and end."""
+        self.end_transfers(self.scheduler.moves.take_due())
+
+    def make_room(self, plan: SchedulePlan, transfers: Iterable[Transfer]) -> None:
+        """Let the transfers end."""
+        self.end_transfers(transfers)
+
+    def end_transfers(self, transfers: Iterable[Transfer]) -> None:
+        """Let transfers end."""
+        for transfer in transfers:
+            self.scheduler.moves.complete_transfer(transfer.transfer_id, 0.0, is_ok=True)
+
+    def compute(self, plan: SchedulePlan, copies: object, begun_s: float) -> None:
+        """Let the expected time pass."""
+        self.clock.advance(self.scheduler.costs.step.seconds(plan.num_tokens))
+
+    def tokens(self, plan: SchedulePlan, sampled: None) -> Mapping[int, int | None]:
+        """Give every sampled row the same token."""
+        return {row.sequence.sequence_id: self._token_id for row in plan.rows if row.is_sampled}
+
+    def publish(self, plan: SchedulePlan, news: SequenceOf[NewToken]) -> None:
+        """Do nothing."""
+
+
 def next_plan(scheduler: Scheduler) -> SchedulePlan:
     """Schedule, with every transfer that is asked for complete at once."""
-    _complete(scheduler, scheduler.moves.take_due())
-    plan = scheduler.schedule()
-    while plan.moves_blocks:
-        _complete(scheduler, scheduler.make_room(plan))
-        plan = scheduler.schedule()
-    return plan
-
-
-def _complete(scheduler: Scheduler, transfers: Iterable[Transfer]) -> None:
-    for transfer in transfers:
-        scheduler.moves.complete_transfer(transfer.transfer_id, 0.0, is_ok=True)
+    return step_recipe.next_plan(scheduler, StandingHost(scheduler))
 
 
 def run_step(scheduler: Scheduler, token_id: int = 1) -> SchedulePlan:
-    """Schedule, reserve and commit one step in which every sampled row gets the same token."""
-    plan = next_plan(scheduler)
-    scheduler.reserve(plan)
-    scheduler.commit(plan, {row.sequence.sequence_id: token_id for row in plan.rows if row.is_sampled})
-    return plan
+    """Run one step in which every sampled row gets the same token."""
+    return step_recipe.run_step(scheduler, StandingHost(scheduler, token_id))
