@@ -49,6 +49,11 @@ class Picture:
         self._shapes.append(f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" '
                             'rx="9" stroke-width="1.4"/>')
 
+    def gap(self, x: float, y: float, width: float, height: float) -> None:
+        """A dashed outline, for a place that is empty or may be."""
+        self._shapes.append(f'<rect class="arrow" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" '
+                            'rx="6" fill="none" stroke-width="1" stroke-dasharray="4 4"/>')
+
     def bar(self, x: float, y: float, width: float, height: float, kind: str) -> None:
         self._shapes.append(f'<rect class="{kind}-solid" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" '
                             f'height="{_n(height)}" rx="3"/>')
