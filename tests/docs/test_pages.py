@@ -43,6 +43,13 @@ def test_the_readmes_first_screen_has_it_all() -> None:
     assert [words for words in wanted if words not in screen] == []
 
 
+def test_the_readmes_table_has_every_page_once() -> None:
+    """A reader finds each page of docs/ in one row of the table, and in one only."""
+    table = README.read_text(encoding="utf-8").partition("\n## Documentation\n")[2]
+    named = sorted(re.findall(r"\]\((docs/[\w-]+\.md)\)", table))
+    assert named == sorted(name_of(page) for page in (ROOT / "docs").glob("*.md"))
+
+
 @pytest.mark.parametrize("text", SNIPPETS)
 def test_snippet_runs(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
