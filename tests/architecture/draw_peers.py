@@ -1,60 +1,88 @@
-"""Draws tokens per second beside other engines, from the tables of benchmarks/peers_cpu.md: docs/peers.svg."""
+"""Draws tokens per second beside other engines, from the marked tables of benchmarks/peers_cpu.md: docs/peers.svg."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from statistics import mean
+from statistics import median
+from typing import NamedTuple
 
 from architecture.sources import ROOT
 from architecture.svg import Picture
 
 TABLES = ROOT / "benchmarks" / "peers_cpu.md"
-#: One group of bars for each table of rounds, in the page's order.
-MACHINES = ("2 cores of an EPYC (Zen 4, AVX-512)", "2 cores of a Xeon (AMX)")
-COLOURS = {"pagedcore": "engine", "OpenVINO GenAI": "memory", "vLLM": "ground"}
-_WIDTH, _LEFT, _TOP, _BAR, _GAP = 760, 150, 78, 24, 9
-_GROUP = 3 * (_BAR + _GAP) + 46
+MARK = re.compile(r"<!-- chart: ([^;]+); ([^;]+); ([^;]+) -->\n((?:\|.*\n)+)")
+WORKLOAD = "w1: output tokens/s"
+COLOURS = {"pagedcore": "engine", "OpenVINO": "memory", "vLLM": "ground"}
+_WIDTH, _LEFT, _TOP, _COLUMN, _NAMES, _BAR, _GAP = 900, 24, 84, 440, 92, 22, 7
+_GROUP = 3 * (_BAR + _GAP) + 62
 
 
-def tokens_per_s() -> list[dict[str, list[float]]]:
-    """Return, for each machine, every engine's w1 figure of each round."""
-    tables: list[dict[str, list[float]]] = []
-    for line in TABLES.read_text(encoding="utf-8").splitlines():
-        if line.startswith("| | w1: output tokens/s"):
-            tables.append({})
-        elif tables and (row := re.match(r"\| (\w[\w ]*), round \d \| \**([\d.]+)", line)):
-            tables[-1].setdefault(row[1], []).append(float(row[2]))
-    return tables
+class Group(NamedTuple):
+    """One table of the page."""
+
+    number_format: str
+    machine: str
+    day: str
+    figures: dict[str, float]
+    """Of each engine the median of its rounds, the fastest first."""
 
 
-def bars() -> Iterator[tuple[int, str, float]]:
-    """Yield machine, engine and the mean of its rounds, the fastest engine of a machine first."""
-    for machine, engines in enumerate(tokens_per_s()):
-        for engine, rounds in sorted(engines.items(), key=lambda item: -mean(item[1])):
-            yield machine, engine, mean(rounds)
+def groups() -> list[Group]:
+    """Return the marked tables, in the page's order."""
+    found = []
+    for number_format, machine, day, table in MARK.findall(TABLES.read_text(encoding="utf-8")):
+        rows = [[cell.strip(" *") for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
+        figures = _of_rounds(rows) if WORKLOAD in rows[0] else _of_medians(rows)
+        found.append(Group(number_format, machine, day, dict(sorted(figures.items(), key=lambda item: -item[1]))))
+    return found
+
+
+def _of_rounds(rows: list[list[str]]) -> dict[str, float]:
+    """A table with a row for each engine and round."""
+    rounds: dict[str, list[float]] = {}
+    for name, *cells in rows[2:]:
+        rounds.setdefault(_engine(name), []).append(float(cells[rows[0].index(WORKLOAD) - 1]))
+    return {engine: median(figures) for engine, figures in rounds.items()}
+
+
+def _of_medians(rows: list[list[str]]) -> dict[str, float]:
+    """A table with a column for each engine, whose cells begin with the median."""
+    (row,) = [row for row in rows if row[0] in (WORKLOAD, f"bfloat16, {WORKLOAD}")]
+    cells = zip(rows[0], row, strict=True)
+    return {_engine(name): float(re.split(r"[* ]", cell)[0]) for name, cell in cells if _engine(name) in COLOURS}
+
+
+def _engine(name: str) -> str:
+    return re.split(r"[ ,]", name)[0]
 
 
 def draw() -> str:
-    """Return the picture."""
-    shown = list(bars())
-    most = max(figure for _, _, figure in shown)
-    height = _TOP + len(MACHINES) * _GROUP + 26
-    picture = Picture(_WIDTH, height, "Output tokens per second beside other engines on a CPU")
-    picture.words(24, 34, "Output tokens per second on a CPU", "loud", size=18, bold=True, anchor="start")
-    picture.words(24, 56, "64 ragged requests, 0.5 B parameters, bfloat16, at most 32 at once; mean of the rounds",
-                  "quiet", size=12.5, anchor="start")
-    place = dict.fromkeys(range(len(MACHINES)), 0)
-    for machine, engine, figure in shown:
-        y = _TOP + machine * _GROUP + 26 + place[machine] * (_BAR + _GAP)
-        place[machine] += 1
-        length = (_WIDTH - _LEFT - 90) * figure / most
-        picture.words(_LEFT - 12, y + 17, engine, "loud", size=13.5, bold=engine == "pagedcore", anchor="end")
-        picture.bar(_LEFT, y, length, _BAR, COLOURS[engine])
-        picture.words(_LEFT + length + 9, y + 17, f"{figure:.1f}", "loud", size=13.5, bold=engine == "pagedcore",
-                      anchor="start")
-    for machine, name in enumerate(MACHINES):
-        picture.words(24, _TOP + machine * _GROUP + 13, name, "quiet", size=13, bold=True, anchor="start")
-    picture.words(24, height - 16, "benchmarks/peers_cpu.md, workload w1; less than 5 % is a tie on these machines",
+    """Return the picture: a column for each number format."""
+    shown = groups()
+    most = max(figure for group in shown for figure in group.figures.values())
+    columns = {number_format: [group for group in shown if group.number_format == number_format]
+               for number_format in dict.fromkeys(group.number_format for group in shown)}
+    height = _TOP + 22 + max(map(len, columns.values())) * _GROUP + 22
+    picture = Picture(_WIDTH, height, "Output tokens per second of pagedcore, OpenVINO GenAI and vLLM on a CPU")
+    picture.words(_LEFT, 34, "Output tokens per second on a CPU", "loud", size=18, bold=True, anchor="start")
+    picture.words(_LEFT, 56, "64 ragged requests, 0.5 B parameters, at most 32 at once; median of the rounds", "quiet",
+                  size=12.5, anchor="start")
+    for column, (number_format, members) in enumerate(columns.items()):
+        x = _LEFT + column * _COLUMN
+        picture.words(x, _TOP + 10, number_format, "loud", size=15, bold=True, anchor="start")
+        for place, group in enumerate(members):
+            _draw_group(picture, x, _TOP + 22 + place * _GROUP, group, most)
+    picture.words(_LEFT, height - 14, "benchmarks/peers_cpu.md, workload w1; less than 5 % is a tie on these machines",
                   "quiet", size=11.5, anchor="start")
     return picture.text
+
+
+def _draw_group(picture: Picture, x: float, top: float, group: Group, most: float) -> None:
+    picture.words(x, top + 18, f"{group.machine}, {group.day}", "quiet", size=12.5, anchor="start")
+    for place, (engine, figure) in enumerate(group.figures.items()):
+        y = top + 30 + place * (_BAR + _GAP)
+        length = (_COLUMN - _NAMES - 90) * figure / most
+        is_ours = engine == "pagedcore"
+        picture.words(x + _NAMES - 12, y + 16, engine, "loud", size=13, bold=is_ours, anchor="end")
+        picture.bar(x + _NAMES, y, length, _BAR, COLOURS[engine])
+        picture.words(x + _NAMES + length + 8, y + 16, f"{figure:.1f}", "loud", size=13, bold=is_ours, anchor="start")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from statistics import mean
+from statistics import median
 
 import pytest
 
@@ -39,16 +39,22 @@ def test_the_steps_of_a_request_are_those_of_the_page() -> None:
 
 
 def test_the_chart_shows_the_figures_of_the_tables() -> None:
-    """Each figure of the chart is the mean of an engine's rounds of w1; every engine of both machines is there."""
-    figures: dict[tuple[int, str], list[float]] = {}
-    machine = -1
-    for line in (ROOT / "benchmarks" / "peers_cpu.md").read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip(" *") for cell in line.split("|")]
-        machine += "w1: output tokens/s" in cells
-        if len(cells) > 2 and ", round " in cells[1]:
-            figures.setdefault((machine, cells[1].partition(",")[0]), []).append(float(cells[2]))
+    """Each marked table has its machine and day in the chart, and every engine its median of w1."""
+    page = (ROOT / "benchmarks" / "peers_cpu.md").read_text(encoding="utf-8")
     chart = PICTURES["docs/peers.svg"]()
-    drawn = re.findall(r">(\d+\.\d)</text>", chart)
-    assert sorted(drawn) == sorted(f"{mean(rounds):.1f}" for rounds in figures.values())
-    assert len(drawn) == 6
-    assert {engine for _, engine in figures} <= set(re.findall(r">([\w ]+)</text>", chart))
+    wanted: list[str] = []
+    for part in page.split("<!-- chart: ")[1:]:
+        mark, _, rest = part.partition(" -->")
+        number_format, machine, day = mark.split("; ")
+        assert f">{number_format}</text>" in chart
+        assert f">{machine}, {day}</text>" in chart
+        table = rest.partition("\n\n")[0]
+        if rounds := re.findall(r"^\| (\w+)[^|]*, round \d \| \W*([\d.]+)", table, flags=re.MULTILINE):
+            wanted += [f"{median(float(figure) for name, figure in rounds if name == engine):.1f}"
+                       for engine in {engine for engine, _ in rounds}]
+        else:
+            row = re.findall(r"^\| (?:bfloat16, )?w1: output tokens/s(.*)", table, flags=re.MULTILINE)[0]
+            wanted += re.findall(r"\| \W*([\d.]+)", row)[:3]
+    assert sorted(re.findall(r">(\d+\.\d)</text>", chart)) == sorted(wanted)
+    assert len(wanted) == 3 * 5
+    assert {"bfloat16", "int8"} <= set(re.findall(r">([\w ]+)</text>", chart))
