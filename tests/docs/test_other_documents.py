@@ -20,3 +20,11 @@ def test_make_targets_named_in_text_exist() -> None:
 def test_the_changelog_knows_this_version() -> None:
     """The version of the package has an entry."""
     assert f"## {pagedcore.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_cells_of_the_architecture_are_short() -> None:
+    """A cell of its tables has less than 300 characters: what is longer is a paragraph."""
+    rows = [line for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()
+            if line.startswith("|")]
+    assert len(rows) > 40
+    assert [cell.strip()[:60] for row in rows for cell in row.split("|") if len(cell.strip()) >= 300] == []
