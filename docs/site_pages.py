@@ -21,7 +21,7 @@ def _outside() -> dict[str, str]:
     """Pages outside docs/: place in the repository, place in the site."""
     benchmarks = sorted((ROOT / "benchmarks").glob("*.md"))
     pages = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", *(f"benchmarks/{page.name}" for page in benchmarks)]
-    return {"README.md": "index.md", **{page: page for page in pages}}
+    return {"README.md": "index.md", "tests/README.md": "tests/index.md", **{page: page for page in pages}}
 
 
 def on_files(files: Any, config: Any) -> Any:

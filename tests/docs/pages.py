@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 GUIDES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 """Pages whose snippets and commands are run."""
-PAGES = [*GUIDES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+PAGES = [*GUIDES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tests/README.md")),
          *sorted((ROOT / "benchmarks").glob("*.md"))]
 """All pages; links, files and commands that they name exist."""
 

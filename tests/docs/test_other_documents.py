@@ -28,3 +28,13 @@ def test_the_cells_of_the_architecture_are_short() -> None:
             if line.startswith("|")]
     assert len(rows) > 40
     assert [cell.strip()[:60] for row in rows for cell in row.split("|") if len(cell.strip()) >= 300] == []
+
+
+def test_the_doubles_of_the_page_on_tests_are_in_their_files() -> None:
+    """Each name in the first column of its tables stands in a file of the second one."""
+    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (`[^|]+) \|", page, flags=re.MULTILINE)
+    for names, files in rows:
+        text = "".join((ROOT / file).read_text(encoding="utf-8") for file in re.findall(r"`([^`]+)`", files))
+        assert [name for name in re.findall(r"`(\w+)`", names) if name not in text] == []
+    assert len(rows) > 15

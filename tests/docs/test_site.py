@@ -33,7 +33,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_page_is_in_the_site(site: Path) -> None:
     """Each page of the repository has its page in the site; the README is the first one."""
-    places = {"README.md": "index.md", "docs/decisions/README.md": "decisions/index.md"}
+    places = {"README.md": "index.md", "docs/decisions/README.md": "decisions/index.md",
+              "tests/README.md": "tests/index.md"}
     names = (places.get(name_of(page), name_of(page).removeprefix("docs/")) for page in PAGES)
     assert [name for name in names if not (site / name).with_suffix(".html").is_file()] == []
 
