@@ -1,1 +1,1 @@
-"""An engine on a thread of its own, for callers on any event loop or none."""
+"""An engine on its own thread, for callers on any event loop or none."""
