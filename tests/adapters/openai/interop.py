@@ -1,0 +1,57 @@
+"""How clients of others are run against the door, in environments of their own, and what they send is recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from adapters.openai.loopback import serving
+from architecture.sources import ROOT
+from pagedcore import AsyncEngine
+from pagedcore_openai import ApiKeys, openai_app
+
+KEY = "a-key-of-thirty-two-characters!!"
+RECORDED = Path(__file__).parent / "recorded"
+CLIENTS = ROOT / "tests" / "interop"
+
+
+class Recorder:
+    """An ASGI app around the door that notes what is posted to it."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.seen: list[dict[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Note the body and pass it on."""
+        body = b""
+
+        async def noting() -> Any:
+            nonlocal body
+            message = await receive()
+            body += message.get("body", b"")
+            if message["type"] == "http.request" and not message.get("more_body") and body:
+                call = {"path": scope["path"], "body": json.loads(body)}
+                if call not in self.seen:
+                    self.seen.append(call)
+            return message
+
+        await self.app(scope, noting, send)
+
+
+def run_client(name: str, engine: AsyncEngine, *words: str) -> None:
+    """Run a client's script in its environment against the door, and record what it sends if asked to."""
+    python = ROOT / "build" / f"interop-{name}" / "bin" / "python"
+    assert python.is_file(), f"make interop-{name} makes the environment"
+    recorder = Recorder(openai_app(engine, name="demo", api_keys=ApiKeys([KEY])))
+    with serving(recorder) as url:
+        environment = {"PATH": os.environ.get("PATH", ""), "HOME": words[-1], "OPENAI_API_KEY": KEY, "NO_PROXY": "*",
+                       "OMP_NUM_THREADS": "1"}
+        script = CLIENTS / f"{name.replace('-', '_')}_client.py"
+        subprocess.run([python, script, f"{url}/v1", *words], env=environment, check=True, timeout=900)
+    if os.environ.get("PAGEDCORE_RECORD"):
+        seen = sorted(recorder.seen, key=lambda call: (call["path"], json.dumps(call)))
+        (RECORDED / f"{name}.json").write_text("[\n" + ",\n".join(map(json.dumps, seen)) + "\n]\n", "utf-8")
