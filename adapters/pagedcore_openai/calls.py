@@ -17,14 +17,22 @@ from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 from pagedcore import AsyncEngine, Chat, CompletionOutput, Delta, RequestOutput, SamplingParams
-from pagedcore.errors import GrammarFailed, InvalidGrammar, PagedcoreError, PromptTooLong, RequestTimeout
+from pagedcore.errors import (
+    GrammarFailed,
+    InvalidGrammar,
+    InvalidMaxTokens,
+    InvalidRequest,
+    PagedcoreError,
+    PromptTooLong,
+    RequestTimeout,
+)
 from pagedcore.request_options import OptionKeywords
 from pagedcore.tool_calls.chat_format import CompletionReader
 from pagedcore.tool_calls.events import ChatEvent
 from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
 from pagedcore_openai import structured
-from pagedcore_openai.errors import ChunkStream, renamed
+from pagedcore_openai.errors import ChunkStream, CompletionTooLong, Refused, renamed, with_names
 from pagedcore_openai.stored import StoredResponses
 from pagedcore_openai.wire import Spell
 
@@ -57,7 +65,6 @@ class Call(ABC):
 
     form: ClassVar[known.Form]
     prefix: ClassVar[str]
-    prompt_field: ClassVar[str]
     stream_class: ClassVar[type[ChunkStream]] = ChunkStream
 
     def __init__(self, served: ServedModel, fields: Mapping[str, Any], caller: Caller) -> None:
@@ -72,8 +79,11 @@ class Call(ABC):
         self.options = known.options_of(fields, caller, self.id)
         self.owner: object = None
         """Kept for the time of the call, so that the live view knows whose requests have its salt."""
-        self.prompts = self.prompts_of(fields)
-        self.params = self.params_of(fields)
+        try:
+            self.prompts = self.prompts_of(fields)
+            self.params = self.params_of(fields)
+        except InvalidRequest as error:
+            raise self.with_own_names(error) from None
 
     @property
     def has_usage(self) -> bool:
@@ -98,6 +108,14 @@ class Call(ABC):
         self.turn = chat_format.turn(prompt, params, fields.get("tool_choice"), is_parallel)
         return self.turn.params
 
+    def names(self) -> Mapping[str, str]:
+        """Return what this body calls otherwise than the engine does."""
+        return {}
+
+    def with_own_names(self, error: Refused) -> Refused:
+        """Return a refusal that speaks of the body as its caller has written it."""
+        return with_names(error, self.names())
+
     async def events_of(self, completion: CompletionOutput, reader: CompletionReader) -> list[ChatEvent]:
         """Return the events of a whole completion of a chat. Raises ``TextFailed``."""
         read = reader.read_completion
@@ -107,6 +125,10 @@ class Call(ABC):
 
     def blame(self, error: PagedcoreError) -> PagedcoreError:
         """Return an error of the engine as one that names the field of the body which it is about."""
+        told = self._of_call(error)
+        return self.with_own_names(told) if isinstance(told, InvalidRequest) else told
+
+    def _of_call(self, error: PagedcoreError) -> PagedcoreError:
         match error:
             case GrammarFailed():
                 # Why no failure of ours: asked for again, it fails again.
@@ -116,6 +138,8 @@ class Call(ABC):
                 return self._of_field(error)
             case PromptTooLong() if self.fields.get("truncation") == "auto":
                 return renamed(error, error.what, advice="Nothing is cut off with truncation auto either: send less.")
+            case InvalidMaxTokens() if (self.params.max_tokens or 0) < self.served.max_model_len:
+                return CompletionTooLong.of(error)
         return error
 
     def _of_field(self, error: InvalidGrammar) -> InvalidGrammar:

@@ -25,7 +25,6 @@ class ChatCall(Call):
 
     form: ClassVar = known.CHAT
     prefix: ClassVar = "chatcmpl"
-    prompt_field: ClassVar = "messages"
 
     def __init__(self, served: ServedModel, fields: Mapping[str, Any], caller: Caller) -> None:
         in_tools = from_functions(fields)
@@ -39,6 +38,12 @@ class ChatCall(Call):
         """Return an error with the field that it is about, in the form that the caller has used."""
         told = super().blame(error)
         return of_functions(told) if self._is_older and isinstance(told, InvalidGrammar | PromptTooLong) else told
+
+    def names(self) -> Mapping[str, str]:
+        """Return the names of messages, and of the numbers that have others in chats."""
+        is_newer = "max_completion_tokens" in self.fields and "max_tokens" not in self.fields
+        return {"prompt": "messages", "logprobs": "top_logprobs",
+                **({"max_tokens": "max_completion_tokens"} if is_newer else {})}
 
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the chat."""

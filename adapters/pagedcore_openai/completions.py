@@ -21,7 +21,10 @@ class TextCall(Call):
 
     form: ClassVar = known.COMPLETION
     prefix: ClassVar = "cmpl"
-    prompt_field: ClassVar = "prompt"
+
+    def names(self) -> Mapping[str, str]:
+        """Return the name of what is scored of the prompt, with ``echo``."""
+        return {"prompt_logprobs": "logprobs"}
 
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the prompts."""

@@ -35,7 +35,6 @@ JSON = "application/json"
 class Endpoint(ABC):
     """An ASGI app for one route, so that the response is a part of the call that it answers."""
 
-    prompt_field: str = "prompt"
     is_for_admins: ClassVar[bool] = False
     is_counted: ClassVar[bool] = True
     """Whether it is refused while the app drains, and waited for."""
@@ -57,7 +56,7 @@ class Endpoint(ABC):
             except (ClientGone, ClientDisconnect):
                 response = Response(status_code=CLIENT_CLOSED_REQUEST)
             except Exception as error:  # every error becomes a response
-                response = openai_refusal(error, self.prompt_field).response()
+                response = openai_refusal(error).response()
             await response(scope, receive, send)
 
     @abstractmethod
@@ -71,7 +70,6 @@ class Completing(Endpoint):
     def __init__(self, service: Service, kind: type[Call]) -> None:
         super().__init__(service)
         self._kind = kind
-        self.prompt_field = kind.prompt_field
 
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return the whole response, or the stream that will be sent."""
@@ -82,7 +80,7 @@ class Completing(Endpoint):
         call.owner = self.service.owner_of(call.options["cache_salt"], caller.derived)
         headers = {"x-request-id": call.id}
         if call.is_stream:
-            return call.stream_class(call.events(), headers, self.prompt_field)
+            return call.stream_class(call.events(), headers)
         return Response(await run_until_disconnect(request.receive, call.whole()), 200, headers, JSON)
 
 

@@ -6,13 +6,14 @@ What an error says and which status it has is the same as at every HTTP door (``
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 from starlette.exceptions import HTTPException
 
 from pagedcore.errors import (
+    InvalidMaxTokens,
     InvalidPrompt,
     InvalidRequest,
     InvalidText,
@@ -30,6 +31,9 @@ Refused = TypeVar("Refused", bound=InvalidRequest)
 
 DONE: Final = "data: [DONE]\n\n"
 """The last event of a stream of chat or text completions."""
+_WORD: Final = re.compile(r"\w+")
+_PARAMETER: Final = re.compile(r"\b[a-z]+(_[a-z]+)+\b")
+"""A name that is no word of a sentence."""
 _FIELD: Final = re.compile(r"[A-Za-z_][\w.\[\]]{0,63}", re.ASCII)
 """What may be repeated of a caller's body: the name of a field, or the place of one."""
 _TYPES: Final = {
@@ -51,6 +55,15 @@ class FieldNotSupported(RefusedAtTheDoor):
         return cls(what, repr(given) if is_name else given, limit, advice, is_described=is_name)
 
 
+class CompletionTooLong(InvalidMaxTokens):
+    """Prompt and completion together are more than the context; each of them alone is not."""
+
+    @classmethod
+    def of(cls, error: InvalidMaxTokens) -> CompletionTooLong:
+        """Make it of the engine's refusal of a completion's length."""
+        return cls(error.what, error.given, error.limit, _advice_of(error), is_described=True)
+
+
 class FieldMissing(RefusedAtTheDoor):
     """A field without which there is nothing to do."""
 
@@ -70,8 +83,26 @@ def renamed(error: Refused, what: str, given: str = "", advice: str = "", limit:
 
     For the kinds that are made of these alone.
     """
-    advice = advice or str(error).partition(f"allowed is {error.limit}. ")[2]
-    return type(error)(what, given or error.given, limit or error.limit, advice, is_described=True)
+    return type(error)(what, given or error.given, limit or error.limit, advice or _advice_of(error), is_described=True)
+
+
+def _advice_of(error: InvalidRequest) -> str:
+    return str(error).partition(f"allowed is {error.limit}. ")[2]
+
+
+def with_names(error: Refused, names: Mapping[str, str]) -> Refused:
+    """Return a refusal with the body's own names for what the engine calls otherwise, or as it is if there are none.
+
+    Args:
+        error: what it is about is a name of ``names``, or the place of something within one.
+        names: those of the engine, with those of the body.
+    """
+    name = _WORD.match(error.what)
+    own = names.get(name[0]) if name is not None else None
+    limit = _PARAMETER.sub(lambda found: names.get(found[0], found[0]), error.limit)
+    if name is None or (own in (None, name[0]) and limit == error.limit):
+        return error
+    return renamed(error, (own or name[0]) + error.what[name.end() :], limit=limit)
 
 
 _CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
@@ -82,6 +113,7 @@ _CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
     (FieldMissing, "missing_required_parameter"),
     (UnknownParameter, "unknown_parameter"),
     (PromptTooLong, "context_length_exceeded"),
+    (CompletionTooLong, "context_length_exceeded"),
     (InvalidText, "invalid_prompt"),
     (InvalidPrompt, "invalid_prompt"),
     (PromptEmpty, "invalid_prompt"),
@@ -89,18 +121,14 @@ _CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
 )
 
 
-def openai_refusal(error: Exception, prompt_field: str = "prompt") -> Refusal:
-    """Return the refusal for an error, its body in OpenAI's form.
-
-    Args:
-        error: an unforeseen one is logged, and its message stays in the log.
-        prompt_field: how the endpoint calls what the engine calls the prompt.
-    """
+def openai_refusal(error: Exception) -> Refusal:
+    """Return the refusal for an error, its body in OpenAI's form; an unforeseen one's message stays in the log."""
     refusal = refusal_of(error)
     # Why: clients of others, such as litellm, know OpenAI's error by these words, and not by its code.
-    start = "This model's maximum context length is exceeded. " if isinstance(error, PromptTooLong) else ""
+    is_exceeded = isinstance(error, PromptTooLong | CompletionTooLong)
+    start = "This model's maximum context length is exceeded. " if is_exceeded else ""
     told: dict[str, Any] = {"message": start + refusal.body["error"]["message"], "type": _type_of(refusal.status),
-                            "param": _param_of(error, prompt_field), "code": _code_of(error, refusal.status)}
+                            "param": _param_of(error), "code": _code_of(error, refusal.status)}
     return Refusal(refusal.status, {"error": told}, refusal.headers)
 
 
@@ -108,15 +136,12 @@ def _type_of(status: int) -> str:
     return _TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
 
 
-def _param_of(error: Exception, prompt_field: str) -> str | None:
+def _param_of(error: Exception) -> str | None:
     if not isinstance(error, InvalidRequest):
         return None
     # Why: the name of a field may go on with the keyword of a schema.
     field, _, _ = error.what.partition(", ")
-    kind, mark, rest = field.partition("[")
-    if not is_field(field):
-        return None
-    return prompt_field + mark + rest if kind in ("prompt", "messages") else field
+    return field if is_field(field) else None
 
 
 def is_field(text: str) -> bool:
@@ -139,10 +164,9 @@ class ChunkStream(EventStream):
     Invariant: the response ends with ``[DONE]`` or an error, or the client has disconnected.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str], prompt_field: str) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
         super().__init__(events)
         self.headers.update(headers)
-        self._prompt_field = prompt_field
 
     def ends(self, text: str) -> bool:
         """Whether ``text`` has the last event; JSON in ASCII on one line cannot end like it."""
@@ -150,7 +174,7 @@ class ChunkStream(EventStream):
 
     def refusal_of(self, error: Exception) -> Refusal:
         """Return the refusal with OpenAI's body."""
-        return openai_refusal(error, self._prompt_field)
+        return openai_refusal(error)
 
     def error_event(self, refusal: Refusal) -> str:
         """Return the event after which clients raise the error."""

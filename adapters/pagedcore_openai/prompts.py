@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -59,6 +60,11 @@ def input_of(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return messages_of(_joined_calls(given) if isinstance(given, list) else given)
+
+
+def place_of(index: int, items: list[Any]) -> int:
+    """Return the place of the item that began message ``index`` of those that ``input_of`` made of ``items``."""
+    return bisect_right(range(len(items)), index, key=lambda place: len(_joined_calls(items[: place + 1])))
 
 
 def instructions_of(given: Any) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@ continued."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Final
@@ -16,13 +17,15 @@ from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call, ServedModel
 from pagedcore_openai.chat_prompt import chat_of
-from pagedcore_openai.errors import ChunkStream, FieldNotSupported, NamedEventStream
-from pagedcore_openai.prompts import input_of, instructions_of
+from pagedcore_openai.errors import ChunkStream, FieldNotSupported, NamedEventStream, Refused, renamed
+from pagedcore_openai.prompts import input_of, instructions_of, place_of
 from pagedcore_openai.response_items import Items
 from pagedcore_openai.structured import format_of
 from pagedcore_openai.tools import chat_tools, of_flat_tools, said
 from pagedcore_openai.wire import chat_entry
 
+_MESSAGE: Final = re.compile(r"messages\[(\d+)\]")
+_PREVIOUS: Final = "previous_response_id"
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED_WITHOUT_EFFECT: Final = ("reasoning.encrypted_content",)
 """Reasoning is in a response as it was written."""
@@ -33,7 +36,6 @@ class ResponseCall(Call):
 
     form: ClassVar = known.RESPONSE
     prefix: ClassVar = "resp"
-    prompt_field: ClassVar = "input"
     stream_class: ClassVar[type[ChunkStream]] = NamedEventStream
 
     def __init__(self, served: ServedModel, fields: Mapping[str, Any], caller: Caller) -> None:
@@ -50,15 +52,36 @@ class ResponseCall(Call):
         told = super().blame(error)
         return of_flat_tools(told) if isinstance(told, InvalidGrammar) and told.what.startswith("tools[") else told
 
+    def names(self) -> Mapping[str, str]:
+        """Return the names of the input and of the numbers that have others in responses."""
+        return {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+
+    def with_own_names(self, error: Refused) -> Refused:
+        """Return a refusal that speaks of the body, of a message as the item that it was made of."""
+        if (found := _MESSAGE.match(error.what)) is not None:
+            index, within = int(found[1]) - self._num_before, error.what[found.end() :]
+            error = renamed(error, self._place_of(index, within))
+        return super().with_own_names(error)
+
+    def _place_of(self, index: int, within: str) -> str:
+        """Return the place in the body of something within a message, counted from the first of the input."""
+        given = self.fields["input"]
+        if index < 0:
+            # Why no place: both are one field of this body.
+            return "instructions" if index == -self._num_before and "instructions" in self.fields else _PREVIOUS
+        return f"input[{place_of(index, given)}]{within}" if isinstance(given, list) else "input"
+
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the chat: the conversation up to the previous response, and the input."""
         self._is_stored = known.flag({"store": True, **fields}, "store")
+        self._num_before = 0
         given = input_of(known.required(fields, "input", "text, or a list of items"))
-        previous = fields.get("previous_response_id")
+        previous = fields.get(_PREVIOUS)
         before = () if previous is None else self.served.stored.messages_of(previous, self._owner)
         self._messages = [*before, *given]
         # Why apart: instructions are for one response, as at OpenAI.
         messages = [*instructions_of(fields.get("instructions")), *self._messages]
+        self._num_before = len(messages) - len(given)
         return [chat_of(messages, chat_tools(fields), self.served.engine.chat_format)]
 
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:

@@ -371,12 +371,14 @@ def _read_choice(choice: object, names: Sequence[str]) -> tuple[bool, Sequence[s
         return False, ()
     if choice == "required" and names:
         return True, names
+    if choice == "required":
+        raise InvalidTools("tool_choice", "'required'", "auto or none without tools", is_described=True)
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if isinstance(name, str) and name in names:
         return True, (name,)
-    if choice == "required" or name is not None:
-        raise InvalidTools("tool_choice", name or choice, "a tool that is given in tools")
+    if name is not None:
+        raise InvalidTools("tool_choice", name, "a tool that is given in tools")
     limit = 'auto, none, required or {"type": "function", "function": {"name": "..."}}'
     raise InvalidTools("tool_choice", choice, limit)
 

@@ -306,7 +306,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 5000}, "max_tokens", "invalid_value"),
     ({"logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),
     ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"response_format": {"type": "yaml"}}, "response_format", "unsupported_parameter"),
     ({"response_format": {"type": "json_object"}, "extra_body": {"guided_regex": "a"}}, "guided_regex",
