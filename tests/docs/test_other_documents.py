@@ -14,6 +14,7 @@ def test_make_targets_named_in_text_exist() -> None:
     named = {target for page in PAGES for target in re.findall(r"`make ([\w-]+)", page.read_text(encoding="utf-8"))}
     assert {"test", "docs", "architecture"} <= named
     targets = {target for line in re.findall(r"^([\w -]+):", makefile, re.MULTILINE) for target in line.split()}
+    targets |= {f"interop-{client.stem}" for client in (ROOT / "tests" / "interop").glob("*.txt")}
     assert named <= targets
 
 
