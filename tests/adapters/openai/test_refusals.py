@@ -91,3 +91,11 @@ def test_a_call_that_is_required_without_tools(client: TestClient, path: str) ->
     """The refusal says what is missing."""
     message = error_of(client, path, {"tool_choice": "required"})["message"]
     assert message == "tool_choice: got 'required', allowed is auto or none without tools."
+
+
+def test_a_conversation_that_is_continued_is_blamed_by_its_id(client: TestClient) -> None:
+    """Where instructions leave no room for the messages of a stored response, these have no place in the body."""
+    stored = client.post(RESPONSES, json={**BASES[RESPONSES], "max_output_tokens": 4}).json()["id"]
+    instructions = "a" * (16 * 2048 - 20)
+    error = error_of(client, RESPONSES, {"instructions": instructions, "previous_response_id": stored})
+    assert (error["param"], error["code"]) == ("previous_response_id", "context_length_exceeded")
