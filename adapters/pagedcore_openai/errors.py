@@ -124,9 +124,10 @@ _CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
 def openai_refusal(error: Exception) -> Refusal:
     """Return the refusal for an error, its body in OpenAI's form; an unforeseen one's message stays in the log."""
     refusal = refusal_of(error)
-    # Why: clients of others, such as litellm, know OpenAI's error by these words, and not by its code.
+    # Why: clients of others know OpenAI's error by these words, and not by its code: litellm by the first, LangChain by
+    # the last.
     is_exceeded = isinstance(error, PromptTooLong | CompletionTooLong)
-    start = "This model's maximum context length is exceeded. " if is_exceeded else ""
+    start = "This model's maximum context length is exceeded: the prompt is too long. " if is_exceeded else ""
     told: dict[str, Any] = {"message": start + refusal.body["error"]["message"], "type": _type_of(refusal.status),
                             "param": _param_of(error), "code": _code_of(error, refusal.status)}
     return Refusal(refusal.status, {"error": told}, refusal.headers)

@@ -161,7 +161,7 @@ async def test_a_page_of_another_site_cannot_call() -> None:
     (b"\x1f\x8b\x08", [(b"content-encoding", b"gzip")], 415, "content encoding: got 'gzip', allowed is identity"),
     (BODY, [(b"host", b"llm.internal")], 403, "--allow-host"),
     (BODY, [(b"host", b"localhost"), (b"origin", b"https://chat.example")], 403, "--allow-origin"),
-    ({"prompt": "a" * 100_000}, [], 400, "maximum context length"),
+    ({"prompt": "a" * 100_000}, [], 400, "maximum context length is exceeded: the prompt is too long."),
 ])
 async def test_refusals_before_the_engine_say_what_is_wrong(
     body: Any, headers: list[tuple[bytes, bytes]], status: int, words: str
