@@ -79,6 +79,17 @@ def test_litellm_gets_completions_streams_and_its_own_errors(engine: AsyncEngine
     assert told["usage"]["total_tokens"] == told["whole"]["usage"]["total_tokens"]
     assert told["errors"] == {"temperature": "BadRequestError", "model": "NotFoundError", "key": "AuthenticationError",
                               "length": "ContextWindowExceededError"}
+    anthropic = told["anthropic"]
+    assert [part["text"] for part in anthropic["whole"]["content"]] == ["2 + 3 = 5."]
+    (call,) = anthropic["called"]["content"]
+    assert (anthropic["called"]["stop_reason"], call["name"], set(call["input"])) == ("tool_use", "add", {"a", "b"})
+    assert anthropic["cut"]["stop_reason"] == "max_tokens"
+    assert all(part["type"] == "text" for part in anthropic["cut"]["content"])
+    assert anthropic["after"]["stop_reason"] == "end_turn"
+    assert [part["text"] for part in anthropic["without thinking"]["content"]] == ["2 + 3 "]
+    for stream, reason in zip(anthropic["streams"], ("end_turn", "tool_use"), strict=True):
+        assert f'"stop_reason": "{reason}"' in stream
+    assert anthropic["errors"] == told["errors"]
 
 
 async def test_what_other_clients_send_is_understood(engine: AsyncEngine) -> None:
