@@ -59,7 +59,7 @@ bento: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m bento $(AN_HOUR) tests/adapters/bentoml $(PYTEST_ARGS)
 
 # An environment of its own for each client, which the pins of ours would not let in; the server is ours.
-interop: $(patsubst tests/interop/%.txt,interop-%,$(wildcard tests/interop/*.txt))
+interop: $(patsubst tests/interop/%.txt,interop-%,$(wildcard tests/interop/*.txt)) interop-openai-js
 
 interop-%: $(VENV)/.stamp-test build/interop-%/.stamp
 	$(BIN)/python -m pytest -m interop $(AN_HOUR) tests/adapters/openai \
@@ -69,6 +69,13 @@ build/interop-%/.stamp: tests/interop/%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q -r $<
 	test $* != litellm || $(@D)/bin/python -m pip install -q --no-deps litellm==1.109.1
+	touch $@
+
+# For node, which has to be there.
+build/interop-openai-js/.stamp: tests/interop/openai-js/package-lock.json
+	mkdir -p $(@D)
+	cp tests/interop/openai-js/package.json $< $(@D)
+	npm ci --silent --prefix $(@D)
 	touch $@
 
 # With the CUDA tool chain that torch pins, and with the newest.

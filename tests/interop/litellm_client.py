@@ -79,7 +79,8 @@ async def anthropic(litellm: Any, common: Any) -> dict[str, Any]:
         "without thinking": await create(thinking={"type": "disabled"}, stop_sequences=["="]),
         "streams": [b"".join(part if isinstance(part, bytes) else str(part).encode() for part in parts).decode()
                     for parts in streams],
-        "errors": {"model": await error_of(model="openai/other"), "key": await error_of(api_key="another-key-of-nobody"),
+        "errors": {"model": await error_of(model="openai/other"),
+                   "key": await error_of(api_key="another-key-of-nobody"),
                    "temperature": await error_of(temperature=99),
                    "length": await error_of(messages=[{"role": "user", "content": "2 " * 1100}])},
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -49,15 +51,43 @@ def _without_limit(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_client(name: str, engine: AsyncEngine, *words: str) -> None:
-    """Run a client's script in its environment against the door, and record what it sends if asked to."""
-    python = ROOT / "build" / f"interop-{name}" / "bin" / "python"
-    assert python.is_file(), f"make interop-{name} makes the environment"
-    recorder = Recorder(openai_app(engine, name="demo", api_keys=ApiKeys([KEY])))
+    """Run a client's script in its environment against the door, and record what it sends if asked to.
+
+    ``GET /v1/models`` is answered when the engine is idle, so that a client can wait for it.
+    """
+    command = command_of(name)
+    recorder = Recorder(WhenIdle(openai_app(engine, name="demo", api_keys=ApiKeys([KEY])), engine))
     with serving(recorder) as url:
         environment = {"PATH": os.environ.get("PATH", ""), "HOME": words[-1], "OPENAI_API_KEY": KEY, "NO_PROXY": "*",
                        "OMP_NUM_THREADS": "1"}
-        script = CLIENTS / f"{name.replace('-', '_')}_client.py"
-        subprocess.run([python, script, f"{url}/v1", *words], env=environment, check=True, timeout=900)
+        subprocess.run([*command, f"{url}/v1", *words], env=environment, check=True, timeout=900)
     if os.environ.get("PAGEDCORE_RECORD"):
         seen = sorted(recorder.seen, key=lambda call: (call["path"], json.dumps(call)))
         (RECORDED / f"{name}.json").write_text("[\n" + ",\n".join(map(json.dumps, seen)) + "\n]\n", "utf-8")
+
+
+def command_of(name: str) -> list[str | Path]:
+    """Return what runs a client's script: its Python, or node where the client is a folder."""
+    home = ROOT / "build" / f"interop-{name}"
+    if (CLIENTS / name).is_dir():
+        assert (home / "node_modules").is_dir(), f"make interop-{name} makes the environment"
+        # Why a copy: node looks for packages beside the script.
+        return ["node", shutil.copy(CLIENTS / name / "client.mjs", home)]
+    assert (home / "bin" / "python").is_file(), f"make interop-{name} makes the environment"
+    return [home / "bin" / "python", CLIENTS / f"{name.replace('-', '_')}_client.py"]
+
+
+class WhenIdle:
+    """An ASGI app around the door that answers ``GET /v1/models`` when no request is in the engine."""
+
+    def __init__(self, app: Any, engine: AsyncEngine) -> None:
+        self.app = app
+        self.engine = engine
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Wait, and pass the call on."""
+        if scope.get("path") == "/v1/models":
+            async with asyncio.timeout(30.0):
+                while (stats := self.engine.stats()).num_running + stats.num_waiting:
+                    await asyncio.sleep(0.01)
+        await self.app(scope, receive, send)
