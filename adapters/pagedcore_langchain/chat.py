@@ -19,6 +19,7 @@ from pagedcore.errors import InvalidRequest
 from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
+from pagedcore_langchain.errors import also_langchains
 from pagedcore_langchain.messages import to_chat
 from pagedcore_langchain.options import Call, hide_salt, mask_salt, require_single_label
 from pagedcore_langchain.results import ChatChunks, chat_result
@@ -35,7 +36,8 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
     number of its tokens that were found in the cache. Images are not read.
 
     Leaving a stream early aborts its request. After a plain ``break`` out of ``async for`` that happens when the
-    generator is collected; with ``contextlib.aclosing`` at once. Errors are those of pagedcore.
+    generator is collected; with ``contextlib.aclosing`` at once. Errors are those of pagedcore; refusals, overload and
+    time limits are LangChain's ``ModelError`` as well, a prompt that is too long its ``ContextOverflowError``.
     """
 
     # Why: of several bases the last one's configuration counts, and LangChain's ignores what it does not know.
@@ -59,48 +61,52 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:
-        prompt, call, turn = self._turn(messages, stop, kwargs)
-        outputs = self._complete([prompt], call)
-        return chat_result(outputs[0], self.model, self.engine.token_text, turn)
+        with also_langchains():
+            prompt, call, turn = self._turn(messages, stop, kwargs)
+            outputs = self._complete([prompt], call)
+            return chat_result(outputs[0], self.model, self.engine.token_text, turn)
 
     @override
     async def _agenerate(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:
-        await self.host.ready()
-        prompt, call, turn = self._turn(messages, stop, kwargs)
-        outputs = await self._complete_on_loop([prompt], call)
-        return chat_result(outputs[0], self.model, self.engine.token_text, turn)
+        with also_langchains():
+            await self.host.ready()
+            prompt, call, turn = self._turn(messages, stop, kwargs)
+            outputs = await self._complete_on_loop([prompt], call)
+            return chat_result(outputs[0], self.model, self.engine.token_text, turn)
 
     @override
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        prompt, call, turn = self._turn(messages, stop, kwargs, is_stream=True)
-        chunks = ChatChunks(self.model, self.engine.token_text, turn)
-        with closing(self._deltas(prompt, call)) as deltas:
-            for delta in deltas:
-                if chunk := chunks.message(delta):
-                    if run_manager:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        with also_langchains():
+            prompt, call, turn = self._turn(messages, stop, kwargs, is_stream=True)
+            chunks = ChatChunks(self.model, self.engine.token_text, turn)
+            with closing(self._deltas(prompt, call)) as deltas:
+                for delta in deltas:
+                    if chunk := chunks.message(delta):
+                        if run_manager:
+                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
 
     @override
     async def _astream(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        engine = await self.host.ready()
-        prompt, call, turn = self._turn(messages, stop, kwargs, is_stream=True)
-        chunks = ChatChunks(self.model, engine.token_text, turn)
-        async with aclosing(self._deltas_on_loop(prompt, call)) as deltas:
-            async for delta in deltas:
-                if chunk := chunks.message(delta):
-                    if run_manager:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        with also_langchains():
+            engine = await self.host.ready()
+            prompt, call, turn = self._turn(messages, stop, kwargs, is_stream=True)
+            chunks = ChatChunks(self.model, engine.token_text, turn)
+            async with aclosing(self._deltas_on_loop(prompt, call)) as deltas:
+                async for delta in deltas:
+                    if chunk := chunks.message(delta):
+                        if run_manager:
+                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
 
     def _turn(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, keywords: dict[str, Any], *,

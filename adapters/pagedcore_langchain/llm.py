@@ -16,6 +16,7 @@ from typing_extensions import override
 from pagedcore import RequestOutput
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
+from pagedcore_langchain.errors import also_langchains
 from pagedcore_langchain.options import hide_salt, require_single_label
 from pagedcore_langchain.results import Chunks, llm_output, text_generations
 from pagedcore_langchain.settings import PagedCoreSettings
@@ -26,7 +27,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
 
     ``batch``, ``generate`` and their asynchronous forms have all their inputs in flight at once. The prompt is taken as
     it is, without a chat template. ``generation_info`` has the finish reason, the usage and, if asked for, the
-    log-probabilities. Leaving a stream early aborts its request, as with ``ChatPagedCore``.
+    log-probabilities. Leaving a stream early aborts its request, and errors are as with ``ChatPagedCore``.
     """
 
     # Why: of several bases the last one's configuration counts, and LangChain's ignores what it does not know.
@@ -47,14 +48,16 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         self, prompts: list[str], stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> LLMResult:
-        return self._result(self._complete(prompts, self._resolve(stop, kwargs)))
+        with also_langchains():
+            return self._result(self._complete(prompts, self._resolve(stop, kwargs)))
 
     @override
     async def _agenerate(
         self, prompts: list[str], stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> LLMResult:
-        return self._result(await self._complete_on_loop(prompts, self._resolve(stop, kwargs)))
+        with also_langchains():
+            return self._result(await self._complete_on_loop(prompts, self._resolve(stop, kwargs)))
 
     def _result(self, outputs: list[RequestOutput]) -> LLMResult:
         generations = [text_generations(output, self.model, self.engine.token_text) for output in outputs]
@@ -65,27 +68,29 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         self, prompt: str, stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        chunks = Chunks(self.model, self.engine.token_text)
-        with closing(self._deltas(prompt, self._resolve(stop, kwargs, is_stream=True))) as deltas:
-            for delta in deltas:
-                if chunk := chunks.text(delta):
-                    if run_manager:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        with also_langchains():
+            chunks = Chunks(self.model, self.engine.token_text)
+            with closing(self._deltas(prompt, self._resolve(stop, kwargs, is_stream=True))) as deltas:
+                for delta in deltas:
+                    if chunk := chunks.text(delta):
+                        if run_manager:
+                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
 
     @override
     async def _astream(
         self, prompt: str, stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        engine = await self.host.ready()
-        chunks = Chunks(self.model, engine.token_text)
-        async with aclosing(self._deltas_on_loop(prompt, self._resolve(stop, kwargs, is_stream=True))) as deltas:
-            async for delta in deltas:
-                if chunk := chunks.text(delta):
-                    if run_manager:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        with also_langchains():
+            engine = await self.host.ready()
+            chunks = Chunks(self.model, engine.token_text)
+            async with aclosing(self._deltas_on_loop(prompt, self._resolve(stop, kwargs, is_stream=True))) as deltas:
+                async for delta in deltas:
+                    if chunk := chunks.text(delta):
+                        if run_manager:
+                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
 
     @override
     def bind(self, **kwargs: Any) -> Runnable[LanguageModelInput, str]:

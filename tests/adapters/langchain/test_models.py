@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import socket
 import sys
 import threading
@@ -12,6 +13,12 @@ from typing import Any
 
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
+from langchain_core.exceptions import (
+    ContextOverflowError,
+    ModelInvalidRequestError,
+    ModelRateLimitError,
+    ModelTimeoutError,
+)
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, ChatMessage, FunctionMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
@@ -25,6 +32,7 @@ from pagedcore.errors import (
     EngineOverloaded,
     InvalidPrompt,
     InvalidRequest,
+    InvalidSampling,
     MissingDependency,
     PromptEmpty,
     PromptTooLong,
@@ -114,11 +122,13 @@ def test_whole_batches_are_in_flight_together(engine: AsyncEngine, kind: Any) ->
 
 
 def test_a_batch_may_be_larger_than_the_queue() -> None:
-    """Forty prompts pass through a queue of two; the model that must not wait raises EngineOverloaded."""
+    """Forty prompts pass through a queue of two; the model that must not wait raises EngineOverloaded, which is
+    LangChain's to retry."""
     with AsyncEngine.from_pretrained("demo", num_kv_blocks=64, max_num_seqs=2, max_num_waiting=2) as engine:
         assert all_right(build(ChatPagedCore, engine).batch(PROMPTS))
-        with pytest.raises(EngineOverloaded):
+        with pytest.raises(EngineOverloaded) as refused:
             build(ChatPagedCore, engine, wait_for_room=False).batch(PROMPTS)
+        assert isinstance(refused.value, ModelRateLimitError)
 
 
 def test_threads_share_one_engine_on_one_thread(engine: AsyncEngine) -> None:
@@ -388,20 +398,42 @@ def test_errors_keep_their_types(engine: AsyncEngine, kind: Any) -> None:
         for timeout in (-1, 1e10, 10**400):
             with pytest.raises(InvalidRequest, match="timeout"):
                 call(PROMPTS[0], timeout=timeout)
-    assert [type(error) for error in log.errors] == [PromptTooLong] * 2
+    assert [isinstance(error, PromptTooLong) for error in log.errors] == [True] * 2
 
 
-def every_call(model: Any) -> list[Callable[[], Any]]:
+def every_call(model: Any, prompt: str = PROMPTS[0], **keywords: Any) -> list[Callable[[], Any]]:
     """All ways of asking, blocking and not, whole and streamed."""
 
     async def read() -> None:
-        async for _ in model.astream(PROMPTS[0]):
+        async for _ in model.astream(prompt, **keywords):
             pass
 
     return [
-        lambda: model.invoke(PROMPTS[0]), lambda: model.batch(PROMPTS[:4]), lambda: list(model.stream(PROMPTS[0])),
-        lambda: asyncio.run(model.ainvoke(PROMPTS[0])), lambda: asyncio.run(read()),
+        lambda: model.invoke(prompt, **keywords), lambda: model.batch([prompt, *PROMPTS[1:4]], **keywords),
+        lambda: list(model.stream(prompt, **keywords)), lambda: asyncio.run(model.ainvoke(prompt, **keywords)),
+        lambda: asyncio.run(read()),
     ]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("prompt", "keywords", "ours", "theirs", "is_retryable"), [
+    ("a b " * 2000, {}, PromptTooLong, ContextOverflowError, False),
+    (PROMPTS[0], {"temperature": 99}, InvalidSampling, ModelInvalidRequestError, False),
+    (PROMPTS[0], {"timeout": 1e-6}, RequestTimeout, ModelTimeoutError, True),
+])
+def test_refusals_are_langchains_errors_as_well(
+    engine: AsyncEngine, kind: Any, prompt: str, keywords: Any, ours: Any, theirs: Any, is_retryable: bool
+) -> None:
+    """From every way of asking, with the same message and name, and after a pickle; agents shorten a conversation for
+    one of them, and retry another."""
+    for call in every_call(build(kind, engine), prompt, **keywords):
+        with pytest.raises(ours) as refused:
+            call()
+        for error in (refused.value, pickle.loads(pickle.dumps(refused.value))):
+            assert isinstance(error, ours)
+            assert isinstance(error, theirs)
+            assert error.is_retryable is is_retryable
+            assert (type(error).__name__, str(error)) == (ours.__name__, str(refused.value))
 
 
 @pytest.mark.parametrize("kind", MODELS)

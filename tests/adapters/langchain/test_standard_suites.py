@@ -53,8 +53,8 @@ class Declared:
     supports_model_override = False
     enable_vcr_tests = False
     returns_usage_metadata = True
-    supported_usage_metadata_details: ClassVar[dict[str, list[str]]] = dict.fromkeys(
-        ("invoke", "stream"), ["cache_read_input", "reasoning_output"])
+    supported_usage_metadata_details: ClassVar[dict[str, list[str]]] = {
+        kind: ["cache_read_input", "reasoning_output"] for kind in ("invoke", "stream")}
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
