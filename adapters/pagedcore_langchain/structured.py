@@ -18,7 +18,7 @@ from langchain_core.runnables import Runnable, RunnableGenerator, RunnableLambda
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
 from pagedcore.errors import InvalidRequest
@@ -35,6 +35,7 @@ def structured_runnable(
     """Return ``model`` with its output constrained and parsed. Raises as ``ChatPagedCore.with_structured_output``."""
     if method not in get_args(Method):
         raise InvalidRequest("method", method, f"one of {', '.join(get_args(Method))}")
+    schema = convertible("schema", schema)
     json_schema = json_schema_of(schema, strict)
     # What tracers are shown is LangChain's own form, where there is one.
     traced = convert_to_json_schema(schema) if _is_converted(schema) else json_schema
@@ -86,6 +87,26 @@ def json_schema_of(schema: Any, strict: bool | None) -> Any:
     if not _is_converted(schema):
         return closed(TypeAdapter(schema).json_schema(), drop=("uniqueItems",))
     return closed(convert_to_json_schema(schema), drop=("uniqueItems",))
+
+
+def convertible(what: str, schema: Any) -> Any:
+    """Return what LangChain makes a schema of: a ``TypedDict`` whose members may be missing, of which it makes none, as
+    pydantic's schema of it, anything else as it is.
+
+    Raises:
+        InvalidRequest: pydantic knows no such ``TypedDict`` either; ``what`` names it.
+    """
+    if not is_typeddict(schema):
+        return schema
+    try:
+        convert_to_openai_tool(schema)
+    except TypeError:
+        try:
+            return closed(TypeAdapter(schema).json_schema(), drop=("uniqueItems",))
+        except PydanticUserError as error:
+            raise InvalidRequest(what, schema, "a TypedDict that pydantic knows",
+                                 "Python before 3.12 needs the one of typing_extensions.") from error
+    return schema
 
 
 def closed(schema: Any, *, drop: tuple[str, ...] = ()) -> Any:

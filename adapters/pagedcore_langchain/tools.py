@@ -9,6 +9,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from pagedcore import Chat
 from pagedcore.errors import InvalidTools
+from pagedcore_langchain.structured import convertible
 
 OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls", "ls_structured_output_format",
                    "chat_template_kwargs", "reasoning_effort")
@@ -17,8 +18,14 @@ _SAME: Final = ("auto", "none", "required")
 
 
 def openai_tools(tools: Sequence[Any], strict: bool | None) -> list[dict[str, Any]]:
-    """Return tools as the engine takes them. Raises ``InvalidTools`` for one that is malformed."""
-    return [Chat((), [convert_to_openai_tool(tool, strict=strict)]).tools[0] for tool in tools]
+    """Return tools as the engine takes them.
+
+    Raises:
+        InvalidTools: a tool is malformed.
+        InvalidRequest: as from ``convertible``.
+    """
+    known = [convertible("tools", tool) for tool in tools]
+    return [Chat((), [convert_to_openai_tool(tool, strict=strict)]).tools[0] for tool in known]
 
 
 def openai_choice(choice: Any, tools: Sequence[dict[str, Any]]) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Literal, TypedDict
+import sys
+from typing import Any, Literal, NotRequired, Required, TypedDict
 
 import pytest
+import typing_extensions
 
 pytest.importorskip("llguidance")
 
@@ -42,6 +44,19 @@ class Pair(TypedDict):
 
     left: int
     right: int
+
+
+class Inner(typing_extensions.TypedDict):
+    """May be empty."""
+
+    tone: NotRequired[Literal["low", "high"]]
+
+
+class Partly(typing_extensions.TypedDict, total=False):
+    """One member is there, the other may be."""
+
+    word: Required[Literal["red", "blue"]]
+    inner: Inner
 
 
 @pytest.fixture
@@ -110,6 +125,31 @@ def test_a_schema_that_is_no_object_is_no_tool(chat: ChatPagedCore) -> None:
     """It is refused where the call is made, and not replaced by another one."""
     with pytest.raises(InvalidRequest, match="function_calling"):
         chat.with_structured_output({"title": "Word", "enum": ["red"]}, method="function_calling")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_members_of_typed_dicts_may_be_missing(chat: ChatPagedCore, method: Any) -> None:
+    """``NotRequired`` and ``Required``, also further inside, as a schema and as a tool."""
+    for seed in range(3):
+        how = {"method": method, "temperature": 1.0, "seed": seed, "max_tokens": 400}
+        found = chat.with_structured_output(Partly, **how).invoke("Which one?")
+        assert found["word"] in ("red", "blue")
+        assert found.keys() <= {"word", "inner"}
+        assert found.get("inner", {}).keys() <= {"tone"}
+    (tool,) = chat.bind_tools([Partly]).kwargs["tools"]
+    parameters = tool["function"]["parameters"]
+    assert (tool["function"]["name"], parameters["required"]) == ("Partly", ["word"])
+    assert parameters["properties"].keys() == {"word", "inner"}
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic knows it there")
+def test_typed_dicts_that_pydantic_does_not_know_are_refused(chat: ChatPagedCore) -> None:
+    """With what to do, as a schema and as a tool."""
+    made = TypedDict("made", {"word": NotRequired[str]})  # noqa: UP013  # Why: for this test alone.
+    with pytest.raises(InvalidRequest, match=r"^schema: .* typing_extensions\."):
+        chat.with_structured_output(made)
+    with pytest.raises(InvalidRequest, match=r"^tools: .* typing_extensions\."):
+        chat.bind_tools([made])
 
 
 def test_objects_have_declared_members_only(chat: ChatPagedCore) -> None:
