@@ -197,5 +197,9 @@ def _try(vocabulary: Vocabulary, source: GrammarSource) -> str | None:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    text = first_line(matcher.get_error())
+    whole = matcher.get_error()
+    text = first_line(whole)
+    if text.endswith("regex parse error:"):
+        # Why: between the two lines is the expression, which is the caller's text.
+        text = " ".join([text, *(line.strip() for line in whole.splitlines() if line.startswith("error: "))][:2])
     return "no token of the vocabulary continues it" if text.startswith("NoExtension") else text

@@ -62,8 +62,11 @@ def _kept(what: str, schema: Any, *, is_lenient: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
+    is_integer = made.get("type") == "integer"
     for name in (*_NUMBERS, *_VALUES):
-        if name in made and (number := next(_inexact(made[name], is_bound=name in _NUMBERS), None)) is not None:
+        is_far = name in _NUMBERS and not is_integer and _is_far(made.get(name))
+        number = made.get(name) if is_far else next(_inexact(made.get(name), is_bound=name in _NUMBERS), None)
+        if number is not None:
             if not is_lenient:
                 raise InvalidGrammar(f"{what}, {name}", number, "a number that a double holds exactly, below 2**63",
                                      "Ask for longer numbers as strings, with a pattern.")
@@ -90,6 +93,11 @@ def _kept(what: str, schema: Any, *, is_lenient: bool) -> Any:
         if isinstance(made.get(name), dict):
             made[name] = {key: _kept(what, one, is_lenient=is_lenient) for key, one in made[name].items()}
     return made
+
+
+def _is_far(bound: Any) -> bool:
+    """Whether the library has no expression for the numbers up to a bound; of integers it has one."""
+    return isinstance(bound, float) and abs(bound) > _LAST
 
 
 def _inexact(value: Any, *, is_bound: bool) -> Iterator[Any]:

@@ -154,11 +154,28 @@ def test_words_that_ask_for_nothing_are_left_out(engine: Engine, schema: Any) ->
     assert json.loads(text_of(engine, json_schema=schema)) == [1]
 
 
+@pytest.mark.parametrize(("schema", "words"), [
+    ({"type": "string", "pattern": "^(?=.*secret)a"}, r"regex parse error: error: look-around.*\.$"),
+    ({"type": "string", "pattern": "[secret"}, r"regex parse error: error: unclosed character class\.$"),
+    ({"type": "number", "minimum": -3.4e38}, r"^json_schema, minimum: got -3\.4e\+38, "),
+    ({"type": "number", "exclusiveMaximum": 1e19}, r"^json_schema, exclusiveMaximum: got 1e\+19, "),
+])
+def test_what_the_library_cannot_read_is_refused_with_the_reason(
+    grammars: Grammars, schema: Any, words: str
+) -> None:
+    """An expression without a word of it, a bound by its name; a bound of integers, and a smaller one, are kept."""
+    with pytest.raises(InvalidGrammar, match=words) as refused:
+        accepts(grammars, schema, "1")
+    assert "secret" not in str(refused.value)
+    assert accepts(grammars, {"type": "integer", "maximum": 1e20}, "1")
+    assert accepts(grammars, {"type": "number", "maximum": 1e18}, "1")
+
+
 def test_a_tool_loses_what_cannot_be_kept_unless_it_is_strict() -> None:
     """A pattern with look-ahead, a number beyond doubles: the call is made without them, or refused by name."""
     parameters = {"type": "object", "required": ["d"], "properties": {
         "d": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
-        "n": {"type": "integer", "maximum": 2**64}}}
+        "n": {"type": "integer", "maximum": 2**64}, "f": {"type": "number", "maximum": 3.4e38}}}
     with AsyncEngine.from_pretrained("demo") as engine:
         for is_strict in (False, True):
             tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": is_strict}}
