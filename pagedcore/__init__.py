@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
     from pagedcore.plugins.manager import expose
     from pagedcore.requests.chat import Chat
+    from pagedcore.requests.infill import Infill
     from pagedcore.requests.request import Request
     from pagedcore.sampling_params import SamplingParams
     from pagedcore.serving.async_engine import AsyncEngine
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "CompletionOutput", "ContinuousBatcher", "Delta",
-    "Engine", "EngineConfig", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session",
+    "Engine", "EngineConfig", "Infill", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session",
     "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
 ]
 
@@ -47,6 +48,7 @@ _HOMES: Final = {
     "ContinuousBatcher": "pagedcore.engine.continuous_batcher",
     "Engine": "pagedcore.engine.engine",
     "EngineConfig": "pagedcore.config.engine_config",
+    "Infill": "pagedcore.requests.infill",
     "MemoryBudget": "pagedcore.config.memory_budget",
     "Request": "pagedcore.requests.request",
     "SamplingParams": "pagedcore.sampling_params",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
-from pagedcore import AsyncEngine, Chat, Delta, RequestOutput, SamplingParams
+from pagedcore import AsyncEngine, Chat, Delta, Infill, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, RequestTimeout
 from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_bentoml.wire import BatchCompletion, Completion, completion_of
@@ -113,6 +113,11 @@ def _refused_at(where: str) -> Iterator[None]:
 async def _output_at(place: int, future: Future[RequestOutput]) -> RequestOutput:
     with _refused_at(f"prompts[{place}]"):
         return await asyncio.wrap_future(future)
+
+
+def around(prompt: Any, suffix: Any) -> Any:
+    """Return a prompt with the text behind its completion; ``None`` or empty: without. Raises ``InvalidPrompt``."""
+    return prompt if suffix is None or suffix == "" else Infill(prompt, suffix)
 
 
 async def output_of(engine: AsyncEngine, prompt: Any, call: Call) -> RequestOutput:

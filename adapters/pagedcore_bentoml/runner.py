@@ -18,7 +18,16 @@ from starlette.responses import Response
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidPrompt, PagedcoreError, PromptEmpty
-from pagedcore_bentoml.calls import Call, ChatTools, complete, complete_all, complete_chat, deltas_of, output_of
+from pagedcore_bentoml.calls import (
+    Call,
+    ChatTools,
+    around,
+    complete,
+    complete_all,
+    complete_chat,
+    deltas_of,
+    output_of,
+)
 from pagedcore_bentoml.event_text import events_of
 from pagedcore_bentoml.lifetime import EngineLifetime
 from pagedcore_bentoml.own_endpoints import adapt_endpoints, counted, is_answered, is_batched
@@ -115,7 +124,7 @@ class PagedCoreRunner(EngineLifetime):
     @bentoml.api(input_spec=PromptInput, output_spec=Completion)
     async def generate(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                        cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
-                       tpot_ms: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
+                       tpot_ms: Any = None, suffix: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
         """Complete one prompt, whole.
 
         Args:
@@ -128,10 +137,11 @@ class PagedCoreRunner(EngineLifetime):
             deadline_s: when it should end, in seconds, under the "deadline" policy; others refuse it.
             ttft_ms: the longest time to the first token, in milliseconds, likewise.
             tpot_ms: the longest mean time from token to token, in milliseconds, likewise.
+            suffix: text behind the completion, which fills the gap, of a model with fill-in-the-middle tokens.
             ctx: BentoML's; an endpoint of your own that calls this one passes its own on, for ``salt_of``.
         """
         call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
-        return await self._respond(ctx, call, lambda engine, call: complete(engine, prompt, call))
+        return await self._respond(ctx, call, lambda engine, call: complete(engine, around(prompt, suffix), call))
 
     @bentoml.api(input_spec=ChatInput, output_spec=Completion)
     async def chat(self, messages: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
@@ -165,11 +175,12 @@ class PagedCoreRunner(EngineLifetime):
     @bentoml.api(input_spec=PromptInput, output_spec=EventText)
     async def stream(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                      cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
-                     tpot_ms: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> AsyncGenerator[str, None]:
+                     tpot_ms: Any = None, suffix: Any = None,
+                     ctx: bentoml.Context = _NO_CONTEXT) -> AsyncGenerator[str, None]:
         """Complete one prompt as server-sent events: deltas, then "done" with the usage, or "error"."""
         _raise_refusal_of_body(ctx)
         call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
-        async with aclosing(self._deltas(ctx, prompt, call)) as deltas:
+        async with aclosing(self._deltas(ctx, around(prompt, suffix), call)) as deltas:
             async for delta in deltas:
                 yield await events_of(delta)
                 if delta.error is not None:
@@ -183,7 +194,7 @@ class PagedCoreRunner(EngineLifetime):
 
         Args:
             ctx: the endpoint's own; ``salt_of``, ``weight_of`` and ``max_priority`` hold for it as everywhere.
-            prompt: as ``AsyncEngine.submit`` takes it: text, token ids, chat messages or a ``Chat``.
+            prompt: as ``AsyncEngine.submit`` takes it: text, token ids, chat messages, a ``Chat`` or an ``Infill``.
             params: a ``SamplingParams``, or a mapping of its fields; ``None``: greedy.
 
         The other arguments are those of ``generate``.

@@ -52,6 +52,7 @@ ToolChoice = Annotated[Any, WithJsonSchema({"description": "auto, none, required
 Parallel = Annotated[Any, WithJsonSchema({"type": "boolean", "description": "Whether several calls are allowed."})]
 TemplateArguments = Annotated[Any, WithJsonSchema({"type": "object", "description": "Of the model's chat template."})]
 Effort = Annotated[Any, WithJsonSchema({"type": "string", "description": "Of reasoning: none, low, medium, high, ..."})]
+Suffix = Annotated[Any, WithJsonSchema({"type": "string", "description": "Text behind the gap to be filled."})]
 Label = Annotated[Any, WithJsonSchema({"type": "string", "description": "The caller's own label, for logs."})]
 LabelOfEach = Annotated[Any, WithJsonSchema({"description": "A list of labels, one for each prompt."})]
 
@@ -102,6 +103,7 @@ class PromptInput(EndpointInput):
     deadline_s: Deadline = None
     ttft_ms: Target = None
     tpot_ms: Target = None
+    suffix: Suffix = None
 
 
 class ChatInput(EndpointInput):

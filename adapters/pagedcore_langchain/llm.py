@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, closing
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
@@ -13,7 +13,7 @@ from langchain_core.outputs import GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable, RunnableConfig
 from typing_extensions import override
 
-from pagedcore import RequestOutput
+from pagedcore import Infill, RequestOutput
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.errors import also_langchains
@@ -33,6 +33,10 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
     # Why: of several bases the last one's configuration counts, and LangChain's ignores what it does not know.
     model_config = PagedCoreSettings.model_config
 
+    suffix: str | None = None
+    """Text behind the completion, which fills the gap between the prompt and it, of a model with fill-in-the-middle
+    tokens; also per call and by ``bind``. Empty is none."""
+
     @property
     @override
     def _llm_type(self) -> str:
@@ -41,7 +45,17 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
     @property
     @override
     def _identifying_params(self) -> dict[str, Any]:
-        return self._identity()
+        return {**self._identity(), **({"suffix": self.suffix} if self.suffix else {})}
+
+    @override
+    def _with_keywords(self, keywords: dict[str, Any]) -> Self:
+        """Move a suffix to a copy of this model too: it is a part of the prompt, by which caches distinguish calls."""
+        suffix = keywords.pop("suffix", None)
+        model = super()._with_keywords(keywords)
+        return model if suffix is None else model.model_copy(update={"suffix": suffix})
+
+    def _prompt(self, text: str) -> str | Infill:
+        return Infill(text, self.suffix) if self.suffix else text
 
     @override
     def _generate(
@@ -49,7 +63,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> LLMResult:
         with also_langchains():
-            return self._result(self._complete(prompts, self._resolve(stop, kwargs)))
+            return self._result(self._complete([*map(self._prompt, prompts)], self._resolve(stop, kwargs)))
 
     @override
     async def _agenerate(
@@ -57,7 +71,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> LLMResult:
         with also_langchains():
-            return self._result(await self._complete_on_loop(prompts, self._resolve(stop, kwargs)))
+            return self._result(await self._complete_on_loop([*map(self._prompt, prompts)], self._resolve(stop, kwargs)))
 
     def _result(self, outputs: list[RequestOutput]) -> LLMResult:
         generations = [text_generations(output, self.model, self.engine.token_text) for output in outputs]
@@ -70,7 +84,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
     ) -> Iterator[GenerationChunk]:
         with also_langchains():
             chunks = Chunks(self.model, self.engine.token_text)
-            with closing(self._deltas(prompt, self._resolve(stop, kwargs, is_stream=True))) as deltas:
+            with closing(self._deltas(self._prompt(prompt), self._resolve(stop, kwargs, is_stream=True))) as deltas:
                 for delta in deltas:
                     if chunk := chunks.text(delta):
                         if run_manager:
@@ -84,8 +98,8 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
     ) -> AsyncIterator[GenerationChunk]:
         with also_langchains():
             engine = await self.host.ready()
-            chunks = Chunks(self.model, engine.token_text)
-            async with aclosing(self._deltas_on_loop(prompt, self._resolve(stop, kwargs, is_stream=True))) as deltas:
+            chunks, call = Chunks(self.model, engine.token_text), self._resolve(stop, kwargs, is_stream=True)
+            async with aclosing(self._deltas_on_loop(self._prompt(prompt), call)) as deltas:
                 async for delta in deltas:
                     if chunk := chunks.text(delta):
                         if run_manager:

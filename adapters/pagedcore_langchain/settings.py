@@ -25,14 +25,14 @@ from pydantic import (
     model_validator,
 )
 
-from pagedcore import AsyncEngine, Chat, Delta, EngineConfig, RequestOutput, SamplingParams
+from pagedcore import AsyncEngine, Chat, Delta, EngineConfig, Infill, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidConfig, InvalidRequest, TooManySequences, UnknownParameter, did_you_mean
 from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_langchain.host import EngineHost
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
 from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt, require_single_label, reveal_secret
 
-Prompt = str | list[dict[str, Any]] | Chat
+Prompt = str | list[dict[str, Any]] | Chat | Infill
 
 _OF_REMOTE_MODELS: Final = {"api_key", "max_retries", "stream_usage"}
 """What LangChain passes to every chat model, or many of them are asked for; left out, because nothing here is remote

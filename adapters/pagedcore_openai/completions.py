@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from pagedcore import CompletionOutput, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from pagedcore import CompletionOutput, Infill, RequestOutput, SamplingParams, TokenLogprobs, Usage
 from pagedcore_http.events import encode, frame_text
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call
@@ -29,7 +29,12 @@ class TextCall(Call):
     def prompts_of(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the prompts."""
         self._echoes = known.flag(fields, "echo")
-        return prompts_of(known.required(fields, "prompt", "text, token ids, or a list of either"))
+        prompts = prompts_of(known.required(fields, "prompt", "text, token ids, or a list of either"))
+        if (suffix := fields.get("suffix", "")) == "":
+            return prompts
+        if self._echoes:
+            raise FieldNotSupported("suffix", suffix, "null with echo: true, as the prompt's text is in two parts then")
+        return [Infill(prompt, suffix) for prompt in prompts]
 
     def params_of(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters; with ``echo`` they may ask for no token, for what is said of the prompt alone."""

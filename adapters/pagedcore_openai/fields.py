@@ -129,8 +129,8 @@ CHAT: Final = Form(
      "include_reasoning": (True,)},
 )
 COMPLETION: Final = Form(
-    frozenset({*_SAMPLING, *structured.NAMES, "prompt", "logprobs", "echo", "best_of"}),
-    {**_NEUTRAL, "parallel_tool_calls": (True, False), "suffix": ("",), "add_special_tokens": (True,),
+    frozenset({*_SAMPLING, *structured.NAMES, "prompt", "suffix", "logprobs", "echo", "best_of"}),
+    {**_NEUTRAL, "parallel_tool_calls": (True, False), "add_special_tokens": (True,),
      "prompt_embeds": ()},
 )
 RESPONSE: Final = Form(

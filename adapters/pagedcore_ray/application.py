@@ -38,7 +38,7 @@ class EngineReplica:
 
     async def stream(self, call: EngineCall) -> AsyncGenerator[Delta | PagedcoreError, None]:
         """Yield the deltas of a request; an error is the last item, because Ray would wrap a raised one."""
-        stream = self._engine.generate(call.token_ids, call.params, timeout_s=call.timeout_s,
+        stream = self._engine.generate(call.prompt, call.params, timeout_s=call.timeout_s,
                                        wait_for_room=call.wait_for_room, **call.options)
         async with aclosing(stream) as deltas:
             try:
@@ -50,7 +50,7 @@ class EngineReplica:
     async def complete(self, call: EngineCall) -> RequestOutput | PagedcoreError:
         """Return all completions of a request, or the error that refuses it. Cancelling this aborts the request."""
         try:
-            future = self._engine.submit(call.token_ids, call.params, wait_for_room=call.wait_for_room, **call.options)
+            future = self._engine.submit(call.prompt, call.params, wait_for_room=call.wait_for_room, **call.options)
             return await asyncio.wrap_future(future)
         except PagedcoreError as error:
             return error

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from pagedcore import AsyncEngine, Delta, Engine, SamplingParams
+from pagedcore import AsyncEngine, Delta, Engine, Infill, SamplingParams
 from pagedcore.errors import EngineClosed, EngineOverloaded, InternalError
 from pagedcore.request_options import OptionKeywords, read_options
 
@@ -35,6 +35,13 @@ class EngineCall:
     wait_for_room: bool = False
     salt: bytes = field(default=b"", repr=False)
     """The salt as it enters cache keys, for the router."""
+    gap: Infill | None = None
+    """What the tokens are of, if they are those of a gap."""
+
+    @property
+    def prompt(self) -> list[int] | Infill:
+        """What the replica's engine gets."""
+        return self.token_ids if self.gap is None else self.gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,9 @@ class RemoteEngine(AsyncEngine):
                     wait_for_room: bool) -> EngineCall:
         salt = read_options(options, "timeout_s", "wait_for_room").salt
         token_ids = await asyncio.to_thread(self.encode, prompt)
-        return EngineCall(token_ids, params, options, timeout_s, wait_for_room, salt)
+        # Why: tokens do not say that they are a gap's, at which other tokens end.
+        gap = prompt if type(prompt) is Infill else None
+        return EngineCall(token_ids, params, options, timeout_s, wait_for_room, salt, gap)
 
 
 def _lost(error: RayError) -> ReplicaLost:

@@ -69,7 +69,8 @@ class Engine(WholeCalls):
         self._runner = components.runner
         self._clock = clock if clock is not None else MonotonicClock()
         tokenizer, sequence_ids = self.input_processor.tokenizer, count(1)
-        self._outputs = OutputProcessor(tokenizer, scheduler, sequence_ids, self.hooks, self._clock)
+        self._outputs = OutputProcessor(
+            tokenizer, scheduler, sequence_ids, self.hooks, self._clock, self.input_processor.eos_token_ids)
         self.requests = RequestTable(
             self, self.input_processor, self._outputs, scheduler, sequence_ids, self._clock, config.seed,
             config.enable_prefix_caching,

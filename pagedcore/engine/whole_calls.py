@@ -15,7 +15,8 @@ from pagedcore.outputs import RequestOutput
 from pagedcore.protocols import ChatMessage
 from pagedcore.request_options import OptionKeywords, read_options, sampling_advice
 from pagedcore.requests.chat import Chat
-from pagedcore.requests.input_processor import ProcessedRequest, Prompt, is_chat
+from pagedcore.requests.infill import Infill
+from pagedcore.requests.input_processor import ProcessedRequest, Prompt, is_single
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
@@ -58,21 +59,22 @@ class WholeCalls(Quoting, TextVerbs):
 
     @refuses_unknown("keyword", sampling_advice)
     def generate(
-        self, prompts: Iterable[Prompt] | Chat, params: SamplingParams | Iterable[SamplingParams] | None = None, *,
-        show_progress: bool | None = None,
+        self, prompts: Iterable[Prompt] | Chat | Infill,
+        params: SamplingParams | Iterable[SamplingParams] | None = None, *, show_progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete many prompts and return their outputs in the same order; other requests advance along with them.
 
         Args:
             prompts: any number, from a list or another iterable, which is read to its end before anything runs; they
-                are fed to the waiting queue as it has room. One list of chat messages is one prompt.
+                are fed to the waiting queue as it has room. One list of chat messages is one prompt, as is an
+                ``Infill``.
             params: one for all, or one per prompt.
             show_progress: a progress bar; ``None`` shows it on terminals and in notebooks only.
 
         Raises:
             InvalidRequest: a prompt or its parameters are refused; then none was started.
         """
-        given = [prompts] if is_chat(prompts) else prompts
+        given = [prompts] if is_single(prompts) else prompts
         return self._complete([self.prepare(prompt, one) for prompt, one in pair_with_params(given, params)],
                               show_progress)
 

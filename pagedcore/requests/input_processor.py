@@ -28,13 +28,15 @@ from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, RendersToo
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
+from pagedcore.requests.infill import Infill, encode_infill, require_no_gap
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.structured.grammars import Grammars
 from pagedcore.tokenizer.incremental_text import ShowsSpecialTokens
 from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
 
-Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage] | Chat
-"""Text, token ids, chat messages (mappings with "role" and "content"), or a ``Chat``, which has tools too."""
+Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage] | Chat | Infill
+"""Text, token ids, chat messages (mappings with "role" and "content"), a ``Chat``, which has tools too, or an
+``Infill``, the text around a gap."""
 _POLICY_FOR: Final = {"priority": "priority", "weight": "fair", "deadline_s": "deadline", "ttft_ms": "deadline",
                       "tpot_ms": "deadline"}
 
@@ -104,6 +106,12 @@ class InputProcessor:
                 raise _needs_tokenizer("text")
             with _tokenizing():
                 given: object = self.tokenizer.encode(prompt, add_special_tokens=known is None)
+        elif type(prompt) is Infill:
+            if known is not None:
+                require_no_gap(prompt)
+            with _tokenizing():
+                given, ends = encode_infill(prompt, params, self.tokenizer, self.max_model_len)
+            stop_token_ids |= ends
         else:
             given = self._chat_ids(prompt, known) if is_chat(prompt) else prompt
         if params.truncate_prompt_tokens is not None:
@@ -270,6 +278,11 @@ def _tokenizing() -> Iterator[None]:
 
 def _needs_tokenizer(kind: str) -> InvalidPrompt:
     return InvalidPrompt("prompt", kind, "token ids", "This engine has no tokenizer; pass tokenizer=... or ids.")
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether what was given as prompts is one prompt by its type: a chat, or a gap with the text around it."""
+    return type(prompts) is Infill or is_chat(prompts)
 
 
 def is_chat(prompt: Any) -> bool:

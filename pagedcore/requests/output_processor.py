@@ -62,7 +62,7 @@ class OutputProcessor:
 
     def __init__(
         self, tokenizer: Tokenizer | None, scheduler: Scheduler, sequence_ids: Iterator[int], observer: RequestObserver,
-        clock: Clock,
+        clock: Clock, eos_token_ids: frozenset[int],
     ) -> None:
         self.by_sequence: dict[int, PendingOutput] = {}
         """By sequence id, from the time that the request was accepted until it is removed."""
@@ -82,7 +82,7 @@ class OutputProcessor:
         self._groups: dict[str, CandidateGroup] = {}
         """Open groups with candidates in the present step, and the beams that continue others."""
         self._branches: list[Branch] = []
-        self._tokenizer = tokenizer
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._scheduler = scheduler
         self._observer = observer
         self._clock = clock
@@ -111,7 +111,7 @@ class OutputProcessor:
         tokenizer, params = self._tokenizer, sequence.params
         if tokenizer is None:
             return None
-        return lambda: new_text(tokenizer, params)
+        return lambda: new_text(tokenizer, params, sequence.end_token_ids - self._eos_token_ids)
 
     def pending_of(self, request: Request) -> list[PendingOutput]:
         """Return the pending output of a request's own sequences, in order; after their removal all of it is taken."""

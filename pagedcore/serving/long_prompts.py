@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from pagedcore.errors import EngineClosed
 from pagedcore.requests.chat import Chat
+from pagedcore.requests.infill import Infill
 from pagedcore.requests.input_processor import ProcessedRequest
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.commands import Commands, as_exception, end_sinks
@@ -36,6 +37,8 @@ def is_long(prompt: Any) -> bool:
     """Whether preparing a prompt, of whatever type, takes long enough to be done elsewhere."""
     if isinstance(prompt, str):
         return len(prompt) > LONG_TEXT
+    if type(prompt) is Infill:
+        return len(prompt.prefix) + len(prompt.suffix) > LONG_TEXT
     if type(prompt) is Chat:
         return bool(prompt.tools) or is_long(prompt.messages)
     if not isinstance(prompt, list | tuple) or not prompt:

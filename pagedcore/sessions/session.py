@@ -28,6 +28,7 @@ from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import Constraint, ModelFingerprint
 from pagedcore.request_options import OptionKeywords, RequestOptions, read_options
 from pagedcore.requests import validation
+from pagedcore.requests.infill import require_no_gap
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
@@ -250,6 +251,7 @@ class Session(AbstractContextManager["Session"]):
         processed: ProcessedRequest | Constraint | None = None
         if prompt is not None:
             validation.require_one_completion(params)
+            require_no_gap(prompt)
             known = list(self._request.sequences[0].token_ids) if self._request is not None else None
             processed = inputs.process(prompt, params, self._options, known)
         elif params is not None:

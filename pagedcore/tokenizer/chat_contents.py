@@ -46,7 +46,7 @@ class ChatContents:
             self._control = ControlTokens(added, template, normalize, lambda *_: True)
         else:
             normalize = str if backend.normalizer is None else backend.normalizer.normalize_str
-            self._control = ControlTokens(added, template, normalize, partial(_finds, backend.model))
+            self._control = ControlTokens(added, template, normalize, partial(finds, backend.model))
 
     @cached_property
     def _ordinary(self) -> OrdinaryText | None:
@@ -99,7 +99,7 @@ class ChatContents:
         return self._ordinary.has_only(token_ids, self._ordinary.written(disguised))
 
 
-def _finds(model: Any, token_id: int, text: str) -> bool:
+def finds(model: Any, token_id: int, text: str) -> bool:
     """Whether a model of the library of tokenizers has a token for a text, rather than for pieces of it."""
     try:
         return any(token.id == token_id for token in model.tokenize(text))

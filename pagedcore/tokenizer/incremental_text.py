@@ -127,12 +127,32 @@ class ShowsSpecialTokens(Protocol):
         """Start an incremental decoding that leaves nothing out."""
 
 
-def new_text(tokenizer: DecodesTokens, params: SamplingParams) -> IncrementalText:
-    """Start the text of a completion as its parameters ask for it."""
+class _WithoutEnds:
+    """A decoding in which some tokens, with which a completion ends, are no text."""
+
+    def __init__(self, detokenizer: Detokenizer, hidden: frozenset[int]) -> None:
+        self._detokenizer, self._hidden = detokenizer, hidden
+        self.finish = detokenizer.finish
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._detokenizer.push([one for one in token_ids if one not in self._hidden])
+
+
+def new_text(
+    tokenizer: DecodesTokens, params: SamplingParams, ends: frozenset[int] = frozenset()
+) -> IncrementalText:
+    """Start the text of a completion as its parameters ask for it.
+
+    ``ends`` are what ends it besides the model's own end tokens: those that the parameters do not name, which a gap has
+    that is filled, are no text, whatever the tokenizer says.
+    """
+    detokenizer: Detokenizer
     if not params.skip_special_tokens and isinstance(tokenizer, ShowsSpecialTokens):
         detokenizer = tokenizer.new_full_detokenizer()
     else:
         detokenizer = tokenizer.new_detokenizer()
+        if hidden := ends.difference(params.stop_token_ids):
+            detokenizer = _WithoutEnds(detokenizer, hidden)
     return IncrementalText(detokenizer, params.stop, params.min_tokens, params.stop_outside,
                            keeps_stop=params.include_stop_str_in_output)
 

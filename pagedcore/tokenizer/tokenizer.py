@@ -29,6 +29,7 @@ from pagedcore.tokenizer.chat_template import (
     template_source,
 )
 from pagedcore.tokenizer.detokenizer_choice import DetokenizerFactory, choose_detokenizer
+from pagedcore.tokenizer.infill import InfillTokens
 from pagedcore.tokenizer.quick_tokenizer import PLAIN_CLASSES, QuickTokenizer, read_tokenizer
 from pagedcore.tokenizer.template_arguments import NO_ARGUMENTS
 
@@ -199,13 +200,36 @@ class HFTokenizer:
         ids = self.encode(text, add_special_tokens=False)
         return ids if control_tokens else self._contents.checked(ids, text, render, messages, tools, arguments)
 
+    @property
+    def infill_end_ids(self) -> frozenset[int]:
+        """The tokens that end a completion between two texts; empty if the model has no fill-in-the-middle tokens."""
+        return self._infill.end_ids
+
+    def encode_infill(self, prefix: str, suffix: str) -> list[int]:
+        """Return the prompt that asks for the text between two others; control tokens in them are ordinary text.
+
+        Raises:
+            InvalidPrompt: the model has no such prompts, or this tokenizer reads the text of a control token in one way
+                only.
+            InvalidText: a text holds a lone surrogate.
+        """
+        return self._infill.prompt(prefix, suffix)
+
+    @cached_property
+    def _infill(self) -> InfillTokens:
+        return InfillTokens(self._added_tokens, self.chat_template, self._backend, self.encode)
+
     @cached_property
     def _contents(self) -> ChatContents:
+        return ChatContents(self._added_tokens, self.chat_template, self._backend)
+
+    @cached_property
+    def _added_tokens(self) -> dict[int, AddedToken]:
         tokenizer = self._tokenizer
         added = dict(getattr(tokenizer, "added_tokens_decoder", ()))
         for token_id in {*tokenizer.all_special_ids} - added.keys():
             added[token_id] = AddedToken(tokenizer.convert_ids_to_tokens(token_id), special=True, normalized=False)
-        return ChatContents(added, self.chat_template, self._backend)
+        return added
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode at once, special tokens left out."""
