@@ -147,16 +147,19 @@ class PagedCoreRunner(EngineLifetime):
     async def chat(self, messages: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
                    cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
                    tpot_ms: Any = None, tools: Any = None, tool_choice: Any = None, parallel_tool_calls: Any = True,
-                   chat_template_kwargs: Any = None, reasoning_effort: Any = None,
+                   chat_template_kwargs: Any = None, reasoning_effort: Any = None, add_generation_prompt: Any = None,
+                   continue_final_message: Any = None,
                    ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
         """Complete a list of chat messages, each with "role" and "content"; otherwise as ``generate``.
 
         With ``tools``, in OpenAI's form, the model may call them as ``tool_choice`` says; its calls and its reasoning
         are beside the text. ``chat_template_kwargs`` has arguments that the model's chat template reads, such as
-        ``enable_thinking``, and ``reasoning_effort`` becomes some of them.
+        ``enable_thinking``, and ``reasoning_effort`` becomes some of them. ``continue_final_message`` continues the
+        last message, and without ``add_generation_prompt`` the prompt ends behind it, as for ``Chat``.
         """
         call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
-        of_chat = ChatTools(tools, tool_choice, parallel_tool_calls, chat_template_kwargs, reasoning_effort)
+        of_chat = ChatTools(tools, tool_choice, parallel_tool_calls, chat_template_kwargs, reasoning_effort,
+                            add_generation_prompt, continue_final_message)
         return await self._respond(
             ctx, call, lambda engine, call: complete_chat(engine, _require_chat(messages), of_chat, call))
 

@@ -51,6 +51,7 @@ Tools = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "objec
 ToolChoice = Annotated[Any, WithJsonSchema({"description": "auto, none, required, or an object with a tool's name."})]
 Parallel = Annotated[Any, WithJsonSchema({"type": "boolean", "description": "Whether several calls are allowed."})]
 TemplateArguments = Annotated[Any, WithJsonSchema({"type": "object", "description": "Of the model's chat template."})]
+Flag = Annotated[Any, WithJsonSchema({"type": "boolean", "description": "How the prompt of the chat ends."})]
 Effort = Annotated[Any, WithJsonSchema({"type": "string", "description": "Of reasoning: none, low, medium, high, ..."})]
 Suffix = Annotated[Any, WithJsonSchema({"type": "string", "description": "Text behind the gap to be filled."})]
 Label = Annotated[Any, WithJsonSchema({"type": "string", "description": "The caller's own label, for logs."})]
@@ -123,6 +124,8 @@ class ChatInput(EndpointInput):
     parallel_tool_calls: Parallel = True
     chat_template_kwargs: TemplateArguments = None
     reasoning_effort: Effort = None
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = None
 
 
 class BatchInput(EndpointInput):

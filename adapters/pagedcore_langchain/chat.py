@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from pagedcore import Chat
 from pagedcore.errors import InvalidRequest
+from pagedcore.requests.chat import chat_prompt
 from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
@@ -120,7 +121,9 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         tools, form = keywords.get("tools"), self.engine.chat_format
         arguments = form.arguments(keywords.get("chat_template_kwargs"), keywords.get("reasoning_effort"),
                                    "chat_template_kwargs")
-        prompt = Chat(chat, tools, template_arguments=arguments) if tools or arguments else chat
+        prompt = chat_prompt(
+            chat, tools or None, arguments, add_generation_prompt=keywords.get("add_generation_prompt"),
+            continue_final_message=keywords.get("continue_final_message"))
         is_parallel = keywords.get("parallel_tool_calls")
         is_parallel = True if is_parallel is None else is_parallel
         if type(is_parallel) is not bool:

@@ -12,7 +12,7 @@ from pagedcore.errors import InvalidTools
 from pagedcore_langchain.structured import convertible
 
 OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls", "ls_structured_output_format",
-                   "chat_template_kwargs", "reasoning_effort")
+                   "chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message")
 """Keywords of a call that are no sampling parameters; "ls_structured_output_format" is for tracers."""
 _SAME: Final = ("auto", "none", "required")
 

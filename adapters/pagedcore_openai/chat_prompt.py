@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pagedcore import Chat
 from pagedcore.errors import InvalidRequest
+from pagedcore.requests.chat import chat_prompt
 from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore_openai import fields as known
 from pagedcore_openai.errors import renamed
@@ -53,15 +53,9 @@ def chat_of(messages: list[Any], fields: Mapping[str, Any], form: ChatFormat, *,
     except InvalidRequest as error:
         within = error.what == "reasoning_effort" and "reasoning_effort" not in fields
         raise (renamed(error, "reasoning.effort") if within else error) from None
-    continues = is_prefix or known.flag(fields, "continue_final_message")
-    adds_prompt = known.flag(fields, "add_generation_prompt", default=not continues)
-    if continues and adds_prompt:
-        raise InvalidRequest("add_generation_prompt", True, "false, or null, where the last message is continued")
-    tools = functions_only(fields.get("tools", []))
-    if tools == [] and not arguments and adds_prompt:
-        return messages
-    return Chat(messages, tools, template_arguments=arguments, add_generation_prompt=adds_prompt,
-                continue_final_message=continues)
+    continues = is_prefix or fields.get("continue_final_message")
+    return chat_prompt(messages, functions_only(fields.get("tools", [])), arguments, continue_final_message=continues,
+                       add_generation_prompt=fields.get("add_generation_prompt"))
 
 
 def _effort_of(fields: Mapping[str, Any]) -> Any:

@@ -16,11 +16,11 @@ pytest.importorskip("langchain_core")
 pytest.importorskip("uvicorn")
 
 import httpx
-from langchain_core.messages import HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage
 
 from adapters.bentoml.asgi_caller import serving as serving_bentoml
 from adapters.openai.loopback import serving
-from pagedcore import AsyncEngine
+from pagedcore import AsyncEngine, Chat
 from pagedcore.errors import InvalidRequest
 from pagedcore_langchain import ChatPagedCore
 from pagedcore_openai import openai_app
@@ -122,6 +122,44 @@ def test_the_last_message_is_continued(post: Any, words: Any) -> None:
     assert counts[0] == counts[1] - 2  # the end token and the line break behind it
 
 
+BEGUN = [*[{"role": "user", "content": "on"}], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nThr"}]
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    ({"continue_final_message": True}, "ee."), ({"continue_final_message": True, "add_generation_prompt": False}, "ee."),
+    ({"add_generation_prompt": True}, "Three."), ({"continue_final_message": False}, "Three."),
+])
+async def test_the_last_message_is_continued_by_keyword(post: Any, engine: AsyncEngine, words: Any, text: str) -> None:
+    """Of LangChain's call, binding and stream and of BentoML's chat as of OpenAI's; a ``Chat`` says it in Python."""
+    messages = [HumanMessage("on"), AIMessage(BEGUN[1]["content"])]
+    chat = ChatPagedCore.from_engine(engine)
+    whole = post("/v1/chat/completions", messages=BEGUN, **words).json()["choices"][0]["message"]["content"]
+    texts = [whole, chat.invoke(messages, **words).content, (await chat.bind(**words).ainvoke(messages)).content,
+             "".join(one.text for one in chat.stream(messages, **words))]
+    async with serving_bentoml(engine) as app:
+        texts.append(json.loads((await app.call("/chat", {"messages": BEGUN, **words})).text)["outputs"][0]["text"])
+        if text == "ee.":
+            prompt = Chat(BEGUN, **words)
+            texts.append((await app.runner.complete(None, prompt)).outputs[0].text)
+            texts.append("".join([one.text async for one in app.runner.deltas(None, prompt)]))
+    assert texts == [text] * len(texts)
+
+
+async def test_a_prompt_that_ends_behind_the_last_message_is_the_same_at_every_door(
+    post: Any, engine: AsyncEngine
+) -> None:
+    """Without what begins an answer; its tokens are counted."""
+    words, count = {"add_generation_prompt": False}, engine.encode(Chat(BEGUN, add_generation_prompt=False))
+    usage = post("/v1/chat/completions", messages=BEGUN, max_tokens=1, **words).json()["usage"]
+    reply = ChatPagedCore.from_engine(engine, max_tokens=1).invoke(
+        [HumanMessage("on"), AIMessage(BEGUN[1]["content"])], **words)
+    assert reply.usage_metadata is not None
+    async with serving_bentoml(engine) as app:
+        body = {"messages": BEGUN, "sampling": {"max_tokens": 1}, **words}
+        told = json.loads((await app.call("/chat", body)).text)["usage"]
+    assert [usage["prompt_tokens"], reply.usage_metadata["input_tokens"], told["num_prompt_tokens"]] == [len(count)] * 3
+
+
 @pytest.mark.parametrize(("messages", "words", "what"), [
     (question(False), {"continue_final_message": True}, "continue_final_message"),
     (question(False), {"continue_final_message": 1}, "continue_final_message"),
@@ -130,10 +168,19 @@ def test_the_last_message_is_continued(post: Any, words: Any) -> None:
     ([*question(False), {"role": "assistant", "content": "x", "prefix": 1}], {}, "messages[1].prefix"),
     ([{"role": "user", "content": "x", "prefix": True}], {}, "messages[0].prefix"),
 ])
-def test_what_cannot_be_continued_is_refused_by_name(post: Any, messages: Any, words: Any, what: str) -> None:
+async def test_what_cannot_be_continued_is_refused_by_name(
+    post: Any, engine: AsyncEngine, messages: Any, words: Any, what: str
+) -> None:
     """Only the assistant's own last message can, and nothing begins behind it."""
     refused = post("/v1/chat/completions", messages=messages, **words)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, what)
+    if words:
+        kinds = {"user": HumanMessage, "assistant": AIMessage}
+        with pytest.raises(InvalidRequest) as caught:
+            ChatPagedCore.from_engine(engine).invoke([kinds[one["role"]](one["content"]) for one in messages], **words)
+        async with serving_bentoml(engine) as app:
+            told = await app.call("/chat", {"messages": messages, **words})
+        assert (caught.value.what, told.status, told.error["what"]) == (what, 400, what)
 
 
 @pytest.mark.parametrize(("words", "text"), [
