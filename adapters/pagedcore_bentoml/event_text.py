@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedcore import Delta, TokenLogprobs, Usage
 from pagedcore_bentoml.wire import json_of, prompt_logprobs_of
-from pagedcore_http.events import encode, frame_text
+from pagedcore_http.events import encode, frame_text, stop_of
 from pagedcore_http.json_pieces import with_list
 
 
@@ -24,7 +24,7 @@ async def events_of(delta: Delta) -> str:
 async def _delta_json(delta: Delta) -> str:
     data: dict[str, Any] = {"index": delta.index, "text": delta.text, "token_ids": delta.token_ids}
     if delta.finish_reason is not None:
-        data["finish_reason"] = delta.finish_reason
+        data |= {"finish_reason": delta.finish_reason, **stop_of(delta)}
     text = encode(data)
     return text if delta.logprobs is None else await with_list(text, "logprobs", delta.logprobs, _entry_json)
 

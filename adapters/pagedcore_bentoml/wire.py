@@ -21,6 +21,7 @@ from pagedcore.errors import PagedcoreError
 from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore_http.body import MAX_BODY_BYTES, read_fields
 from pagedcore_http.event_stream import EventStream
+from pagedcore_http.events import stop_of
 from pagedcore_http.json_pieces import map_in_pieces, with_list
 from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST
 
@@ -166,6 +167,8 @@ class Answer(BaseModel):
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop text of the caller's own, or the token, that ended it."""
     logprobs: list[Logprobs] = Field(default_factory=list)
     """One entry per token when asked for; never null, which BentoML's clients cannot read in a list's place."""
     tool_calls: list[Call] = Field(default_factory=list)
@@ -261,7 +264,8 @@ async def completion_of(output: RequestOutput, turn: ChatTurn | None = None) -> 
 
 
 def _text_of(one: CompletionOutput, turn: ChatTurn | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {"index": one.index, "text": one.text, "finish_reason": one.finish_reason}
+    fields: dict[str, Any] = {"index": one.index, "text": one.text, "finish_reason": one.finish_reason,
+                              **stop_of(one)}
     if turn is None or turn.is_plain:
         return fields
     reader = turn.reader()

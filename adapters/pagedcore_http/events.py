@@ -13,12 +13,19 @@ from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pagedcore import CompletionOutput, Delta
+
 WAITING: Final = ": waiting\n\n"
 """A comment, which every reader skips: it shows that the connection lives."""
 
 _END: Final = re.compile("^event: (done|error)$", re.MULTILINE)
 encode = json.JSONEncoder(separators=(",", ":")).encode
 """Writes a value as JSON in ASCII."""
+
+
+def stop_of(ended: CompletionOutput | Delta) -> dict[str, str | int]:
+    """Return the stop of the caller's own, a text or a token's id, that ended a completion, as a field; else none."""
+    return {} if ended.stop_reason is None else {"stop_reason": ended.stop_reason}
 
 
 def frame(data: Any, name: str = "") -> str:
@@ -44,7 +51,8 @@ class Event:
     name: str
     """"" for a delta, "done" for the end, "error" for a failure."""
     data: Any
-    """Of a delta: index, text, token_ids and, on a completion's last one, finish_reason."""
+    """Of a delta: index, text, token_ids and, on a completion's last one, finish_reason, with
+    stop_reason if a stop of the caller's own ended it."""
 
 
 class EventParser:

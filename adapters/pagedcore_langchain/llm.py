@@ -71,7 +71,8 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> LLMResult:
         with also_langchains():
-            return self._result(await self._complete_on_loop([*map(self._prompt, prompts)], self._resolve(stop, kwargs)))
+            call = self._resolve(stop, kwargs)
+            return self._result(await self._complete_on_loop([*map(self._prompt, prompts)], call))
 
     def _result(self, outputs: list[RequestOutput]) -> LLMResult:
         generations = [text_generations(output, self.model, self.engine.token_text) for output in outputs]

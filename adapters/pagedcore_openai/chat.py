@@ -10,14 +10,14 @@ from pagedcore import CompletionOutput, Delta, RequestOutput, SamplingParams, Us
 from pagedcore.errors import InvalidGrammar, InvalidMaxTokens, InvalidTools, PagedcoreError, PromptTooLong
 from pagedcore.tool_calls.chat_format import CompletionReader
 from pagedcore.tool_calls.events import ChatEvent, collect
-from pagedcore_http.events import encode, frame_text
+from pagedcore_http.events import encode, frame_text, stop_of
 from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call, ServedModel
 from pagedcore_openai.chat_prompt import read_chat
 from pagedcore_openai.errors import DONE, FieldNotSupported
 from pagedcore_openai.tools import delta_of, from_functions, message_of, of_functions
-from pagedcore_openai.wire import UsageSoFar, chat_logprobs, usage_of
+from pagedcore_openai.wire import UsageSoFar, chat_logprobs, stop_text, usage_of
 
 
 class ChatCall(Call):
@@ -82,7 +82,7 @@ class ChatCall(Call):
         parsed = collect(await self.events_of(one, reader))
         message = message_of(parsed, is_older=self._is_older)
         head = encode({"index": one.index, "message": message, "finish_reason": self._reason(reader, one),
-                       **({"token_ids": one.token_ids} if self.has_token_ids else {})})
+                       **stop_of(one), **({"token_ids": one.token_ids} if self.has_token_ids else {})})
         return f'{head[:-1]},"logprobs":{await self._logprobs(one)}}}'
 
     async def _logprobs(self, one: CompletionOutput | Delta) -> str:
@@ -106,7 +106,8 @@ class ChatCall(Call):
                     choices.append(_chunk(delta.index, '{"role":"assistant","content":""}'))
                 choices += await self._chunks(delta, readers[delta.index].read(delta))
                 if delta.finish_reason is not None:
-                    choices.append(_chunk(delta.index, "{}", self._reason(readers[delta.index], delta)))
+                    reason = self._reason(readers[delta.index], delta)
+                    choices.append(_chunk(delta.index, "{}", reason, more=stop_text(delta)))
                 tail = usage.tail(0, delta)
                 text = "".join([frame_text(f"{head}{choice}{tail}") for choice in choices])
                 yield text if delta.usage is None else text + self._end(head, delta.usage, readers.values())

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from pagedcore import CompletionOutput, Infill, RequestOutput, SamplingParams, TokenLogprobs, Usage
-from pagedcore_http.events import encode, frame_text
+from pagedcore_http.events import encode, frame_text, stop_of
 from pagedcore_openai import fields as known
 from pagedcore_openai.calls import Call
 from pagedcore_openai.errors import DONE, FieldNotSupported
 from pagedcore_openai.prompts import prompts_of
-from pagedcore_openai.wire import TextLogprobs, UsageSoFar, usage_of
+from pagedcore_openai.wire import TextLogprobs, UsageSoFar, stop_text, usage_of
 
 
 class TextCall(Call):
@@ -68,7 +68,8 @@ class TextCall(Call):
         of_choice = self._logprobs_of(place, len(output.prompt_token_ids))
         logprobs = "null" if entries is None else await of_choice.json(entries, token_ids)
         told: dict[str, Any] = {"index": self._index(place, one.index), "text": text,
-                                "finish_reason": "length" if self._is_prompt_only else one.finish_reason}
+                                "finish_reason": "length" if self._is_prompt_only else one.finish_reason,
+                                **({} if self._is_prompt_only else stop_of(one))}
         if self.has_token_ids:
             told |= {"token_ids": one.token_ids, "prompt_token_ids": output.prompt_token_ids}
         return f'{encode(told)[:-1]},"logprobs":{logprobs}}}'
@@ -115,6 +116,7 @@ class TextCall(Call):
                 entries = "null" if told is None else await of_choice.json(told, token_ids)
                 text = self._text_of(place) + delta.text if is_first and self._echoes else delta.text
                 more = f',"token_ids":{encode(delta.token_ids)}' if self.has_token_ids else ""
+                more += "" if self._is_prompt_only else stop_text(delta)
                 choice = (f'{{"index":{index},"text":{encode(text)},"logprobs":{entries},'
                           f'"finish_reason":{encode(delta.finish_reason)}{more}}}')
                 usages += [] if delta.usage is None else [delta.usage]

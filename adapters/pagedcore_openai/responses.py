@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Final
 
-from pagedcore import RequestOutput, SamplingParams, TokenLogprobs, Usage
+from pagedcore import CompletionOutput, Delta, RequestOutput, SamplingParams, TokenLogprobs, Usage
 from pagedcore.errors import InvalidGrammar, InvalidRequest, InvalidTools, PagedcoreError
 from pagedcore.tool_calls.events import ChatEvent, ContentDelta, collect
-from pagedcore_http.events import encode, frame
+from pagedcore_http.events import encode, frame, stop_of
 from pagedcore_http.json_pieces import map_in_pieces
 from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
@@ -108,9 +108,9 @@ class ResponseCall(Call):
         events = await self.events_of(one, reader)
         for event in events:
             logprobs = self._add(items, event, logprobs)
-        items.end(_status_of(one.finish_reason))
+        items.end(_status_of(one))
         usage = _usage_of(output.usage, reader.num_reasoning_tokens)
-        body = encode(self._response(one.finish_reason, items.bodies(), usage))
+        body = encode(self._response(one, items.bodies(), usage))
         self._keep(events, body)
         return body
 
@@ -127,14 +127,14 @@ class ResponseCall(Call):
         return [] if isinstance(event, ContentDelta) else logprobs
 
     def _response(
-        self, reason: str | None, items: list[dict[str, Any]], usage: dict[str, Any] | None
+        self, ended: CompletionOutput | Delta | None, items: list[dict[str, Any]], usage: dict[str, Any] | None
     ) -> dict[str, Any]:
-        status = _status_of(reason)
+        status = _status_of(ended)
         fields, params = self.fields, self.params
         has_tools = bool(fields.get("tools"))
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": _details_of(ended) if status == "incomplete" else None,
             "instructions": fields.get("instructions"), "max_output_tokens": fields.get("max_output_tokens"),
             "model": self.served.name, "output": items,
             "parallel_tool_calls": has_tools and known.flag(fields, "parallel_tool_calls", default=True),
@@ -145,7 +145,7 @@ class ResponseCall(Call):
             "tool_choice": fields.get("tool_choice", "auto" if has_tools else "none"),
             "tools": fields.get("tools", []), "top_p": fields.get("top_p", params.top_p),
             "truncation": fields.get("truncation", "disabled"), "metadata": self._metadata,
-            "usage": usage,
+            "usage": usage, **({} if ended is None else stop_of(ended)),
         }
 
     async def events(self) -> AsyncGenerator[str, None]:
@@ -167,15 +167,15 @@ class ResponseCall(Call):
                     logprobs = self._add(items, event, logprobs)
                 if delta.finish_reason is not None:
                     usage = None if delta.usage is None else _usage_of(delta.usage, reader.num_reasoning_tokens)
-                    self._close(items, told, delta.finish_reason, usage)
+                    self._close(items, told, delta, usage)
                 if self._events:
                     events_text, self._events = "".join(self._events), []
                     yield events_text
 
-    def _close(self, items: Items, told: list[ChatEvent], reason: str, usage: dict[str, Any] | None) -> None:
-        status = _status_of(reason)
+    def _close(self, items: Items, told: list[ChatEvent], ended: Delta, usage: dict[str, Any] | None) -> None:
+        status = _status_of(ended)
         items.end(status)
-        response = self._response(reason, items.bodies(), usage)
+        response = self._response(ended, items.bodies(), usage)
         self._keep(told, encode(response))
         self._tell(f"response.{status}", response=response)
 
@@ -195,8 +195,16 @@ def _included(include: object) -> list[Any]:
     return include
 
 
-def _status_of(reason: str | None) -> str:
-    return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
+def _status_of(ended: CompletionOutput | Delta | None) -> str:
+    if ended is None:
+        return "in_progress"
+    # Why all others: what was aborted is no more complete than what was too long.
+    return "completed" if ended.finish_reason == "stop" else "incomplete"
+
+
+def _details_of(ended: CompletionOutput | Delta | None) -> dict[str, Any]:
+    reason = None if ended is None else ended.finish_reason
+    return {"reason": "max_output_tokens" if reason == "length" else reason}
 
 
 def _usage_of(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:

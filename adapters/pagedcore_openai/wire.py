@@ -6,8 +6,8 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from pagedcore import Delta, TokenLogprobs, TokenText, Usage
-from pagedcore_http.events import encode
+from pagedcore import CompletionOutput, Delta, TokenLogprobs, TokenText, Usage
+from pagedcore_http.events import encode, stop_of
 from pagedcore_http.json_pieces import map_in_pieces
 from pagedcore_openai.fields import Usages
 
@@ -16,6 +16,12 @@ Spell = Callable[[int], TokenText]
 """Returns what a token stands for."""
 LEAST_LOGPROB: Final = -9999.0
 """OpenAI's value for an impossible token; JSON has no infinity."""
+
+
+def stop_text(ended: CompletionOutput | Delta) -> str:
+    """Return the member ``stop_reason`` of a choice, as vLLM has it, after others; empty if no stop of the caller's own
+    ended the completion."""
+    return "".join(f',"{name}":{encode(value)}' for name, value in stop_of(ended).items())
 
 
 def usage_of(usages: Iterable[Usage], num_reasoning_tokens: int | None = None) -> dict[str, Any]:

@@ -126,7 +126,8 @@ BEGUN = [*[{"role": "user", "content": "on"}], {"role": "assistant", "content": 
 
 
 @pytest.mark.parametrize(("words", "text"), [
-    ({"continue_final_message": True}, "ee."), ({"continue_final_message": True, "add_generation_prompt": False}, "ee."),
+    ({"continue_final_message": True}, "ee."),
+    ({"continue_final_message": True, "add_generation_prompt": False}, "ee."),
     ({"add_generation_prompt": True}, "Three."), ({"continue_final_message": False}, "Three."),
 ])
 async def test_the_last_message_is_continued_by_keyword(post: Any, engine: AsyncEngine, words: Any, text: str) -> None:
