@@ -34,7 +34,7 @@ from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt
 
 Prompt = str | list[dict[str, Any]] | Chat | Infill
 
-_OF_REMOTE_MODELS: Final = {"api_key", "max_retries", "stream_usage"}
+OF_REMOTE_MODELS: Final = {"api_key", "max_retries", "stream_usage"}
 """What LangChain passes to every chat model, or many of them are asked for; left out, because nothing here is remote
 and streams always have their usage."""
 _RENAMED: Final = {"max_completion_tokens": "max_tokens", "model_name": "model", "stop_sequences": "stop"}
@@ -106,7 +106,7 @@ class PagedCoreSettings(BaseModel):
     def _accept_standard_names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        kept = {_RENAMED.get(name, name): value for name, value in values.items() if name not in _OF_REMOTE_MODELS}
+        kept = {_RENAMED.get(name, name): value for name, value in values.items() if name not in OF_REMOTE_MODELS}
         if isinstance(kept.get("stop"), str):
             kept["stop"] = [kept["stop"]]
         if "n" in kept:
