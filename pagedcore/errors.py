@@ -261,7 +261,11 @@ class GrammarsBusy(EngineOverloaded):
 
     def __init__(self, reason: str) -> None:
         self.num_waiting = self.limit = 0
-        PagedcoreError.__init__(self, f"structured output: {reason}. Retry later.")
+        # Why not the text: task queues build an error again from its arguments, and the text would be said twice.
+        PagedcoreError.__init__(self, reason)
+
+    def __str__(self) -> str:
+        return f"structured output: {self.args[0]}. Retry later."
 
 
 class TooManySessions(PagedcoreError):
@@ -329,11 +333,9 @@ class RequestTimeout(PagedcoreError, TimeoutError):
 class NotPicklable(PagedcoreError, TypeError):
     """Something has an engine of this process, which another process cannot have."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what} cannot be pickled or copied: its model, memory and threads are of this process. "
-            "Pass on the name of the model and the settings, and build an engine where it is used."
-        )
+    def __str__(self) -> str:
+        return (f"{self.args[0]} cannot be pickled or copied: its model, memory and threads are of this process. "
+                "Pass on the name of the model and the settings, and build an engine where it is used.")
 
 
 class EngineInUse(PagedcoreError):
@@ -387,8 +389,8 @@ class EngineHung(EngineClosed):
 class RecordingError(PagedcoreError, ValueError):
     """A recording is damaged, is none, is too large, or lacks what was asked of it; nothing was taken from it."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"recording: {what}.")
+    def __str__(self) -> str:
+        return f"recording: {self.args[0]}."
 
 
 class RecordingMismatch(RecordingError):

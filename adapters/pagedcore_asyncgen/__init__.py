@@ -9,7 +9,6 @@ Uses only public names of pagedcore. ``AsyncEngine`` defines what leaving a stre
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -54,10 +53,16 @@ class AsyncTextGenerator:
         )
 
     async def complete(
-        self, prompt: Any, params: SamplingParams | None = None, *, wait_for_room: bool = False, **options: Any
+        self, prompt: Any, params: SamplingParams | None = None, *, timeout_s: float | None = None,
+        wait_for_room: bool = False, **options: Any,
     ) -> RequestOutput:
-        """Return all completions of a prompt when the last has ended. Cancelling this aborts the request."""
-        return await asyncio.wrap_future(self.engine.submit(prompt, params, wait_for_room=wait_for_room, **options))
+        """Return all completions of a prompt when the last has ended; arguments and errors as ``AsyncEngine.complete``.
+
+        Cancelling this aborts the request.
+        """
+        return await self.engine.complete(
+            prompt, params, timeout_s=timeout_s, wait_for_room=wait_for_room, **options
+        )
 
     async def aclose(self) -> None:
         """Close the engine if this generator made it."""

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
-from pagedcore import AsyncEngine, Delta, Infill, RequestOutput, SamplingParams
+from pagedcore import AsyncEngine, Chat, Delta, Infill, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, RequestTimeout
 from pagedcore.request_options import TIMEOUT, OptionKeywords
-from pagedcore.requests.chat import chat_prompt
 from pagedcore_bentoml.wire import BatchCompletion, Completion, completion_of
 from pagedcore_http.salts import Caller
 from pagedcore_http.text_parts import join_text_parts
@@ -158,7 +157,7 @@ async def complete_chat(engine: AsyncEngine, messages: Any, tools: ChatTools, ca
         raise InvalidRequest("parallel_tool_calls", tools.is_parallel, "true or false")
     prompt, form = join_text_parts(messages), engine.chat_format
     arguments = form.arguments(tools.template_arguments, tools.reasoning_effort, "chat_template_kwargs")
-    prompt = chat_prompt(
+    prompt = Chat.prompt_of(
         prompt, tools.tools, arguments, add_generation_prompt=tools.adds_prompt, continue_final_message=tools.continues)
     turn = form.turn(prompt, call.params(), tools.choice, tools.is_parallel)
     async with call.in_time():

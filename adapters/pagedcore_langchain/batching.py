@@ -14,6 +14,8 @@ from langchain_core.language_models import LanguageModelInput
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list
 
+from pagedcore_langchain.host import require_loop
+
 Configs = RunnableConfig | list[RunnableConfig] | None
 
 
@@ -21,9 +23,13 @@ async def invoke_all(
     model: Runnable[LanguageModelInput, Any], inputs: Sequence[LanguageModelInput], config: Configs,
     return_exceptions: bool, call: dict[str, Any],
 ) -> list[Any]:
-    """Return the outputs of all inputs, in order; at most ``max_concurrency`` of the first config at once."""
+    """Return the outputs of all inputs, in order; at most ``max_concurrency`` of the first config at once.
+
+    Raises ``NoEventLoop`` outside of asyncio.
+    """
     if not inputs:
         return []
+    require_loop()
     configs = get_config_list(config, len(inputs))
     limit = configs[0].get("max_concurrency")
     gate: AbstractAsyncContextManager[Any] = nullcontext() if limit is None else asyncio.Semaphore(limit)

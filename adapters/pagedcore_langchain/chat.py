@@ -16,11 +16,11 @@ from typing_extensions import override
 
 from pagedcore import Chat
 from pagedcore.errors import InvalidRequest
-from pagedcore.requests.chat import chat_prompt
 from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.errors import also_langchains
+from pagedcore_langchain.host import require_loop
 from pagedcore_langchain.messages import to_chat
 from pagedcore_langchain.options import Call, hide_salt, mask_salt, require_single_label
 from pagedcore_langchain.results import ChatChunks, chat_result
@@ -121,7 +121,7 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         tools, form = keywords.get("tools"), self.engine.chat_format
         arguments = form.arguments(keywords.get("chat_template_kwargs"), keywords.get("reasoning_effort"),
                                    "chat_template_kwargs")
-        prompt = chat_prompt(
+        prompt = Chat.prompt_of(
             chat, tools or None, arguments, add_generation_prompt=keywords.get("add_generation_prompt"),
             continue_final_message=keywords.get("continue_final_message"))
         is_parallel = keywords.get("parallel_tool_calls")
@@ -207,6 +207,7 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
 
     @override
     async def agenerate(self, messages: list[list[BaseMessage]], *args: Any, **kwargs: Any) -> LLMResult:
+        require_loop()
         require_single_label(len(messages), kwargs)
         return await super().agenerate(messages, *args, **kwargs)
 

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from pagedcore import AsyncEngine
-from pagedcore_langchain.refusals import NotPicklable
+from pagedcore.errors import NoEventLoop, NotPicklable
+
+
+def require_loop() -> None:
+    """Raise ``NoEventLoop`` where no event loop of asyncio runs: LangChain would raise an error of asyncio's own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise NoEventLoop from None
 
 
 class EngineHost:
@@ -40,7 +48,8 @@ class EngineHost:
             return self._engine
 
     async def ready(self) -> AsyncEngine:
-        """Return the engine; if it has to be built, the event loop is not blocked meanwhile."""
+        """Return the engine; if it has to be built, the event loop is not blocked meanwhile. Raises ``NoEventLoop``."""
+        require_loop()
         return await asyncio.to_thread(lambda: self.engine) if self._engine is None else self._engine
 
     def close(self) -> None:
@@ -67,8 +76,7 @@ class EngineHost:
     def __reduce__(self) -> tuple[Any, ...]:
         # Why: an engine belongs to its process; what is pickled builds its own, at its first use.
         if not isinstance(self._model, str | os.PathLike):
-            raise NotPicklable("a model made with from_engine, or of a loaded model, has an engine of this process. "
-                               "Pickle a model made with a name (model=...), or make one in the other process.")
+            raise NotPicklable("a model made with from_engine, or of a loaded model,")
         return EngineHost, (self._model, self._settings)
 
     def __deepcopy__(self, memo: object) -> EngineHost:

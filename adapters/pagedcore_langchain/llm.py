@@ -17,6 +17,7 @@ from pagedcore import Infill, RequestOutput
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.errors import also_langchains
+from pagedcore_langchain.host import require_loop
 from pagedcore_langchain.options import hide_salt, require_single_label
 from pagedcore_langchain.results import Chunks, llm_output, text_generations
 from pagedcore_langchain.settings import PagedCoreSettings
@@ -118,6 +119,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
 
     @override
     async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        require_loop()
         model = self._with_keywords(kwargs)
         return await BaseLLM.agenerate(model, prompts, *args, **kwargs)
 

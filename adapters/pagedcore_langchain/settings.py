@@ -28,7 +28,7 @@ from pydantic import (
 from pagedcore import AsyncEngine, Chat, Delta, EngineConfig, Infill, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidConfig, InvalidRequest, TooManySequences, UnknownParameter, did_you_mean
 from pagedcore.request_options import TIMEOUT, OptionKeywords
-from pagedcore_langchain.host import EngineHost
+from pagedcore_langchain.host import EngineHost, require_loop
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
 from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt, require_single_label, reveal_secret
 
@@ -169,6 +169,7 @@ class PagedCoreSettings(BaseModel):
 
     async def aclose(self) -> None:
         """Close without blocking the event loop."""
+        require_loop()
         await asyncio.to_thread(self.host.close)
 
     def _settings(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pagedcore import Chat
 from pagedcore.errors import InvalidRequest
-from pagedcore.requests.chat import chat_prompt
 from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore_openai import fields as known
 from pagedcore_openai.errors import renamed
@@ -54,8 +54,9 @@ def chat_of(messages: list[Any], fields: Mapping[str, Any], form: ChatFormat, *,
         within = error.what == "reasoning_effort" and "reasoning_effort" not in fields
         raise (renamed(error, "reasoning.effort") if within else error) from None
     continues = is_prefix or fields.get("continue_final_message")
-    return chat_prompt(messages, functions_only(fields.get("tools", [])), arguments, continue_final_message=continues,
-                       add_generation_prompt=fields.get("add_generation_prompt"))
+    return Chat.prompt_of(
+        messages, functions_only(fields.get("tools", [])), arguments, continue_final_message=continues,
+        add_generation_prompt=fields.get("add_generation_prompt"))
 
 
 def _effort_of(fields: Mapping[str, Any]) -> Any:

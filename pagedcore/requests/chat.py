@@ -73,6 +73,37 @@ class Chat:
         arguments = validate_arguments("template_arguments", template_arguments)
         object.__setattr__(self, "template_arguments", arguments)
 
+    @staticmethod
+    def prompt_of(
+        messages: Any, tools: Any, template_arguments: Mapping[str, Any], *, add_generation_prompt: object = None,
+        continue_final_message: object = None,
+    ) -> Any:
+        """Return the prompt of a chat as a door was given its parts: the messages, or a ``Chat`` if more is said.
+
+        Args:
+            messages: of the chat, not looked at.
+            tools: as for ``Chat``; none of them is none.
+            template_arguments: as ``ChatFormat.arguments`` returns them.
+            add_generation_prompt: as for ``Chat``; ``None``: unless the last message is continued.
+            continue_final_message: as for ``Chat``; ``None``: it is not.
+
+        Raises:
+            InvalidPrompt: a flag is neither true nor false, or both are true.
+            InvalidTools: as ``Chat``.
+        """
+        for name, value in (("add_generation_prompt", add_generation_prompt),
+                            ("continue_final_message", continue_final_message)):
+            if value is not None and type(value) is not bool:
+                raise InvalidPrompt(name, value, "true or false")
+        continues = continue_final_message is True
+        if continues and add_generation_prompt:
+            raise InvalidPrompt("add_generation_prompt", True, "false, or null, where the last message is continued")
+        adds_prompt = not continues and add_generation_prompt is not False
+        if tools in (None, []) and not template_arguments and adds_prompt:
+            return messages
+        return Chat(messages, tools, template_arguments=template_arguments, add_generation_prompt=adds_prompt,
+                    continue_final_message=continues)
+
     @property
     def functions(self) -> list[dict[str, Any]]:
         """The functions of the tools."""
@@ -85,37 +116,6 @@ class Chat:
             return self.template_arguments
         continues = {"continue_final_message": True} if self.continue_final_message else {}
         return {**self.template_arguments, "add_generation_prompt": False, **continues}
-
-
-def chat_prompt(
-    messages: Any, tools: Any, template_arguments: Mapping[str, Any], *, add_generation_prompt: object = None,
-    continue_final_message: object = None,
-) -> Any:
-    """Return the prompt of a chat as a door was given its parts: the messages, or a ``Chat`` if more is said of them.
-
-    Args:
-        messages: of the chat, not looked at.
-        tools: as for ``Chat``; none of them is none.
-        template_arguments: as ``ChatFormat.arguments`` returns them.
-        add_generation_prompt: as for ``Chat``; ``None``: unless the last message is continued.
-        continue_final_message: as for ``Chat``; ``None``: it is not.
-
-    Raises:
-        InvalidPrompt: a flag is neither true nor false, or both are true.
-        InvalidTools: as ``Chat``.
-    """
-    for name, value in (("add_generation_prompt", add_generation_prompt),
-                        ("continue_final_message", continue_final_message)):
-        if value is not None and type(value) is not bool:
-            raise InvalidPrompt(name, value, "true or false")
-    continues = continue_final_message is True
-    if continues and add_generation_prompt:
-        raise InvalidPrompt("add_generation_prompt", True, "false, or null, where the last message is continued")
-    adds_prompt = not continues and add_generation_prompt is not False
-    if tools in (None, []) and not template_arguments and adds_prompt:
-        return messages
-    return Chat(messages, tools, template_arguments=template_arguments, add_generation_prompt=adds_prompt,
-                continue_final_message=continues)
 
 
 def validate_tools(tools: object) -> tuple[dict[str, Any], ...]:

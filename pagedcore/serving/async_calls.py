@@ -17,6 +17,7 @@ from pagedcore.requests.input_processor import Prompt
 from pagedcore.requests.text_verbs import TextVerbs
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.commands import Commands
+from pagedcore.serving.host_program import running_loop
 from pagedcore.serving.stream import AwaitableFuture, CompletionFuture, awaitable
 from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore.tool_calls.chat_reply import KEYWORDS, ChatReply, begin_chat, read_reply
@@ -55,7 +56,9 @@ class AsyncCalls(TextVerbs):
         Raises:
             InvalidRequest, EngineOverloaded, EngineClosed, QueueTimeout: as ``submit``.
             RequestTimeout: it took longer than ``timeout_s``; the request is aborted.
+            NoEventLoop: no event loop of asyncio runs here.
         """
+        running_loop()
         limit_s = TIMEOUT.check("timeout_s", timeout_s)
         read_options(options, "timeout_s", "wait_for_room")
         future = self.submit(prompt, params, wait_for_room=wait_for_room, **options)
@@ -97,7 +100,8 @@ class AsyncCalls(TextVerbs):
 
         Raises ``EngineClosed``, and ``InvalidRequest`` for an id that is no text, or a salt that is none.
         """
+        loop = running_loop()
         salt = read_options({"cache_salt": cache_salt}).salt
         result = CompletionFuture[bool]()
         self._commands.put(lambda worker: result.complete(worker.abort(request_id, salt)), result)
-        return await asyncio.wrap_future(result.future)
+        return await asyncio.wrap_future(result.future, loop=loop)

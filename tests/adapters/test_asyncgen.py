@@ -364,7 +364,7 @@ async def test_the_neighbours_of_a_leaver_do_not_notice() -> None:
 @pytest.mark.parametrize(
     ("door", "behind"),
     [(AsyncTextGenerator.__call__, AsyncEngine.generate), (AsyncTextGenerator.sync, AsyncEngine.generate_sync),
-     (AsyncTextGenerator.complete, AsyncEngine.submit)],
+     (AsyncTextGenerator.complete, AsyncEngine.complete)],
 )
 def test_every_door_takes_what_the_engine_takes(door: Callable[..., object], behind: Callable[..., object]) -> None:
     """What can be asked of the engine can be asked through the adapter, by the same names and defaults."""

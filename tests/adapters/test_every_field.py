@@ -48,8 +48,9 @@ SWITCH = "{%- if enable_thinking is defined and enable_thinking is false %}{{- '
 UNKNOWN = "no_such_field"
 SAMPLING: dict[str, Any] = {
     "max_tokens": 3, "min_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5,
-    "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logit_bias": {"7": 1.0},
-    "stop": ["zz"], "stop_outside": ["a", "b"], "stop_token_ids": [7], "ignore_eos": True, "seed": 3, "n": 2, "best_of": 2,
+    "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5,
+    "logit_bias": {"7": 1.0}, "stop": ["zz"], "stop_outside": ["a", "b"], "stop_token_ids": [7],
+    "ignore_eos": True, "seed": 3, "n": 2, "best_of": 2,
     "beam_width": 2, "length_penalty": 0.5, "early_stopping": True, "logprobs": 1, "prompt_logprobs": 1,
     "structured": {"json_schema": SCHEMA}, "logits_processor": "code", "bad_words": ["word"], "bad_words_ids": [[7, 8]],
     "allowed_token_ids": [7, 8], "include_stop_str_in_output": True, "skip_special_tokens": False,

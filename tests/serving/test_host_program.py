@@ -19,7 +19,8 @@ def test_what_awaits_an_engine_says_that_it_takes_asyncio() -> None:
     """As under trio, which drives coroutines itself: a typed error that names the way out, and no request is left."""
     with AsyncEngine(make_engine()) as engine:
         for awaited in (anext(engine.generate([1], SamplingParams(max_tokens=4))), engine.call(lambda one: one.stats()),
-                        engine.explain("x"), engine.quote([1]), engine.session().open(), engine.aclose()):
+                        engine.explain("x"), engine.quote([1]), engine.session().open(), engine.aclose(),
+                        engine.complete([1]), engine.abort("x")):
             step: Any = awaited.__await__()
             with pytest.raises(NoEventLoop, match="generate_sync"):
                 next(step)

@@ -20,9 +20,9 @@ from langchain_core.output_parsers import StrOutputParser
 from architecture.sources import PACKAGE_PARENTS
 from pagedcore import AsyncEngine
 from pagedcore.demo_model import DEMO_MODEL_DIR
+from pagedcore.errors import NotPicklable
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM, create_chat
 from pagedcore_langchain.host import EngineHost
-from pagedcore_langchain.refusals import NotPicklable
 from support.engine_builders import make_engine
 from support.scripted_model import scripted_engine
 
