@@ -97,9 +97,9 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What an engine accepts."""
     found, accept = list[Any](), Engine.accept
 
-    def accept_and_note(self: Engine, processed: Any, *more: Any) -> Any:
+    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
         found.append(processed)
-        return accept(self, processed, *more)
+        return accept(self, processed, *given, **more)
 
     monkeypatch.setattr(Engine, "accept", accept_and_note)
     return found

@@ -32,9 +32,9 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[RequestOptions]:
     """The options of every request that an engine accepts."""
     options, accept = list[RequestOptions](), Engine.accept
 
-    def accept_and_note(self: Engine, processed: Any) -> Any:
+    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
         options.append(processed.options)
-        return accept(self, processed)
+        return accept(self, processed, *given, **more)
 
     monkeypatch.setattr(Engine, "accept", accept_and_note)
     return options

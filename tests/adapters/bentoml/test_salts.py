@@ -63,9 +63,9 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The options of every request that an engine accepts."""
     options, accept = list[Any](), Engine.accept
 
-    def accept_and_note(self: Engine, processed: Any) -> Any:
+    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
         options.append(processed.options)
-        return accept(self, processed)
+        return accept(self, processed, *given, **more)
 
     monkeypatch.setattr(Engine, "accept", accept_and_note)
     return options

@@ -41,9 +41,9 @@ def observed(priority_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> t
     """An engine with priorities, and the options that it accepts."""
     accepted, accept = Accepted(), Engine.accept
 
-    def accept_and_note(self: Engine, processed: Any) -> Any:
+    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
         accepted.note(processed.options)
-        return accept(self, processed)
+        return accept(self, processed, *given, **more)
 
     monkeypatch.setattr(Engine, "accept", accept_and_note)
     return priority_engine, accepted
