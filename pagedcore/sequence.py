@@ -7,9 +7,11 @@ ids to block tables.
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pagedcore.errors import InternalError
 from pagedcore.outputs import FinishReason, TokenLogprobs
@@ -207,7 +209,7 @@ class Sequence:
         """Keep this turn's completion to what a constraint allows."""
         self.constraint, self.is_adjusted = constraint, constraint is not None or self.params.adjusts_logits
 
-    def restore(self, before: Sequence, num_tokens: int) -> None:
+    def revert(self, before: Sequence, num_tokens: int) -> None:
         """Be as a copy that was made of it when it had ``num_tokens`` tokens."""
         for one in fields(Sequence):
             setattr(self, one.name, getattr(before, one.name))
@@ -220,9 +222,47 @@ class Sequence:
         self.status, self.finish_reason, self.score = SequenceStatus.WAITING, None, None
         self.reset_computed()
 
+    def snapshot(self) -> dict[str, Any]:
+        """Copy what decisions about the sequence depend on, and how its tokens are sampled, as plain values.
+
+        ``params`` is the object itself. Left out are what only its own tokens depend on, such as the state of a
+        grammar, and reported log-probabilities.
+        """
+        scored = self.prompt_logprobs
+        return {
+            "plain": {name: getattr(self, name) for name in _PLAIN}
+                | {name: getattr(self.options, name) for name in _OPTIONS},
+            "status": self.status.value, "num_keys": len(self.block_keys),
+            "num_scored": None if scored is None else len(scored), "num_sequences": self.params.num_sequences,
+            "num_tokens": len(self.token_ids), "tokens": array("q", self.token_ids), "root": self.cache_root,
+            "params": self.params,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be as it was copied, in a sequence of the same cache root; block keys are the caller's.
+
+        What only its own tokens depend on becomes the default.
+        """
+        plain, num_scored = state["plain"], state["num_scored"]
+        for name in _PLAIN:
+            setattr(self, name, plain[name])
+        self.options = RequestOptions(**{name: plain[name] for name in _OPTIONS})
+        self.token_ids, self.params = list(state["tokens"]), SamplingParams(n=state["num_sequences"])
+        self.prompt_logprobs = None if num_scored is None else [None] * num_scored  # type: ignore[list-item]
+        self.status = SequenceStatus(state["status"])
+
     def reset_computed(self) -> None:
         """Mark all positions as not computed, because the sequence has lost its blocks."""
         self.num_computed_tokens = 0
+
+
+_PLAIN: Final = (
+    "sequence_id", "max_tokens", "seed", "arrival", "arrival_s", "num_prompt_tokens", "is_adjusted", "num_logprobs",
+    "num_computed_tokens", "num_cached_tokens", "num_preemptions", "num_protected_tokens", "is_in_session",
+    "finish_reason", "score",
+)
+_OPTIONS: Final = ("priority", "tenant", "weight", "deadline_s", "ttft_ms", "tpot_ms")
+"""What of its request's options decisions about a sequence depend on."""
 
 
 def _num_logprobs(params: SamplingParams, stop_token_ids: frozenset[int]) -> int | None:

@@ -113,11 +113,13 @@ class Diagnosis:
         # Why copies: both lists grow with every step.
         segments = [replace(one, events=one.events.copy()) for one in recorder.segments]
         return partial(
-            write_recording, header=self._header(), segments=segments, hasher=self.scheduler.kv_cache.device.hasher,
+            write_recording, header=self.recording_header(), segments=segments,
+            hasher=self.scheduler.kv_cache.device.hasher,
             keeps_tokens=self._components.config.flight_recorder == "tokens",
         )
 
-    def _header(self) -> dict[str, Any]:
+    def recording_header(self) -> dict[str, Any]:
+        """Say what the engine's bits depend on, as a recording does in its first line."""
         info, config = self._components.info, self._components.config
         return {
             "pagedcore": __version__, "identity": self._components.kv_format, "max_model_len": info.max_model_len,

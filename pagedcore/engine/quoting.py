@@ -14,8 +14,6 @@ from pagedcore.recorder.state import (
     ReplayedSequence,
     State,
     build_scheduler,
-    capture,
-    describe,
     restore,
     sequence_of,
     settings_of,
@@ -72,7 +70,7 @@ class Quoting(Diagnosis):
             quote = book.quote(sequences)
             if not exact:
                 return lambda: quote
-            run = DryRun(self.scheduler, book, [describe(one) for one in sequences], self._clock.now())
+            run = DryRun(self.scheduler, book, [one.snapshot() for one in sequences], self._clock.now())
         return lambda: quote if (raw := run.moments()) is None else book.quote_of(raw, sequences[0], is_exact=True)
 
     def begin_quotes(self) -> QuoteBook:
@@ -97,7 +95,7 @@ class DryRun:
     def __init__(self, scheduler: Scheduler, book: QuoteBook, sequences: list[State], now_s: float) -> None:
         """Copy the present; not the blocks' bytes, and no token of a prompt that is not a key of a cached block."""
         self._policy: Policy = scheduler.rules.policy
-        self._settings, self._state, self._new = settings_of(scheduler), capture(scheduler), sequences
+        self._settings, self._state, self._new = settings_of(scheduler), scheduler.snapshot(), sequences
         self._times: StepTimes = book.model.times
         self._now_s = self._begin_s = now_s
         live = (*scheduler.waiting, *scheduler.running)

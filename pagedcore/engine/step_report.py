@@ -10,6 +10,7 @@ from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.stats import EngineStats, StepStats
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.stats import waits_after
 from pagedcore.scheduler.step_time import work_of
 
 
@@ -43,7 +44,7 @@ class StepReport:
             num_kv_tokens=num_kv_tokens,
             num_started=len(started), num_input_tokens=sum(num_tokens for num_tokens, _ in started),
             mean_wait_s=sum(waits_s) / max(1, len(started)), longest_wait_s=max(waits_s, default=0.0),
-            waits=self.scheduler.waits(plan),
+            waits=waits_after(plan, self.scheduler.waiting, self.scheduler.kv_cache.host),
             preemptions=_growth(before.preemptions, self._before.preemptions),
             evictions=_growth(before.evictions, self._before.evictions),
             num_running=len(self.scheduler.running), num_waiting=len(self.scheduler.waiting),

@@ -8,18 +8,18 @@ sequence that shares a full block only reads it, one that continues inside a blo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_hash import BlockHasher
 from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.eviction import EvictionPolicy, least_recently_used
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
-from pagedcore.kv_cache.prefix_cache import BlockMemory, PrefixCache
+from pagedcore.kv_cache.prefix_cache import BlockMemory, KeyOf, PrefixCache
 from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, match_in
 from pagedcore.kv_cache.reservation import Demand, Reservation
 from pagedcore.sequence import Sequence
@@ -45,7 +45,7 @@ class BlockManager(BlockMemory):
     ) -> None:
         super().__init__(num_blocks, policy)
         self.block_size = block_size
-        self._copies_blocks = copies_blocks
+        self.copies_blocks = copies_blocks
         self.hasher = BlockHasher(block_size, secret)
         self._tables: dict[int, BlockTable] = {}
         self._sources: Counter[int] = Counter()
@@ -107,7 +107,7 @@ class BlockManager(BlockMemory):
         match = match_in(self.hasher, sequence, self.cache)
         if host is not None:
             match = match.extended_by(match_in(self.hasher, sequence, host))
-        return match if self._copies_blocks else match.without_tail(self.block_size)
+        return match if self.copies_blocks else match.without_tail(self.block_size)
 
     def reserve(self, demands: Iterable[Demand]) -> Reservation | None:
         """Let tables hold the positions asked for, each table once, or change nothing if the pool is too small."""
@@ -172,12 +172,23 @@ class BlockManager(BlockMemory):
         self.add_table(sequence.sequence_id, found.block_ids, found.num_tokens // self.block_size)
         sequence.num_computed_tokens = found.num_tokens
 
-    def snapshot(self, in_transfers: Iterable[int] = ()) -> BlockSnapshot:
+    def bookkeeping(self, in_transfers: Iterable[int] = ()) -> BlockSnapshot:
         """Copy the bookkeeping for the state laws; ``in_transfers`` are the blocks that transfers hold."""
         tables = {sid: tuple(table.block_ids.tolist()) for sid, table in self._tables.items()}
         holds = Counter(block_id for table in tables.values() for block_id in table) + self._sources
         holds.update(in_transfers)
-        return BlockSnapshot(self.block_size, self._snapshot(holds), None, tables, {})
+        return BlockSnapshot(self.block_size, self._bookkeeping(holds), None, tables, {})
+
+    def snapshot(self) -> dict[str, Any]:
+        """As ``BlockMemory.snapshot``, and the tables: (sequence, blocks, registered blocks) each."""
+        tables = [[number, one.block_ids.tolist(), one.num_registered] for number, one in self._tables.items()]
+        return {**super().snapshot(), "tables": tables}
+
+    def restore(self, state: Mapping[str, Any], key_of: KeyOf) -> None:
+        """As ``BlockMemory.restore``, with the tables."""
+        super().restore(state, key_of)
+        for number, block_ids, num_registered in state["tables"]:
+            self.add_table(number, block_ids, num_registered)
 
     def _grow_tables(self, demands: list[Demand], block_ids: ListOf[int]) -> Reservation:
         growths, copies, fresh = [], list[tuple[int, int]](), iter(block_ids)

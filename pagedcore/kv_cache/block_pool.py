@@ -6,6 +6,9 @@ A block is a number here; sequences, tokens and addresses are not known. ``prefi
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from pagedcore.errors import InternalError
 
 
@@ -62,6 +65,16 @@ class BlockPool:
             raise InternalError(f"free_idle_block: block {block_id} is not idle")
         self.idle_blocks.remove(block_id)
         self.free_blocks.append(block_id)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy free list and reference counts as plain values; the idle blocks follow from what is registered."""
+        return {"free": list(self.free_blocks), "counts": list(self.reference_counts)}
+
+    def restore(self, state: Mapping[str, Any], registered: Iterable[int]) -> None:
+        """Be as the pool was copied; ``registered`` are the blocks whose contents are known."""
+        self.free_blocks, self.reference_counts = list(state["free"]), list(state["counts"])
+        self.idle_blocks = {block_id for block_id in registered if self.reference_counts[block_id] == 0}
+        self.num_available = len(self.idle_blocks) + len(self.free_blocks)
 
     def _require_referenced(self, block_id: int, verb: str) -> None:
         # Safety: a negative id would wrap around to another sequence's block.

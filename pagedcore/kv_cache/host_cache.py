@@ -9,17 +9,22 @@ reports about it and SGLang's (prepare, complete, publish).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as ListOf
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import count
-from typing import NamedTuple
+from itertools import accumulate, count
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.eviction import EvictionPolicy
 from pagedcore.kv_cache.memory_snapshot import MemorySnapshot
-from pagedcore.kv_cache.prefix_cache import BlockMemory, Content
+from pagedcore.kv_cache.prefix_cache import BlockMemory, Content, KeyOf
+
+_UNKNOWN: Final = Content(b"", b"", (), True)
+_NOTHING_KNOWN: Final[Mapping[int, ListOf[Content]]] = MappingProxyType({})
 
 
 class Direction(Enum):
@@ -53,6 +58,29 @@ class Transfer:
     """Positions of the sequence that are complete when the transfer is."""
     is_pinned: bool = False
     """Of an outgoing transfer: whether the host keeps the blocks for the sequence until it takes them back."""
+
+    @classmethod
+    def of(cls, state: ListOf[Any], known: ListOf[Content]) -> Transfer:
+        """Make a transfer again of what ``snapshot`` returned, and of what its sequence's blocks hold."""
+        number, way, owner, device_blocks, host_blocks, num_tokens, is_pinned, moves = state
+        at_end = dict(zip(accumulate(len(one.token_ids) for one in known), known, strict=True))
+        copies = tuple(BlockMove(source, target, at_end.get(end, _UNKNOWN)) for source, target, end in moves)
+        return cls(number, Direction(way), owner, copies, tuple(device_blocks), tuple(host_blocks), num_tokens,
+                   is_pinned)
+
+    def snapshot(self, *, is_late: bool) -> list[Any]:
+        """Copy it as plain values; what a block holds, as the position up to which it does.
+
+        That is 0 if it is late: what is copied then is not used.
+        """
+        places = {block_id: place for place, block_id in enumerate(self.device_blocks)}
+        last, moves = len(self.device_blocks) - 1, list[list[int]]()
+        for move in self.moves:
+            place = places.get(move.source if self.direction is Direction.OUT else move.destination, last)
+            end = self.num_tokens if place == last else (place + 1) * len(move.content.token_ids)
+            moves.append([move.source, move.destination, 0 if is_late else end])
+        return [self.transfer_id, self.direction.value, self.sequence_id, list(self.device_blocks),
+                list(self.host_blocks), self.num_tokens, self.is_pinned, moves]
 
     @property
     def written_blocks(self) -> tuple[int, ...]:
@@ -213,11 +241,30 @@ class HostCache(BlockMemory):
         for move in transfer.moves:
             self.cache.evict_block(move.source)
 
-    def snapshot(self) -> MemorySnapshot:
+    def bookkeeping(self) -> MemorySnapshot:
         """Copy the bookkeeping for the state laws."""
         holds = Counter(block_id for blocks in self.pins.values() for block_id in blocks)
         holds.update(block_id for one in self.in_flight.values() for block_id in one.host_blocks)
-        return self._snapshot(holds)
+        return self._bookkeeping(holds)
+
+    def snapshot(self) -> dict[str, Any]:
+        """As ``BlockMemory.snapshot``, with pins and transfers."""
+        return {
+            **super().snapshot(), "pins": [[number, list(blocks)] for number, blocks in self.pins.items()],
+            "in_flight": [one.snapshot(is_late=one.transfer_id in self._timed_out) for one in self.in_flight.values()],
+            "cancelled": sorted(self._cancelled), "timed_out": sorted(self._timed_out),
+            "next_transfer_id": next(copy(self.transfer_ids)),
+        }
+
+    def restore(
+        self, state: Mapping[str, Any], key_of: KeyOf, known: Mapping[int, ListOf[Content]] = _NOTHING_KNOWN
+    ) -> None:
+        """As ``BlockMemory.restore``; ``known`` is what the positions of each transfer that is not late hold."""
+        super().restore(state, key_of)
+        self.in_flight.update((one[0], Transfer.of(one, known.get(one[0], ()))) for one in state["in_flight"])
+        self.pins.update((number, tuple(blocks)) for number, blocks in state["pins"])
+        self._cancelled, self._timed_out = set(state["cancelled"]), set(state["timed_out"])
+        self.transfer_ids = count(state["next_transfer_id"])
 
     def _transfer_of(self, sequence_id: int) -> Transfer | None:
         """Return the sequence's transfer that is not cancelled."""

@@ -6,7 +6,9 @@ each other. Decides nothing and moves no bytes: the scheduler decides, ``executi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_manager import BlockManager
@@ -131,10 +133,31 @@ class KVCacheManager:
             cache.evict_beginnings(sequence.cache_root, first_block)
         self.device.evict_blocks(sequence.sequence_id, spares_shared=False)
 
-    def snapshot(self) -> BlockSnapshot:
+    def bookkeeping(self) -> BlockSnapshot:
         """Copy the bookkeeping for the state laws."""
         in_transfers = (block_id for one in self.host.in_flight.values() for block_id in one.device_blocks)
-        return replace(self.device.snapshot(in_transfers), host=self.host.snapshot(), pins=dict(self.host.pins))
+        return replace(self.device.bookkeeping(in_transfers), host=self.host.bookkeeping(), pins=dict(self.host.pins))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy the state of either memory as plain values: "device" and "host"."""
+        return {"device": self.device.snapshot(), "host": self.host.snapshot()}
+
+    def restore(self, state: Mapping[str, Any], moving: Mapping[int, Sequence]) -> None:
+        """Let both empty memories be as they were copied.
+
+        Args:
+            state: what ``snapshot`` returned, of a cache of the same sizes.
+            moving: the sequence of each transfer in flight that was not timed out.
+
+        Raises ``ValueError``, ``KeyError`` or the like for a state that is not consistent.
+        """
+        hasher, host = self.device.hasher, state["host"]
+        lengths = {number: num_tokens for number, *_, num_tokens, _, _ in host["in_flight"]}
+        # Safety: a forged length must not cost more than the tokens that there are.
+        known = {number: tuple(contents(hasher, one, min(lengths[number], len(one.token_ids))))
+                 for number, one in moving.items()}
+        self.device.restore(state["device"], hasher.key)
+        self.host.restore(host, hasher.key, known)
 
     def _end_swap_in(self, transfer: Transfer, *, is_ok: bool, is_needed: bool) -> None:
         device, host = self.device, self.host

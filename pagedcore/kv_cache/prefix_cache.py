@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.eviction import EvictionPolicy
 from pagedcore.kv_cache.memory_snapshot import Known, MemorySnapshot
 
 TokenIds = tuple[int, ...]
+KeyOf = Callable[[bytes, TokenIds], bytes]
+"""Makes a block's key of its parent's and its tokens."""
 _EVICTED_PER_BLOCK: Final = 16
 _MAX_EVICTED: Final = 2**16
 """Keys of evicted blocks that are remembered, for each block of the pool and at most: 10 MiB."""
@@ -178,6 +180,48 @@ class PrefixCache:
         best = max(pairs, key=lambda pair: pair[1], default=(0, 0))
         return best if best[1] else None
 
+    def snapshot(self) -> dict[str, Any]:
+        """Copy what is registered and in which order it is evicted, as plain values, parents first.
+
+        Keys are left out, because they follow from tokens and roots; so is what was evicted, on which no decision
+        depends.
+        """
+        places = {key: place for place, key in enumerate(self._by_key)}
+        known = [(one, one.content) for one in self._by_key.values()]
+        return {
+            "num_uses": self._num_uses, "num_evictions": self.num_evictions,
+            "entries": [[one.block_id, -1 if what.is_first else places[what.parent_key], one.first_used, one.last_used,
+                         one.num_hits, list(one.rank)] for one, what in known],
+            "tokens": [what.token_ids for _, what in known],
+            "roots": [what.parent_key if what.is_first else b"" for _, what in known],
+        }
+
+    def restore(self, state: Mapping[str, Any], key_of: KeyOf) -> None:
+        """Let an empty cache be as it was copied, over a pool that is already so.
+
+        Raises ``ValueError`` if a block comes before its parent, or two hold the same.
+        """
+        cached = list[CachedBlock]()
+        for entry, tokens, root in zip(state["entries"], state["tokens"], state["roots"], strict=True):
+            block_id, parent, first_used, last_used, num_hits, rank = entry
+            if not -1 <= parent < len(cached):
+                raise ValueError("a block comes before its parent")
+            parent_key = cached[parent].content.key if parent >= 0 else root
+            content = Content(key_of(parent_key, tuple(tokens)), parent_key, tuple(tokens), parent < 0)
+            if content.key in self._by_key or block_id in self._by_block:
+                raise ValueError("two blocks hold the same")
+            one = CachedBlock(block_id, content, first_used, last_used, num_hits, tuple(rank))
+            cached.append(one)
+            self._by_key[content.key] = self._by_block[block_id] = one
+            self._children.setdefault(parent_key, []).append(one)
+        for siblings in self._children.values():
+            siblings.sort(key=lambda one: one.content.token_ids)
+        parents = Counter(one.content.parent_key for one in cached if one.block_id in self._pool.idle_blocks)
+        self._num_idle_children = dict(parents)
+        for one in cached:
+            self._offer(one)
+        self._num_uses, self.num_evictions = state["num_uses"], state["num_evictions"]
+
     def _evict(self, cached: CachedBlock) -> None:
         """Evict a block and everything that continues it, which could not be found without its parent."""
         for one in [*self._descendants(cached), cached]:
@@ -240,11 +284,11 @@ def _num_equal(some: TokenIds, others: TokenIds) -> int:
 class BlockMemory:
     """The blocks of one memory: how many there are, and what they hold.
 
-    Invariant: every reference to one of its blocks belongs to a holder that ``_snapshot`` is given.
+    Invariant: every reference to one of its blocks belongs to a holder that ``_bookkeeping`` is given.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
-        self.num_blocks, self._policy = num_blocks, policy
+        self.num_blocks, self.policy = num_blocks, policy
         self._pool = BlockPool(num_blocks)
         self.cache = PrefixCache(self._pool, policy)
 
@@ -267,7 +311,7 @@ class BlockMemory:
         """Make every block free and forget all contents, in whatever state the bookkeeping is."""
         before = self.cache
         self._pool = BlockPool(self.num_blocks)
-        self.cache = PrefixCache(self._pool, self._policy)
+        self.cache = PrefixCache(self._pool, self.policy)
         self.cache.num_evictions, self.cache.num_recomputed = before.num_evictions, before.num_recomputed
 
     def hold_blocks(self, block_ids: Iterable[int]) -> None:
@@ -290,7 +334,16 @@ class BlockMemory:
         for block_id in reversed(block_ids):
             self.cache.free_block(block_id)
 
-    def _snapshot(self, holders: Mapping[int, int]) -> MemorySnapshot:
+    def snapshot(self) -> dict[str, Any]:
+        """Copy the blocks' state as plain values."""
+        return self._pool.snapshot() | self.cache.snapshot()
+
+    def restore(self, state: Mapping[str, Any], key_of: KeyOf) -> None:
+        """Let an empty memory of the same size be as it was copied; ``key_of`` makes the blocks' keys anew."""
+        self._pool.restore(state, [entry[0] for entry in state["entries"]])
+        self.cache.restore(state, key_of)
+
+    def _bookkeeping(self, holders: Mapping[int, int]) -> MemorySnapshot:
         pool, known = self._pool, [(one.block_id, one.content) for one in self.cache.registered]
         return MemorySnapshot(
             tuple(pool.free_blocks), frozenset(pool.idle_blocks), tuple(pool.reference_counts), dict(holders),

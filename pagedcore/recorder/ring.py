@@ -17,7 +17,7 @@ from typing import Any, Final
 from pagedcore.errors import ForkedProcess, InternalError, PagedcoreError
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.protocols import Clock
-from pagedcore.recorder.state import State, capture, describe, settings_of
+from pagedcore.recorder.state import State, settings_of
 from pagedcore.requests.candidate_groups import Branch, CandidateGroup, CandidateGroups
 from pagedcore.requests.request import Request
 from pagedcore.scheduler.cost_model import Line
@@ -128,7 +128,7 @@ class FlightRecorder:
         # Why not a full one before sequences are added: a further turn has changed its sequence by then.
         first = "schedule" if self._scheduler.queues.step_times is None else "begin_step"
         may_begin = name == first or (name == "add_sequences" and self._needs_base)
-        if may_begin and self._scheduler._in_flight is None:
+        if may_begin and self._scheduler.has_landed:
             self._begin_segment_if_due()
         if self._needs_base:
             return method(*given, **options)
@@ -155,7 +155,7 @@ class FlightRecorder:
         is_full = last is not None and (last.num_steps >= self._max_steps or last.num_bytes >= self._max_bytes)
         if not (self._needs_base or is_full):
             return
-        state = capture(self._scheduler)
+        state = self._scheduler.snapshot()
         numbers = {one["plain"]["sequence_id"] for one in state["sequences"]}
         self._owners = {number: self._owners[number] for number in sorted(numbers & self._owners.keys())}
         state["requests"] = [[owner, [number]] for number, owner in self._owners.items()]
@@ -172,7 +172,7 @@ class FlightRecorder:
         groups = self._groups.by_request.values() if self._groups is not None else ()
         return [
             [[one.sequence_id for one in group.candidates],
-             [describe(one) for one in group.candidates if one.sequence_id not in live]]
+             [one.snapshot() for one in group.candidates if one.sequence_id not in live]]
             for group in groups if group.search is not None
         ]
 
@@ -191,7 +191,7 @@ class FlightRecorder:
                 self._note_session(value)
                 return number
             self._known.add(number)
-            described = describe(value)
+            described = value.snapshot()
             self.segments[-1].num_bytes += 8 * described["num_tokens"]
             return described
         return [self._plain(name, one) for one in value] if isinstance(value, list | tuple) else value
@@ -226,15 +226,13 @@ class _TappedLine(Line):
     """The line of a scheduler's step times; a recorder learns of what it learns."""
 
     def __init__(self, line: Line, recorder: FlightRecorder) -> None:
-        self._recorder: FlightRecorder | None = None
-        self.fixed_s, self.per_unit_s, self._sums = line.fixed_s, line.per_unit_s, line._sums
         self._recorder = recorder
+        self.restore(line.snapshot())
 
     def observe(self, count: float, seconds: float) -> None:
         """Learn that ``count`` units took this long."""
         super().observe(count, seconds)
-        if self._recorder is not None:
-            self._recorder.observe_step(count, seconds)
+        self._recorder.observe_step(count, seconds)
 
 
 def decision_of(name: str, result: Any) -> Any:

@@ -14,7 +14,7 @@ from pagedcore.errors import InternalError, PagedcoreError, RecordingError
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.recorder.recording import Recording, canonical
 from pagedcore.recorder.ring import decision_of
-from pagedcore.recorder.state import ReplayedSequence, build_scheduler, capture, comparable, restore, sequence_of
+from pagedcore.recorder.state import ReplayedSequence, build_scheduler, comparable, restore, sequence_of
 from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.policies import Policy
@@ -74,7 +74,7 @@ def _replay(recording: Recording) -> Replayed:
     before: SegmentReplay | None = None
     for number, segment in enumerate(recording.segments):
         if before is not None and segment["is_continuous"]:
-            one, other = comparable(segment["state"]), comparable(capture(before.scheduler))
+            one, other = comparable(segment["state"]), comparable(before.scheduler.snapshot())
             if (was := canonical(one)) != (now := canonical(other)):
                 replayed.difference = Difference(number, 0, "state", was, now)
                 return replayed

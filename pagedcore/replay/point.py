@@ -61,7 +61,7 @@ def settings_for(recording: Recording, num_tokens: int) -> dict[str, Any]:
 
 def require_equal(recording: Recording, engine: Engine) -> None:
     """Raise ``RecordingMismatch`` unless the engine computes the recorded bits, ``RecordingError`` if no engine can."""
-    header, own = recording.header, engine._header()
+    header, own = recording.header, engine.recording_header()
     if not header.get("is_schedule_invariant"):
         raise RecordingError("the model's results depend on the schedule, so that a point alone shows other bits")
     if header.get("identity") != own["identity"]:

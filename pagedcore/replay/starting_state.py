@@ -13,7 +13,7 @@ from typing import Any
 
 from pagedcore.errors import RecordingError
 from pagedcore.recorder.recording import MAX_BLOCKS
-from pagedcore.recorder.state import ReplayedSequence, State, build_scheduler, capture, restore
+from pagedcore.recorder.state import ReplayedSequence, State, build_scheduler, restore
 from pagedcore.replay.decisions import begin, load_policy
 from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.scheduler.plan import Preemption, PreemptionKind
@@ -96,7 +96,7 @@ def _preempt_last(made: StartingState) -> None:
     scheduler = made.scheduler
     victim = scheduler.running.sequences[-1]
     lost_s = scheduler.costs.compute_s(victim.num_computed_tokens)
-    scheduler.moves._preempt(Preemption(victim, PreemptionKind.SHRINK, lost_s))
+    scheduler.moves.preempt(Preemption(victim, PreemptionKind.SHRINK, lost_s))
     made.num_preempted += 1
 
 
@@ -132,7 +132,7 @@ def _take_blocks(made: StartingState, num_blocks: int) -> None:
 
 def _rebuild(made: StartingState, settings: State, *, is_host_other: bool) -> None:
     """Make the scheduler again in pools of other sizes: the blocks that are left keep their order."""
-    state = capture(made.scheduler)
+    state = made.scheduler.snapshot()
     state["device"] = _renumbered(state["device"], settings["num_blocks"])
     if is_host_other:
         size = settings["num_host_blocks"]

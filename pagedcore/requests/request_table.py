@@ -259,7 +259,7 @@ class RequestTable:
             self.outputs.groups.by_request.pop(request.request_id, None)
             for one in request.sequences[1:] if request.sequences is not sequences else ():
                 self.outputs.by_sequence.pop(one.sequence_id, None)
-            sequence.restore(before, num_tokens)
+            sequence.revert(before, num_tokens)
             request.params, request.metrics, request.sequences, request.dropped = params, metrics, sequences, []
             self.outputs.reopen_text(request, sequence, sequences.index(sequence)).finish_text()
             raise

@@ -6,8 +6,10 @@ Begins with measurements at the start and learns from every step (``fixed + toke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from pagedcore.kv_cache.host_cache import Direction
 
@@ -48,6 +50,14 @@ class Line:
         # Why: with counts that hardly differ only the mean is known; what is fixed is then what the slope leaves.
         self.per_unit_s = max(slope if slope > 0 else self.per_unit_s * 0.99, 0.0)
         self.fixed_s = max((y - self.per_unit_s * x) / weight, 0.0)
+
+    def snapshot(self) -> list[float]:
+        """Copy coefficients and sums."""
+        return [self.fixed_s, self.per_unit_s, *self._sums]
+
+    def restore(self, state: ListOf[float]) -> None:
+        """Be as it was copied."""
+        self.fixed_s, self.per_unit_s, *self._sums = state
 
 
 @dataclass(slots=True)
@@ -99,6 +109,23 @@ class CostModel:
         """Note how far off an estimate was."""
         self.num_estimates += 1
         self.sum_relative_error += abs(estimated_s - actual_s) / max(estimated_s, actual_s, 1e-9)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy what was learned as plain values."""
+        return {
+            "lines": {name: line.snapshot() for name, line in self._lines().items()}, "loss_share": self.loss_share,
+            "num_estimates": self.num_estimates, "sum_relative_error": self.sum_relative_error,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be as it was copied."""
+        for name, line in self._lines().items():
+            line.restore(state["lines"][name])
+        self.loss_share, self.num_estimates = state["loss_share"], state["num_estimates"]
+        self.sum_relative_error = state["sum_relative_error"]
+
+    def _lines(self) -> dict[str, Line]:
+        return {"step": self.step, **{way.value: line for way, line in self.moves.items()}}
 
     @property
     def mean_relative_error(self) -> float:

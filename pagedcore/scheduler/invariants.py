@@ -74,7 +74,7 @@ def snapshot(scheduler: Scheduler) -> Snapshot:
     """Copy everything that the laws are about."""
     host = scheduler.kv_cache.host
     return Snapshot(
-        blocks=scheduler.kv_cache.snapshot(),
+        blocks=scheduler.kv_cache.bookkeeping(),
         waiting=_states(scheduler.waiting),
         running=_states(scheduler.running),
         moving=frozenset(filter(host.is_moving, [one.sequence_id for one in host.in_flight.values()])),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
-from pagedcore.kv_cache.reservation import Demand
+from pagedcore.kv_cache.reservation import Demand, Reservation
 from pagedcore.outputs import FinishReason
 from pagedcore.sequence import Sequence
 
@@ -117,6 +118,23 @@ class SchedulePlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", sum([row.num_tokens for row in self.rows]))
         object.__setattr__(self, "moves_blocks", bool(self.preempted or self.freed or self.swap_ins))
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A reserved plan, until it is committed or rolled back."""
+
+    plan: SchedulePlan
+    reservation: Reservation | None
+    """``None`` for a step that needs no block."""
+    gone: set[int] = field(default_factory=set)
+    """Ids of sequences that were finished since; the step continues without them, even if they come back."""
+
+    @property
+    def rows(self) -> ListOf[ScheduledRow]:
+        """The rows that still count."""
+        rows = self.plan.rows
+        return [row for row in rows if row.sequence.sequence_id not in self.gone] if self.gone else rows
 
 
 class NewToken(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -146,6 +146,26 @@ class PolicyQueues:
         self.policy, self.ledger, self.step_times, self.most_tokens = fcfs(), None, None, None
         self._is_replaced = True
         return True
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Copy what views are made of as plain values; ``None`` under a static policy.
+
+        Left out are quotes and promises, which decide at the door only: whoever was accepted is accepted.
+        """
+        if self.step_times is None:
+            return None
+        ledger = self.ledger or TenantLedger()
+        return {"view": self.view.number, "length_share": self._length_share, **self.step_times.snapshot(),
+                **ledger.snapshot()}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Let new queues be as they were copied, save for the sequences in them."""
+        if state is None or self.step_times is None:
+            return
+        self.view, self._length_share = replace(self.view, number=state["view"]), state["length_share"]
+        self.step_times.restore(state)
+        if self.ledger is not None:
+            self.ledger.restore(state)
 
     def _waiting_key(self, sequence: Sequence) -> Any:
         # Why: what was loaded for a sequence must not be freed for the next one that comes first before it starts.

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.scheduler.step_time import FIRST_GUESS, StepTimes
@@ -119,6 +119,16 @@ class TenantLedger:
             blocks[tenant] += num_blocks_of(one.sequence_id)
         self._lift(set(behind), {one.options.tenant for one in running})
         return {one: TenantUsage(self.virtual[one], count, blocks[one]) for one, count in rows.items()}, ahead
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy the service of all tenants, and which of them wait, as plain values."""
+        virtual = [[tenant, tokens, tenant in self._waiting] for tenant, tokens in self.virtual.items()]
+        return {"floor": self.floor, "virtual": virtual}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be as it was copied."""
+        self.floor, self.virtual = state["floor"], {tenant: tokens for tenant, tokens, _ in state["virtual"]}
+        self._waiting = {tenant for tenant, _, is_waiting in state["virtual"] if is_waiting}
 
     def _raise_floor(self, tenants: Iterable[str]) -> None:
         self.floor = max([self.floor, *(self.virtual.get(one, 0.0) for one in tenants)])

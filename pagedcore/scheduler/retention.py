@@ -8,8 +8,8 @@ the ageing of TinyLFU (Einziger, Friedman and Manes 2017).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 _FIRST_GUESS: Final = 0.5
 _FIRST_WEIGHT: Final = 16.0
@@ -55,3 +55,12 @@ class ReuseRate:
                 return
             del self._left[key]
             self._num_wanted += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy what was learned; the keys are those of the cache."""
+        return {"left": list(self._left), "num_left": self._num_left, "num_wanted": self._num_wanted}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be as it was copied."""
+        self._left = OrderedDict.fromkeys(state["left"])
+        self._num_left, self._num_wanted = state["num_left"], state["num_wanted"]

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 from pagedcore.errors import InternalError, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH
-from pagedcore.kv_cache.reservation import Reservation
 from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.batch_gate import ALWAYS_OPEN, BatchGate
 from pagedcore.scheduler.cost_model import CostModel
-from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
+from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan, StepInFlight
 from pagedcore.scheduler.plan_state import PlanningRules
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_queues import PolicyQueues
@@ -29,23 +29,6 @@ from pagedcore.scheduler.swapping import Swapping
 from pagedcore.sequence import Sequence, SequenceStatus
 
 _WAITING, _RUNNING, _FINISHED, _REMOVED = SequenceStatus
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    """A reserved plan, until it is committed or rolled back."""
-
-    plan: SchedulePlan
-    reservation: Reservation | None
-    """``None`` for a step that needs no block."""
-    gone: set[int] = field(default_factory=set)
-    """Ids of sequences that were finished since; the step continues without them, even if they come back."""
-
-    @property
-    def rows(self) -> ListOf[ScheduledRow]:
-        """The rows that still count."""
-        rows = self.plan.rows
-        return [row for row in rows if row.sequence.sequence_id not in self.gone] if self.gone else rows
 
 
 class Scheduler:
@@ -90,6 +73,16 @@ class Scheduler:
         return bool(len(self.waiting) or len(self.running))
 
     @property
+    def phases(self) -> str:
+        """The setting: "separate" or "mixed"."""
+        return "separate" if len(self._phases) > 1 else "mixed"
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether no step is in flight."""
+        return self._in_flight is None
+
+    @property
     def is_gated(self) -> bool:
         """Whether nothing runs, and all that waits waits for the gate to open."""
         return bool(self.waiting.gated) and not len(self.running) and len(self.waiting) == len(self.waiting.gated)
@@ -127,34 +120,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Describe the present and count the past."""
-        device, host, counters = self._blocks, self.kv_cache.host, self.counters
-        return SchedulerStats(
-            num_running=len(self.running), num_waiting=len(self.waiting),
-            num_swapped=sum(sequence.sequence_id in host.pins for sequence in self.waiting),
-            num_blocks=device.num_blocks, num_blocks_used=device.num_used_blocks,
-            num_blocks_cached=device.num_cached_blocks, num_blocks_evicted=device.cache.num_evictions,
-            num_blocks_recomputed=device.cache.num_recomputed,
-            num_host_blocks=host.num_blocks, num_host_blocks_used=host.num_used_blocks,
-            num_host_blocks_cached=host.num_cached_blocks, num_preemptions=sum(counters.num_preemptions.values()),
-            num_preemptions_by_kind={kind.value: count for kind, count in counters.num_preemptions.items()},
-            num_stalled_rows=counters.num_stalled_rows, num_failed_transfers=counters.num_failed_transfers,
-            num_looked_up_tokens=counters.num_looked_up_tokens, num_cached_tokens=counters.num_cached_tokens,
-            preemption_estimate_error=self.costs.mean_relative_error,
-        )
-
-    def waits(self, plan: SchedulePlan) -> dict[str, int]:
-        """Count the sequences that wait after a step, and running ones that stalled in it, by reason.
-
-        Reasons are "company" (the gate), "prefix" (another sequence computes it), "transfer", "stall", "tenant" (it
-        has as much as it may), "new" (it came with this step), or those of ``SchedulePlan.stopped_by``.
-        """
-        in_flight, num_gated = self.kv_cache.host.in_flight, len(self.waiting.gated)
-        num_moving = sum(map(self.kv_cache.host.is_moving, [s.sequence_id for s in self.waiting])) if in_flight else 0
-        counts = {"company": num_gated, "prefix": plan.num_deferred, "transfer": num_moving,
-                  "stall": plan.num_stalled_rows, "tenant": len(plan.capped)}
-        reason, num_named = plan.stopped_by or "new", num_gated + plan.num_deferred + num_moving + len(plan.capped)
-        counts[reason] = counts.get(reason, 0) + len(self.waiting) - num_named
-        return {name: count for name, count in counts.items() if count > 0}
+        return SchedulerStats.of(self.kv_cache, self.running, self.waiting, self.counters, self.costs)
 
     def add_sequences(self, *sequences: Sequence) -> None:
         """Let sequences wait, all or none of them: new ones, or finished ones after ``begin_turn``.
@@ -336,6 +302,39 @@ class Scheduler:
                 self.moves.note_found(row.sequence, row.start)
         return [new for row in rows if (new := self._advance(row, sampled)) is not None]
 
+    def snapshot(self) -> dict[str, Any]:
+        """Copy the state of scheduler, cache and sequences as plain values: what the next decisions depend on.
+
+        Raises ``InternalError`` if a step is in flight.
+        """
+        self._require_landed("snapshot")
+        live = {one.sequence_id: one for one in (*self.waiting, *self.running, *self.moves.sequences)}
+        return {
+            "sequences": [one.snapshot() for one in live.values()], **self.waiting.snapshot(),
+            "running": [one.sequence_id for one in self.running], "policy": self.rules.policy.name,
+            "phases": list(self._phases), "counters": self.counters.snapshot(), "costs": self.costs.snapshot(),
+            "queues": self.queues.snapshot(), "moves": self.moves.snapshot(), **self.kv_cache.snapshot(),
+        }
+
+    def restore(self, state: Mapping[str, Any], sequences: Mapping[int, Sequence]) -> None:
+        """Let an empty scheduler that was built with the same settings be as it was copied.
+
+        Args:
+            state: what ``snapshot`` returned; a policy of another name takes the order from its own keys.
+            sequences: made again of ``state["sequences"]``, by id, with their block keys.
+
+        Raises ``KeyError``, ``ValueError`` or the like for a state that is not consistent.
+        """
+        self.kv_cache.restore(state, {number: sequences[owner] for number, owner in state["moves"]["moving"]})
+        self.moves.restore(state["moves"], sequences)
+        # Why before the sequences: a dynamic policy's keys are made of it.
+        self.queues.restore(state["queues"])
+        self.waiting.restore(state, sequences)
+        self.running.reset(*(sequences[number] for number in state["running"]))
+        self._phases = tuple(state["phases"])
+        self.counters.restore(state["counters"])
+        self.costs.restore(state["costs"])
+
     def _require_fit(self, num_tokens: int) -> None:
         if not self.can_ever_fit(num_tokens):
             raise RequestTooLarge(
@@ -360,7 +359,7 @@ class Scheduler:
         return self._in_flight
 
     def _require_landed(self, verb: str) -> None:
-        if self._in_flight is not None:
+        if not self.has_landed:
             raise InternalError(f"{verb}: the step before was neither committed nor rolled back")
 
     def _require_current(self, verb: str, plan: SchedulePlan) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
-from pagedcore.scheduler.plan import PreemptionKind
+from pagedcore.scheduler.plan import PreemptionKind, SchedulePlan
+
+if TYPE_CHECKING:
+    from pagedcore.kv_cache.host_cache import HostCache
+    from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
+    from pagedcore.scheduler.cost_model import CostModel
+    from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 
 
 @dataclass(slots=True)
@@ -24,6 +32,16 @@ class SchedulerCounters:
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0
     num_failed_transfers: int = 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy all counts as plain values."""
+        return asdict(self) | {"num_preemptions": {kind.value: num for kind, num in self.num_preemptions.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be as it was copied."""
+        by_kind = {PreemptionKind(kind): num for kind, num in state["num_preemptions"].items()}
+        for name, value in {**state, "num_preemptions": by_kind}.items():
+            setattr(self, name, value)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +91,43 @@ class SchedulerStats:
     preemption_estimate_error: float
     """Mean relative error of the estimates that preemptions were chosen by, 0 to 1."""
 
+    @classmethod
+    def of(
+        cls, kv_cache: KVCacheManager, running: PolicyOrder, waiting: WaitingQueue, counters: SchedulerCounters,
+        costs: CostModel,
+    ) -> Self:
+        """Describe one scheduler now."""
+        device, host = kv_cache.device, kv_cache.host
+        return cls(
+            num_running=len(running), num_waiting=len(waiting),
+            num_swapped=sum(sequence.sequence_id in host.pins for sequence in waiting),
+            num_blocks=device.num_blocks, num_blocks_used=device.num_used_blocks,
+            num_blocks_cached=device.num_cached_blocks, num_blocks_evicted=device.cache.num_evictions,
+            num_blocks_recomputed=device.cache.num_recomputed,
+            num_host_blocks=host.num_blocks, num_host_blocks_used=host.num_used_blocks,
+            num_host_blocks_cached=host.num_cached_blocks, num_preemptions=sum(counters.num_preemptions.values()),
+            num_preemptions_by_kind={kind.value: count for kind, count in counters.num_preemptions.items()},
+            num_stalled_rows=counters.num_stalled_rows, num_failed_transfers=counters.num_failed_transfers,
+            num_looked_up_tokens=counters.num_looked_up_tokens, num_cached_tokens=counters.num_cached_tokens,
+            preemption_estimate_error=costs.mean_relative_error,
+        )
+
     @property
     def prefix_hit_rate(self) -> float:
         """Share of looked-up tokens that were found in the cache, 0 to 1."""
         return self.num_cached_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
+
+
+def waits_after(plan: SchedulePlan, waiting: WaitingQueue, host: HostCache) -> dict[str, int]:
+    """Count the sequences that wait after a step, and running ones that stalled in it, by reason.
+
+    Reasons are "company" (the gate), "prefix" (another sequence computes it), "transfer", "stall", "tenant" (it has as
+    much as it may), "new" (it came with this step), or those of ``SchedulePlan.stopped_by``.
+    """
+    num_gated = len(waiting.gated)
+    num_moving = sum(map(host.is_moving, [one.sequence_id for one in waiting])) if host.in_flight else 0
+    counts = {"company": num_gated, "prefix": plan.num_deferred, "transfer": num_moving,
+              "stall": plan.num_stalled_rows, "tenant": len(plan.capped)}
+    reason, num_named = plan.stopped_by or "new", num_gated + plan.num_deferred + num_moving + len(plan.capped)
+    counts[reason] = counts.get(reason, 0) + len(waiting) - num_named
+    return {name: count for name, count in counts.items() if count > 0}

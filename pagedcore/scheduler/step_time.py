@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +135,19 @@ class StepTimeModel:
             return 0.0, seconds * (2.0 + max([0.0, *errors]))
         outside = int((1.0 - share) / 2 * len(errors))
         return seconds * (1.0 + errors[outside]), seconds * (1.0 + errors[-1 - outside])
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy what was learned as plain values."""
+        return {
+            "times": list(astuple(self.times)), "num_observed": self.num_observed, "errors": list(self.errors),
+            "spread": self._spread, "moments": self._moments.tolist(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Let a new model be as it was copied."""
+        self.times, self.num_observed = StepTimes(*state["times"]), state["num_observed"]
+        self.errors.extend(state["errors"])
+        self._spread, self._moments = state["spread"], np.array(state["moments"])
 
     def _solve(self) -> None:
         sums = self._moments

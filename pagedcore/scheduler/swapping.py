@@ -6,7 +6,10 @@ preemptions were chosen by. ``kv_transfers`` starts the transfers that are due a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
+from typing import Any
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.host_cache import Direction, Transfer
@@ -28,6 +31,18 @@ class Decision:
     """Positions that were computed when it was decided."""
     actual_s: float = 0.0
     """Seconds of the transfers, and of computing again what was lost."""
+
+    @classmethod
+    def of(cls, state: ListOf[Any], sequence: Sequence) -> Decision:
+        """Make it again of what ``snapshot`` returned."""
+        kind, estimated_s, num_left_tokens, num_computed_tokens, actual_s = state
+        preemption = Preemption(sequence, PreemptionKind(kind), estimated_s, num_left_tokens)
+        return cls(preemption, num_computed_tokens, actual_s)
+
+    def snapshot(self) -> list[Any]:
+        """Copy it as plain values, without its sequence."""
+        made = self.preemption
+        return [made.kind.value, made.estimated_s, made.num_left_tokens, self.num_computed_tokens, self.actual_s]
 
 
 class Swapping:
@@ -70,7 +85,7 @@ class Swapping:
         for sequence in plan.freed:
             self._blocks.free_blocks(sequence)
         for preemption in plan.preempted:
-            self._preempt(preemption)
+            self.preempt(preemption)
         for swap_in in plan.swap_ins:
             sequence, match = swap_in.sequence, swap_in.match
             self._reuse.want(sequence.block_keys[len(match.device_blocks) :])
@@ -201,7 +216,8 @@ class Swapping:
             self._counters.num_looked_up_tokens += len(sequence.token_ids)
             self._counters.num_cached_tokens += num_tokens
 
-    def _preempt(self, preemption: Preemption) -> None:
+    def preempt(self, preemption: Preemption) -> None:
+        """Let a running sequence wait, and free its blocks in the way that was chosen."""
         sequence = preemption.sequence
         sequence.num_protected_tokens = max(sequence.num_protected_tokens, sequence.num_computed_tokens + 1)
         self._open[sequence.sequence_id] = Decision(preemption, sequence.num_computed_tokens)
@@ -215,6 +231,26 @@ class Swapping:
         sequence.num_preemptions += 1
         self._counters.num_preemptions[preemption.kind] += 1
         self._waiting.push_preempted(sequence)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that have a transfer in flight or an open decision."""
+        return [*self._moving.values(), *(one.preemption.sequence for one in self._open.values())]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy decisions, transfers by number, and what was learned of reuse, as plain values."""
+        return {
+            "open": [[number, *one.snapshot()] for number, one in self._open.items()],
+            "moving": [[number, one.sequence_id] for number, one in self._moving.items()],
+            "parked": sorted(self.parked), "due": [one.transfer_id for one in self.due], **self._reuse.snapshot(),
+        }
+
+    def restore(self, state: Mapping[str, Any], sequences: Mapping[int, Sequence]) -> None:
+        """Be as it was copied, over a cache that is already so."""
+        self._open = {number: Decision.of(rest, sequences[number]) for number, *rest in state["open"]}
+        self._moving = {number: sequences[owner] for number, owner in state["moving"]}
+        self.parked, self.due = set(state["parked"]), [self._host.in_flight[number] for number in state["due"]]
+        self._reuse.restore(state)
 
     def _begin_swap_out(self, sequence: Sequence, *, is_pinned: bool) -> bool:
         return self._book(sequence, self._kv_cache.begin_swap_out(sequence, is_pinned=is_pinned))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice, pairwise
 from operator import attrgetter, itemgetter, lt
 from typing import Any, Final
@@ -194,3 +194,14 @@ class WaitingQueue(PolicyOrder):
     def never_started(self) -> Iterator[Sequence]:
         """Yield the sequences that were not started since they were pushed, in the order of their pushes."""
         return iter(self._never_started.values())
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy which sequences wait, by id: all of them in order, the gated ones, those that were never started."""
+        return {"waiting": [one.sequence_id for one in self], "gated": sorted(self.gated),
+                "never_started": list(self._never_started)}
+
+    def restore(self, state: Mapping[str, Any], sequences: Mapping[int, Sequence]) -> None:
+        """Hold the sequences that waited when it was copied; their order is the policy's."""
+        self.reset(*(sequences[number] for number in state["waiting"]))
+        self._never_started = OrderedDict((number, sequences[number]) for number in state["never_started"])
+        self.gated = set(state["gated"])

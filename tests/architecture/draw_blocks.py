@@ -49,7 +49,7 @@ def arrange() -> Layout:
         tables.append(table)
         for place, block in enumerate(table):
             contents[block] = (prompt + generated)[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE]
-    return Layout(tables, contents, copies, list(manager.snapshot().device.reference_counts))
+    return Layout(tables, contents, copies, list(manager.bookkeeping().device.reference_counts))
 
 
 def _compute(manager: BlockManager, sequence: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -20,7 +20,6 @@ from pagedcore.engine.engine import Engine
 from pagedcore.engine.quoting import DryRun
 from pagedcore.errors import EngineClosed, EngineOverloaded, PromptTooLong
 from pagedcore.outputs import Quote
-from pagedcore.recorder.state import describe
 from pagedcore.requests.request import Request
 from pagedcore.scheduler.forecast import Bounds, Forecast, Job
 from pagedcore.scheduler.plan import SchedulePlan
@@ -85,7 +84,7 @@ def test_a_dry_run_knows_to_the_step_what_comes(policy: str, num_others: int) ->
     sequences = engine.requests.sequences_of_quote(processed)
     book.usual_s = 0.0
     raw = book.forecast(sequences)
-    exact = DryRun(engine.scheduler, book, [describe(one) for one in sequences], engine._clock.now()).moments()
+    exact = DryRun(engine.scheduler, book, [one.snapshot() for one in sequences], engine._clock.now()).moments()
     assert engine.quote(prompt(40), exactly(20), exact=True).is_exact
     request = engine.add_request(prompt(40), exactly(20))
     run(engine)

@@ -65,20 +65,20 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     manager = BlockManager(3, 1)
     manager.free_blocks(compute(manager, [1, 2, 3]))
     later = make_sequence([1, 2, 3, 4, 5])
-    before = comparable(manager.snapshot())
+    before = comparable(manager.bookkeeping())
     match = manager.match(later)
     assert match.num_tokens == 2
     assert manager.reserve([Demand(later.sequence_id, 4, match)]) is None
-    assert comparable(manager.snapshot()) == before
+    assert comparable(manager.bookkeeping()) == before
 
 
 def test_cancel_takes_out_exactly_what_was_reserved() -> None:
     """Tables, counts and the free list are as before, for old and for new sequences."""
     manager = BlockManager(8, 2)
     reserve(manager, (1, 3)).commit()
-    before = comparable(manager.snapshot())
+    before = comparable(manager.bookkeeping())
     reserve(manager, (1, 9), (2, 4)).cancel()
-    assert comparable(manager.snapshot()) == before
+    assert comparable(manager.bookkeeping()) == before
 
 
 @pytest.mark.parametrize("verb", ["commit", "cancel"])
@@ -88,9 +88,9 @@ def test_closing_twice_the_same_way_does_nothing(verb: str) -> None:
     reservation = reserve(manager, (1, 4))
     getattr(reservation, verb)()
     reserve(manager, (1, 6)).commit()
-    before = comparable(manager.snapshot())
+    before = comparable(manager.bookkeeping())
     getattr(reservation, verb)()
-    assert comparable(manager.snapshot()) == before
+    assert comparable(manager.bookkeeping()) == before
 
 
 @pytest.mark.parametrize(("first", "second"), [("commit", "cancel"), ("cancel", "commit")])
@@ -109,9 +109,9 @@ def test_cancel_leaves_alone_what_was_freed_meanwhile() -> None:
     reservation = reserve(manager, (1, 7), (2, 2), (3, 2))
     assert (manager.evict_blocks(1, spares_shared=False), manager.evict_blocks(2, spares_shared=False)) == (4, 1)
     reserve(manager, (1, 1), (2, 1)).commit()
-    before = dict(manager.snapshot().tables)
+    before = dict(manager.bookkeeping().tables)
     reservation.cancel()
-    assert dict(manager.snapshot().tables) == {1: before[1], 2: before[2]}
+    assert dict(manager.bookkeeping().tables) == {1: before[1], 2: before[2]}
     assert manager.num_available_blocks == 6
 
 
@@ -122,7 +122,7 @@ def test_a_sequence_without_blocks_has_no_table() -> None:
     reserve(manager, (9, 0)).commit()
     with pytest.raises(InternalError, match="sequence 9 holds no blocks"):
         manager.table(9)
-    assert manager.snapshot().tables == {}
+    assert manager.bookkeeping().tables == {}
 
 
 def test_freed_blocks_are_found_up_to_the_last_token_but_one() -> None:
@@ -146,14 +146,14 @@ def test_a_shared_full_block_has_two_holders_and_a_tail_a_copy() -> None:
     match = manager.match(later)
     reservation = manager.reserve([Demand(later.sequence_id, 4, match)])
     assert reservation is not None
-    of_old, of_new = (manager.snapshot().tables[one.sequence_id] for one in (old, later))
+    of_old, of_new = (manager.bookkeeping().tables[one.sequence_id] for one in (old, later))
     assert of_new[0] == of_old[0]
     assert of_new[1] != of_old[1]
     assert reservation.copies == ((of_old[1], of_new[1]),)
-    counts = manager.snapshot().device.reference_counts
+    counts = manager.bookkeeping().device.reference_counts
     assert (counts[of_old[0]], counts[of_old[1]]) == (2, 2)
     reservation.commit()
-    assert manager.snapshot().device.reference_counts[of_old[1]] == 1
+    assert manager.bookkeeping().device.reference_counts[of_old[1]] == 1
     assert manager.own_blocks_of(later.sequence_id) == [of_new[1]]
     assert manager.only_held_by([later.sequence_id]) == {of_new[1]}
 
@@ -248,7 +248,7 @@ def test_a_snapshot_does_not_change_with_the_manager() -> None:
     """A snapshot is a value: later moves leave it as it was."""
     manager = BlockManager(4, 2)
     reserve(manager, (1, 3)).commit()
-    snapshot = manager.snapshot()
+    snapshot = manager.bookkeeping()
     copy = comparable(snapshot)
     manager.evict_blocks(1, spares_shared=False)
     assert comparable(snapshot) == copy

@@ -72,7 +72,7 @@ def test_what_went_out_comes_back_as_a_table() -> None:
     assert (manager.device.num_blocks_of(sequence.sequence_id), manager.device.num_used_blocks) == (0, 3)
     assert (host.num_leaving_blocks, host.pin_arriving(sequence.sequence_id)) == (0, 0)
     assert manager.complete_transfer(transfer.transfer_id, is_ok=True)[1] is True
-    assert manager.snapshot().tables[sequence.sequence_id] == transfer.device_blocks
+    assert manager.bookkeeping().tables[sequence.sequence_id] == transfer.device_blocks
     assert (host.pins, host.num_used_blocks, host.num_cached_blocks) == ({}, 0, 3)
 
 
@@ -105,9 +105,9 @@ def test_a_host_that_is_full_of_pins_refuses_and_changes_nothing() -> None:
     manager, _ = make_tier(num_host_blocks=4)
     manager.complete_transfer(swap_out(manager, compute(manager, TOKENS)).transfer_id, is_ok=True)
     other = compute(manager, [7, 8, 9, 7, 8])
-    before = manager.snapshot()
+    before = manager.bookkeeping()
     assert manager.begin_swap_out(other, is_pinned=True) is None
-    assert manager.snapshot() == before
+    assert manager.bookkeeping() == before
 
 
 def test_unpinned_blocks_are_evicted_and_pinned_ones_are_not() -> None:
@@ -144,7 +144,7 @@ def test_a_cancelled_load_makes_no_table(is_ok: bool) -> None:
     assert transfer is not None
     host.free_sequence(sequence.sequence_id)
     assert manager.complete_transfer(transfer.transfer_id, is_ok=is_ok)[1] is False
-    assert (manager.snapshot().tables, manager.device.num_used_blocks, host.num_used_blocks) == ({}, 0, 0)
+    assert (manager.bookkeeping().tables, manager.device.num_used_blocks, host.num_used_blocks) == ({}, 0, 0)
     assert manager.device.num_cached_blocks == (3 if is_ok else 0)
 
 
@@ -201,7 +201,8 @@ def test_a_timed_out_load_keeps_its_write_targets(is_ok: bool) -> None:
     assert (host.is_stuck, host.withholds_blocks, len(host.cache.registered)) == (True, True, 1)
     assert manager.match(sequence).num_tokens == 2
     assert manager.complete_transfer(transfer.transfer_id, is_ok=is_ok)[1] is False
-    assert (manager.device.num_used_blocks, manager.device.num_cached_blocks, manager.snapshot().tables) == (0, 1, {})
+    assert (manager.device.num_used_blocks, manager.device.num_cached_blocks) == (0, 1)
+    assert manager.bookkeeping().tables == {}
 
 
 def test_a_transfer_times_out_once() -> None:
@@ -250,9 +251,9 @@ def test_a_load_without_room_changes_nothing() -> None:
     evict_device(manager)
     match = manager.match(sequence)
     assert manager.device.reserve([Demand(10**6, 2)]) is not None
-    before = manager.snapshot()
+    before = manager.bookkeeping()
     assert manager.begin_swap_in(sequence, match) is None
-    assert manager.snapshot() == before
+    assert manager.bookkeeping() == before
 
 
 def test_a_transfer_completes_once() -> None:

@@ -18,8 +18,9 @@ from pagedcore.kv_cache.prefix_cache import CachedBlock, PrefixCache
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.kv_cache.reservation import Reservation
 from pagedcore.scheduler.admission import Admission
+from pagedcore.scheduler.plan import StepInFlight
 from pagedcore.scheduler.plan_state import PlanState
-from pagedcore.scheduler.scheduler import Scheduler, StepInFlight
+from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
