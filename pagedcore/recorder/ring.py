@@ -75,6 +75,8 @@ class FlightRecorder:
         ):
             for name in names:
                 setattr(owner, name, partial(self._call, name, getattr(owner, name)))
+        for owner, count in ((scheduler, lambda _: 1), (scheduler.waiting, int)):
+            setattr(owner, "require_room", partial(self._ask, owner.require_room, count))  # noqa: B010  (as above)
         scheduler.costs.step = _TappedLine(scheduler.costs.step, self)
 
     def require_owner(self) -> None:
@@ -133,6 +135,7 @@ class FlightRecorder:
         if self._needs_base:
             return method(*given, **options)
         given = tuple([list(one) if isinstance(one, Iterator) else one for one in given])
+        num_bytes, unknown = self.segments[-1].num_bytes, self._unknown(given) if name == "add_sequences" else set()
         arguments = self._arguments_of(name, given, options)
         self._is_inside = True
         try:
@@ -141,6 +144,10 @@ class FlightRecorder:
             # Why only these: a refusal has changed nothing, but a plan that cannot be made is what is looked for.
             if isinstance(error, InternalError):
                 self._note(name, arguments, {"raised": type(error).__name__})
+            elif name == "add_sequences":
+                self.segments[-1].num_bytes = num_bytes
+                self._known -= unknown
+                self._note_refusal(error, len(given))
             raise
         except BaseException:
             self.begin_anew()
@@ -149,6 +156,34 @@ class FlightRecorder:
             self._is_inside = False
         self._note(name, arguments, decision_of(name, result))
         return result
+
+    def _ask(self, method: Callable[[int], None], count: Callable[[int], int], asked: int) -> None:
+        """Let somebody ask for room before there is a sequence; only a refusal is an event."""
+        if self._is_inside:
+            return method(asked)
+        self._is_inside = True
+        try:
+            return method(asked)
+        except PagedcoreError as error:
+            self._note_refusal(error, count(asked))
+            raise
+        finally:
+            self._is_inside = False
+
+    def _note_refusal(self, error: PagedcoreError, num_sequences: int) -> None:
+        """Note how many sequences were turned away, by error."""
+        if self._needs_base:
+            return
+        segment, counts = self.segments[-1], dict[str, int]()
+        if segment.events and segment.events[-1][1] == "refused":
+            # Why together: callers may try as often as they like between two steps, and memory is bounded by steps.
+            (counts,) = segment.events.pop()[2]
+            segment.num_bytes -= _EVENT_BYTES
+        name = type(error).__name__
+        self._note("refused", ({**counts, name: counts.get(name, 0) + num_sequences},), None)
+
+    def _unknown(self, given: Iterable[Any]) -> set[int]:
+        return {one.sequence_id for one in given if isinstance(one, Sequence)} - self._known
 
     def _begin_segment_if_due(self) -> None:
         last = self.segments[-1] if self.segments else None

@@ -170,7 +170,7 @@ class SegmentReplay:
                     self.scheduler.queues.observe(self.plan, given[1])
             case "begin_step":
                 self.scheduler.begin_step(*given)
-            case "request" | "beams":
+            case "request" | "beams" | "refused":
                 pass
             case "open_gate" | "count_as_new":
                 known = [self._known(one) for one in (given[0] if verb == "count_as_new" else given)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, Final
@@ -46,7 +46,7 @@ class Outcome:
     seconds: float = 0.0
     num_preemptions: int = 0
     num_refused: int = 0
-    """Sequences that the pool or the queue is too small for."""
+    """Sequences that were turned away: in the recording, and those that the pool or the queue is too small for."""
     waits_s: dict[int, float] = field(default_factory=dict)
     """From arrival to first start, by sequence."""
     finished: list[int] = field(default_factory=list)
@@ -85,7 +85,7 @@ def events_between(recording: Recording, since: Place, until: Place) -> Iterator
 def recorded_outcome(recording: Recording, until: Place = EVERYTHING) -> Outcome:
     """Return what the recording itself shows up to a place."""
     events = list(events_between(recording, (0, 0), until))
-    outcome = Outcome(seconds=events[-1][0] - events[0][0] if events else 0.0)
+    outcome = Outcome(seconds=events[-1][0] - events[0][0] if events else 0.0, num_refused=num_refused_in(events))
     for _, verb, _, decision in events:
         outcome.num_steps += verb == "commit"
         if verb == "schedule" and isinstance(decision, list):
@@ -95,6 +95,11 @@ def recorded_outcome(recording: Recording, until: Place = EVERYTHING) -> Outcome
     ended = sorted([(one.end_s, place, one.number) for place, one in enumerate(lives) if one.end_s is not None])
     outcome.finished = [number for _, _, number in ended]
     return outcome
+
+
+def num_refused_in(events: Iterable[tuple[float, str, list[Any], Any]]) -> int:
+    """Count the sequences that were turned away at the door."""
+    return sum([sum(given[0].values()) for _, verb, given, _ in events if verb == "refused"])
 
 
 def lives_of(recording: Recording, until: Place = EVERYTHING) -> list[Life]:

@@ -4,7 +4,8 @@ there its requests on a virtual clock.
 It begins in the recorded state. As long as every decision is the recorded one, clock readings, arrivals, lengths and
 transfers are those of the recording too. From the first other decision on arrivals, prompts and lengths are still the
 recorded ones; a step takes what the recorded steps teach for its tokens, a transfer likewise, and a request that was
-aborted ends with as many tokens as it had.
+aborted ends with as many tokens as it had. What was turned away stays so, and what was accepted is not asked for its
+promise again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pagedcore.replay.lives import (
     events_between,
     learnt_costs,
     lives_of,
+    num_refused_in,
     recorded_outcome,
 )
 from pagedcore.replay.starting_state import StartingState, starting_state
@@ -147,7 +149,8 @@ class WhatIf:
                 self._lives[life.number], self._arrived_s[life.number] = life, life.arrival_s
         coming = [one for one in self._lives_in_order[len(before) :] if not one.is_branch]
         self._coming = sorted(coming, key=lambda one: one.arrival_s, reverse=True)
-        self.outcome.num_refused = sum(len(made.refused) for made in self.starting_states)
+        # Why also later ones: a request that never ran has no length to run with, so it stays refused.
+        self.outcome.num_refused += num_refused_in(later) + sum(len(made.refused) for made in self.starting_states)
         self.outcome.num_preemptions += sum(made.num_preempted for made in self.starting_states)
         for number in [one for made in self.starting_states for one in made.refused]:
             if (search := self._searches.find_search(number)) is not None:

@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 
 from pagedcore.config.engine_config import EngineConfig
-from pagedcore.errors import ForkedProcess, InvalidConfig, RecordingError
+from pagedcore.errors import EngineOverloaded, ForkedProcess, InvalidConfig, RecordingError, RequestTooLarge
 from pagedcore.recorder import recording as recordings
 from pagedcore.recorder.recording import Recording, read_recording
+from pagedcore.recorder.ring import _EVENT_BYTES
 from pagedcore.recorder.token_rows import MAX_TOKENS
 from pagedcore.replay.decisions import replay_decisions
+from pagedcore.replay.lives import recorded_outcome
 from pagedcore.replay.point import find_point, settings_for
 from pagedcore.replay.what_if import compare
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.scheduler import Scheduler
-from support.doubles import FakeClock, ToyBackend
+from support.doubles import FakeClock, ToyBackend, make_sequence
 from support.recordings import dumped, lines_of, run_all, toy_engine, write_lines
 from support.torture import first_seed, scaled
 
@@ -122,6 +124,43 @@ def test_a_decode_step_costs_four_entries() -> None:
         assert [event[1] for event in events[num_before:]] == ["schedule", "reserve", "observe", "commit"]
         for _, _, arguments, decision in events[num_before:]:
             assert not any(isinstance(one, dict) for one in arguments), decision
+
+
+def test_a_refusal_is_recorded_wherever_it_comes_from(tmp_path: Path) -> None:
+    """A full queue refuses a request, a turn and a completion that goes on; a pool refuses what it is too small for.
+    Each counts once, by its error, and however many come between two steps they are one event, with the bytes of one.
+    """
+    with toy_engine(max_num_waiting=2) as engine:
+        ended, aborted = engine.add_request([1], SamplingParams(max_tokens=1)), engine.add_request([2])
+        engine.step()
+        aborted.abort()
+        for _ in range(2):
+            engine.add_request([3])
+        recorder = engine._recorder
+        assert recorder is not None
+        num_bytes, known = recorder.segments[-1].num_bytes, set(recorder._known)
+        for _ in range(50):
+            for refused in (lambda: engine.add_request([4] * 9), lambda: ended.extend([5]),
+                            lambda: engine.requests.complete_turn(aborted)):
+                with pytest.raises(EngineOverloaded):
+                    refused()
+            with pytest.raises(RequestTooLarge):
+                engine.scheduler.add_sequences(make_sequence([6], 10_000, sequence_id=77))
+        assert (recorder.segments[-1].num_bytes - num_bytes, recorder._known) == (_EVENT_BYTES, known)
+        recording = dumped(engine, tmp_path)
+    events = [given for _, verb, given, _ in recording.segments[-1]["events"] if verb == "refused"]
+    assert events == [[{"EngineOverloaded": 150, "RequestTooLarge": 50}]]
+    assert recorded_outcome(recording).num_refused == 200
+    assert replay_decisions(recording).difference is None
+
+
+def test_a_file_of_the_version_before_is_read(tmp_path: Path) -> None:
+    """It is the same without refusals."""
+    path = a_file(tmp_path)
+    lines = lines_of(path)
+    lines[0]["version"] = 2
+    write_lines(path, lines)
+    assert replay_decisions(read_recording(path)).difference is None
 
 
 def test_without_it_nothing_is_tapped() -> None:
