@@ -36,6 +36,7 @@ from pagedcore.models.checkpoints.pretrained import load_config
 from pagedcore.models.checkpoints.stored_experts import weight_of_layer
 from pagedcore.models.decoders.fused_match import NotFused, has_experts, recognise
 from pagedcore.models.families.table import Family
+from pagedcore.models.linears.packed_experts import apply_gate
 from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.transformers_model import redirect_attention
 
@@ -203,7 +204,7 @@ def input_maxima(
         rows, chosen = given[:2]
         for number in {*chosen.flatten().tolist()}:
             gate_up = nn.functional.linear(rows[(chosen == number).any(1)], experts.gate_up_proj[number])
-            look(f"{name}.{number}.down_proj", experts._apply_gate(gate_up))
+            look(f"{name}.{number}.down_proj", apply_gate(experts, gate_up))
 
     hooks = [
         # Why at the norm: the output layer is asked for no logits.

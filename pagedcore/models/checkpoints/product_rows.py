@@ -17,7 +17,7 @@ from torch import nn
 
 from pagedcore.models.checkpoints.stored_experts import PARTS
 from pagedcore.models.families.table import FAMILIES, Family
-from pagedcore.models.linears.packed_experts import matrices_of_experts
+from pagedcore.models.linears.packed_experts import apply_gate, matrices_of_experts
 from pagedcore.models.linears.packed_linear import matrix_of
 
 NUM_ROWS: Final = 32
@@ -114,8 +114,7 @@ def _products_of_experts(name: str, experts: Any, gain: MakeRows, read: Read, se
     def gated(weight: str) -> torch.Tensor:
         matrix = read(weight)
         outputs = rows() @ matrix.float().T if name in seen else _gaussian(len(matrix), 0) * _spread(matrix, gain())
-        result: torch.Tensor = experts._apply_gate(outputs)
-        return result
+        return apply_gate(experts, outputs)
 
     yield Product(gate_up, name, [(gate_ups, rows)])
     yield Product(down, name, [([one], partial(gated, before)) for before, one in zip(gate_ups, downs, strict=True)])

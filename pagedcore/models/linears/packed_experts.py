@@ -60,7 +60,7 @@ class PackedExperts(nn.Module):
         gate_up = _multiply(self.gate_up, hidden_states[order // top_k], counts)
         # Why: with rows to spare at the end, torch's activation computes all others with vectors.
         spare = -(-VECTOR // gate_up.shape[1])
-        gated = self.experts._apply_gate(nn.functional.pad(gate_up, (0, 0, 0, spare)))[: len(order)]
+        gated = apply_gate(self.experts, nn.functional.pad(gate_up, (0, 0, 0, spare)))[: len(order)]
         outputs = _multiply(self.down, gated, counts)[order.argsort()].view(num_rows, top_k, -1)
         weighted = outputs * top_k_weights.unsqueeze(-1)
         # Why not sum(): torch promises no order of its additions.
@@ -134,17 +134,28 @@ def _multiply(products: Sequence[PackedLinear], rows: torch.Tensor, counts: list
     return torch.cat([product(share) for product, share in shares if len(share)])
 
 
+def apply_gate(experts: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    """Return [T, inner] of what a module of experts makes of its first products [T, 2 * inner], in its own way."""
+    # Why a private name: transformers has no other one for it, and a family may have a gate of its own.
+    gated: torch.Tensor = experts._apply_gate(gate_up)
+    return gated
+
+
 def matrices_of_experts(module: Any) -> tuple[torch.Tensor, ...]:
     """Return the weights [experts, out, in] of a module that ``use_experts_implementation`` decorates, of a known kind,
     or ``StoredMatrices`` in their place; none of any other.
     """
     if not getattr(module, "has_gate", False) or not hasattr(module, "_apply_gate") or module.has_post_expert_norm:
         return ()
-    weights: Any = [vars(module).get(name, module._parameters.get(name)) for name in _WEIGHTS]
+    weights: Any = [vars(module).get(name, _own_parameters(module).get(name)) for name in _WEIGHTS]
     if not all(one is not None and one.ndim == 3 for one in weights):
         return ()
     return tuple(one.transpose(1, 2) if module.is_transposed and not isinstance(one, StoredMatrices) else one
                  for one in weights)
+
+
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def _has_experts(module: Any, factory: LinearFactory) -> bool:
@@ -169,7 +180,7 @@ def _pack_each(experts: Any, name: str, factory: LinearFactory, on_unused: OnUnu
 
 
 def _is_router(module: nn.Module, factory: LinearFactory) -> bool:
-    kind, weight = type(module), module._parameters.get("weight")
+    kind, weight = type(module), _own_parameters(module).get("weight")
     is_theirs = kind.__name__.endswith("Router") and kind.__module__.startswith("transformers.models.")
     is_known = is_theirs or kind is TopKRouter
     return is_known and weight is not None and weight.ndim == 2 and factory.supports(torch.float32, weight.shape[1])
@@ -179,7 +190,7 @@ def _pack_router(router: Any, factory: LinearFactory, on_unused: OnUnused) -> Pa
     """Replace the matrix of a router; ``None``: it cannot work without it, and has it still."""
     weight = router.weight
     del router.weight
-    router.weight = packed = RouterWeight(weight, router._parameters.get("bias"), factory)
+    router.weight = packed = RouterWeight(weight, _own_parameters(router).get("bias"), factory)
     # Shape: a router takes rows, and some take a number for each expert beside them.
     num_experts, hidden_size = weight.shape
     others = [weight.new_zeros(num_experts)] * (len(inspect.signature(router.forward).parameters) - 1)
