@@ -122,10 +122,11 @@ async def test_what_other_clients_send_is_understood(engine: AsyncEngine) -> Non
 
 
 def is_to_be_refused(body: dict[str, Any]) -> bool:
-    """Whether a script has asked for another model, for a temperature out of range, more than the context, or a
-    response that nobody stored."""
+    """Whether a script has asked for another model, for a temperature out of range, or more than the context, or
+    continues a response that is stored where it was recorded."""
     is_too_long = "2 2 2 2 2 2" in json.dumps(body) or 2040 in body.values()
-    return is_too_long or body.get("previous_response_id") == "resp-none" or body["model"] != "demo" or body.get("temperature") == 99
+    is_elsewhere = "previous_response_id" in body
+    return is_too_long or is_elsewhere or body["model"] != "demo" or body.get("temperature") == 99
 
 
 async def check_scores(engine: AsyncEngine, body: dict[str, Any], reply: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ LONG = "2 " * 4000
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
 LONE = "\ud800"
 USER, CALL = {"role": "user", "content": "a"}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
-EXCEEDED = "This model's maximum context length is exceeded. "
+EXCEEDED = "This model's maximum context length is exceeded: the prompt is too long. "
 
 
 @pytest.fixture(scope="module")
