@@ -200,7 +200,7 @@ class ShadowRunner(ModelRunner):
 
     def execute(self, rows: Seq[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         """Compute ``rows``. Raises as ``ModelRunner.execute``, and ``InternalError`` before a wrong slot is read."""
-        tables = [block_manager.table(row.sequence.sequence_id).block_ids for row in rows]
+        tables = [one.block_ids for one in block_manager.tables(row.sequence.sequence_id for row in rows)]
         for row, table in zip(rows, tables, strict=True):
             self._prepare(row, table)
         if self._tags.violations:

@@ -58,10 +58,11 @@ def build_batch(rows: Seq[ScheduledRow], block_manager: BlockManager) -> RaggedB
     else:
         tokens = list(chain.from_iterable(row.sequence.token_ids[row.start : row.end] for row in rows))
     known = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
+    numbers = [sequence.sequence_id for sequence in sequences]
     batch = assemble(
         np.array(tokens, dtype=np.int64), starts, counts,
-        seq_ids=np.array([sequence.sequence_id for sequence in sequences], dtype=np.int64),
-        tables=[block_manager.table(sequence.sequence_id).block_ids for sequence in sequences],
+        seq_ids=np.array(numbers, dtype=np.int64),
+        tables=[table.block_ids for table in block_manager.tables(numbers)],
         block_size=block_manager.block_size,
         is_sampled=starts + counts == known,
     )

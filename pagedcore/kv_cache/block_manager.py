@@ -97,10 +97,14 @@ class BlockManager(BlockMemory):
 
     def table(self, sequence_id: int) -> BlockTable:
         """Return the table of a sequence. Raises ``InternalError`` if it holds no blocks."""
+        return self.tables([sequence_id])[0]
+
+    def tables(self, sequence_ids: Iterable[int]) -> list[BlockTable]:
+        """Return the tables of sequences. Raises ``InternalError`` if one holds no blocks."""
         try:
-            return self._tables[sequence_id]
-        except KeyError:
-            raise InternalError(f"sequence {sequence_id} holds no blocks") from None
+            return [self._tables[sequence_id] for sequence_id in sequence_ids]
+        except KeyError as error:
+            raise InternalError(f"sequence {error} holds no blocks") from None
 
     def match(self, sequence: Sequence, host: PrefixCache | None = None) -> PrefixMatch:
         """Find the longest beginning of a sequence that the device, or another memory beside it, holds."""

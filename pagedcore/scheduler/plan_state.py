@@ -55,9 +55,10 @@ class PlanState:
         self.may_wait = may_wait
         """Whether a running sequence may stall instead of others being preempted."""
         self.free = self.blocks.num_available_blocks
-        self.arriving = self.host.num_leaving_blocks
+        has_host = self.host.num_blocks > 0
+        self.arriving = self.host.num_leaving_blocks if has_host else 0
         """Blocks that will be available after this step and are not promised yet."""
-        self.room_on_host = self.host.num_available_blocks
+        self.room_on_host = self.host.num_available_blocks if has_host else 0
         self.budget = rules.max_num_batched_tokens
         self.splits_phases = rules.phase != "mixed" or rules.prefill_share < 1.0
         self._num_scorable = rules.max_scored_tokens

@@ -256,7 +256,8 @@ class Scheduler:
     def observe(self, plan: SchedulePlan, seconds: float) -> None:
         """Learn how long a step took."""
         self.costs.step.observe(plan.num_tokens, seconds)
-        self.queues.observe(plan, seconds)
+        if self.queues.step_times is not None or self.queues.quotes is not None:
+            self.queues.observe(plan, seconds)
 
     def rollback(self, plan: SchedulePlan) -> None:
         """Undo ``reserve``: admitted sequences wait where they waited. Raises ``InternalError`` if not in flight."""
@@ -279,7 +280,7 @@ class Scheduler:
             InternalError: ``plan`` is not in flight, or a sampled row has no token; nothing changed.
         """
         step = self._require_in_flight(plan)
-        rows = step.rows
+        rows = step.rows if step.gone else plan.rows
         for row in rows:
             if row.is_sampled and row.sequence.sequence_id not in sampled:
                 raise InternalError(f"commit: no token for sequence {row.sequence.sequence_id}")

@@ -92,7 +92,8 @@ class Parking:
     change: Callable[[], AbstractContextManager[None]]
     """Makes what is done within it complete or undone, and keeps other threads out."""
     _parked: dict[int, _Parked] = field(default_factory=dict, init=False)
-    _next_expiry_s: float = field(default=math.inf, init=False)
+    next_expiry_s: float = field(default=math.inf, init=False)
+    """When ``expire`` has something to free next, in seconds of the clock."""
 
     def state(self, sequence: Sequence) -> ParkedState | None:
         """Return where a sequence is parked; ``None``: it is not."""
@@ -240,13 +241,13 @@ class Parking:
 
     def expire(self) -> None:
         """Free the KV whose time is over."""
-        if self._next_expiry_s == math.inf or (now := self.clock.now()) < self._next_expiry_s:
+        if (now := self.clock.now()) < self.next_expiry_s:
             return
         for parked in list(self._parked.values()):
             if parked.state.expires_s is not None and parked.state.expires_s <= now:
                 self.free_kv(parked.sequence)
         expiries = [one.state.expires_s for one in self._parked.values() if one.state.expires_s is not None]
-        self._next_expiry_s = min(expiries, default=math.inf)
+        self.next_expiry_s = min(expiries, default=math.inf)
 
     def close(self) -> None:
         """Free all KV and remove all files; a second call does nothing."""
@@ -265,5 +266,5 @@ class Parking:
         if ttl_s is None:
             return None
         expires_s = self.clock.now() + ttl_s
-        self._next_expiry_s = min(self._next_expiry_s, expires_s)
+        self.next_expiry_s = min(self.next_expiry_s, expires_s)
         return expires_s

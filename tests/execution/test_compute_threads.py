@@ -14,8 +14,7 @@ import torch
 from pagedcore import Engine, SamplingParams
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution import compute_threads
-from pagedcore.execution.compute_threads import ComputeThreads
-from pagedcore.execution.thread_choice import Way
+from pagedcore.execution.compute_threads import ComputeThreads, Way
 from pagedcore_kernels.cpu.runtime import openmp
 from pagedcore_kernels.cpu.runtime.team import the_team
 from pagedcore_kernels.cpu.runtime.threads import num_threads

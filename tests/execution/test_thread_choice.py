@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagedcore.execution.thread_choice import (
+from pagedcore.execution.compute_threads import (
     FIRST_STEPS,
     LONGEST_WAIT_ALONE_S,
     ThreadChoice,
