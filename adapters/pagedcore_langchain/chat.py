@@ -22,7 +22,7 @@ from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.errors import also_langchains
 from pagedcore_langchain.host import require_loop
 from pagedcore_langchain.messages import to_chat
-from pagedcore_langchain.options import Call, hide_salt, mask_salt, require_single_label
+from pagedcore_langchain.options import Call, mask_salt, require_single_label
 from pagedcore_langchain.results import ChatChunks, chat_result
 from pagedcore_langchain.settings import PagedCoreSettings
 from pagedcore_langchain.structured import Method, response_format, structured_runnable
@@ -188,7 +188,7 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
 
     @override
     def bind(self, **kwargs: Any) -> Any:
-        return super().bind(**hide_salt(kwargs))
+        return BaseChatModel.bind(self._for_caller(kwargs), **kwargs)
 
     @override
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:

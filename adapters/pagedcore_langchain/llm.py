@@ -18,7 +18,7 @@ from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.errors import also_langchains
 from pagedcore_langchain.host import require_loop
-from pagedcore_langchain.options import hide_salt, require_single_label
+from pagedcore_langchain.options import require_single_label
 from pagedcore_langchain.results import Chunks, llm_output, text_generations
 from pagedcore_langchain.settings import PagedCoreSettings
 
@@ -110,7 +110,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
 
     @override
     def bind(self, **kwargs: Any) -> Runnable[LanguageModelInput, str]:
-        return super().bind(**hide_salt(kwargs))
+        return BaseLLM.bind(self._for_caller(kwargs), **kwargs)
 
     @override
     def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:

@@ -183,6 +183,14 @@ class PagedCoreSettings(BaseModel):
             settings["default_stop"] = settings.pop("stop")
         return mask_salt({"model": self.model, "engine": self.host.identity, **settings, "cache_salt": self.cache_salt})
 
+    def _for_caller(self, keywords: dict[str, Any]) -> Self:
+        """Move what a binding says of its caller from its keywords to a copy of this model."""
+        # Safety: what LangChain makes of a binding (``with_structured_output``, ``bind_tools``, ``generate``) forgets
+        # its keywords. Without the salt among them tenants would share cached prompts, and nobody would be told.
+        names = [name for name in OPTION_NAMES if name in type(self).model_fields and keywords.get(name) is not None]
+        said = hide_salt({name: keywords.pop(name) for name in names})
+        return self.model_copy(update=said) if said else self
+
     def _with_keywords(self, keywords: dict[str, Any]) -> Self:
         """Move a call's salt and sampling parameters from its keywords to a copy of this model: a completion model's
         callbacks see all keywords, and its response cache distinguishes calls by fields only."""

@@ -56,7 +56,9 @@ def structured_runnable(
         return bound | whole
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | whole, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    # Why behind it: a map hands the keywords of a call, a salt among them, on to nothing in it.
+    raw = bound | RunnableMap(raw=RunnablePassthrough())
+    return raw | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
 
 def response_format(given: Any) -> dict[str, Any] | None:

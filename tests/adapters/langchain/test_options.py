@@ -116,6 +116,36 @@ def test_bound_options_and_batches_reach_the_engine(observed: tuple[AsyncEngine,
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_what_is_made_of_a_binding_keeps_its_caller(observed: tuple[AsyncEngine, Accepted], kind: Any) -> None:
+    """LangChain makes tools, structured output and ``generate`` of what is bound, not of the binding."""
+    engine, accepted = observed
+    accepted.options.clear()
+    bound = build(kind, engine).bind(cache_salt="bound", priority=3)
+    if kind is ChatPagedCore:
+        bound.bind_tools([{"name": "look", "parameters": {"type": "object", "properties": {}}}]).invoke(PROMPT)
+        bound.with_structured_output({"type": "object"}, include_raw=True).invoke(PROMPT)
+        bound.generate([[HumanMessage(PROMPT)]])
+    else:
+        bound.generate([PROMPT])
+    assert set(accepted.options) == {("bound", 3, None)}
+
+
+@pytest.mark.parametrize("include_raw", [False, True])
+def test_structured_output_hands_on_what_a_call_says(
+    observed: tuple[AsyncEngine, Accepted], include_raw: bool
+) -> None:
+    """A salt, or anything else, that its call gives is the model's, also where the message is returned as well."""
+    engine, accepted = observed
+    accepted.options.clear()
+    structured = build(ChatPagedCore, engine).with_structured_output({"const": 1}, include_raw=include_raw)
+    given = {"cache_salt": "call", "priority": 2, "request_id": "mine"}
+    structured.invoke(PROMPT, **given)
+    asyncio.run(structured.ainvoke(PROMPT, **given))
+    list(structured.stream(PROMPT, **given))
+    assert accepted.options == [("call", 2, "mine")] * 3
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_salts_divide_the_cache(observed: tuple[AsyncEngine, Accepted], kind: Any) -> None:
     """Between different salts nothing of a prompt is found; with the same one it is."""
     model = build(kind, observed[0])
