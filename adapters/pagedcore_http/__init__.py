@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from pagedcore_http.drain import DrainSignal, OpenCalls
     from pagedcore_http.event_stream import ClientGone, EventStream, TextStream, run_until_disconnect
+    from pagedcore_http.events import frame
     from pagedcore_http.programs import answer_refusals
     from pagedcore_http.refusals import NotServing
 
 __all__ = ["ClientGone", "DrainSignal", "EventStream", "NotServing", "OpenCalls", "TextStream", "answer_refusals",
-           "run_until_disconnect"]
+           "frame", "run_until_disconnect"]
 
 _HOMES: Final = {
     "ClientGone": "event_stream", "DrainSignal": "drain", "EventStream": "event_stream", "NotServing": "refusals",
     "OpenCalls": "drain", "TextStream": "event_stream", "answer_refusals": "programs",
-    "run_until_disconnect": "event_stream",
+    "frame": "events", "run_until_disconnect": "event_stream",
 }  # fmt: skip
 
 

@@ -76,4 +76,5 @@ async def leave_all(app: App, calls: Any) -> None:
             assert not exchange.task.done()
             await asyncio.sleep(0.001)
         await exchange.leave()
+        assert len(exchange.text) < 1000
         assert (app.is_idle(), calls.num_open) == (True, 0)
